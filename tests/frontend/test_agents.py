@@ -117,6 +117,41 @@ def test_langchain_binds_tools_and_makes_structures(server: LiveServer) -> None:
         assert server.engine.submitted[-1].sampling.structured_outputs is not None
 
 
+def test_clients_take_a_call_that_is_cut_off_for_content(
+    sdk: openai.OpenAI, server: LiveServer
+) -> None:
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    cut = '<tool_call>\n{"name": "degrees", "arguments": {"city": '
+    [ids] = server.text.encode([f"<think>I call degrees.</think>\n\n{cut}"], special=False)
+    asked: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "How warm is Paris?"}],
+        "tools": [openai.pydantic_function_tool(Weather, name="degrees")],
+        "max_tokens": len(ids),
+    }
+    [choice] = sdk.chat.completions.create(**asked).choices
+    assert choice.message.tool_calls is None and choice.finish_reason == "length"
+    assert choice.message.content == cut
+    with pytest.raises(openai.LengthFinishReasonError):
+        sdk.chat.completions.parse(**asked)
+    for responses in (False, True):
+        chat = ChatOpenAI(
+            base_url=f"{server.url}/v1",
+            api_key="none",  # type: ignore[arg-type]
+            model=MODEL,
+            max_tokens=len(ids),  # type: ignore[call-arg]
+            use_responses_api=responses,
+        ).bind_tools([tool(degrees)])
+        streamed: Any = None
+        for chunk in chat.stream("How warm is Paris?"):
+            streamed = chunk if streamed is None else streamed + chunk
+        for answer in (chat.invoke("How warm is Paris?"), streamed):
+            assert answer.text == cut
+            assert not answer.tool_calls and not answer.invalid_tool_calls
+
+
 def test_pydantic_ai_runs_tools_and_types_its_output(server: LiveServer) -> None:
     from pydantic_ai import Agent, NativeOutput
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel

@@ -16,10 +16,9 @@ from tlt_server.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tlt_server.frontend.parsers.answer import AnswerReader
 from tlt_server.frontend.parsers.choice import parsers_of
 from tlt_server.frontend.parsers.json_text import JsonText
-from tlt_server.frontend.parsers.pieces import CallArguments, CallBegins, Piece, ThoughtText
+from tlt_server.frontend.parsers.pieces import Call, Piece, ThoughtText
 from tlt_server.frontend.parsers.pieces import SpokenText as Text
 
-Args, Call = CallArguments, CallBegins
 OFFERED = frozenset({"f", "g"})
 
 
@@ -37,8 +36,9 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     """Return the pieces, those of one kind in a row as one."""
     found: list[Piece] = []
     for piece in pieces:
-        if found and type(found[-1]) is type(piece) and not isinstance(piece, CallBegins):
-            found[-1] = type(piece)(found[-1][0] + piece[0])
+        last = found[-1] if found else None
+        if isinstance(piece, Text | ThoughtText) and isinstance(last, type(piece)):
+            found[-1] = type(piece)(last.text + piece.text)
         else:
             found.append(piece)
     return found
@@ -50,7 +50,7 @@ def read(reader: AnswerReader, text: str, size: int = 10**9) -> list[Piece]:
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-MADE: list[Piece] = [Call("f"), Args('{"a": 1}')]
+MADE: list[Piece] = [Call("f", '{"a": 1}')]
 HARD = '{"a": [1, -2.5e3, {"b": "x</tool_call>\\u00e9\\"\\\\é🙂"}], "c": null}'
 CASES: list[tuple[str, str, list[Piece]]] = [
     ("hermes", "just text", [Text("just text")]),
@@ -59,9 +59,9 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     ("hermes", f"I look.\n{CALL}\n{CALL}", [Text("I look."), *MADE, *MADE]),
     ("hermes", f"{CALL} so", [*MADE, Text("so")]),
     ("hermes", CALL.removesuffix("\n</tool_call>"), MADE),
-    ("hermes", CALL.replace('{"a": 1}', HARD), [Call("f"), Args(HARD)]),
-    ("hermes", CALL.replace('"f"', '"unheard of"'), [Call("unheard of"), MADE[1]]),
-    ("hermes", '<tool_call>{"name":"f"}</tool_call>', [Call("f"), Args("{}")]),
+    ("hermes", CALL.replace('{"a": 1}', HARD), [Call("f", HARD)]),
+    ("hermes", CALL.replace('"f"', '"unheard of"'), [Call("unheard of", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name":"f"}</tool_call>', [Call("f", "{}")]),
     ("hermes", '<tool_call>{"arguments":{"a": 1},"name":"f","id":7}</tool_call>', MADE),
     ("hermes", "<tool_call>" + CALL, [Text("<tool_call>"), *MADE]),
     ("hermes", "<tool_call> none </tool_call>", [Text("<tool_call> none </tool_call>")]),
@@ -74,20 +74,18 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     (
         "hermes",
         CALL.replace('{"a": 1}', '{"a\tb": "x = 1\n\tprint(\\d)\\\n\x00"}'),
-        [Call("f"), Args('{"a\\tb": "x = 1\\n\\tprint(\\\\d)\\\\\\n\\u0000"}')],
+        [Call("f", '{"a\\tb": "x = 1\\n\\tprint(\\\\d)\\\\\\n\\u0000"}')],
     ),
-    ("llama3_json", '{"parameters":{"a": "\n"},"name":"f"}', [Call("f"), Args('{"a": "\\n"}')]),
+    ("llama3_json", '{"parameters":{"a": "\n"},"name":"f"}', [Call("f", '{"a": "\\n"}')]),
     ("hermes", CALL.replace('"f"', '"f\n"'), [Text(CALL.replace('"f"', '"f\n"'))]),
-    ("pythonic", '[f(a="x\n\ty")]', [Call("f"), Args('{"a": "x\\n\\ty"}')]),
-    # What is given out already stays a call, and its client sees that the JSON is incomplete.
-    ("hermes", CALL[:40], [Call("f"), Args("{")]),
-    ("hermes", CALL.replace("1}}", "01"), [Call("f"), Args('{"a": 01'), Text("</tool_call>")]),
+    ("pythonic", '[f(a="x\n\ty")]', [Call("f", '{"a": "x\\n\\ty"}')]),
+    ("hermes", CALL.replace("}}", "}"), MADE),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', MADE),
     ("llama3_json", '\n<|python_tag|>{"name": "f", "arguments": {"a": 1}}', MADE),
     (
         "llama3_json",
         '{"name":"f","parameters":{"a": 1}}; {"name":"g"} .',
-        [*MADE, Call("g"), Args("{}"), Text(".")],
+        [*MADE, Call("g", "{}"), Text(".")],
     ),
     (
         "llama3_json",
@@ -97,14 +95,14 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     ("llama3_json", 'So {"name": "f"}', [Text('So {"name": "f"}')]),
     ("llama3_json", "<|python_", [Text("<|python_")]),
     ("pythonic", "[f(a=1)]", MADE),
-    ("pythonic", "[f(a=1), g(), ]", [*MADE, Call("g"), Args("{}"), Text(", ]")]),
-    ("pythonic", "[f(a=1,), g( )] so", [*MADE, Call("g"), Args("{}"), Text("so")]),
+    ("pythonic", "[f(a=1), g(), ]", [*MADE, Call("g", "{}"), Text(", ]")]),
+    ("pythonic", "[f(a=1,), g( )] so", [*MADE, Call("g", "{}"), Text("so")]),
     (
         "pythonic",
         "[f(b='x\\'(y\\n', c=[True, None, -1.5, {\"k\": (1, 2)}])]",
-        [Call("f"), Args('{"b": "x\'(y\\n", "c": [true, null, -1.5, {"k": [1, 2]}]}')],
+        [Call("f", '{"b": "x\'(y\\n", "c": [true, null, -1.5, {"k": [1, 2]}]}')],
     ),
-    ("pythonic", "[f(a='\\ud800')]", [Call("f"), Args('{"a": "\\ud800"}')]),
+    ("pythonic", "[f(a='\\ud800')]", [Call("f", '{"a": "\\ud800"}')]),
     ("pythonic", "[f(1)]", [Text("[f(1)]")]),
     ("pythonic", "[f(a=open('x'))]", [Text("[f(a=open('x'))]")]),
     ("pythonic", "[f(a=1, a=2)]", [Text("[f(a=1, a=2)]")]),
@@ -121,19 +119,46 @@ def test_calls_are_read_and_all_else_is_content(size: int) -> None:
         assert read(answer(tools), text, size) == expected, (tools, text)
 
 
-def test_the_name_comes_before_the_arguments_and_these_as_they_come() -> None:
+def test_a_call_comes_when_its_arguments_are_whole() -> None:
     reader = answer("hermes")
-    assert reader.push('<tool_call>{"name": "f", "arguments": ') == []
-    assert reader.push('{"a"') == [Call("f"), Args('{"a"')]
-    assert reader.push(": tr") == [Args(": tr")]
-    assert reader.push("ue}}</tool") == [Args("ue}")]
+    assert reader.push('<tool_call>{"name": "f", "arguments": {"a": tru') == []
+    assert reader.push("e}") == [Call("f", '{"a": true}')]
+    assert reader.push("}</tool") == []
     assert reader.push("_call> x") == [Text("x")] and reader.end() == []
+
+
+BROKEN = ("{", '{"a', '{"a": "x', '{"a": "x\\', '{"a": 1, ', '{"a": [1, {"b": tr', '{"a": -')
+MALFORMED = ('{"a": 01}', '{"a": True}', "{'a': 1}", '{"a": 1,}', "{a: 1}", '{"a": 1]', '{"a" 1}')
+PYTHON_BROKEN = ("a", "a=", "a='x", "a=[1, {'b': ", "a=1, b")
+PYTHON_MALFORMED = ("1", "a=x", "a=01x", "a:1", '{"a": 1}')
+FORMS = {  # before the arguments, after them, and between calls
+    "hermes": ('<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>", "\n"),
+    "llama3_json": ('{"name": "f", "parameters": ', "}", "; "),
+    "pythonic": ("[f(", ")]", ", "),
+}
+
+
+@pytest.mark.parametrize("tools", [*TOOL_PARSERS])
+def test_a_call_that_breaks_off_is_content(tools: str) -> None:
+    head, tail, separator = FORMS[tools]
+    python = tools == "pythonic"
+    cut, wrong = (PYTHON_BROKEN, PYTHON_MALFORMED) if python else (BROKEN, MALFORMED)
+    texts = [head + part for part in cut] + [head + part + tail for part in wrong]
+    before = head + ("a=1" if python else '{"a": 1}') + tail.removesuffix("]")
+    for text in texts:
+        after = separator + text.removeprefix("[")
+        content = after.lstrip() if tools == "hermes" else after
+        for size in (1, 3, 10**9):
+            assert read(answer(tools), text, size) == [Text(text)]
+            assert read(answer(tools), before + after, size) == [*MADE, Text(content)]
 
 
 def test_one_call_alone_is_read_if_calls_are_not_parallel() -> None:
     assert read(answer("hermes", parallel=False), CALL + CALL) == [*MADE, Text(CALL)]
+    one = [Text("<tool_call>"), *MADE, Text(CALL)]
+    assert read(answer("hermes", parallel=False), "<tool_call> " + CALL + CALL) == one
     many = read(answer("hermes"), CALL * 130)
-    assert len([piece for piece in many if isinstance(piece, CallBegins)]) == 128
+    assert len([piece for piece in many if isinstance(piece, Call)]) == 128
     assert many[-1] == Text(CALL * 2)
 
 
@@ -183,6 +208,9 @@ def test_pieces_do_not_depend_on_how_the_text_is_cut_and_lose_nothing(
         pieces += reader.push(text[at : at + size])
         at += size
     assert joined(pieces + reader.end()) == whole
+    for piece in whole:
+        if isinstance(piece, Call):
+            assert isinstance(json.loads(piece.arguments), dict)
     if thinking == "none" and {type(piece) for piece in whole} <= {Text}:
         assert "".join(piece[0] for piece in whole) == text
 

@@ -16,7 +16,7 @@ OPEN, CLOSE = CALL
 
 class Hermes:
     """Takes calls anywhere in the text; the tag says that one is meant, so any name may be called.
-    A call that lacks its closing tag is one too.
+    A call that lacks its last brace or its closing tag is one too.
     """
 
     form: ClassVar[Form | None] = Form(
@@ -26,7 +26,7 @@ class Hermes:
     def __init__(self, offered: Container[str], most: int) -> None:
         self._left = most
         self._held = ""  # perhaps the beginning of a tag
-        self._closing = False  # a call has ended, and its closing tag may come
+        self._closing = False  # a call was made, and its closing tag may come
         self._call: JsonCall | None = None
 
     def push(self, text: str) -> Iterator[Piece]:
@@ -36,7 +36,8 @@ class Hermes:
                 yield from self._call.push(text, at)
                 at = self._call.at
                 if self._call.ended or self._call.failed:
-                    self._closing, self._call = self._call.ended, None
+                    self._closing, self._call = self._call.made, None
+                    self._left -= self._closing
                 continue
             text, at, self._held = self._held + text[at:], 0, ""
             if self._closing:
@@ -56,7 +57,7 @@ class Hermes:
                 return
             if start:
                 yield SpokenText(text[:start])
-            at, self._left = start + len(OPEN), self._left - 1
+            at = start + len(OPEN)
             self._call = JsonCall(OPEN, lambda name: True)
 
     def end(self) -> Iterator[Piece]:

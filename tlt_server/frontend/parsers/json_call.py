@@ -8,15 +8,9 @@ from typing import Any
 import msgspec
 
 from tlt_server.frontend.parsers.json_text import JsonText
-from tlt_server.frontend.parsers.pieces import (
-    MAX_HELD,
-    CallArguments,
-    CallBegins,
-    Piece,
-    SpokenText,
-    is_name,
-)
+from tlt_server.frontend.parsers.pieces import Call, Piece, SpokenText, is_name
 
+MAX_CALL = 2**20  # characters of one call; a longer one comes back as content
 ARGUMENTS = ("arguments", "parameters")
 SPACE = " \t\r\n"
 
@@ -24,14 +18,14 @@ SPACE = " \t\r\n"
 class JsonCall:
     """Reads `{"name": ..., "arguments": {...}}`, whose fields may come in any order.
 
-    The call is certain once its name is known and its arguments begin; from there on they are given
-    out as they come. `ended` or `failed`: nothing more is taken in.
+    The call is `made` once its name and its arguments are whole. What breaks off before is content,
+    so no client runs a part of a call. `ended` or `failed`: nothing more is taken in.
     """
 
     def __init__(self, before: str, takes: Callable[[str], bool]) -> None:
         """`before` is the text that opened the call, `takes` tells which names may be called."""
         self.at = 0
-        self.ended = self.failed = False
+        self.made = self.ended = self.failed = False
         self._takes = takes
         self._held = [before]  # text that is not given out
         self._held_size = len(before)
@@ -39,9 +33,7 @@ class JsonCall:
         self._value = JsonText()  # being read: a key or a field's value
         self._text: list[str] = []
         self._seen: set[str] = set()
-        self._key = self._name = ""
-        self._begun = False
-        self._early: list[str] = []  # arguments that came before the name
+        self._key = self._name = self._arguments = ""
 
     def push(self, text: str, at: int) -> Iterator[Piece]:
         """Take in `text` from `at` on; `self.at` then is where this stopped."""
@@ -51,7 +43,7 @@ class JsonCall:
                 yield from self._read_value(text)
             else:
                 yield from self._read_sign(text[self.at])
-            self.failed |= self._held_size > MAX_HELD
+            self.failed |= self._held_size > MAX_CALL
         if self.failed:
             yield from self.end()
 
@@ -66,15 +58,13 @@ class JsonCall:
         if letter not in SPACE:
             if letter == "}" and expects in ("first key", "next") and self._name:
                 self.ended = True
-                if not self._begun:
-                    yield from self._begin("{}")
+                if not self.made:
+                    yield from self._make("{}")
             elif letter == '"' and expects in ("first key", "another key"):
                 self._read("key")
                 return  # its text begins with the quote
             elif letter == "{" and expects == "arguments":
                 self._read("in arguments")
-                if self._name:
-                    yield from self._begin("")
                 return
             elif letter == "," and expects == "next":
                 self._expects = "another key"
@@ -98,26 +88,16 @@ class JsonCall:
         self._held.append(text)
         self._held_size += len(text)
 
-    def _begin(self, arguments: str) -> Iterator[Piece]:
-        """Yield the call, which is certain from here on."""
-        self._begun, self._held, self._held_size = True, [], 0
-        yield CallBegins(self._name)
-        if arguments:
-            yield CallArguments(arguments)
+    def _make(self, arguments: str) -> Iterator[Piece]:
+        self.made, self._held, self._held_size = True, [], 0
+        yield Call(self._name, arguments)
 
     def _read_value(self, text: str) -> Iterator[Piece]:
-        start, arguments = self.at, self._expects == "in arguments"
-        end = len(text)
-        if not self._begun:
-            end = min(end, start + MAX_HELD + 1 - self._held_size)
+        start = self.at
+        end = min(len(text), start + MAX_CALL + 1 - self._held_size)
         self.at = self._value.feed(text, start, end)
-        taken = self._value.strict(text, start, self.at)
-        if arguments and self._begun:
-            if taken:
-                yield CallArguments(taken)
-        else:
-            (self._early if arguments else self._text).append(taken)
-            self._hold(text[start : self.at])
+        self._text.append(self._value.strict(text, start, self.at))
+        self._hold(text[start : self.at])
         if self._value.failed:
             self.failed = True
         elif self._value.ended:
@@ -137,9 +117,11 @@ class JsonCall:
                 self.failed = True
                 return
             self._name = name
-            if self._early:
-                yield from self._begin("".join(self._early))
+        elif self._expects == "in arguments":
+            self._arguments = "".join(self._text)
         self._expects = "next"
+        if self._name and self._arguments and not self.made:
+            yield from self._make(self._arguments)
 
 
 def _decoded(text: list[str]) -> Any:

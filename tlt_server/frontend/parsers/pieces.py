@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import ClassVar, NamedTuple, Protocol
 
-MAX_HELD = 2**16  # characters that may be the beginning of a call; more come back as content
 MAX_SPACE = 64  # characters of white space that are held until it is known what follows
 MAX_NAME = 256  # characters of a function's name
 
@@ -18,19 +17,12 @@ class ThoughtText(NamedTuple):
     text: str
 
 
-class CallBegins(NamedTuple):
-    """A call begins."""
-
+class Call(NamedTuple):
     name: str
+    arguments: str  # JSON
 
 
-class CallArguments(NamedTuple):
-    """More of the JSON of the newest call's arguments."""
-
-    text: str
-
-
-Piece = SpokenText | ThoughtText | CallBegins | CallArguments
+Piece = SpokenText | ThoughtText | Call
 
 
 class Parser(Protocol):

@@ -7,24 +7,16 @@ from collections.abc import Container, Iterator
 from typing import ClassVar
 
 from tlt_server.frontend.parsers.json_call import SPACE
-from tlt_server.frontend.parsers.pieces import (
-    MAX_HELD,
-    MAX_NAME,
-    MAX_SPACE,
-    CallArguments,
-    CallBegins,
-    Form,
-    Piece,
-    SpokenText,
-)
+from tlt_server.frontend.parsers.pieces import MAX_NAME, MAX_SPACE, Call, Form, Piece, SpokenText
 from tlt_server.frontend.parsers.python_call import read_call
 
+MAX_CALL = 2**16  # characters of one call; a longer one comes back as content
 _SIGN = re.compile(r"""["'\\()\[\]{}]""")
 
 
 class Pythonic:
     """Takes calls at the beginning of the text alone, and only of functions that were offered: a
-    list there may be the answer itself. A call is given out when it is complete.
+    list there may be the answer itself.
     """
 
     form: ClassVar[Form | None] = None
@@ -48,7 +40,7 @@ class Pythonic:
                 yield from self._scan()
             else:
                 self._separate(self._held[self._scanned])
-        if len(self._held) > MAX_HELD:
+        if len(self._held) > MAX_CALL:
             self._place = "text"
         if self._place == "text":
             yield from self.end()
@@ -105,13 +97,12 @@ class Pythonic:
 
     def _take_call(self) -> Iterator[Piece]:
         call = read_call(self._held[self._begins : self._scanned])
-        if call is None or call[0] not in self._offered or self._scanned > MAX_HELD:
+        if call is None or call[0] not in self._offered or self._scanned > MAX_CALL:
             self._place = "text"
             return
         self._left -= 1
         self._held, self._scanned, self._place = self._held[self._scanned :], 0, "next"
-        yield CallBegins(call[0])
-        yield CallArguments(call[1])
+        yield Call(*call)
 
     def end(self) -> Iterator[Piece]:
         held, self._held, self._scanned = self._held, "", 0

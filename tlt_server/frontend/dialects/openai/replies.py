@@ -78,22 +78,15 @@ class CompletionChoice(Struct, kw_only=True):
 
 
 class CalledFunction(Struct):
-    arguments: Annotated[
-        str, Meta(description="JSON as the model wrote it, or in a chunk what was added")
-    ]
-    name: Annotated[str | UnsetType, Meta(description="the function; in a call's first chunk")] = (
-        UNSET
-    )
+    name: Annotated[str, Meta(description="the function")]
+    arguments: Annotated[str, Meta(description="valid JSON, as the model wrote it")]
 
 
 class ToolCall(Struct):
     function: Annotated[CalledFunction, Meta(description="what is called")]
+    id: Annotated[str, Meta(description="for `tool_call_id` of the function's output")]
+    type: Annotated[Literal["function"], Meta(description="the kind of call")] = "function"
     index: Annotated[int | UnsetType, Meta(description="which of the calls; in a chunk")] = UNSET
-    id: Annotated[
-        str | UnsetType,
-        Meta(description="for `tool_call_id` of the function's output; in a call's first chunk"),
-    ] = UNSET
-    type: Annotated[Literal["function"] | UnsetType, Meta(description="the kind of call")] = UNSET
 
 
 class Speech(Struct):

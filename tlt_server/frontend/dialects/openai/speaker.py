@@ -11,13 +11,7 @@ from tlt_server.frontend.dialects.openai.replies import CalledFunction, Speech, 
 from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.parsers.answer import SLICE_CHARS, AnswerReader
-from tlt_server.frontend.parsers.pieces import (
-    CallArguments,
-    CallBegins,
-    Piece,
-    SpokenText,
-    ThoughtText,
-)
+from tlt_server.frontend.parsers.pieces import Call, Piece, SpokenText, ThoughtText
 
 
 def new_call_id() -> str:
@@ -82,20 +76,12 @@ class Speaker:
         return speech
 
     def _take_calls(self) -> list[ToolCall]:
-        """Return what came of calls. The first may have begun before, and then lacks its name."""
-        calls: list[ToolCall] = []
-        for piece in self._pieces:
-            if isinstance(piece, CallBegins):
-                function = CalledFunction(arguments="", name=piece.name)
-                calls.append(
-                    ToolCall(function, index=self.calls, id=new_call_id(), type="function")
-                )
-                self.calls += 1
-            elif isinstance(piece, CallArguments):
-                if not calls:
-                    calls.append(ToolCall(CalledFunction(arguments=""), index=self.calls - 1))
-                calls[-1].function.arguments += piece.text
-        return calls
+        found = [piece for piece in self._pieces if isinstance(piece, Call)]
+        first, self.calls = self.calls, self.calls + len(found)
+        return [
+            ToolCall(CalledFunction(call.name, call.arguments), new_call_id(), index=index)
+            for index, call in enumerate(found, first)
+        ]
 
     def _said(self) -> Speech:
         """Return the text that came, and forget what did."""

@@ -19,7 +19,7 @@ from tlt_server.frontend.dialects.openai.responses.replies import (
     ThoughtPart,
 )
 from tlt_server.frontend.dialects.openai.speaker import new_call_id
-from tlt_server.frontend.parsers.pieces import CallArguments, CallBegins, Piece, SpokenText
+from tlt_server.frontend.parsers.pieces import Call, Piece, SpokenText
 
 
 class Writer:
@@ -32,19 +32,18 @@ class Writer:
 
     def write(self, pieces: Iterable[Piece]) -> Iterator[ResponseEvent]:
         for piece in pieces:
-            if isinstance(piece, CallArguments):
-                yield from self._grow(piece.text)
-            elif isinstance(piece, CallBegins):
+            if isinstance(piece, Call):
                 yield from self.close("completed")
-                id = f"fc_{uuid.uuid4().hex}"
                 call = CallItem(
-                    id=id,
+                    id=f"fc_{uuid.uuid4().hex}",
                     status="in_progress",
                     call_id=new_call_id(),
                     name=piece.name,
                     arguments="",
                 )
                 yield self._begin(call)
+                yield from self._grow(piece.arguments)
+                yield from self.close("completed")
             else:
                 yield from self._speak(piece.text, spoken=isinstance(piece, SpokenText))
 
