@@ -31,7 +31,7 @@ from tlt_server.frontend.reading import reader as reader_module
 from tlt_server.frontend.reading.asking import Asker
 from tlt_server.frontend.reading.doubling import CALM_S, DoublingWait
 from tlt_server.frontend.reading.frames import FRAME_BYTES, sliced
-from tlt_server.frontend.reading.jobs import Job, JobQueue, Slice
+from tlt_server.frontend.reading.jobs import Job, JobQueue, Patience, Slice
 from tlt_server.frontend.reading.reader import HANG_S, Reader
 from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, cut, name_of
 from tlt_server.frontend.rpc.methods import ARRIVED_APART
@@ -89,6 +89,8 @@ import os, sys, time
 from tlt_server.frontend.reading_process import __main__, jobs
 jobs.JOBS["die"] = lambda text, payload: time.sleep(0.3) or os.abort()
 jobs.JOBS["hang"] = lambda text, payload: time.sleep(600)
+jobs.JOBS["wait"] = lambda text, payload: time.sleep(1)
+jobs.JOBS["work"] = lambda text, payload: [None for _ in iter(int, 1)]
 __main__.main(sys.argv[1:])
 """
 
@@ -312,6 +314,24 @@ def test_a_process_that_hangs_is_replaced(model: Path) -> None:
             await hangs
         assert await bystander == [ord("w")]
         assert await tokenised(reader, "z") == [ord("z")]
+
+    run(model, work)
+
+
+@pytest.mark.usefixtures("_deadly")
+def test_patience_counts_the_time_of_a_core(model: Path) -> None:
+    """A slice that waits is not refused, as one that gets no core; one that works for long is."""
+    patience = Patience(0.2, lambda: InvalidRequest("too much work"))
+
+    async def work(reader: Reader) -> None:
+        async def does(name: str) -> Any:
+            slices = [Slice((name,), list)]
+            return await reader.ask("", slices, total=LARGE, largest=1, patience=patience)
+
+        assert await does("wait") == [None]
+        with pytest.raises(InvalidRequest, match="too much work"):
+            await does("work")
+        assert await tokenised(reader, "served") == [*b"served"]
 
     run(model, work)
 

@@ -328,10 +328,10 @@ def test_a_grammar_that_takes_too_long_is_refused_and_remembered(
 ) -> None:
     """The process that compiles it is ended, and the next one serves other requests."""
     assert send(server, {"regex": "[a-b]"}).status_code == 200
-    monkeypatch.setattr(structures, "COMPILE_S", 0.05)
+    monkeypatch.setattr(structures, "COMPILE_S", 0.0)
     slow = {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}
     for _ in range(2):
         response = send(server, {"json_schema": slow})
-        assert response.status_code == 400 and "more than 0.05 s to compile" in response.text
+        assert response.status_code == 400 and "more than 0 s of a core" in response.text
     monkeypatch.undo()
     assert send(server, {"regex": "[a-c]+"}).status_code == 200

@@ -22,7 +22,9 @@ from tlt_server.grammars import KEPT
 from tlt_server.records import Grammar, Sampling
 
 MAX_BYTES = 2**17  # limit on a schema or grammar
-COMPILE_S = 10.0  # a slow machine takes 2 s for the largest grammar that compiles
+# Of a core: a slow one takes 2 s for the largest grammar that compiles, and the process as much for
+# each other lane.
+COMPILE_S = 10.0
 MOST = 64  # structures of one request, so that a batch takes a compiler from no one else for long
 
 
@@ -133,8 +135,8 @@ class Grammars:
 
 def _too_slow() -> Exception:
     return InvalidRequest(
-        f"the grammar takes more than {COMPILE_S:g} s to compile; simplify it, above all its "
-        "repetitions and numbers"
+        f"the grammar takes more than {COMPILE_S:g} s of a core to compile; simplify it, above all "
+        "its repetitions and numbers"
     )
 
 

@@ -33,9 +33,9 @@ class Slice(NamedTuple):
 
 
 class Patience(NamedTuple):
-    """A limit on the time of a slice, and the error of one that takes longer."""
+    """A limit on the work of a slice, and the error of one that needs more."""
 
-    seconds: float
+    seconds: float  # of cores, for all lanes meanwhile: other programs' load refuses nothing
     error: Callable[[], Exception]
 
 
@@ -43,7 +43,7 @@ class Job:
     """One piece of work: its slices, and the values that came back."""
 
     def __init__(self, key: str, slices: Iterable[Slice], patience: Patience | None = None) -> None:
-        """`patience`: with slices, if less than for others."""
+        """`patience`: with slices, if it is limited."""
         self.key, self.values, self.patience = key, list[Any](), patience
         self.done: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._slices: Iterator[Slice] = iter(slices)

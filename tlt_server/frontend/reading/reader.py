@@ -33,6 +33,7 @@ LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice 
 MEMORY_MB = 4096  # what the process may have in addition to what it has after its start
 HANG_S = 120.0  # time of one slice; the largest takes about 15 s
 TRIAL_S = 30.0  # likewise of a job on trial, for which all others wait
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # unit of a process's times
 # -P: a module in the current directory is none of ours.
 COMMAND = (sys.executable, "-P", "-m", "tlt_server.frontend.reading_process")
 # One thread per lane is all that it gets: the cores are the engine's.
@@ -143,9 +144,7 @@ class Reader:
             return True
         for lane, job in ran:
             if hung in (None, job):
-                late = hung is job and job.patience
-                gone = self._gone(status, largest=lane == len(LANES) - 1)
-                job.fail(job.patience.error() if late and job.patience else gone)
+                job.fail(self._gone(status, largest=lane == len(LANES) - 1))
                 self._rest(job.key)
         if not ran:
             return False
@@ -233,12 +232,7 @@ class Reader:
         began = clock()
         try:
             async with asyncio.timeout(limit_s):
-                if job.patience is None:
-                    await exchange(channel, job)
-                else:
-                    await exchange(channel, _ready())  # the process may still be starting
-                    async with asyncio.timeout(job.patience.seconds):
-                        await exchange(channel, job)
+                await (exchange if job.patience is None else self._patiently)(channel, job)
         except TimeoutError:
             self._hung = job
             return False
@@ -249,6 +243,33 @@ class Reader:
             queue.again(job)
         queue.charge(job, clock() - began)
         return True
+
+    async def _patiently(self, channel: Channel, job: Job) -> None:
+        """Do the next slice of a job with patience. `TimeoutError`: it needs more time of a core,
+        and the job has failed.
+        """
+        assert job.patience is not None
+        await exchange(channel, _ready())  # the process may still be starting
+        most_s = self._processor_s() + job.patience.seconds
+        doing = asyncio.create_task(exchange(channel, job))
+        try:
+            while not doing.done():
+                left_s = most_s - self._processor_s()
+                if left_s <= 0:
+                    job.fail(job.patience.error())
+                    raise TimeoutError
+                await asyncio.wait([doing], timeout=left_s + TICK_S)
+            await doing
+        finally:
+            doing.cancel()
+            await asyncio.gather(doing, return_exceptions=True)
+
+    def _processor_s(self) -> float:
+        """Return the time of cores that the process has taken. The threads of other lanes count,
+        as a library may do the work of any lane in threads of its own.
+        """
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) * TICK_S
 
     def _gone(self, status: int | str, *, largest: bool) -> TltError:
         if largest and status == -signal.SIGABRT:  # how a library in Rust ends without memory
