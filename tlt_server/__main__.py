@@ -93,13 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     import_module("tlt_server.push.arguments").add_arguments(weights)
     weights.set_defaults(run=_later("tlt_server.push.command"))
-    cache = add(
-        "cache",
-        help="move compiled kernels and measured step times between machines",
-        allow_abbrev=False,
-    )
-    import_module("tlt_server.cache.arguments").add_arguments(cache)
-    cache.set_defaults(run=_later("tlt_server.cache.command"))
     drafter = add(
         "drafter", help="make, train and judge drafters", allow_abbrev=False
     ).add_subparsers(metavar="VERB", required=True)

@@ -1,4 +1,4 @@
-"""The test of candidates for adoption, and what adoptions were worth in hindsight."""
+"""The test of candidates for adoption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tlt_server.trainer.adoption_test import (
     gains,
     level_of,
 )
-from tlt_server.trainer.hindsight import regret
 
 RUNS, CANDIDATES, GROUPS = 1000, 4, 200
 
@@ -157,28 +156,3 @@ def test_gains_out_of_bounds_are_refused() -> None:
             Betting(np.zeros(1)).observe(np.array([bad]))
     with pytest.raises(ValueError, match="above 0"):
         gains(np.array([1.0]), np.array([0.0]), np.zeros(1, np.int32))
-
-
-def test_regret_is_against_the_best_candidate_that_existed() -> None:
-    cost_SK = np.array([[10.0, 5.0, 1.0], [10.0, 5.0, 1.0], [10.0, 5.0, 8.0]])
-    found = regret(cost_SK, np.array([0, 0, 1]), made_K=np.array([0, 1, 2]))
-    assert found.lost_S.tolist() == [0, 5, 0]
-    assert found.of_steps == pytest.approx(25 / 20 - 1)
-    assert found.of_run == pytest.approx(25 / 10 - 1)
-    best = regret(cost_SK, np.array([2, 2, 1]))
-    assert best.of_steps == 0 and best.of_run < 0
-
-
-@pytest.mark.parametrize(
-    ("cost_SK", "adopted_S", "made_K", "says"),
-    [
-        ([[1.0, 2.0]], [1], [0, 1], "candidate 1 is in force at step 0 and made at step 1"),
-        ([[1.0, 0.0]], [0], [0, 0], "positive"),
-        ([[1.0, 2.0]], [2], [0, 0], "one of 2 candidates"),
-    ],
-)
-def test_regret_refuses_what_cannot_have_been(
-    cost_SK: list, adopted_S: list, made_K: list, says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        regret(np.array(cost_SK), np.array(adopted_S), np.array(made_K))

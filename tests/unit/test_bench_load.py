@@ -2,7 +2,7 @@
 
 import pytest
 
-from tlt_server.bench.clients import Row, Sent, figures, read_reply
+from tlt_server.bench.clients import LoadRow, Sent, figures, read_reply
 from tlt_server.errors import StartupError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -36,13 +36,16 @@ def test_ways_are_compared_round_by_round_with_the_batch() -> None:
     texts = ["a", "b"]
     found = figures(
         {
-            Row("off", "batch", None): [Sent(1.0, 100, 0.001, texts), Sent(2.0, 100, 0.001, texts)],
-            Row("off", "whole", None): [
+            LoadRow("off", "batch", None): [
+                Sent(1.0, 100, 0.001, texts),
+                Sent(2.0, 100, 0.001, texts),
+            ],
+            LoadRow("off", "whole", None): [
                 Sent(1.0, 100, 0.002, texts),
                 Sent(4.0, 100, 0.004, ["a", "c"]),
             ],
-            Row("off", "batch", 0): [Sent(4.0, 100, 0.001, texts)] * 2,
-            Row("off", "whole", 0): [Sent(4.0, 100, 0.001, texts)] * 2,
+            LoadRow("off", "batch", 0): [Sent(4.0, 100, 0.001, texts)] * 2,
+            LoadRow("off", "whole", 0): [Sent(4.0, 100, 0.001, texts)] * 2,
         }
     )
     batch, whole, *with_logprobs = found["rows"]

@@ -30,7 +30,7 @@ def test_every_verb_is_listed_where_one_is_wanted(
     with pytest.raises(SystemExit) as ended:
         _parse(line)
     said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == "" and len(verbs(_parser())) == 8
+    assert ended.value.code == 2 and said.out == "" and len(verbs(_parser())) == 7
     for verb in verbs(_parser()):
         assert f"\n  {verb}" in said.err.replace("    ", "  "), verb
 
@@ -57,7 +57,6 @@ def test_verbs_of_a_verb_are_listed_too(verb: str, capsys: pytest.CaptureFixture
         (["serve", "--model", "some/dir"], []),
         (["bench", "roll"], ["rollout"]),
         (["bench", "rollout", "--qui"], ["--quick"]),
-        (["cache", ""], ["export", "import", "show", "--help"]),
         (["completion", ""], [*SCRIPTS, "--help"]),
         (["nope", ""], []),
     ],

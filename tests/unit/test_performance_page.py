@@ -17,7 +17,7 @@ from benchmarks.plot import PICTURE, drawn
 from benchmarks.plot import figures as plotted
 from benchmarks.record_tests import PLANS, figures
 from benchmarks.report import PAGE, README, RESULTS, page
-from tlt_server.bench.clients import Row, Sent
+from tlt_server.bench.clients import LoadRow, Sent
 from tlt_server.bench.clients import figures as load_figures
 from tlt_server.bench.rollout_http import RolloutRun
 from tlt_server.bench.rollout_http import figures as rollout_figures
@@ -293,9 +293,9 @@ EXAMPLES = [
         rounds=2,
         **load_figures(
             {
-                Row("off", "batch", None): [sent(2.0), sent(4.0)],
-                Row("off", "whole", None): [sent(2.5), sent(4.0)],
-                Row("off", "streamed", None): [sent(4.0), sent(8.0)],
+                LoadRow("off", "batch", None): [sent(2.0), sent(4.0)],
+                LoadRow("off", "whole", None): [sent(2.5), sent(4.0)],
+                LoadRow("off", "streamed", None): [sent(4.0), sent(8.0)],
             }
         ),
         **COMMON,

@@ -43,7 +43,7 @@ from tlt_server.errors import StartupError
 from tlt_server.records import parse_strategy
 
 WAYS = ("batch", "whole", "streamed")
-LOGPROBS = (None, 0)  # that a request asks for: none, or the token's own
+LOGPROBS = (None, 0)  # in a request: none, or each token's own
 PROMPT_TOKENS = 256  # at most
 REPLY_S = 600.0
 
@@ -62,8 +62,8 @@ class _Completion(Struct):
     usage: _Usage | None = None
 
 
-class Row(NamedTuple):
-    """What one round of requests has in common."""
+class LoadRow(NamedTuple):
+    """The policy, the way and the log-probs of a round of requests."""
 
     policy: str
     way: str
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     ways = [*product(WAYS, LOGPROBS)]
     console = wide_console()
     flags = serve_flags(args, at_most_what_it_takes(settings.model, tokens + PROMPT_TOKENS))
-    seen: dict[Row, list[Sent]] = {}
+    seen: dict[LoadRow, list[Sent]] = {}
     with (
         ServerProcess(
             *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             play(command, *ways[0])  # prepares what a policy's first steps need
         for _ in range(rounds):
             for command, way in product(commands, ways):
-                seen.setdefault(Row(policy_name(command), *way), []).append(play(command, *way))
+                seen.setdefault(LoadRow(policy_name(command), *way), []).append(play(command, *way))
         said = {
             "bench": "load",
             "quick": bool(args.quick),
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary["texts_differing"] else 0
 
 
-def figures(seen: dict[Row, list[Sent]]) -> dict[str, Any]:
+def figures(seen: dict[LoadRow, list[Sent]]) -> dict[str, Any]:
     """Return a row per policy, way and log-probs, and how many texts differ from the batch's."""
     rows, differing = [], 0
     for row, runs in seen.items():

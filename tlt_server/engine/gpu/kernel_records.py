@@ -1,6 +1,5 @@
 """Records of the kernels that starts needed, in a folder of Triton's cache: with one, the next
-start of the same engine knows what to compile before it has loaded anything, and `tlt cache` knows
-which entries of the cache are ours.
+start of the same engine knows what to compile before it has loaded anything.
 
 A record is named by all that its list depends on. It never decides what a kernel computes: Triton
 finds its entries by their own keys, and compiles what it does not find.

@@ -23,8 +23,8 @@ SMALL_VALUES = 4096  # those of a content that takes one call in all: 1 ms on a 
 NUMBERS = frozenset((int, float, bool, type(None)))
 
 
-class Weighed:
-    """A content that knows its `values`, so nobody has to count them."""
+class KnownWeight:
+    """A content that knows its `values`, which takes longer to count than to encode."""
 
     __slots__ = ()
 
@@ -140,7 +140,7 @@ def values(content: Any, limit: float = CALL_VALUES) -> float:
         return _summed(content.values(), limit)
     if isinstance(content, PackedIds | PackedText) or hasattr(content, "__next__"):
         return math.inf  # the encoder does not know it
-    if isinstance(content, Weighed):
+    if isinstance(content, KnownWeight):
         return content.weight()
     if isinstance(content, Struct):
         return _summed([getattr(content, field) for field in content.__struct_fields__], limit)

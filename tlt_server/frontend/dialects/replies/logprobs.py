@@ -16,11 +16,11 @@ from msgspec import UNSET, Meta, Struct
 
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.pieces import Pieces
-from tlt_server.frontend.http.slices import Weighed
+from tlt_server.frontend.http.slices import KnownWeight
 from tlt_server.records import TokenLogprobs
 
 
-class Logprobs(Struct, Weighed, frozen=True):
+class Logprobs(Struct, KnownWeight, frozen=True):
     """The shape of completions. The token itself is always among its `top_logprobs`."""
 
     tokens: Annotated[
@@ -67,7 +67,7 @@ class ChatToken(Struct, frozen=True):
     ]
 
 
-class ChatLogprobs(Struct, Weighed, frozen=True):
+class ChatLogprobs(Struct, KnownWeight, frozen=True):
     content: Annotated[list[ChatToken], Meta(description="one per token of the answer")]
 
     def weight(self) -> float:
