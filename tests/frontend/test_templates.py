@@ -244,6 +244,23 @@ def test_templates_of_a_key_wait_for_each_other(
     run(model, work)
 
 
+def test_without_keys_a_slow_template_delays_no_other(model: Path) -> None:
+    async def work(reader: Reader, render: Render) -> None:
+        await render("ready", "")
+        slow = [asyncio.create_task(render(DEADLY["loops"], "")) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert await render("on", "") == "on" and not any(task.done() for task in slow)
+        slow += [asyncio.create_task(render(DEADLY["loops"], "")) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        forks = len(descendants(os.getpid(), b"templates")) - 1
+        assert forks <= renderer.AT_ONCE, "as many as there are for all keys"
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+    run(model, work)
+
+
 def test_a_lost_process_of_templates_starts_again(model: Path) -> None:
     async def work(reader: Reader, render: Render) -> None:
         await render("ready")

@@ -1,8 +1,8 @@
 """Templates that requests bring, run by processes of their own.
 
 One process waits with all that a template needs, and forks for each. A key runs one at a time, and
-keys take turns, so no key stands in another's way. The fork bounds its own time and memory; what it
-leaves undone is a refusal of that template only.
+keys take turns, so no key stands in another's way. Without keys, as many as may run at once do. The
+fork bounds its own time and memory; what it leaves undone is a refusal of that template only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tlt_server.errors import InvalidRequest, QueueFull, Unavailable
 from tlt_server.frontend.reading.frames import Channel
 from tlt_server.frontend.reading.jobs import Job, Slice, exchange
 
-AT_ONCE = 4  # templates that run at once, of different keys
+AT_ONCE = 4  # templates that run at once
+AT_ONCE_KEY = 1  # templates of one key that run at once
 MAX_WAITING_KEY = 64  # templates of one key
 PROCESSOR_S = 2  # time of a core for one template
 READ_BYTES_S = 2**22  # a slow core reads more of a conversation in a second
@@ -38,10 +39,11 @@ log = structlog.get_logger()
 
 
 class _Line:
-    """The templates of one key, which run one after another."""
+    """The templates of one key, or of all callers without keys."""
 
-    def __init__(self) -> None:
-        self.lock, self.length = asyncio.Lock(), 0
+    def __init__(self, key: str) -> None:
+        self.turns = asyncio.Semaphore(AT_ONCE_KEY if key else AT_ONCE)
+        self.length = 0
 
 
 class Renderer:
@@ -77,7 +79,7 @@ class Renderer:
 
     @contextlib.asynccontextmanager
     async def _turn(self, key: str) -> AsyncIterator[None]:
-        line = self._lines.setdefault(key, _Line())
+        line = self._lines.setdefault(key, _Line(key))
         if line.length >= MAX_WAITING_KEY:
             raise QueueFull(
                 f"{line.length} requests of this key wait with a chat_template; the limit is "
@@ -86,7 +88,7 @@ class Renderer:
             )
         line.length += 1
         try:
-            async with line.lock:
+            async with line.turns:
                 yield
         finally:
             line.length -= 1
