@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tlt_server import __version__
-from tlt_server.command_line import SCRIPTS, completions, flags, reached, verbs
+from tlt_server.command_line import SCRIPTS, LineParser, completions, flags, reached, verbs
 from tlt_server.errors import StartupError, TltError
 
 
@@ -40,7 +40,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         _demand_verb(verb, strange)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], flags(verb))}")
+        word, near = unknown[0], _nearest(unknown[0], flags(verb))
+        if not word.startswith("-") and "--model" in flags(verb):
+            near = f"; did you mean --model {word}?"
+        verb.error(f"unknown argument {word}{near}")
     return known
 
 
@@ -51,7 +54,7 @@ def _demand_verb(parser: argparse.ArgumentParser, strange: str) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = LineParser(
         prog="tlt",
         description="Exact, adaptive speculative rollouts for reasoning-RL trainers.",
         allow_abbrev=False,
@@ -131,12 +134,14 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings.")
     for setting in settings():
+        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.is_switch else {}
         parser.add_argument(
             setting.flag,
             dest=setting.name,
             default=argparse.SUPPRESS,
             metavar=setting.doc.unit.split()[0].upper(),
             help=setting.help.replace("%", "%%"),
+            **alone,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, _SubParsersAction
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 SCRIPTS = {
     "bash": """\
@@ -28,6 +29,13 @@ compdef _tlt tlt
 complete -c tlt -a '(tlt completion fish (commandline -opc)[2..] (commandline -ct))'
 """,
 }
+
+
+class LineParser(ArgumentParser):
+    """A parser whose errors are one line, without the usage of a hundred flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists what it takes)\n")
 
 
 def verbs(parser: ArgumentParser) -> Mapping[str, ArgumentParser]:

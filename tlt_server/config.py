@@ -62,7 +62,7 @@ class Config(BaseModel, ServerSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and not isinstance(_TABLE[str(info.field_name)].default, bool):
+        if isinstance(value, bool) and not _TABLE[str(info.field_name)].is_switch:
             raise ValueError("true and false are not values of this setting")
         return value
 
@@ -342,7 +342,7 @@ def load(
     if ignoring is None:
         faults += _unknown("flag", flags, _TABLE)
         faults += _unknown("variable", given, variables)
-        faults += _unknown(f"key of {file}", map(str, keys), _TABLE)
+        faults += _unknown("key", map(str, keys), _TABLE, f" of {file}")
     usable = [name for name in _TABLE if name not in (ignoring or ())]
     links |= {setting.variable for name, setting in _TABLE.items() if name not in usable}
     sources = type(
@@ -374,11 +374,13 @@ def _refuse(faults: Sequence[str]) -> None:
         raise StartupError("\n".join(faults))
 
 
-def _unknown(kind: str, names: Iterable[str], known: Collection[str]) -> Iterator[str]:
+def _unknown(
+    kind: str, names: Iterable[str], known: Collection[str], place: str = ""
+) -> Iterator[str]:
     for name in names:
         if name not in known:
             hint = nearest(name, known)
-            yield f"unknown {kind} {name}{hint} (tlt serve --help lists all settings)"
+            yield f"unknown {kind} {name}{place}{hint} (tlt serve --help lists all settings)"
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -357,6 +357,10 @@ class Setting(NamedTuple):
         return "--" + self.name.replace("_", "-")
 
     @property
+    def is_switch(self) -> bool:
+        return isinstance(self.default, bool)  # its flag alone stands for true
+
+    @property
     def variable(self) -> str:
         return "TLT_" + self.name.upper()
 

@@ -139,7 +139,7 @@ def test_bad_flags_name_value_limit_and_remedy(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max_qeue: 1", "unknown key of"),
+        ("max_qeue: 1", "unknown key max_qeue of"),
         ("port: true", "port is 'True' (the configuration file)"),
         ("port: [1]", "port is '[1]'"),
         ("- 1", "must map setting names"),
@@ -453,8 +453,8 @@ def test_every_fault_of_the_settings_is_named(
     assert [line.partition("; ")[0] for line in lines] == [
         "unknown flag prot",
         "unknown variable TLT_MODLE",
-        f"unknown key of {file} max_qeue",
-        f"unknown key of {file} polcy",
+        f"unknown key max_qeue of {file}",
+        f"unknown key polcy of {file}",
         "threads is 'many' (TLT_THREADS)",
         "max_rows is 'none' (--max-rows)",
         "port is 'eighty' (the configuration file)",

@@ -12,6 +12,7 @@ import pytest
 
 from tlt_server.__main__ import _parse, _parser
 from tlt_server.command_line import SCRIPTS, completions, verbs
+from tlt_server.config import load
 from tlt_server.settings import settings
 
 SHELLS = {  # what a shell runs to complete `tlt serve --max-q`
@@ -46,6 +47,39 @@ def test_verbs_of_a_verb_are_listed_too(verb: str, capsys: pytest.CaptureFixture
         said = capsys.readouterr().err
         assert ended.value.code == 2 and all(f"    {name}" in said for name in inner)
     assert f"did you mean {next(iter(inner))}?" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("serve --modle x", "tlt serve: unknown argument --modle; did you mean --model?"),
+        ("serve some/dir", "tlt serve: unknown argument some/dir; did you mean --model some/dir?"),
+        ("doctor --port", "tlt doctor: argument --port: expected one argument"),
+        ("bench rollout some/dir", "tlt bench rollout: unknown argument some/dir"),
+        ("weights push", "tlt weights push: the following arguments are required: "),
+        ("completion csh", "tlt completion: argument shell: invalid choice: 'csh'"),
+    ],
+)
+def test_an_error_in_a_line_is_one_line(
+    line: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _parse(line.split())
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and said.err.startswith(says), said.err
+    assert said.err.count("\n") == 1 and said.err.endswith("--help lists what it takes)\n")
+
+
+@pytest.mark.parametrize(
+    "name", [setting.name for setting in settings() if setting.doc.unit == "true | false"]
+)
+def test_a_switch_may_stand_alone(name: str, tmp_path: Path) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    (tmp_path / "config.json").write_text("{}")
+    for words, on in (([flag], True), ([flag, "true"], True), ([flag, "false"], False)):
+        given = vars(_parse(["serve", *words, "--model", str(tmp_path)]))
+        flags = {key: given[key] for key in given if key not in ("run", "config")}
+        assert getattr(load(flags), name) is on
 
 
 @pytest.mark.parametrize(
