@@ -38,7 +38,7 @@ class Engines:
 
     @property
     def deadly(self) -> list[GenerateRequest]:
-        """What ends this engine in the step at hand."""
+        """The requests that end this engine in the step at hand."""
         return [
             request
             for request in self.running

@@ -40,7 +40,7 @@ class BoundedProtocol(HttpToolsProtocol):
     max_body_bytes = 2**24
     header_timeout_s = 10.0
     send_timeout_s = 60.0
-    origins: tuple[str, ...] = ()  # of pages that may read refusals
+    origins: tuple[str, ...] = ()  # their pages may read refusals
     room: OpenConnections
     arriving: asyncio.Task[None] | None = None  # as long as a TLS handshake lasts
     _headers_due: asyncio.TimerHandle | None = None

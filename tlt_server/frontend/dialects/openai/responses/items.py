@@ -13,7 +13,7 @@ from tlt_server.packed import PackedText
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 MAX_ROLE = 256
-MAX_DIGITS = 9  # of an item's number
+MAX_DIGITS = 9  # the longest number of an item
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
