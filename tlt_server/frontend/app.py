@@ -134,7 +134,7 @@ class _Refusals:
 
     async def _no_such_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path, shown = request.url.path, request.url.path[:200]
+        path, shown = request.url.path, request.scope["raw_path"].decode("latin-1")[:200]
         if error.status_code == 405:
             methods = ", ".join(endpoint.method for endpoint in self._table.at(path))
             message = f"{request.method[:20]} is not a method of {shown}; use {methods}"

@@ -54,7 +54,7 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"].endswith("/") and len(scope["path"]) > 1:  # some clients append one
+        if scope["raw_path"].endswith(b"/") and len(scope["path"]) > 1:  # some clients append one
             scope = {**scope, "path": scope["path"][:-1]}
         request = _Request(scope, receive, send)
         started = time.perf_counter()

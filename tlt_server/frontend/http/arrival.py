@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -70,7 +71,7 @@ class Arrival:
             {
                 "method": arrived.method,
                 "path": arrived.path,
-                "raw_path": arrived.path.encode(),
+                "raw_path": quote(arrived.path).encode(),
                 "query_string": arrived.query.encode(),
                 "headers": [
                     *scope["headers"],

@@ -6,13 +6,15 @@ Its sentences are the handlers' docstrings and the descriptions of the fields.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from tlt_server.errors import TltError
 from tlt_server.frontend.http.keys import Needs
@@ -68,7 +70,9 @@ class Endpoint(Route):
             return await handler(request.app.state.service, request)
 
         super().__init__(path, serve, methods=[method])
+        self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self.path = self.path_format  # as clients read it, without the names of patterns
+        self._slashed = ":path}" in path  # a name may have slashes
         self.method, self.handler, self.needs = method, handler, needs
         self.parameters = about.get("parameters", ())
         self.takes = about.get("takes")
@@ -86,6 +90,12 @@ class Endpoint(Route):
         self.streams = about.get("streams", ())
         self.raises = about.get("raises", ())
         self.error_shape = about.get("error_shape", error_reply)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Match as routes do, but an escaped slash never parts a path: it belongs to a name."""
+        if not self._slashed and b"%2f" in scope["raw_path"].lower():
+            return Match.NONE, {}
+        return super().matches(scope)
 
 
 class Routes(list[Endpoint]):

@@ -80,9 +80,14 @@ def opened(service: Service) -> Uploads:
     return service.uploads
 
 
-def _part(request: Request) -> tuple[str, str]:
-    """Return the version and the file name in a path."""
-    version = request.path_params["version"]
+def version_in(request: Request) -> str:
+    """Return the version in a path."""
+    version: str = request.path_params["version"]
     if not is_version(version):
         raise InvalidRequest(f"version is {shown(version)}; it must {VERSION_MUST}")
-    return version, request.path_params["part"]
+    return version
+
+
+def _part(request: Request) -> tuple[str, str]:
+    """Return the version and the file name in a path."""
+    return version_in(request), request.path_params["part"]

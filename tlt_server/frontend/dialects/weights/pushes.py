@@ -15,6 +15,7 @@ from msgspec.structs import asdict, replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_client.arguments import ADAPTER_MUST, is_adapter
 from tlt_server.commands import AbortWeights, CommitWeights, Manifest, RollbackWeights
 from tlt_server.errors import (
     ChannelBroken,
@@ -31,7 +32,7 @@ from tlt_server.errors import (
 from tlt_server.events import WeightReport, WeightState
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.weights.manifests import ANNOUNCED, PUSH, manifest_of
-from tlt_server.frontend.dialects.weights.parts import opened
+from tlt_server.frontend.dialects.weights.parts import opened, version_in
 from tlt_server.frontend.dialects.weights.requests import (
     DirectoryFields,
     ManifestFields,
@@ -144,6 +145,8 @@ async def unload(service: Service, request: Request) -> Response:
         asked = shown(request.query_params["in_flight"])
         raise InvalidRequest(f"in_flight is {asked}; it must be drain or abort")
     name = request.path_params["name"]
+    if not is_adapter(name):
+        raise InvalidRequest(f"name is {shown(name)}; it must {ADAPTER_MUST}")
     return outcome(await service.adapters.unload(name, "abort" if ends else "drain"))
 
 
@@ -210,11 +213,8 @@ async def commit(service: Service, request: Request) -> Response:
     call may be repeated.
     """
     await service.bodies.of(request, NoFields)
-    return outcome(
-        await service.session.ask(
-            CommitWeights(service.engine.command_id(), request.path_params["version"])
-        )
-    )
+    command = CommitWeights(service.engine.command_id(), version_in(request))
+    return outcome(await service.session.ask(command))
 
 
 @ROUTES.post(
@@ -234,7 +234,7 @@ async def abort(service: Service, request: Request) -> Response:
     back what it has sent this way.
     """
     asked = await service.bodies.of(request, PushAbort)
-    version = request.path_params["version"]
+    version = version_in(request)
     if asked.upload_only:
         if not opened(service).forget(version):
             raise NotFound(
