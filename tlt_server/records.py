@@ -17,7 +17,6 @@ from tlt_server.errors import StartupError
 from tlt_server.packed import PackedIds
 from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS
 
-MAX_SEED = 2**64 - 1
 MAX_DRAFTS = 2**31 - 1
 
 

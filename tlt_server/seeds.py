@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import secrets
 
-from tlt_server.records import MAX_SEED
+from tlt_client.fields import MAX_SEED
 
 GOLDEN = 0x9E3779B97F4A7C15  # odd, so counter * GOLDEN visits every 64-bit value before it repeats
 

@@ -15,22 +15,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tlt_client.errors import ConnectionFailed, ServerError, TltClientError
+from tlt_client.fields import Item, SamplingFields, SdLimits, StructuredOutputs
 from tlt_client.retries import Retries
 from tlt_client.tls import Tls
 from tlt_client.wire import (
     Choice,
     Done,
-    Item,
     ItemResult,
     Progress,
     Reply,
     RolloutReply,
     RolloutSummary,
-    SamplingFields,
-    SdLimits,
     SdReport,
     StreamEvent,
-    StructuredOutputs,
     Token,
     Usage,
     VersionSpan,

@@ -16,19 +16,17 @@ import msgspec
 
 from tlt_client.arguments import check_finite, plain, version_of
 from tlt_client.errors import NotLive
+from tlt_client.fields import GenerateBody, Item, SamplingFields
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
 from tlt_client.wire import (
     AbortReply,
     DrafterSamples,
     EngineState,
-    GenerateBody,
-    Item,
     Reply,
     RolloutList,
     RolloutReply,
     RolloutStatus,
     RolloutSummary,
-    SamplingFields,
     Weights,
 )
 
@@ -109,8 +107,8 @@ def _body(
     return GenerateBody(
         requests=items,
         sampling=sampling if sampling is not None else msgspec.UNSET,
-        timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
-        queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET,
+        timeout_s=timeout_s,
+        queue_timeout_s=queue_timeout_s,
         priority=priority,
         **how,
     )

@@ -1,86 +1,13 @@
-"""The native dialect's messages as msgspec structs. Requests leave out what is unset; replies
-ignore fields they do not know.
-"""
+"""The native dialect's replies as msgspec structs, which ignore fields that they do not know."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 FinishReason = Literal["stop", "length", "abort"]
-
-
-class StructuredOutputs(Struct, kw_only=True, omit_defaults=True):
-    """The texts that an output may be, in exactly one of several languages."""
-
-    json_schema: dict[str, Any] | str | UnsetType = UNSET
-    regex: str | UnsetType = UNSET
-    choice: list[str] | UnsetType = UNSET
-    grammar: str | UnsetType = UNSET  # in Lark's form, or GBNF
-    structural_tag: dict[str, Any] | str | UnsetType = UNSET
-
-
-class SamplingFields(Struct, kw_only=True, omit_defaults=True):
-    """Partial: what is unset falls back to the batch's fields, then to the server's defaults."""
-
-    temperature: float | UnsetType = UNSET
-    top_k: int | UnsetType = UNSET
-    top_p: float | UnsetType = UNSET
-    min_p: float | UnsetType = UNSET
-    max_tokens: int | None | UnsetType = UNSET  # None: what the prompt leaves of the model's length
-    min_tokens: int | UnsetType = UNSET
-    stop: str | list[str] | UnsetType = UNSET
-    stop_token_ids: list[int] | UnsetType = UNSET
-    ignore_eos: bool | UnsetType = UNSET
-    include_stop_str_in_output: bool | UnsetType = UNSET
-    repetition_penalty: float | UnsetType = UNSET
-    presence_penalty: float | UnsetType = UNSET
-    frequency_penalty: float | UnsetType = UNSET
-    logit_bias: dict[str, float] | UnsetType = UNSET
-    allowed_token_ids: list[int] | UnsetType = UNSET
-    bad_words: list[str] | UnsetType = UNSET
-    structured_outputs: StructuredOutputs | dict[str, Any] | UnsetType = UNSET
-    logprobs: int | UnsetType = UNSET
-    raw_logprobs: bool | UnsetType = UNSET
-    prompt_logprobs: int | None | UnsetType = UNSET
-
-
-class SdLimits(Struct, kw_only=True, omit_defaults=True):
-    """Limits on what is drafted for one item."""
-
-    drafter: str | UnsetType = UNSET  # the only one that may draft
-    max_depth: int | UnsetType = UNSET
-    max_rows: int | UnsetType = UNSET  # per step, the root included
-
-
-class Item(Struct, kw_only=True, omit_defaults=True):
-    """One prompt, given in exactly one of three forms, and how many choices to make of it."""
-
-    id: str | UnsetType = UNSET
-    prompt: str | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    messages: list[dict[str, Any]] | UnsetType = UNSET
-    group_id: str | UnsetType = UNSET
-    salt: str | UnsetType = UNSET
-    n: int | UnsetType = UNSET
-    seed: int | UnsetType = UNSET
-    sd: bool | Literal["auto", "off"] | SdLimits | dict[str, Any] | UnsetType = UNSET
-    train: bool | UnsetType = UNSET  # False: it is not kept to train the drafter
-    sampling: SamplingFields | dict[str, Any] | UnsetType = UNSET
-
-
-class GenerateBody(Struct, kw_only=True, omit_defaults=True):
-    requests: list[Item | dict[str, Any]]
-    sampling: SamplingFields | dict[str, Any] | UnsetType = UNSET
-    stream: bool = False
-    timeout_s: float | UnsetType = UNSET
-    queue_timeout_s: float | UnsetType = (
-        UNSET  # a sequence that has not started by then ends with the error queue_timeout
-    )
-    priority: int = 0  # lower values start first; below 0 needs the scope operate
-    detach: bool = False
 
 
 class VersionSpan(Struct, frozen=True):

@@ -44,9 +44,10 @@ from tlt_client.errors import (
     WeightsRefused,
     server_error,
 )
+from tlt_client.fields import Item, SamplingFields
 from tlt_client.responses import succeeded
 from tlt_client.retries import NEVER
-from tlt_client.wire import Item, ItemResult, SamplingFields
+from tlt_client.wire import ItemResult
 from tlt_server import errors as server_errors
 from tlt_server.frontend.dialects.vllm_rl.replies import fault
 

@@ -15,7 +15,7 @@ import pytest
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer
 from tests.frontend.openai_calls import COMPLETIONS, chunks, post, server
-from tlt_server.records import MAX_SEED
+from tlt_client.fields import MAX_SEED
 
 __all__ = ["server"]  # a fixture
 

@@ -148,8 +148,7 @@ def test_a_prompt_or_sampling_that_no_request_can_have_is_named() -> None:
     for changed, reason in (
         (
             {"requests": [msgspec.structs.replace(request, sampling=slow)]},
-            "a sequence has stop tokens, biases, a structure or prompt_logprobs that no request "
-            "can have",
+            "a sequence has bad words, biases or a structure that no request can have",
         ),
         ({"token_ids": [-5]}, "a prompt is empty or holds what is no token id"),
         ({"token_ids": PackedIds(b"abc")}, "a prompt has a part of a token id"),
@@ -157,7 +156,8 @@ def test_a_prompt_or_sampling_that_no_request_can_have_is_named() -> None:
         ({"requests": [request, request]}, "two of its items or sequences have one id"),
         (
             {"requests": [msgspec.structs.replace(request, sampling=hot)]},
-            "a sequence has the sampling value temperature nan",
+            "a sequence has a sampling that no request can have: Expected `float` >= 0.0 - at "
+            "`$.temperature`",
         ),
     ):
         forged = msgspec.structs.replace(item, **changed)

@@ -16,7 +16,7 @@ from tlt_server.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tlt_server.frontend.parsers.answer import AnswerReader
 from tlt_server.frontend.parsers.choice import parsers_of
 from tlt_server.frontend.parsers.json_text import JsonText
-from tlt_server.frontend.parsers.pieces import Call, Piece, ThoughtText
+from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, ThoughtText
 from tlt_server.frontend.parsers.pieces import SpokenText as Text
 
 OFFERED = frozenset({"f", "g"})
@@ -50,7 +50,7 @@ def read(reader: AnswerReader, text: str, size: int = 10**9) -> list[Piece]:
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-MADE: list[Piece] = [Call("f", '{"a": 1}')]
+MADE: list[Piece] = [SpokenCall("f", '{"a": 1}')]
 HARD = '{"a": [1, -2.5e3, {"b": "x</tool_call>\\u00e9\\"\\\\é🙂"}], "c": null}'
 CASES: list[tuple[str, str, list[Piece]]] = [
     ("hermes", "just text", [Text("just text")]),
@@ -59,9 +59,9 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     ("hermes", f"I look.\n{CALL}\n{CALL}", [Text("I look."), *MADE, *MADE]),
     ("hermes", f"{CALL} so", [*MADE, Text("so")]),
     ("hermes", CALL.removesuffix("\n</tool_call>"), MADE),
-    ("hermes", CALL.replace('{"a": 1}', HARD), [Call("f", HARD)]),
-    ("hermes", CALL.replace('"f"', '"unheard of"'), [Call("unheard of", '{"a": 1}')]),
-    ("hermes", '<tool_call>{"name":"f"}</tool_call>', [Call("f", "{}")]),
+    ("hermes", CALL.replace('{"a": 1}', HARD), [SpokenCall("f", HARD)]),
+    ("hermes", CALL.replace('"f"', '"unheard of"'), [SpokenCall("unheard of", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name":"f"}</tool_call>', [SpokenCall("f", "{}")]),
     ("hermes", '<tool_call>{"arguments":{"a": 1},"name":"f","id":7}</tool_call>', MADE),
     ("hermes", "<tool_call>" + CALL, [Text("<tool_call>"), *MADE]),
     ("hermes", "<tool_call> none </tool_call>", [Text("<tool_call> none </tool_call>")]),
@@ -74,18 +74,18 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     (
         "hermes",
         CALL.replace('{"a": 1}', '{"a\tb": "x = 1\n\tprint(\\d)\\\n\x00"}'),
-        [Call("f", '{"a\\tb": "x = 1\\n\\tprint(\\\\d)\\\\\\n\\u0000"}')],
+        [SpokenCall("f", '{"a\\tb": "x = 1\\n\\tprint(\\\\d)\\\\\\n\\u0000"}')],
     ),
-    ("llama3_json", '{"parameters":{"a": "\n"},"name":"f"}', [Call("f", '{"a": "\\n"}')]),
+    ("llama3_json", '{"parameters":{"a": "\n"},"name":"f"}', [SpokenCall("f", '{"a": "\\n"}')]),
     ("hermes", CALL.replace('"f"', '"f\n"'), [Text(CALL.replace('"f"', '"f\n"'))]),
-    ("pythonic", '[f(a="x\n\ty")]', [Call("f", '{"a": "x\\n\\ty"}')]),
+    ("pythonic", '[f(a="x\n\ty")]', [SpokenCall("f", '{"a": "x\\n\\ty"}')]),
     ("hermes", CALL.replace("}}", "}"), MADE),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', MADE),
     ("llama3_json", '\n<|python_tag|>{"name": "f", "arguments": {"a": 1}}', MADE),
     (
         "llama3_json",
         '{"name":"f","parameters":{"a": 1}}; {"name":"g"} .',
-        [*MADE, Call("g", "{}"), Text(".")],
+        [*MADE, SpokenCall("g", "{}"), Text(".")],
     ),
     (
         "llama3_json",
@@ -95,14 +95,14 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     ("llama3_json", 'So {"name": "f"}', [Text('So {"name": "f"}')]),
     ("llama3_json", "<|python_", [Text("<|python_")]),
     ("pythonic", "[f(a=1)]", MADE),
-    ("pythonic", "[f(a=1), g(), ]", [*MADE, Call("g", "{}"), Text(", ]")]),
-    ("pythonic", "[f(a=1,), g( )] so", [*MADE, Call("g", "{}"), Text("so")]),
+    ("pythonic", "[f(a=1), g(), ]", [*MADE, SpokenCall("g", "{}"), Text(", ]")]),
+    ("pythonic", "[f(a=1,), g( )] so", [*MADE, SpokenCall("g", "{}"), Text("so")]),
     (
         "pythonic",
         "[f(b='x\\'(y\\n', c=[True, None, -1.5, {\"k\": (1, 2)}])]",
-        [Call("f", '{"b": "x\'(y\\n", "c": [true, null, -1.5, {"k": [1, 2]}]}')],
+        [SpokenCall("f", '{"b": "x\'(y\\n", "c": [true, null, -1.5, {"k": [1, 2]}]}')],
     ),
-    ("pythonic", "[f(a='\\ud800')]", [Call("f", '{"a": "\\ud800"}')]),
+    ("pythonic", "[f(a='\\ud800')]", [SpokenCall("f", '{"a": "\\ud800"}')]),
     ("pythonic", "[f(1)]", [Text("[f(1)]")]),
     ("pythonic", "[f(a=open('x'))]", [Text("[f(a=open('x'))]")]),
     ("pythonic", "[f(a=1, a=2)]", [Text("[f(a=1, a=2)]")]),
@@ -122,7 +122,7 @@ def test_calls_are_read_and_all_else_is_content(size: int) -> None:
 def test_a_call_comes_when_its_arguments_are_whole() -> None:
     reader = answer("hermes")
     assert reader.push('<tool_call>{"name": "f", "arguments": {"a": tru') == []
-    assert reader.push("e}") == [Call("f", '{"a": true}')]
+    assert reader.push("e}") == [SpokenCall("f", '{"a": true}')]
     assert reader.push("}</tool") == []
     assert reader.push("_call> x") == [Text("x")] and reader.end() == []
 
@@ -158,7 +158,7 @@ def test_one_call_alone_is_read_if_calls_are_not_parallel() -> None:
     one = [Text("<tool_call>"), *MADE, Text(CALL)]
     assert read(answer("hermes", parallel=False), "<tool_call> " + CALL + CALL) == one
     many = read(answer("hermes"), CALL * 130)
-    assert len([piece for piece in many if isinstance(piece, Call)]) == 128
+    assert len([piece for piece in many if isinstance(piece, SpokenCall)]) == 128
     assert many[-1] == Text(CALL * 2)
 
 
@@ -209,7 +209,7 @@ def test_pieces_do_not_depend_on_how_the_text_is_cut_and_lose_nothing(
         at += size
     assert joined(pieces + reader.end()) == whole
     for piece in whole:
-        if isinstance(piece, Call):
+        if isinstance(piece, SpokenCall):
             assert isinstance(json.loads(piece.arguments), dict)
     if thinking == "none" and {type(piece) for piece in whole} <= {Text}:
         assert "".join(piece[0] for piece in whole) == text

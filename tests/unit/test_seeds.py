@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tlt_server.records import MAX_SEED
+from tlt_client.fields import MAX_SEED
 from tlt_server.seeds import SeedSource, choice_seed
 
 

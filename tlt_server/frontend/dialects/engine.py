@@ -13,11 +13,12 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_client.fields import ShortName
 from tlt_client.wire import AbortReply, EngineState
 from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.replies.errors import GONE
-from tlt_server.frontend.generation.requests import NAMES, ShortName
+from tlt_server.frontend.generation.requests import NAMES
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import NoFields, Strict

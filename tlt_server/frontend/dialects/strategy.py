@@ -14,10 +14,10 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_client.fields import MAX_INT32
 from tlt_server.commands import SetPolicy
 from tlt_server.errors import InvalidRequest, StartupError, Unavailable
 from tlt_server.events import EngineInfo
-from tlt_server.frontend.http.bounds import MAX_INT32
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, shown
 from tlt_server.frontend.http.replies import json_response

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from tlt_client.fields import Choices, Json
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.generation.requests import Choices, Json, SharedSampling, StructuredOutputs
+from tlt_server.frontend.generation.requests import SharedSampling, StructuredOutputs
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 
 Schema = Annotated[Json | None, Meta(description="a JSON schema")]

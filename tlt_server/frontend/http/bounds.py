@@ -13,9 +13,6 @@ if TYPE_CHECKING:  # it brings pydantic along
     from tlt_server.config import ResolvedConfig
 
 
-MAX_INT32 = 2**31 - 1  # what the engine's packed parameters hold
-
-
 class Bounds(Struct, frozen=True):
     """The settings that bound a list or an object, under their own names."""
 
@@ -35,7 +32,9 @@ class Bounds(Struct, frozen=True):
 
 
 class Limit(NamedTuple):
-    """A setting that bounds a list, stated in the field's `Meta(extra={"limit": ...})`."""
+    """A setting that bounds a list, stated in the field's `Meta(extra={"limit": ...})`, there
+    as its name for a field that the client declares.
+    """
 
     setting: str
     noun: str  # the members
@@ -47,3 +46,13 @@ class Limit(NamedTuple):
         return self.error(
             f"{where} has {count} {self.noun}; the limit is {limit} ({self.setting}){remedy}"
         )
+
+
+LIMITS = {
+    limit.setting: limit
+    for limit in (
+        Limit("max_stop_strings", "strings", "leave some out"),
+        Limit("max_stop_token_ids", "ids", "leave some out"),
+        Limit("max_logit_bias", "entries", "leave some out"),
+    )
+}

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, MsgspecError, Raw, Struct, UnsetType, Validatio
 from msgspec.json import Decoder
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.http.bounds import Bounds
+from tlt_server.frontend.http.bounds import LIMITS, Bounds
 from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant
 from tlt_server.frontend.http.lengths import Length, check_members
 from tlt_server.frontend.http.readers import (
@@ -204,6 +204,7 @@ def _length(hint: Any, metas: tuple[Meta, ...], bounds: Bounds) -> Length:
     for meta in metas:
         limit = (meta.extra or {}).get("limit")
         if limit is not None:
+            limit = LIMITS.get(limit, limit)
             return Length(least, getattr(bounds, limit.setting), limit)
         if meta.max_length is not None:
             return Length(least, meta.max_length, None)

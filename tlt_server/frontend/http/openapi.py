@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from msgspec import UNSET, Struct
 
+from tlt_client.fields import MAX_INT32
 from tlt_server import __version__
 from tlt_server.errors import (
     Forbidden,
@@ -30,7 +31,6 @@ from tlt_server.errors import (
     Unauthenticated,
     Unavailable,
 )
-from tlt_server.frontend.http.bounds import MAX_INT32
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.fields import Open, Tolerant
 from tlt_server.packed import PackedIds

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import DecodeError, Meta, MsgspecError, Raw, ValidationError
 from msgspec.json import Decoder, decode
 
-from tlt_server.frontend.http.bounds import MAX_INT32
+from tlt_client.fields import MAX_INT32
 from tlt_server.frontend.http.lengths import Length, check_members
 from tlt_server.frontend.http.scalars import DIGITS, Scalar
 from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, indexed, must, no_text

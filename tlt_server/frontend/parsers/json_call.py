@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tlt_server.frontend.parsers.json_text import JsonText
-from tlt_server.frontend.parsers.pieces import Call, Piece, SpokenText, is_name
+from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText, is_name
 
 MAX_CALL = 2**20  # characters of one call; a longer one comes back as content
 ARGUMENTS = ("arguments", "parameters")
@@ -90,7 +90,7 @@ class JsonCall:
 
     def _make(self, arguments: str) -> Iterator[Piece]:
         self.made, self._held, self._held_size = True, [], 0
-        yield Call(self._name, arguments)
+        yield SpokenCall(self._name, arguments)
 
     def _read_value(self, text: str) -> Iterator[Piece]:
         start = self.at

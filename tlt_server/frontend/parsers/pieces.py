@@ -17,12 +17,12 @@ class ThoughtText(NamedTuple):
     text: str
 
 
-class Call(NamedTuple):
+class SpokenCall(NamedTuple):
     name: str
     arguments: str  # JSON
 
 
-Piece = SpokenText | ThoughtText | Call
+Piece = SpokenText | ThoughtText | SpokenCall
 
 
 class Parser(Protocol):

@@ -7,7 +7,14 @@ from collections.abc import Container, Iterator
 from typing import ClassVar
 
 from tlt_server.frontend.parsers.json_call import SPACE
-from tlt_server.frontend.parsers.pieces import MAX_NAME, MAX_SPACE, Call, Form, Piece, SpokenText
+from tlt_server.frontend.parsers.pieces import (
+    MAX_NAME,
+    MAX_SPACE,
+    Form,
+    Piece,
+    SpokenCall,
+    SpokenText,
+)
 from tlt_server.frontend.parsers.python_call import read_call
 
 MAX_CALL = 2**16  # characters of one call; a longer one comes back as content
@@ -102,7 +109,7 @@ class Pythonic:
             return
         self._left -= 1
         self._held, self._scanned, self._place = self._held[self._scanned :], 0, "next"
-        yield Call(*call)
+        yield SpokenCall(*call)
 
     def end(self) -> Iterator[Piece]:
         held, self._held, self._scanned = self._held, "", 0

@@ -35,7 +35,7 @@ class Slice(NamedTuple):
 class Patience(NamedTuple):
     """A limit on the work of a slice, and the error of one that needs more."""
 
-    seconds: float  # of cores, for all lanes meanwhile: other programs' load refuses nothing
+    seconds: float  # processor time of all lanes, so the load of other programs refuses nothing
     error: Callable[[], Exception]
 
 

@@ -6,27 +6,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
+from tlt_client.fields import MAX_INT32, MAX_SEED
 from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.generation.requests import SamplingFields
 from tlt_server.frontend.rollouts.journal import Header, KeptItem
 from tlt_server.grammars.forms import check_grammar
 from tlt_server.packed import PackedIds
-from tlt_server.records import MAX_SEED, GenerateRequest, Sampling, StepOutput
+from tlt_server.records import GenerateRequest, Sampling, StepOutput
 
-MAX_ID = 2**31 - 1
+MAX_BIAS = 100.0
 MAX_ROWS = 2**16  # draft rows of one sequence in a step
-# Sampling field -> its least and greatest value.
-BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0, 1e6),
-    "top_k": (0, MAX_ID),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "max_tokens": (0, MAX_ID),
-    "min_tokens": (0, MAX_ID),
-    "repetition_penalty": (0, 1e6),
-    "presence_penalty": (-1e6, 1e6),
-    "frequency_penalty": (-1e6, 1e6),
-    "logprobs": (0, MAX_ID),
-}
+# Fields that a request and a sequence have in the same form.
+SAME = [
+    name
+    for name in SamplingFields.__struct_fields__
+    if name not in ("logit_bias", "bad_words", "structured_outputs")
+]
 
 
 def flaw(header: Header, outputs: Sequence[StepOutput]) -> str:
@@ -53,24 +50,23 @@ def _wrong_request(request: GenerateRequest) -> str:
     if not 0 <= request.seed <= MAX_SEED or request.generated:
         return "a sequence has a seed or tokens that no request can have"
     sampling = request.sampling
-    for name, (least, greatest) in BOUNDS.items():
-        if not least <= getattr(sampling, name) <= greatest:  # also where it is no number
-            return f"a sequence has the sampling value {name} {getattr(sampling, name)!r}"
+    try:
+        msgspec.convert({name: getattr(sampling, name) for name in SAME}, SamplingFields)
+    except msgspec.ValidationError as error:
+        return f"a sequence has a sampling that no request can have: {error}"
     return (
         ""
         if _are_ids(_named(sampling))
         and all(sampling.bad_words)
-        and _reports(sampling)
+        and all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values())
         and _structured(sampling)
-        else "a sequence has stop tokens, biases, a structure or prompt_logprobs that no request "
-        "can have"
+        else "a sequence has bad words, biases or a structure that no request can have"
     )
 
 
 def _named(sampling: Sampling) -> list[int]:
-    """Return the token ids that a sampling names."""
-    lists = (sampling.stop_token_ids, sampling.logit_bias, sampling.allowed_token_ids)
-    return [id for ids in (*lists, *sampling.bad_words) for id in ids]
+    """Return the token ids that a sampling names in other forms than a request."""
+    return [id for ids in (sampling.logit_bias, *sampling.bad_words) for id in ids]
 
 
 def _structured(sampling: Sampling) -> bool:
@@ -80,13 +76,6 @@ def _structured(sampling: Sampling) -> bool:
     except InvalidRequest:
         return False
     return True
-
-
-def _reports(sampling: Sampling) -> bool:
-    asked = sampling.prompt_logprobs
-    return (asked is None or -1 <= asked <= MAX_ID) and all(
-        abs(bias) <= 1e6 for bias in sampling.logit_bias.values()
-    )
 
 
 def _wrong_output(output: StepOutput, ids: Iterable[str]) -> str:
@@ -111,7 +100,7 @@ def _wrong_output(output: StepOutput, ids: Iterable[str]) -> str:
 
 def _are_ids(ids: Iterable[int] | PackedIds) -> bool:
     least = min(ids, default=0)
-    return least >= 0 and max(ids, default=0) <= MAX_ID
+    return least >= 0 and max(ids, default=0) <= MAX_INT32
 
 
 def described(header: Header, reason: str) -> str:

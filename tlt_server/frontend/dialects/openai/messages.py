@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tlt_client.fields import ShortName
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.lenient import NoText, SentArguments
-from tlt_server.frontend.generation.requests import MAX_MESSAGES, ShortName
+from tlt_server.frontend.generation.requests import MAX_MESSAGES
 from tlt_server.frontend.http.fields import Open, Tolerant
 from tlt_server.frontend.http.parsing import any_json
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, UnsetType
 
+from tlt_client.fields import Alternatives, Count, Length, Priority, Salt, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.openai.messages import ChatMessage, Messages
@@ -20,20 +21,13 @@ from tlt_server.frontend.dialects.structures import BothStructured
 from tlt_server.frontend.generation.batch import PromptReading, Words
 from tlt_server.frontend.generation.requests import (
     ITEMS,
-    Alternatives,
     AnySeed,
-    Count,
     ItemFields,
-    Length,
     NativeRequest,
-    Priority,
     PromptIds,
-    Salt,
     SamplingFields,
-    ShortName,
     StructuredOutputs,
     TopK,
-    Train,
     Truncation,
     seed_of,
 )

@@ -11,7 +11,7 @@ from tlt_server.frontend.dialects.openai.replies import CalledFunction, Speech, 
 from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.parsers.answer import SLICE_CHARS, AnswerReader
-from tlt_server.frontend.parsers.pieces import Call, Piece, SpokenText, ThoughtText
+from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText, ThoughtText
 
 
 def new_call_id() -> str:
@@ -76,7 +76,7 @@ class Speaker:
         return speech
 
     def _take_calls(self) -> list[ToolCall]:
-        found = [piece for piece in self._pieces if isinstance(piece, Call)]
+        found = [piece for piece in self._pieces if isinstance(piece, SpokenCall)]
         first, self.calls = self.calls, self.calls + len(found)
         return [
             ToolCall(CalledFunction(call.name, call.arguments), new_call_id(), index=index)

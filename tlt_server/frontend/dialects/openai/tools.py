@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from tlt_client.fields import ShortName
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.generation.requests import ShortName
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
 from tlt_server.frontend.parsers.pieces import MAX_NAME, is_name
 

@@ -13,27 +13,23 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from tlt_client.arguments import SEEN, SEEN_MUST
+from tlt_client.fields import MAX_INT32, MAX_NAME, Count, Length, ShortName, Train
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.structures import SglangStructured
 from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.named import repeated
 from tlt_server.frontend.generation.requests import (
-    MAX_NAME,
     NAMES,
     AnySeed,
-    Count,
     ItemFields,
-    Length,
     NativeRequest,
     PromptIds,
     SamplingFields,
-    ShortName,
     TopK,
-    Train,
     seed_of,
 )
-from tlt_server.frontend.http.bounds import MAX_INT32, Limit
+from tlt_server.frontend.http.bounds import Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
 from tlt_server.frontend.service import Service
 from tlt_server.packed import PackedIds

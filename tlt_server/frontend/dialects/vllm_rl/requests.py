@@ -10,24 +10,18 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from tlt_client.fields import Alternatives, Count, Length, Priority, Salt, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.structures import VllmStructured
 from tlt_server.frontend.generation.requests import (
     NAMES,
-    Alternatives,
     AnySeed,
-    Count,
     ItemFields,
-    Length,
     NativeRequest,
-    Priority,
     PromptIds,
-    Salt,
     SamplingFields,
-    ShortName,
     TopK,
-    Train,
     Truncation,
     seed_of,
 )

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from tlt_client.arguments import MAX_VERSION
+from tlt_client.fields import MAX_INT32
 from tlt_server.commands import InFlight, Role
-from tlt_server.frontend.http.bounds import MAX_INT32
 from tlt_server.frontend.http.fields import Strict, Tolerant
 from tlt_server.frontend.weights.adapters import AdapterName
 from tlt_server.frontend.weights.broadcasts import (

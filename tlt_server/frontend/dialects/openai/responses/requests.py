@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from tlt_client.fields import Json, Length, Priority, Salt, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
@@ -19,17 +20,7 @@ from tlt_server.frontend.dialects.openai.tools import (
 )
 from tlt_server.frontend.dialects.structures import JsonSchemaFormat, ResponseFormat
 from tlt_server.frontend.generation.batch import Words
-from tlt_server.frontend.generation.requests import (
-    AnySeed,
-    Json,
-    Length,
-    Priority,
-    Salt,
-    SharedSampling,
-    ShortName,
-    TopK,
-    Train,
-)
+from tlt_server.frontend.generation.requests import AnySeed, SharedSampling, TopK
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 
 RENAMED = {"max_tokens": "max_output_tokens", "response_format": "text.format"}

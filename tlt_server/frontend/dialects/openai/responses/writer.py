@@ -19,7 +19,7 @@ from tlt_server.frontend.dialects.openai.responses.replies import (
     ThoughtPart,
 )
 from tlt_server.frontend.dialects.openai.speaker import new_call_id
-from tlt_server.frontend.parsers.pieces import Call, Piece, SpokenText
+from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText
 
 
 class Writer:
@@ -32,7 +32,7 @@ class Writer:
 
     def write(self, pieces: Iterable[Piece]) -> Iterator[ResponseEvent]:
         for piece in pieces:
-            if isinstance(piece, Call):
+            if isinstance(piece, SpokenCall):
                 yield from self.close("completed")
                 call = CallItem(
                     id=f"fc_{uuid.uuid4().hex}",

@@ -1,0 +1,284 @@
+"""The fields of a request, declared once, with bounds and descriptions: the client sends these
+structs, the server reads bodies by them, the journal is checked against them, and the gRPC messages
+and the docs follow them.
+
+A field of `SamplingFields` that is left out is UNSET: an item's fields win over the batch's, and
+those over the server's defaults. `extra={"limit": NAME}` names the setting of a server that
+limits the length of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from tlt_client.arguments import SEEN
+
+MAX_INT32, MAX_SEED = 2**31 - 1, 2**64 - 1
+MAX_ALLOWED, MAX_BAD_WORDS, MAX_WORD = 4096, 256, 256  # ids, words, characters of one
+MAX_NAME = 256
+
+Json = dict[str, Any] | str  # an object, or its text
+Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
+Length = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Seconds = Annotated[float, Meta(gt=0)]
+ShortName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=SEEN)]
+Salt = Annotated[str, Meta(max_length=256)]
+Alternatives = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
+Priority = Annotated[
+    int,
+    Meta(
+        ge=-MAX_INT32,
+        le=MAX_INT32,
+        description="sequences of lower values start first; below 0 needs the scope operate",
+    ),
+]
+Train = Annotated[
+    bool,
+    Meta(description="false: it is not kept to train the drafter, where the server trains one"),
+]
+Seed = Annotated[  # msgspec has no bounds of 64 bits
+    int, Meta(ge=0, extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})
+]
+
+
+class SharedSampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling fields with the same name and meaning in all dialects."""
+
+    temperature: (
+        Annotated[float, Meta(ge=0, le=100, description="0: the most likely token always")]
+        | UnsetType
+    ) = UNSET
+    top_p: (
+        Annotated[
+            float,
+            Meta(
+                gt=0, le=1, description="keep the most likely tokens up to this probability in all"
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+    min_p: (
+        Annotated[
+            float,
+            Meta(
+                ge=0,
+                le=1,
+                description="drop tokens below this fraction of the most likely one's probability",
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+    min_tokens: (
+        Annotated[
+            Length,
+            Meta(
+                description="no stop token, and no end at a stop string, before this many output "
+                "tokens"
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+    stop: (
+        Annotated[
+            str | Annotated[list[str], Meta(extra={"limit": "max_stop_strings"})],
+            Meta(description="end before one of these texts"),
+        ]
+        | UnsetType
+    ) = UNSET
+    stop_token_ids: (
+        Annotated[
+            list[Length],
+            Meta(extra={"limit": "max_stop_token_ids"}, description="end with one of these tokens"),
+        ]
+        | UnsetType
+    ) = UNSET
+    ignore_eos: (
+        Annotated[bool, Meta(description="the model's own end tokens do not end the output")]
+        | UnsetType
+    ) = UNSET
+    repetition_penalty: (
+        Annotated[
+            float,
+            Meta(ge=0.01, le=100, description="on tokens of the prompt and the output; 1: none"),
+        ]
+        | UnsetType
+    ) = UNSET
+    presence_penalty: (
+        Annotated[
+            float,
+            Meta(ge=-2, le=2, description="taken off the logits of tokens that the output has"),
+        ]
+        | UnsetType
+    ) = UNSET
+    frequency_penalty: (
+        Annotated[
+            float,
+            Meta(ge=-2, le=2, description="taken off for each time that the output has the token"),
+        ]
+        | UnsetType
+    ) = UNSET
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(
+                extra={"limit": "max_logit_bias"},
+                description="token id -> what is added to its logit",
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+    allowed_token_ids: (
+        Annotated[
+            list[Length],
+            Meta(max_length=MAX_ALLOWED, description="only these tokens are sampled; absent: all"),
+        ]
+        | UnsetType
+    ) = UNSET
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=MAX_WORD)]],
+            Meta(
+                max_length=MAX_BAD_WORDS,
+                description="words that are not sampled, with a space before or not",
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The texts that an output may be, in exactly one of several languages."""
+
+    json_schema: Annotated[
+        Json | None,
+        Meta(
+            description="a JSON schema, as an object or as its text; properties come in its order"
+        ),
+    ] = None
+    regex: Annotated[
+        str | None, Meta(description="a regular expression that matches the whole output")
+    ] = None
+    choice: Annotated[Choices | None, Meta(description="texts, of which the output is one")] = None
+    grammar: Annotated[
+        str | None,
+        Meta(description="a grammar in Lark's form or in GBNF, the one with ::= in its rules"),
+    ] = None
+    structural_tag: Annotated[
+        Json | None,
+        Meta(
+            description="free text in which tags hold JSON, as an object or as its text: triggers "
+            "and structures of begin, schema and end"
+        ),
+    ] = None
+
+
+class SamplingFields(SharedSampling, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling fields, all optional: an item's win over the batch's, those over the defaults."""
+
+    structured_outputs: StructuredOutputs | dict[str, Any] | UnsetType = UNSET
+    top_k: (
+        Annotated[Length, Meta(description="keep this many most likely tokens; 0: all")] | UnsetType
+    ) = UNSET
+    max_tokens: (
+        Annotated[
+            Length | None,
+            Meta(
+                description="null: what the prompt leaves of the model's length; 0: only read the "
+                "prompt"
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+    logprobs: (
+        Annotated[
+            Length,
+            Meta(description="alternatives reported per token; the token's own log-prob always is"),
+        ]
+        | UnsetType
+    ) = UNSET
+    include_stop_str_in_output: (
+        Annotated[bool, Meta(description="the text keeps the stop string or token that ended it")]
+        | UnsetType
+    ) = UNSET
+    raw_logprobs: (
+        Annotated[bool, Meta(description="report log-probs under the unprocessed distribution too")]
+        | UnsetType
+    ) = UNSET
+    prompt_logprobs: (
+        Annotated[
+            Alternatives | None,
+            Meta(
+                description="alternatives per prompt token; null: not reported, -1: the whole "
+                "vocabulary"
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+
+
+class SdLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Limits on what is drafted for one item."""
+
+    drafter: Annotated[
+        ShortName | None,
+        Meta(description="the only one that may draft; steps of another draft nothing for this"),
+    ] = None
+    max_depth: int | UnsetType = UNSET  # the longest path of draft tokens
+    max_rows: int | UnsetType = UNSET  # rows verified per step, the root included
+
+
+class Item(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One prompt, in exactly one of three forms, and how many choices to make of it."""
+
+    id: Annotated[
+        ShortName | None, Meta(description="comes back with the results; ids of one batch differ")
+    ] = None
+    prompt: Annotated[str | None, Meta(description="a text")] = None
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[dict[str, Any]] | None = None
+    group_id: Annotated[
+        ShortName | None,
+        Meta(description="siblings draft from each other's text; absent: the choices of this item"),
+    ] = None
+    salt: Annotated[
+        Salt, Meta(description="requests share cached prefixes only with those of the same salt")
+    ] = ""
+    lora: Annotated[
+        str, Meta(max_length=MAX_NAME, description="the LoRA adapter that computes it; empty: none")
+    ] = ""
+    n: Annotated[Count, Meta(description="choices")] = 1
+    seed: Annotated[
+        Seed | None,
+        Meta(
+            description="keys the choices' noise: the same seed gives the same tokens; absent: "
+            "the server's own"
+        ),
+    ] = None
+    sd: bool | Literal["auto", "off"] | SdLimits | dict[str, Any] = True
+    train: Train = True
+    sampling: SamplingFields | dict[str, Any] | None = None
+
+
+class GenerateBody(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A batch of items."""
+
+    requests: Sequence[Item | dict[str, Any]]
+    sampling: SamplingFields | dict[str, Any] | UnsetType = UNSET
+    stream: Annotated[
+        bool, Meta(description="server-sent events as tokens come, instead of one reply")
+    ] = False
+    timeout_s: Annotated[
+        Seconds | None, Meta(description="the batch's deadline, from its arrival")
+    ] = None
+    queue_timeout_s: Annotated[
+        Seconds | None,
+        Meta(description="a sequence not started by then ends with the error queue_timeout"),
+    ] = None
+    priority: Priority = 0
+    detach: Annotated[
+        bool, Meta(description="answer at once with an id; GET /rollouts/{id} has the results")
+    ] = False
