@@ -10,7 +10,7 @@ _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?:
 
 
 def is_origin(text: str) -> bool:
-    """Tell whether a browser would write an Origin in this way: in lower case, with a port only
+    """Return True if a browser would write an Origin in this way: in lower case, with a port only
     where it is not the scheme's own.
     """
     parts = _ORIGIN.fullmatch(text)

@@ -16,7 +16,7 @@ DIRECTORY = "/tmp/nvidia-mps"  # the driver's own default of CUDA_MPS_PIPE_DIREC
 
 
 def mps_enabled() -> bool:
-    """Tell whether this process is a client of MPS on its first GPU. False where the driver does
+    """Return True if this process is a client of MPS on its first GPU. False where the driver does
     not know, or there is none.
     """
     try:

@@ -110,7 +110,7 @@ def broadcasts_nothing(
 
 
 def reads(engine: Pushable) -> bool:
-    """Tell whether the staging thread waits for tensors."""
+    """Return True if the staging thread waits for tensors."""
     push = engine.engine.pushes.transaction.push
     return push is not None and isinstance(push.state, Staging) and push.state.phase == "read"
 

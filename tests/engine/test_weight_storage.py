@@ -46,7 +46,7 @@ class Pins:
         self.sizes.append(size)
 
     def count(self, expected: int) -> bool:
-        """Tell whether this many are held, once what was dropped is freed in its thread."""
+        """Return True if this many are held, once what was dropped is freed in its thread."""
         gc.collect()
         give_up = time.monotonic() + 60
         while len(self.held) != expected and time.monotonic() < give_up:

@@ -17,7 +17,7 @@ from pathlib import Path
 FRAGMENT = re.compile(
     r"(of|that|which|whose|who|whoever|whatever|what|whether|where|how|why|when|while|it|they|he|"
     r"she|its|their|there|and|or|but|as|so|in|on|at|by|for|from|to|with|without|only|also|not|"
-    r"neither|between|behind|beside|before|after|until|once|those|these)\b",
+    r"neither|between|behind|beside|before|after|until|once|those|these|tell whether)\b",
     re.IGNORECASE,
 )
 # A docstring on the line of its quotes, or on the next one: of a module, a class or a function

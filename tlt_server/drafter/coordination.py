@@ -151,7 +151,7 @@ class Coordination:
         return self._refusals[share.url, share.version] >= MAX_REFUSALS
 
     def done(self, seen: Sequence[Seen]) -> bool:
-        """Tell whether a round of training has ended and its drafter, if any, is everywhere."""
+        """Return True if a round of training has ended and its drafter, if any, is everywhere."""
         return bool(self.last) and (not self.training or self.rounds > 0) and not self._shares(seen)
 
     def _look_after(self, server: Seen | None, idle_others: int) -> list[Action]:
@@ -220,7 +220,7 @@ def _common_target(seen: Sequence[Seen]) -> str:
 
 
 def _stands_still(server: Seen) -> bool:
-    """Tell whether it cannot train, or a pause forbids it that is not the coordinator's."""
+    """Return True if it cannot train, or a pause forbids it that is not the coordinator's."""
     return server.trainer in CANNOT_TRAIN or (server.trainer == "paused" and not server.held)
 
 

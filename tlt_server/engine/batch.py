@@ -37,7 +37,7 @@ class Chunk:
 
     @property
     def void(self) -> bool:
-        """Tell whether the sequence was preempted or has ended since, so that the outcome is
+        """Return True if the sequence was preempted or has ended since, so that the outcome is
         dropped.
         """
         return self.epoch != self.sequence.epoch

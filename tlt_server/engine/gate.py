@@ -54,14 +54,14 @@ class StepGate:
 
     @property
     def by_operator(self) -> bool:
-        """Tell whether sequences wait for a resume or a wake-up."""
+        """Return True if sequences wait for a resume or a wake-up."""
         return not self._reasons.isdisjoint(BY_OPERATOR)
 
     def held_for(self, reason: Reason) -> bool:
         return reason in self._reasons
 
     def lets_start(self, adapter: str) -> bool:
-        """Tell whether new sequences with this adapter, or without one, may start."""
+        """Return True if new sequences with this adapter, or without one, may start."""
         if self.state == "draining":
             return self._drained not in ("", adapter)
         return not self.closed

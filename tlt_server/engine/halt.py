@@ -65,7 +65,7 @@ class Halt:
 
     @property
     def due(self) -> bool:
-        """Tell whether a pause or sleep waited until nothing runs, and nothing does."""
+        """Return True if a pause or sleep waited until nothing runs, and nothing does."""
         return bool(self._draining) and self._scheduler.idle
 
     def take_reports(self) -> list[ControlReport]:

@@ -85,7 +85,7 @@ class Lexer:
 
     @property
     def worn(self) -> bool:
-        """Tell whether a sequence on it may have spent its account."""
+        """Return True if a sequence on it may have spent its account."""
         return not self.sole and (self._spoiled or self.spent > SHARED)
 
     def follow(self, text: MaskedText, token: int, *, aside: bool) -> Followed:
@@ -100,7 +100,7 @@ class Lexer:
         return Followed(found, new + found.items_work)
 
     def keeps_accounts(self, followed: Followed) -> bool:
-        """Tell whether no account on this shared lexer can be below zero after this mask."""
+        """Return True if no account on this shared lexer can be below zero after this mask."""
         spent = followed.text.fuel - self.compiled.result().fuel
         return spent <= SHARED and followed.text.items_work <= REFILL
 

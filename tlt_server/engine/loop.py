@@ -150,13 +150,13 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Tell whether nothing happens until the next command."""
+        """Return True if nothing happens until the next command."""
         due = self._commands or self.halt.due or self.pushes.due or self.scheduler.due
         return not (due or self.runner.in_flight)
 
     @property
     def compiling(self) -> bool:
-        """Tell whether nothing happens until a grammar is compiled, or the next command."""
+        """Return True if nothing happens until a grammar is compiled, or the next command."""
         due = self._commands or self.halt.due or self.pushes.due
         return self.scheduler.compiling and not (due or self.runner.in_flight)
 

@@ -56,8 +56,8 @@ class LoadShard(Struct, frozen=True, tag="load"):
 
     @property
     def waits(self) -> bool:
-        """Tell whether rank 0 waits until the model is made: it writes what a drafter begins with,
-        its vocabulary map.
+        """Return True if rank 0 waits until the model is made: it writes what a drafter begins
+        with, its vocabulary map.
         """
         return self.target > 0
 

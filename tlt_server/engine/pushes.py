@@ -79,18 +79,18 @@ class WeightPushes:
 
     @property
     def due(self) -> bool:
-        """Tell whether the next step has something to do for a change, without a command."""
+        """Return True if the next step has something to do for a change, without a command."""
         held = self._gate.held_for(Reason.SETTLING)
         return held or self.transaction.cleanup.due or self.unloads.due
 
     @property
     def busy(self) -> bool:
-        """Tell whether threads work on something that no command will announce."""
+        """Return True if threads work on something that no command will announce."""
         return self.in_use or self._reads.working or self._joins.busy
 
     @property
     def in_use(self) -> bool:
-        """Tell whether the weights are read, or a push or a rollback is under way."""
+        """Return True if the weights are read, or a push or a rollback is under way."""
         push = self.transaction.push
         return (
             self._changing
@@ -100,7 +100,7 @@ class WeightPushes:
 
     @property
     def _changing(self) -> bool:
-        """Tell whether the live storage is changing, or about to."""
+        """Return True if the live storage is changing, or about to."""
         push = self.transaction.push
         if self._rollback is not None or push is None:
             return self._rollback is not None
@@ -316,7 +316,7 @@ class WeightPushes:
         self.transaction.start()
 
     def _drains(self, in_flight: InFlight, changed: Changed) -> bool:
-        """Tell whether what runs must end before these weights change; no more starts then."""
+        """Return True if what runs must end before these weights change; no more starts then."""
         adapter = changed.adapter.name if changed.adapter else ""
         concerns = in_flight == "drain" and (changed.target is not None or adapter)
         if not concerns or not self._scheduler.started(adapter):
@@ -325,8 +325,8 @@ class WeightPushes:
         return True
 
     def _may_change(self, in_flight: InFlight, changed: Changed) -> bool:
-        """Tell whether nothing reads, must end first, or is in flight. Outputs that were in flight
-        are delivered before the pause of a commit, not after it.
+        """Return True if nothing reads, must end first, or is in flight. Outputs that were in
+        flight are delivered before the pause of a commit, not after it.
         """
         if self._reads.busy or self._drains(in_flight, changed):
             return False

@@ -136,13 +136,13 @@ class SamplingState:
 
     @property
     def ready(self) -> bool:
-        """Tell whether a step may sample for the sequence."""
+        """Return True if a step may sample for the sequence."""
         return self.structure is None or self.structure.ready
 
     @property
     def quick(self) -> bool:
-        """Tell whether a step may sample for the sequence before the host knows its newest tokens,
-        and verify drafts.
+        """Return True if a step may sample for the sequence before the host knows its newest
+        tokens, and verify drafts.
         """
         return self.structure is None or self.structure.quick
 
@@ -152,7 +152,7 @@ class SamplingState:
         return self.structure.error if self.structure is not None else None
 
     def edits_at(self, position: int) -> bool:
-        """Tell whether the logits of the token at this absolute position are edited, by more than
+        """Return True if the logits of the token at this absolute position are edited, by more than
         masks. Those of a later one are not if those of an earlier one are not.
         """
         return self._always or position < self.masked_to

@@ -128,23 +128,23 @@ class Scheduler:
 
     @property
     def in_background(self) -> bool:
-        """Tell whether what there is runs in the background. Then it is alone."""
+        """Return True if what there is runs in the background. Then it is alone."""
         return any(sequence.background for sequence in islice(self._open, 1))
 
     @property
     def due(self) -> bool:
-        """Tell whether the next step has sequences to run."""
+        """Return True if the next step has sequences to run."""
         return not self.idle and not self._gate.closed
 
     @property
     def compiling(self) -> bool:
-        """Tell whether the last step had nothing to run but what waits for its grammar or mask."""
+        """Return True if the last step had only what waits for its grammar or mask to run."""
         return self._stalled and any(not s.state.ready for s in self._open)
 
     @property
     def holds_kv(self) -> bool:
-        """Tell whether a sequence has pages. One that waits has none; the KV that was saved from a
-        mixed-version sequence lies elsewhere and serves no other.
+        """Return True if a sequence has pages. One that waits has none; the KV that was saved from
+        a mixed-version sequence lies elsewhere and serves no other.
         """
         return len(self.running) > 0
 

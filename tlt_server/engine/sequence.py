@@ -96,8 +96,8 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Tell whether only its last token is not computed: then one row makes it sample, and draft
-        rows may follow that row.
+        """Return True if only its last token is not computed: then one row makes it sample, and
+        draft rows may follow that row.
         """
         return self.computed == self.length - 1
 
@@ -108,7 +108,7 @@ class Sequence:
 
     @property
     def due(self) -> bool:
-        """Tell whether a decoding step may follow what is in flight, which does not end it for
+        """Return True if a decoding step may follow what is in flight, which does not end it for
         certain. A sequence whose mask is not ready sits out the step.
         """
         if self.sure:
@@ -117,12 +117,12 @@ class Sequence:
 
     @property
     def reports(self) -> bool:
-        """Tell whether more than log-probs of its tokens is reported."""
+        """Return True if more than log-probs of its tokens is reported."""
         return self.state.raw or self.state.alternatives > 0
 
     @property
     def scores_prompt(self) -> bool:
-        """Tell whether log-probs of its prompt are reported. It is read again, without them, once
+        """Return True if log-probs of its prompt are reported. It is read again, without them, once
         there is output.
         """
         return self.request.sampling.prompt_logprobs is not None and self.output_len == 0
@@ -136,19 +136,19 @@ class Sequence:
 
     @property
     def is_edited(self) -> bool:
-        """Tell whether its next token's logits are edited. The host may not know the last few
+        """Return True if its next token's logits are edited. The host may not know the last few
         tokens, but edits only end as a sequence grows.
         """
         return self.state.edits_at(self.length)
 
     @property
     def is_structured(self) -> bool:
-        """Tell whether the host fills its masks: of a structured output or bad words."""
+        """Return True if the host fills its masks: of a structured output or bad words."""
         return self.state.structure is not None
 
     @property
     def shares(self) -> bool:
-        """Tell whether other sequences may use its KV."""
+        """Return True if other sequences may use its KV."""
         return not (self.mixed_version or self.private or self.background)
 
     @property

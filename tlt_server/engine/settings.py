@@ -54,7 +54,7 @@ class EngineSettings(SharedSettings):
 
     @property
     def trains_apart(self) -> bool:
-        """Tell whether the drafter is trained on `drafter_training_device`."""
+        """Return True if the drafter is trained on `drafter_training_device`."""
         return self.drafter_training == "device"
 
     @property

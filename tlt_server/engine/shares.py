@@ -29,8 +29,8 @@ class Shares:
         self._page_share = running.pool.pages // max(1, self.owners)
 
     def allow(self, sequence: Sequence, pages: int) -> bool:
-        """Tell whether its owner stays within half of its share with this sequence and these pages
-        more. The other half comes in turn, since every preemption costs rows.
+        """Return True if its owner stays within half of its share with this sequence and these
+        pages more. The other half comes in turn, since every preemption costs rows.
         """
         owner = sequence.owner
         return (

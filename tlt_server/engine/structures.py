@@ -80,12 +80,12 @@ class Structure:
 
     @property
     def quick(self) -> bool:
-        """Tell whether steps find masks themselves, also of drafts."""
+        """Return True if steps find masks themselves, also of drafts."""
         return not (self._lexer.sole or self._dear or self._job or self._lexer.worn)
 
     @property
     def ready(self) -> bool:
-        """Tell whether a step may sample for the sequence. If not, a thread is put to it."""
+        """Return True if a step may sample for the sequence. If not, a thread is put to it."""
         if self._job is not None and self._job.done():
             job, self._job = self._job, None
             self._take(job)
@@ -106,7 +106,7 @@ class Structure:
         return False
 
     def _began(self) -> bool:
-        """Tell whether the grammar is compiled, or has failed to."""
+        """Return True if the grammar is compiled, or has failed to."""
         if self._text is None:
             if not self._lexer.compiled.done():
                 return False

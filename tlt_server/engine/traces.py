@@ -116,7 +116,7 @@ class Recorder:
 
     @property
     def due(self) -> bool:
-        """Tell whether it is time for another table; asked once a step."""
+        """Return True if it is time for another table; asked once a step."""
         self._steps += 1
         return self._steps > TURN
 

@@ -21,7 +21,7 @@ class Unloads:
 
     @property
     def due(self) -> bool:
-        """Tell whether nothing uses an adapter any more that is to be unloaded."""
+        """Return True if nothing uses an adapter any more that is to be unloaded."""
         return bool(self._unused())
 
     def adapter(self, name: str) -> LoadedAdapter | None:

@@ -40,12 +40,12 @@ class WeightReads:
 
     @property
     def busy(self) -> bool:
-        """Tell whether the live storage is read."""
+        """Return True if the live storage is read."""
         return bool(self._reading)
 
     @property
     def working(self) -> bool:
-        """Tell whether a thread has something to report, read or not."""
+        """Return True if a thread has something to report, read or not."""
         return self._readers.busy
 
     def look(self, command: LookAtWeights, *, changing: bool) -> None:

@@ -89,7 +89,7 @@ class MaskedText:
         return str(said)
 
     def allows(self, token: int) -> bool:
-        """Tell whether the text goes on with this token, which does not end it."""
+        """Return True if the text goes on with this token, which does not end it."""
         bits = self.mask_W.view(np.uint32)
         word, bit = divmod(token, WORD)
         if not (0 <= word < len(bits) and int(bits[word]) >> bit & 1):

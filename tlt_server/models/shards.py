@@ -108,7 +108,7 @@ def most_tokens(config: ModelConfig, split: Split) -> int:
 
 
 def has_tokens(config: ModelConfig, split: Split) -> bool:
-    """Tell whether the last rank has any."""
+    """Return True if the last rank has any."""
     return config.vocab_size > most_tokens(config, split) * (split.of - 1)
 
 

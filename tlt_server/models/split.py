@@ -108,7 +108,7 @@ def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str, ranks:
 
 
 def divides(config: ModelConfig, leaves: int, unit: int) -> bool:
-    """Tell whether each of `leaves` has whole heads, and inputs that are a multiple of `unit`."""
+    """Return True if each of `leaves` has whole heads, and inputs that are a multiple of `unit`."""
     width = config.heads * config.head_dim
     sizes = (width, config.intermediate_size)
     return config.heads % leaves == 0 and all(size % (leaves * unit) == 0 for size in sizes)

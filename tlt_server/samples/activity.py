@@ -119,7 +119,7 @@ class ActivityReader:
 
     @property
     def runs(self) -> bool:
-        """Tell whether the trainer runs."""
+        """Return True if the trainer runs."""
         return bool(self._word_W[_RUNS])
 
     @runs.setter

@@ -42,7 +42,7 @@ def parsed(kind: type[Part], prefix: str, tensors: Mapping[str, Array]) -> Part:
 
 
 def same_length(part: object, suffix: str) -> bool:
-    """Tell whether all arrays over this dimension are equally long."""
+    """Return True if all arrays over this dimension are equally long."""
     names = [f.name for f in fields(part) if f.name.endswith(suffix)]  # type: ignore[arg-type]
     return len({len(getattr(part, name)) for name in names}) == 1
 

@@ -151,7 +151,7 @@ def _read_frame(
 
 
 def _fits(content: bytes, header: SegmentHeader, path: Path, refusals: Refusals) -> bool:
-    """Tell whether a file's header is this one, or name each field with both values."""
+    """Return True if a file's header is this one; else note each field with both values."""
     try:
         found = msgspec.json.decode(content, type=SegmentHeader)
     except ValueError as error:

@@ -123,8 +123,8 @@ class Outlook:
 
     @property
     def due(self) -> bool:
-        """Tell whether to look at the trees of a step: a curve takes 0.1 ms, so once it is the mean
-        of enough trees, one step in `every` will do.
+        """Return True if the trees of a step are to be looked at: a curve takes 0.1 ms, so once it
+        is the mean of enough trees, one step in `every` will do.
         """
         return self._requests < self._settings.memory or self._unseen >= self._settings.every - 1
 

@@ -287,6 +287,6 @@ def _drafters(header: RecordHeader) -> set[str]:
 
 
 def _before(node_PM: NDArray[np.uint16], limit: NDArray[np.uint16] | None = None) -> bool:
-    """Tell whether each is NONE or an earlier node (than its own place, or than `limit`)."""
+    """Return True if each is NONE or an earlier node (than its own place, or than `limit`)."""
     bound_M = np.arange(node_PM.shape[1]) if limit is None else limit
     return bool(((node_PM == NONE) | (node_PM < bound_M)).all())

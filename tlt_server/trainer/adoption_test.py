@@ -173,8 +173,8 @@ class AdoptionTest:
 
     @property
     def better(self) -> bool:
-        """Tell whether the candidate may be adopted: the bets have proven it better, and the sum of
-        all costs agrees, in which long responses weigh more.
+        """Return True if the candidate may be adopted: the bets have proven it better, and the sum
+        of all costs agrees, in which long responses weigh more.
         """
         return bool(self._proof.found_K[0]) and self._saved > 0
 

@@ -29,7 +29,7 @@ class NeedsFeatures(Protocol):
         """Return what the next round has no features of."""
 
     def ready(self) -> bool:
-        """Tell whether there are features to train on."""
+        """Return True if there are features to train on."""
 
 
 class FeatureGathering:
@@ -44,7 +44,7 @@ class FeatureGathering:
         self._asked = None
 
     def done(self, work: NeedsFeatures) -> bool:
-        """Tell whether a round may begin: no features are missing, or the engine computes no more
+        """Return True if a round may begin: no features are missing, or the engine computes no more
         of them.
         """
         now_s = self._clock()

@@ -32,7 +32,7 @@ class RootPlan(Protocol):
 
     @property
     def floored(self) -> bool:
-        """Tell whether chains end where serving would; see `DraftReplay.accepted`."""
+        """Return True if chains end where serving would; see `DraftReplay.accepted`."""
 
     def first(
         self, response_B: NDArray[np.int64], output_B: NDArray[np.int64]

@@ -98,7 +98,7 @@ class DraftReplay:
 
     @property
     def all_at_once(self) -> bool:
-        """Tell whether all positions of a response are best drafted from before it is walked."""
+        """Return True if all positions of a response are best drafted from before it is walked."""
         return self.drafter.device == "cuda"
 
     def accepted(

@@ -38,7 +38,7 @@ class Stratum(NamedTuple):
 
 
 def held_out(sample: Sample) -> bool:
-    """Tell whether this sequence is for evaluation only, as all of its prompt are."""
+    """Return True if this sequence is for evaluation only, as all of its prompt are."""
     return xxhash.xxh3_64_intdigest(sample.prompt_key.to_bytes(8, "little")) % HELD_OUT == 0
 
 

@@ -53,7 +53,7 @@ class StateStore:
         self._expected = {key_of(text) for text in command.texts}
 
     def recomputed(self, captured: Captured) -> bool:
-        """Tell whether these states were computed again, not captured as their sequence ended."""
+        """Return True if these states were computed again, not captured as their sequence ended."""
         return (captured.version, captured.key) in self._recomputed
 
     def having(self, version: str, entries: Iterable[Recorded]) -> list[Recorded]:

@@ -64,8 +64,8 @@ class StateMachine:
             self._half_done = None
 
     def may_run(self, *, busy: bool) -> bool:
-        """Tell whether a segment may run now. After a False the state may be `PARKING`: the caller
-        lets go of the device and calls `parked`.
+        """Return True if a segment may run now. After a False the state may be `PARKING`: the
+        caller lets go of the device and calls `parked`.
         """
         now_s = self._clock()
         if busy:

@@ -62,7 +62,7 @@ class Candidate:
         return [name for name, role in self._roles.items() if role.overwritten]
 
     def has(self, manifest: Manifest) -> bool:
-        """Tell whether a tensor that the manifest names has come before."""
+        """Return True if a tensor that the manifest names has come before."""
         owners = (owner(entry.name, manifest.role) for entry in manifest.tensors)
         return any(role in self._roles and name in self._roles[role].sums for role, name in owners)
 

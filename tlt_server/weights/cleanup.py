@@ -24,7 +24,7 @@ class Cleanup:
 
     @property
     def due(self) -> bool:
-        """Tell whether `run` has something to do."""
+        """Return True if `run` has something to do."""
         return bool(self._networks or self._folders)
 
     def drop(self, networks: Iterable[Network]) -> None:

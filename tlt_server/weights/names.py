@@ -57,7 +57,7 @@ class Names:
         return parts
 
     def may_have_been(self, role: str, version: str) -> bool:
-        """Tell whether the role may have had this version. Which roles had a version that the
+        """Return True if the role may have had this version. Which roles had a version that the
         engine started with is not known.
         """
         return self._forgotten or version in self._started or (role, version) in self._digests

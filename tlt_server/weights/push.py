@@ -91,12 +91,12 @@ class Push:
 
     @property
     def to_commit(self) -> bool:
-        """Tell whether it is committed once it is staged."""
+        """Return True if it is committed once it is staged."""
         return self.manifest.commit or (isinstance(self.state, Staged) and self.state.due)
 
     @property
     def takes_more(self) -> bool:
-        """Tell whether a further part is taken now."""
+        """Return True if a further part is taken now."""
         open_ = isinstance(self.state, Gathering) or (
             isinstance(self.state, Staged) and not self.to_commit
         )
@@ -104,7 +104,7 @@ class Push:
 
     @property
     def ending(self) -> bool:
-        """Tell whether it has failed or was aborted."""
+        """Return True if it has failed or was aborted."""
         match self.state:
             case FailedPush():
                 return True
@@ -114,12 +114,12 @@ class Push:
 
     @property
     def brings_bytes(self) -> bool:
-        """Tell whether bytes for it are, or will soon be, taken from its group."""
+        """Return True if bytes for it are, or will soon be, taken from its group."""
         return isinstance(self.state, Waiting | Staging)
 
     @property
     def leaves_bytes(self) -> bool:
-        """Tell whether bytes stay in its group, after its thread has ended, that the next push
+        """Return True if bytes stay in its group, after its thread has ended, that the next push
         would take for its own. When one part has failed, others may be on their way.
         """
         failed_part = self.manifest.partial and isinstance(self.state, FailedPush)
@@ -136,7 +136,7 @@ class Push:
         )
 
     def goes_on_with(self, manifest: Manifest) -> bool:
-        """Tell whether the manifest brings more of this push; otherwise it begins another."""
+        """Return True if the manifest brings more of this push; otherwise it begins another."""
         mine = self.manifest
         same = (mine.session, mine.version, mine.labelled, mine.in_flight, mine.commit) == (
             manifest.session,

@@ -57,7 +57,7 @@ class Series:
         self._starts: OrderedDict[tuple[_Sender, str], _Start] = OrderedDict()  # by sender and role
 
     def admit(self, part: Manifest, push: Push | None) -> bool:
-        """Tell whether the part goes on with `push`, which takes more; otherwise it begins one.
+        """Return True if the part goes on with `push`, which takes more; otherwise it begins one.
         `Conflict` where it may do neither.
         """
         sender, (role, tensor) = _sender(part), first_tensor(part)
@@ -94,7 +94,7 @@ class Series:
             self._starts.popitem(last=False)
 
     def follows(self, part: Manifest, last: Manifest) -> bool:
-        """Tell whether the sender of `last` sent the part and begins with another tensor."""
+        """Return True if the sender of `last` sent the part and begins with another tensor."""
         role, tensor = first_tensor(part)
         return self.both(part, last) and self._tensor(_sender(part), role) not in (None, tensor)
 
@@ -114,7 +114,7 @@ class Series:
 
     @staticmethod
     def both(one: Manifest, other: Manifest) -> bool:
-        """Tell whether both are parts of one sender."""
+        """Return True if both are parts of one sender."""
         return (
             one.partial
             and other.partial

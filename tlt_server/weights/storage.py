@@ -67,7 +67,7 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Tell whether the error says, in any of the many ways, that memory or a disk had no room."""
+    """Return True if the error says, in any of the many ways, that memory or a disk had no room."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM or disk_is_full(error)
     said = str(error).lower()

@@ -164,7 +164,7 @@ class Transaction:
     # -- groups ------------------------------------------------------------------------------------
 
     def brings(self, group: str) -> bool:
-        """Tell whether a push takes, or is about to take, what comes through this group."""
+        """Return True if a push takes, or is about to take, what comes through this group."""
         push = self.push
         return push is not None and push.manifest.group == group and push.brings_bytes
 

@@ -58,12 +58,12 @@ class Versions:
         )
 
     def made(self, version: str) -> bool:
-        """Tell whether all that the last push of this version made live is live."""
+        """Return True if all that the last push of this version made live is live."""
         roles = self._made.get(version, frozenset())
         return bool(roles) and roles <= {*self.live_as(version).by_role}
 
     def has(self, changed: Changed) -> bool:
-        """Tell whether these weights are live under these versions."""
+        """Return True if these weights are live under these versions."""
         if changed.adapter is not None:
             adapter = self.live.adapters.get(changed.adapter.name)
             return adapter is not None and (adapter.version, adapter.digest) == (
@@ -77,7 +77,7 @@ class Versions:
         )
 
     def repeats(self, manifest: Manifest) -> bool:
-        """Tell whether the manifest repeats the last commit, and its checksums say so before
+        """Return True if the manifest repeats the last commit, and its checksums say so before
         anything is brought. What comes through a group has to be taken from there in any case.
         """
         return (

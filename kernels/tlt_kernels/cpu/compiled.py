@@ -39,7 +39,7 @@ class Kernel:
 
     @property
     def cached(self) -> bool:
-        """Tell whether numba's cache on disk has all of it."""
+        """Return True if numba's cache on disk has all of it."""
         cache, codegen = self.dispatcher._cache, self.dispatcher.targetctx.codegen()
         found = cache._cache_file._load_index()
         return all(cache._index_key(types, codegen) in found for types in self._types)

@@ -83,7 +83,7 @@ class Upload:
 
     @property
     def changes(self) -> bool:
-        """Tell whether `apply` has anything to do. The batch alone needs only the copy."""
+        """Return True if `apply` has anything to do. The batch alone needs only the copy."""
         return bool(self._admissions or self._extensions or self._texts)
 
     def batch(

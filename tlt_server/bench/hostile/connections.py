@@ -76,7 +76,7 @@ class _Probe:
             self.slowest_s = max(self.slowest_s, time.perf_counter() - began)
 
     def _answered(self) -> bool:
-        """Tell whether the route itself answered: a refusal names the limit that it met."""
+        """Return True if the route itself answered: a refusal names the limit that it met."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=PROBE_TIMEOUT_S)
         try:
             connection.request("GET", self._path)

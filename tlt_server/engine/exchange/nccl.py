@@ -127,7 +127,7 @@ class NcclGathering:
 
 
 def _ended(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
-    """Tell whether the method raises, or its object is gone."""
+    """Return True if the method raises, or its object is gone."""
     check = method()
     try:
         if check is not None:

@@ -287,7 +287,7 @@ class Extend:
 
     @property
     def _edits(self) -> bool:
-        """Tell whether the pass samples from other logits than the raw ones."""
+        """Return True if the pass samples from other logits than the raw ones."""
         return self.key.edited or self.key.structured
 
     def finish(self, forwarded: Forward, sampled: Samples) -> None:

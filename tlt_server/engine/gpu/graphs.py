@@ -78,7 +78,7 @@ class GraphPool:
 
     @property
     def open(self) -> bool:
-        """Tell whether anything may be recorded now."""
+        """Return True if anything may be recorded now."""
         return self._stream is not None and not self._full and self._quiet()
 
     def _record(self, key: Hashable, work: Callable[[], None], started_s: float) -> None:
@@ -146,7 +146,7 @@ class GraphPool:
 
     @property
     def records(self) -> bool:
-        """Tell whether a step that lacks its graph would record it."""
+        """Return True if a step that lacks its graph would record it."""
         return self.captures and not self._full and self._quiet()
 
     @property
@@ -156,7 +156,7 @@ class GraphPool:
 
     @property
     def spare(self) -> bool:
-        """Tell whether graphs that no step has asked for may be recorded now. They end at half of
+        """Return True if graphs that no step has asked for may be recorded now. They end at half of
         the memory.
         """
         return self.open and 2 * self.total_bytes < self._most_bytes

@@ -46,7 +46,7 @@ class KernelRecord(Struct, frozen=True, forbid_unknown_fields=True):
         return record_name(self.toolchain, self.engine)
 
     def complete(self, cache: Path) -> bool:
-        """Tell whether Triton's cache has all of its kernels."""
+        """Return True if Triton's cache has all of its kernels."""
         return all(any((cache / k.entry).glob("__grp__*.json")) for k in self.kernels)
 
 

@@ -145,7 +145,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def trains_nothing(self) -> bool:
-        """Tell whether `drafter_training_mb` holds not even the shortest pack."""
+        """Return True if `drafter_training_mb` holds not even the shortest pack."""
         shape, asked = self.needs.training, self.settings.drafter_training_mb
         return bool(shape and asked and not shape.slots_in(asked * MIB))
 
@@ -158,7 +158,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def named(self) -> bool:
-        """Tell whether a setting names the size of KV."""
+        """Return True if a setting names the size of KV."""
         return bool(self.settings.pages or self.settings.kv_memory_mb)
 
     @property
@@ -178,7 +178,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def too_few(self) -> bool:
-        """Tell whether `kv_memory_mb` holds no sequence; by `pages` a shorter one may be chosen."""
+        """Return True if `kv_memory_mb` holds no sequence; `pages` may allow a shorter one."""
         return bool(
             self.settings.kv_memory_mb and not self.settings.pages and self.held < self.least
         )

@@ -59,7 +59,7 @@ class PinnedBuffer:
 
     @property
     def arrived(self) -> bool:
-        """Tell whether that copy is done."""
+        """Return True if that copy is done."""
         return self._event is None or self._event.query()
 
     def wait(self) -> None:

@@ -304,7 +304,7 @@ def _accept_length(cycles: Sequence[Cycle]) -> float | None:
 
 
 def _drafted_for_all(cycle: Cycle) -> bool:
-    """Tell whether every request of the cycle took drafts."""
+    """Return True if every request of the cycle took drafts."""
     context = cycle.context
     return bool(cycle.accepted) and context.taking(cycle.strategy.drafter) >= context.decoding
 

@@ -54,7 +54,7 @@ def written(where: str, structure: StructuredOutputs) -> Written:
 
 
 def is_small(value: Any) -> bool:
-    """Tell whether JSON of a value may be within the limit, without writing what is far beyond.
+    """Return True if JSON of a value may be within the limit, without writing what is far beyond.
     Only texts, names and members are counted.
     """
     least, waiting = 0, [value]

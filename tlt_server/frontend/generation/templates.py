@@ -46,7 +46,7 @@ class ChatTemplate:
             ) from None
 
     def reads(self, name: str) -> bool:
-        """Tell whether the template takes something of this name in."""
+        """Return True if the template takes something of this name in."""
         return name in self._variables
 
     def render(

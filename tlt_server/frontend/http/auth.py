@@ -135,7 +135,7 @@ def key_of(scope: Scope) -> str:
 
 
 def is_change(scope: Scope) -> bool:
-    """Tell whether a request was admitted to a route that changes state."""
+    """Return True if a request was admitted to a route that changes state."""
     admitted: Admitted | None = scope.get("state", {}).get(ADMITTED)
     return admitted is not None and admitted.terms.changes
 

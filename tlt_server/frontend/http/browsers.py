@@ -122,7 +122,7 @@ def _is_own(host: str) -> bool:
 
 
 def _is_like(origin: str, host: str) -> bool:
-    """Tell whether an Origin names the host and port of a Host header."""
+    """Return True if an Origin names the host and port of a Host header."""
     parts = _ORIGIN.fullmatch(origin)
     if parts is None:
         return False

@@ -36,7 +36,7 @@ def count(text: memoryview, character: bytes) -> int:
 
 
 def is_empty(text: memoryview) -> bool:
-    """Tell whether a list or an object has no member."""
+    """Return True if a list or an object has no member."""
     return _EMPTY.match(text) is not None
 
 

@@ -44,7 +44,7 @@ class Caller(NamedTuple):
         return scope in self.scopes
 
     def sees(self, owner: str) -> bool:
-        """Tell whether this caller may look at and end what `owner` started."""
+        """Return True if this caller may look at and end what `owner` started."""
         return owner == self.name or self.may("operate")
 
 

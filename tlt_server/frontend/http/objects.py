@@ -143,7 +143,7 @@ class ObjectReader:
 
 
 def _is_off(text: memoryview, refused: RefusedField) -> bool:
-    """Tell whether the value of a field that is refused asks for nothing."""
+    """Return True if the value of a field that is refused asks for nothing."""
     if text == NULL:
         return True
     if len(text) > MAX_OFF_BYTES:

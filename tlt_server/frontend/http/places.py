@@ -31,12 +31,12 @@ class Places:
         self._held: Counter[str] = Counter()  # by owner
 
     def fits(self, owner: str) -> bool:
-        """Tell whether a key may have one more place."""
+        """Return True if a key may have one more place."""
         taken = self._held.total()
         return taken < self._limit or (taken < OVER * self._limit and self.is_due(owner))
 
     def is_due(self, owner: str) -> bool:
-        """Tell whether one more place is within a key's share."""
+        """Return True if one more place is within a key's share."""
         return self._held[owner] < self._limit // len(self._held.keys() | {owner})
 
     def take(self, owner: str) -> None:

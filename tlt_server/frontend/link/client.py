@@ -392,7 +392,7 @@ class EngineClient:
 
 
 def readable(text: bytes, vocab_size: int, longest: int) -> bool:
-    """Tell whether these are int32 tokens of the model, of a sequence no longer than it takes."""
+    """Return True if these are int32 tokens of the model, of a sequence no longer than it takes."""
     if len(text) % 4 or len(text) > 4 * longest:
         return False
     token_T = np.frombuffer(text, np.dtype("<i4"))

@@ -189,7 +189,7 @@ class EngineLink:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Tell whether a signal has stopped a process; a debugger's stop is none."""
+    """Return True if a signal has stopped a process; a debugger's stop is none."""
     try:
         said = Path(f"/proc/{pid}/stat").read_text()
     except OSError:  # it has just ended

@@ -126,7 +126,7 @@ class TrainerLink:
 
     @property
     def trains(self) -> bool:
-        """Tell whether the process trains, or only keeps sequences."""
+        """Return True if the process trains, or only keeps sequences."""
         return self._work is not None
 
     @property

@@ -59,7 +59,7 @@ def partial(text: str, mark: str) -> int:
 
 
 def is_name(name: object) -> bool:
-    """Tell whether a value may name a function: short, without control characters."""
+    """Return True if a value may name a function: short, without control characters."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         return False
     return not any(ord(letter) < 32 or 0x7F <= ord(letter) < 0xA0 for letter in name)

@@ -99,7 +99,7 @@ class Pythonic:
             self._quote = ""
 
     def _opens(self, sign: str, at: int) -> bool:
-        """Tell whether this first sign opens the arguments of an offered function."""
+        """Return True if this first sign opens the arguments of an offered function."""
         return sign == "(" and self._held[self._begins : at].strip(SPACE) in self._offered
 
     def _take_call(self) -> Iterator[Piece]:

@@ -26,7 +26,7 @@ class Thinking:
 
     @classmethod
     def opens(cls, prompt: str) -> bool:
-        """Tell whether the answer begins with reasoning, after this end of a prompt."""
+        """Return True if the answer begins with reasoning, after this end of a prompt."""
         return cls.always or prompt.rstrip(SPACE).endswith(OPEN)
 
     def push(self, text: str) -> Iterator[Piece]:

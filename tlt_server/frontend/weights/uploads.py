@@ -244,7 +244,7 @@ class Uploads:
         return upload
 
     def _room(self, owner: str, asked: int, limit: int, size: Callable[[_Upload], int]) -> bool:
-        """Tell whether a key may have this much more. If it stays within its share, uploads make
+        """Return True if a key may have this much more. If it stays within its share, uploads make
         room that are idle and of the key that is furthest above its own, the oldest first.
         """
         while sum(map(size, self._uploads.values())) + asked > limit:

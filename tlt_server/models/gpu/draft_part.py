@@ -73,7 +73,7 @@ def drafter_part(
 
 
 def _divides(head: ModelConfig, ranks: int) -> bool:
-    """Tell whether each of the ranks can have a KV head and a block of draft tokens."""
+    """Return True if each of the ranks can have a KV head and a block of draft tokens."""
     kv_fits = head.kv_heads % ranks == 0 or ranks % head.kv_heads == 0
     own_head = ARCHITECTURES[head.architecture].own_head
     return own_head and kv_fits and has_tokens(head, Split(of=ranks))

@@ -41,7 +41,7 @@ class Declaration(NamedTuple):
 
     @property
     def needs_weights(self) -> bool:
-        """Tell whether `--drafter` names it by a directory, which holds its network."""
+        """Return True if `--drafter` names it by a directory, which holds its network."""
         return bool(self.architectures)
 
     def half(self, device: str) -> Half:

@@ -199,7 +199,7 @@ class Goodput:
         return self._recordings.missing(context, drafter, depths, widths, decode_V)
 
     def _records(self, context: StepContext, late: Weighed, held: Weighed) -> bool:
-        """Tell whether to record a choice now, as it has been better for long enough."""
+        """Return True if a choice is to be recorded now: it has been better for long enough."""
         assert self._recordings is not None, "only recordings make a choice wait"
         saved_s = held.seconds * (1 - held.rate / late.rate)
         return self._recordings.want(context, self._strategy(late, context), saved_s)

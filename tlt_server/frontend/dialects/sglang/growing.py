@@ -94,7 +94,7 @@ class GrowingOutput:
 
     @property
     def due(self) -> bool:
-        """Tell whether a chunk is to be sent now, before the choice ends."""
+        """Return True if a chunk is to be sent now, before the choice ends."""
         return self._asked.incremental_streaming_output or self._credit >= self._size
 
     @property

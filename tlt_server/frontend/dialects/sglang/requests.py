@@ -131,7 +131,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
 
     @property
     def several(self) -> bool:
-        """Tell whether the reply is a list."""
+        """Return True if the reply is a list."""
         prompts = self.input_ids if self.text is None else self.text
         return isinstance(prompts, list) or self.sampling_params.n > 1
 

@@ -93,7 +93,7 @@ async def resume(service: Service, request: Request) -> Response:
 
 @ROUTES.get("/is_paused", needs="any", gives=IsPaused)
 async def is_paused(service: Service, request: Request) -> Response:
-    """Tell whether a pause holds."""
+    """Return whether a pause holds."""
     return json_response(IsPaused(service.engine.pauses.paused))
 
 
@@ -222,5 +222,5 @@ async def wake_up(service: Service, request: Request) -> Response:
 
 @ROUTES.get("/is_sleeping", needs="any", gives=IsSleeping)
 async def is_sleeping(service: Service, request: Request) -> Response:
-    """Tell whether any memory is given back."""
+    """Return whether any memory is given back."""
     return json_response(IsSleeping(bool(service.engine.pauses.asleep)))

@@ -130,7 +130,7 @@ def manifest_of(
 
 
 def _holds_adapter(root: Path | None, directory: str) -> bool:
-    """Tell whether a directory holds a LoRA adapter. One that cannot be read is refused later."""
+    """Return True if a directory holds a LoRA adapter. One that cannot be read is refused later."""
     try:
         return root is not None and Source(root, directory).has(ADAPTER_CONFIG)
     except (ChannelError, OSError):

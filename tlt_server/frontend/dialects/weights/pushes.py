@@ -118,7 +118,7 @@ async def _upload(update: Update, manifest: Manifest, uploads: Uploads) -> Weigh
 
 
 def _may_pass(report: WeightReport) -> bool:
-    """Tell whether a push that failed may succeed with the same parts.
+    """Return True if a push that failed may succeed with the same parts.
 
     It may if its storage failed, or if a conflict ended it before it read them. A later conflict is
     with their content, or an abort.
