@@ -234,7 +234,7 @@ def test_ranks_that_differ_end_the_epoch_with_the_step_and_the_rank(
             responses(engine, None)
         [process] = ranks_of(engine)._processes
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(5)
+        process.wait(60)
         with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
             engine.engine.runner.collect(busy=False)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.pushing import Pushable
+from tlt_server.engine.exchange import gloo
 from tlt_server.engine.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 
@@ -18,6 +19,18 @@ def ranks_of(engine: Pushable) -> Ranks:
     found = getattr(runner, "followers", None) or getattr(runner, "ranks", None)
     assert isinstance(found, Ranks)
     return found
+
+
+def give_up_soon(ranks: Ranks, patch: pytest.MonkeyPatch) -> None:
+    """Give a silent rank up after a second. To be called just before one falls silent: a live rank
+    of a loaded machine may be as slow.
+    """
+    for name, bound_s in (("JOIN_S", 5.0), ("FIRST_S", 1.0), ("WAIT_S", 1.0)):
+        patch.setattr(gloo, name, bound_s)
+    patch.setattr(Ranks, "answer_s", 1.0)
+    ranks._answers.patience_s = 1.0
+    if isinstance(ranks.exchange, gloo.GlooExchange):
+        ranks.exchange._wait_s = 1.0
 
 
 @contextmanager
