@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,9 +15,19 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.engine.tiny import EOS, LETTERS, VOCAB, write_alphabet, write_target
-from tlt_server.engine.lexers import DEAR, IDLE_S, LEAST_BYTES, KeptLexers
+from tlt_server.engine.lexers import (
+    DEAR,
+    FUEL_BYTES,
+    IDLE_S,
+    LEAST_BYTES,
+    LIMIT,
+    SLICE_WORK,
+    Lexer,
+    Lexers,
+)
 from tlt_server.engine.mask_threads import MaskThreads
 from tlt_server.engine.structures import Structure, Structures
+from tlt_server.grammars.compiler import FUEL
 from tlt_server.records import Grammar
 
 # The lexer has a state for each text of the last 21 letters.
@@ -185,7 +196,7 @@ def test_one_owner_holds_at_most_half_of_the_threads() -> None:
 
 def test_kept_grammars_are_bounded_by_bytes_and_per_owner(structures: Structures) -> None:
     now = [0.0]
-    kept = structures.kept = KeptLexers(limit=20 * LEAST_BYTES, clock=lambda: now[0])
+    kept = structures.lexers = Lexers(limit=20 * LEAST_BYTES, clock=lambda: now[0])
 
     def ask(count: int, owner: str) -> list[Grammar]:
         grammars = [Grammar(kind="regex", text=f"{owner}{{{i + 1}}}") for i in range(count)]
@@ -208,6 +219,89 @@ def test_kept_grammars_are_bounded_by_bytes_and_per_owner(structures: Structures
     now[0] = 3 * IDLE_S
     structures.prepare()
     assert len(kept) == 0 == structures.gauges()["structures_bytes"]
+
+
+def ends_in_company(
+    structures: Structures, grammars: list[Grammar], owners: str, limit: int
+) -> list[tuple[int, str]]:
+    """Return where sequences end that take turns, with `limit` bytes for their lexers."""
+    lexers = structures.lexers = Lexers(limit)
+    running = {
+        at: begun(structures, grammar, owners[at % len(owners)])
+        for at, grammar in enumerate(grammars)
+    }
+    found, lengths, waited = dict[int, tuple[int, str]](), [0] * len(grammars), 0
+    deadline = time.monotonic() + 120
+    while running:
+        assert time.monotonic() < deadline, "no sequence goes on"
+        for at, structure in [*running.items()]:
+            mask_W = np.zeros(-(-VOCAB // 32), np.int32)
+            if not (structure.ready and structure.fill([], mask_W)):
+                continue
+            if structure.error is not None or lengths[at] == 60:
+                found[at] = lengths[at], structure.error.message if structure.error else ""
+                del running[at]
+                continue
+            structure.commit([A])
+            lengths[at] += 1
+            if Random(f"{at} {lengths[at]}").random() < 0.05:
+                structure.rest()  # it has lost its batch slot
+        del structure
+        lexers._share_out()
+        growing = structures.threads._count * FUEL_BYTES * (SLICE_WORK + FUEL)
+        assert sum(lexer.nbytes for lexer in lexers._all if lexer.users) <= limit + growing
+        waited += lexers.held_back
+    assert bool(waited) == (limit < LIMIT)
+    lexers._clock = lambda: 1e9
+    structures.prepare()
+    deadline = time.monotonic() + 60
+    while structures.gauges()["structures_bytes"]:  # threads are done with those given back
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return [found[at] for at in range(len(grammars))]
+
+
+def test_lexers_of_sequences_are_bounded_in_sum_and_change_no_end(structures: Structures) -> None:
+    """Private ones that grow until their structure fails, and shared ones of many grammars."""
+    own = [GROWING[0], GROWING[0], GROWING[1]] * 2
+    different = [Grammar(kind="regex", text=f"(a|b{{{i + 1}}}){{1,400}}") for i in range(12)]
+    for grammars, limit in ((own, 10 * 2**20), (different, 10 * LEAST_BYTES)):
+        free = ends_in_company(structures, grammars, "ab", LIMIT)
+        assert ends_in_company(structures, grammars, "abc", limit) == free
+        assert ends_in_company(structures, grammars, "a", limit) == free
+
+
+def test_memory_of_lexers_goes_to_sequences_that_run_in_turns_of_owners() -> None:
+    lexers = Lexers(limit=5 * LEAST_BYTES)
+
+    class Begun:
+        def __init__(self, owner: str, *, runs: bool = False) -> None:
+            self.lexer = Lexer(Future, owner)
+            self.lexer.join(self)
+            if runs:
+                self.lexer.run()
+            lexers.add(self.lexer)
+
+        def begin_again(self, lexer: Lexer) -> None:
+            lexer.join(self)
+            self.lexer = lexer
+
+    def admitted() -> list[str]:
+        lexers._share_out()
+        return [name for name, each in sequences.items() if each.lexer.admitted]
+
+    sequences = {f"a{i}": Begun("a") for i in range(4)}
+    assert admitted() == ["a0", "a1"], "half is left for others"
+    sequences["a2"].lexer.run()
+    assert admitted() == ["a0", "a2"], "what runs comes first"
+    sequences |= {name: Begun(name[0], runs=True) for name in ("b0", "b1", "c0")}
+    assert admitted() == ["a0", "a2", "b0", "b1", "c0"]
+    sequences["d0"] = Begun("d")
+    assert admitted() == ["a2", "b0", "b1", "c0", "d0"]
+    sequences["d0"].lexer.text_bytes, sequences["d0"].lexer.compiled = LIMIT, Future()
+    assert "d0" not in admitted() and sequences["d0"].lexer.need > LIMIT
+    sequences = {"d0": sequences["d0"]}
+    assert admitted() == ["d0"], "the last one goes on in any case"
 
 
 def test_an_error_of_drafts_is_not_the_error_of_what_comes_instead(structures: Structures) -> None:

@@ -38,6 +38,9 @@ class BadWords:
         """Note output tokens that were appended to the sequence."""
         self._committed = [*self._committed, *tokens][-self._longest :]
 
+    def rest(self) -> None:
+        """Hold nothing that could be given back."""
+
     def fill(self, path: Sequence[int], mask_W: NDArray[np.int32], certain: int = 0) -> bool:
         """Set the bit of each token that may follow the committed tokens and the drafts of `path`:
         of all but those that would end a word. Words count in the output only.

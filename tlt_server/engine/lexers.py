@@ -5,17 +5,19 @@ structure fails must not. So a sequence fails by its own account only: of a lexe
 emitted tokens and no others (`sole`). It has one account from its start: each token adds REFILL, up
 to FUEL, and each mask takes its work; below zero the structure fails. While all sequences and
 drafts of a shared lexer together have spent less than SHARED, none of them can have spent its
-account, so nothing is counted.
+account, so nothing is counted. A lexer is found again from its grammar and the tokens, so one that
+gives its memory back (`Lexers`) changes no token and no failure.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tlt_server.grammars import KEPT
 from tlt_server.grammars.compiler import FUEL
@@ -25,45 +27,79 @@ from tlt_server.records import Grammar
 REFILL = 1024  # units that a token adds to its sequence's account
 SHARED = FUEL // 2  # half, since fuel depends a little on the order of what is found
 DEAR = 2048  # units of one mask, about 0.1 ms, after which masks are found in threads
-SLICE = 64  # tokens of one turn in a thread
+SLICE, SLICE_WORK = 64, FUEL // 4  # tokens of one turn in a thread, and units after which it ends
 TOO_DEAR = "its masks take too much work"
 FEW = 8  # sequences that wear a lexer out: it is of no use to share one
 LEAST_BYTES, FUEL_BYTES = 2**16, 32  # memory of a lexer, and per unit of fuel that it has spent
-LIMIT = 2**28  # bytes of the lexers that are kept
+LIMIT = 2**28  # bytes of all lexers
 IDLE_S = 60.0
+_turns = itertools.count()
+
+
+class User(Protocol):
+    """A sequence with a text of a lexer."""
+
+    def begin_again(self, lexer: Lexer) -> None:
+        """Drop the text, and follow the sequence's tokens from the first one on this lexer."""
 
 
 class Lexer:
-    """A compiled grammar, perhaps still being compiled, with what its lexer has found."""
+    """A compiled grammar, perhaps still to be compiled, with what its lexer has found."""
 
     def __init__(
-        self, compiled: Future[MaskedText], owner: str = "", *, sole: bool = False
+        self,
+        compile: Callable[[], Future[MaskedText]],
+        owner: str = "",
+        *,
+        sole: bool = False,
+        need: int = LEAST_BYTES,
     ) -> None:
-        """`owner` asked for it first. `sole`: for one sequence, and none of its drafts."""
-        self.compiled, self.owner, self.sole = compiled, owner, sole
+        """`compile` begins to compile it. `owner` asked for it first. `sole`: for one sequence, and
+        none of its drafts. `need`: bytes that it is known to take.
+        """
+        self._compile, self.owner, self.sole, self._need = compile, owner, sole, need
+        self.compiled: Future[MaskedText] | None = None
+        self.admitted = False  # whether it may hold memory, see `Lexers`
+        self.users = weakref.WeakSet[User]()
+        self.turn = next(_turns)  # the place of its first running sequence among all
         self.used_s = 0.0  # when a sequence last joined
         self.joined = 0  # sequences that have used it
-        self._users = 0
+        self.text_bytes = 0  # of the text of a sequence that has it alone
+        self._running = 0
         self._spent = 0  # fuel
         self._compiled_fuel: int | None = None  # once that is known
         self._spoiled = False  # it ran into a limit: no text tells any more what fits
 
-    def join(self, user: object) -> None:
-        """Note what needs it as long as it lives. Without any, compiling it is called off if that
+    def begin(self) -> Future[MaskedText]:
+        """Compile it, unless that has begun."""
+        if self.compiled is None:
+            self.compiled = self._compile()
+        return self.compiled
+
+    def join(self, user: User) -> None:
+        self.users.add(user)
+        self.joined += 1
+
+    def leave(self, user: User) -> None:
+        """Note that a sequence needs it no more. Without any, compiling it is called off if that
         has not begun.
         """
-        self._users += 1
-        self.joined += 1
-        weakref.finalize(user, self._leave).atexit = False
-
-    def _leave(self) -> None:
-        self._users -= 1
-        if not self._users:
+        self.users.discard(user)
+        if not self.users and self.compiled is not None:
             self.compiled.cancel()
 
+    def run(self) -> None:
+        """Note that one of its sequences begins to run."""
+        self._running += 1
+        if self._running == 1:
+            self.turn = next(_turns)
+
+    def rest(self) -> None:
+        self._running -= 1
+
     @property
-    def used(self) -> bool:
-        return self._users > 0
+    def runs(self) -> bool:
+        return self._running > 0
 
     @property
     def spent(self) -> int:
@@ -73,12 +109,18 @@ class Lexer:
     @property
     def nbytes(self) -> int:
         """Return about what it holds: what it has found takes memory as it took fuel."""
-        return LEAST_BYTES + FUEL_BYTES * max(self._spent, self._compiling)
+        found = FUEL_BYTES * max(self._spent, self._compiling) + self.text_bytes
+        return found + LEAST_BYTES if self.compiled is not None else 0
+
+    @property
+    def need(self) -> int:
+        """Bytes that it holds, or will hold."""
+        return max(self._need, self.nbytes)
 
     @property
     def _compiling(self) -> int:
         """Fuel that compiling it has taken."""
-        if self._compiled_fuel is None and self.compiled.done():
+        if self._compiled_fuel is None and self.compiled is not None and self.compiled.done():
             failed = self.compiled.cancelled() or self.compiled.exception()
             self._compiled_fuel = 0 if failed else self.compiled.result().fuel
         return self._compiled_fuel or 0
@@ -100,64 +142,137 @@ class Lexer:
         return Followed(found, new + found.items_work)
 
     def keeps_accounts(self, followed: Followed) -> bool:
-        """Return True if no account on this shared lexer can be below zero after this mask."""
-        spent = followed.text.fuel - self.compiled.result().fuel
+        """Tell whether no account on this shared lexer can be below zero after this mask."""
+        spent = followed.text.fuel - self._compiling
         return spent <= SHARED and followed.text.items_work <= REFILL
 
+    def give_back(self) -> Lexer:
+        """Return the lexer on which its sequences begin again, which may have to wait."""
+        found = Lexer(self._compile, self.owner, sole=self.sole, need=self.need)
+        found.turn = self.turn
+        for user in [*self.users]:
+            user.begin_again(found)
+        return found
 
-class KeptLexers:
-    """The lexers that new sequences share, those used last: LIMIT bytes at most, half for each
-    owner, and none that no sequence has used for IDLE_S.
+
+class Lexers:
+    """The memory of all lexers: LIMIT bytes at most, half for each owner.
+
+    Those of sequences come first, in turns of their owners: those that run, then those that wait.
+    A lexer that is not admitted gives its memory back, and its sequences sit out steps and begin
+    again later. One lexer always is, of a sequence that runs if any does, so they all end. In the
+    rest are those that new sequences share: used last, by some sequence within IDLE_S.
     """
 
     def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._lexers: OrderedDict[Grammar, Lexer] = OrderedDict()  # used longest ago first
+        self._kept: OrderedDict[Grammar, Lexer] = OrderedDict()  # used longest ago first
+        self._all = weakref.WeakSet[Lexer]()
+        self._asked = 0  # times since memory was shared out
 
     def __len__(self) -> int:
-        return len(self._lexers)
+        """Return how many are kept for new sequences."""
+        return len(self._kept)
 
     @property
     def nbytes(self) -> int:
-        return sum(lexer.nbytes for lexer in self._lexers.values())
+        return sum(lexer.nbytes for lexer in self._all)
+
+    @property
+    def held_back(self) -> int:
+        """Lexers whose sequences sit out steps, as memory is used up."""
+        return sum(bool(lexer.users) and not lexer.admitted for lexer in self._all)
 
     def get(self, grammar: Grammar, owner: str = "") -> Lexer | None:
         """Return the lexer of a grammar, unless it is of no use to a new sequence of this owner,
         who does not wait for what another one has asked for before.
         """
-        found = self._lexers.get(grammar)
-        if found is None or found.compiled.cancelled() or (found.worn and found.joined > FEW):
+        found = self._kept.get(grammar)
+        if found is None or (found.worn and found.joined > FEW):
             return None
-        if found.owner != owner and not found.compiled.done():
+        compiled = found.compiled
+        if compiled is not None and compiled.cancelled():
+            return None
+        if found.owner != owner and not (compiled is not None and compiled.done()):
             return None
         self._use(grammar, found)
         return found
 
     def keep(self, grammar: Grammar, lexer: Lexer) -> None:
-        """Keep a new lexer, in the place of others where the memory is used up."""
+        """Keep the new lexer of a sequence for others."""
         self._use(grammar, lexer)
-        sizes = {grammar: lexer.nbytes for grammar, lexer in self._lexers.items()}
-        of_owner = Counter[str]()
-        for each, kept in self._lexers.items():
-            of_owner[kept.owner] += sizes[each]
-        for each, kept in [*self._lexers.items()][:-1]:
-            over = of_owner[kept.owner] > self._limit // 2 or of_owner.total() > self._limit
-            if over or len(self._lexers) > KEPT:
-                of_owner[kept.owner] -= sizes[each]
-                del self._lexers[each]
+        self.add(lexer)
+
+    def add(self, lexer: Lexer) -> None:
+        """Count a new lexer, which a sequence has joined."""
+        self._all.add(lexer)
+        self._share_out()
+
+    def admits(self, lexer: Lexer) -> bool:
+        """Tell whether a lexer may hold memory now. Asked for every sequence in every step, so what
+        all of them hold is looked at now and then.
+        """
+        self._asked += 1
+        if self._asked > len(self._all):
+            self._share_out()
+        return lexer.admitted
 
     def forget_idle(self) -> None:
         """Give back what no sequence has asked for lately."""
-        while self._lexers:
-            grammar, lexer = next(iter(self._lexers.items()))
+        while self._kept:
+            grammar, lexer = next(iter(self._kept.items()))
             if self._clock() - lexer.used_s < IDLE_S:
                 return
-            del self._lexers[grammar]
+            del self._kept[grammar]
+
+    def _share_out(self) -> None:
+        self._asked = 0
+        held = Counter[str]()
+        for lexer in self._order():
+            mine, need = held[lexer.owner], lexer.need
+            fits = held.total() + need <= self._limit
+            fits = fits and (not mine or mine + need <= self._limit // 2)
+            lexer.admitted = fits or not held.total()
+            if lexer.admitted:
+                held[lexer.owner] += need
+            elif lexer.nbytes:
+                self._give_back(lexer)
+        self._forget_unused(held)
+
+    def _order(self) -> list[Lexer]:
+        """Return the lexers of sequences, the one that is admitted first at first."""
+        rank, places = Counter[str](), list[tuple[int, bool, int, Lexer]]()
+        used = [lexer for lexer in self._all if lexer.users]
+        for lexer in sorted(used, key=lambda lexer: (not lexer.runs, lexer.turn)):
+            places.append((rank[lexer.owner], not lexer.runs, lexer.turn, lexer))
+            rank[lexer.owner] += 1
+        return [lexer for *_, lexer in sorted(places, key=lambda place: place[:3])]
+
+    def _give_back(self, lexer: Lexer) -> None:
+        found = lexer.give_back()
+        self._all.add(found)
+        for grammar, kept in self._kept.items():
+            if kept is lexer:
+                self._kept[grammar] = found
+                return
+
+    def _forget_unused(self, held: Counter[str]) -> None:
+        """Forget lexers without a sequence where the memory is used up. `held`: bytes of others, by
+        owner.
+        """
+        sizes = {each: kept.nbytes for each, kept in self._kept.items() if not kept.users}
+        for each, size in sizes.items():
+            held[self._kept[each].owner] += size
+        for each, kept in [*self._kept.items()]:
+            over = held[kept.owner] > self._limit // 2 or held.total() > self._limit
+            if (over and each in sizes) or len(self._kept) > KEPT:
+                held[kept.owner] -= sizes.get(each, 0)
+                del self._kept[each]
 
     def _use(self, grammar: Grammar, lexer: Lexer) -> None:
         lexer.used_s = self._clock()
-        self._lexers[grammar] = lexer
-        self._lexers.move_to_end(grammar)
+        self._kept[grammar] = lexer
+        self._kept.move_to_end(grammar)
 
 
 class Followed(NamedTuple):
@@ -177,16 +292,18 @@ class Advanced(NamedTuple):
 
 def advance(lexer: Lexer, text: MaskedText, tokens: Sequence[int], account: int) -> Advanced:
     """Follow the next tokens, a slice of them at most."""
-    dearest = 0
+    dearest = work = 0
     for count, token in enumerate(tokens[:SLICE]):
         try:
             followed = lexer.follow(text, token, aside=True)
         except CannotFollow as error:
             return Advanced(text, count, account, dearest, str(error))
-        dearest = max(dearest, followed.work)
+        dearest, work = max(dearest, followed.work), work + followed.work
         if lexer.sole:
             account = min(FUEL, account + REFILL) - followed.work
         text = followed.text
         if account < 0 or not (lexer.sole or lexer.keeps_accounts(followed)):
             return Advanced(text, count + 1, account, dearest, TOO_DEAR)
+        if work > SLICE_WORK:
+            return Advanced(text, count + 1, account, dearest)
     return Advanced(text, len(tokens[:SLICE]), account, dearest)

@@ -95,6 +95,11 @@ class SamplingState:
             self._committed += len(tokens)
             self._uncounted.extend(tokens)
 
+    def rest(self) -> None:
+        """Note that the sequence has lost its batch slot."""
+        if self.structure is not None:
+            self.structure.rest()
+
     def _count(self, vocab_size: int) -> None:
         """Bring the counts up to date. A GPU has its own, so they are made only where they are
         read.

@@ -186,6 +186,7 @@ class Sequence:
         self.launched = self.sure = self.ahead = 0
         self.private = False
         self.epoch += 1
+        self.state.rest()
 
     def page_keys(self, count: int) -> list[PageKey]:
         """Return the keys of the first `count` pages, whose tokens must all be known."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.engine.lexers import DEAR, Advanced, KeptLexers, Lexer, advance
+from tlt_server.engine.lexers import DEAR, Advanced, Lexer, Lexers, advance
 from tlt_server.engine.mask_threads import MaskThreads
 from tlt_server.errors import InvalidRequest, StructureFailed
 from tlt_server.grammars.compiler import FUEL, Compiler
@@ -60,6 +60,7 @@ class Structure:
         self._job: Future[Advanced] | None = None
         self._grammar, self._owner, self._lexer, self._shop = grammar, owner, lexer, shop
         lexer.join(self)
+        self._runs = False  # it has a batch slot, and was asked for a mask
         self._words = -(-vocab_size // WORD)
         self.error: StructureFailed | None = None  # why no token can follow those of the sequence
         self._committed: list[int] = []
@@ -75,8 +76,7 @@ class Structure:
 
     def __del__(self) -> None:
         """Call off what a thread was to find for a sequence that has ended."""
-        if self._job is not None:
-            self._job.cancel()
+        self._leave()
 
     @property
     def quick(self) -> bool:
@@ -93,6 +93,8 @@ class Structure:
             return True
         if self._lexer.worn and self._job is None:
             self._go_alone()
+        if not self._shop.lexers.admits(self._lexer):
+            return False  # begins again once there is memory
         if self._job is not None or not self._began():
             return False
         if self.error is not None or self._read == len(self._committed):
@@ -108,11 +110,12 @@ class Structure:
     def _began(self) -> bool:
         """Return True if the grammar is compiled, or has failed to."""
         if self._text is None:
-            if not self._lexer.compiled.done():
+            compiled = self._lexer.begin()
+            if not compiled.done():
                 return False
-            why = self._lexer.compiled.exception()
+            why = compiled.exception()
             if why is None:
-                self._text = self._lexer.compiled.result()
+                self._text = compiled.result()
             elif isinstance(why, InvalidRequest):
                 self.error = StructureFailed(why.message)
             else:
@@ -128,6 +131,8 @@ class Structure:
             return
         found = job.result()
         self._text, self._account = found.text, found.account
+        if self._lexer.sole:
+            self._lexer.text_bytes = found.text.nbytes
         self._ahead.clear()
         self._read += found.read
         self._note(found.work)
@@ -149,10 +154,32 @@ class Structure:
         )
 
     def _go_alone(self) -> None:
-        self._lexer = self._shop.sole(self._grammar, self._owner)
-        self._lexer.join(self)
-        self._text, self._read, self._account, self._job = None, 0, FUEL, None
+        lexer = self._shop.sole(self._grammar, self._owner)
+        self.begin_again(lexer)
+        self._shop.lexers.add(lexer)
+
+    def begin_again(self, lexer: Lexer) -> None:
+        """Follow the sequence's tokens from the first one, on another lexer."""
+        lexer.join(self)
+        if self._runs:
+            lexer.run()
+        self._leave()
+        self._lexer, self._job = lexer, None
+        self._text, self._read, self._account = None, 0, FUEL
         self._ahead.clear()
+
+    def _leave(self) -> None:
+        if self._job is not None:
+            self._job.cancel()
+        if self._runs:
+            self._lexer.rest()
+        self._lexer.leave(self)
+
+    def rest(self) -> None:
+        """Note that the sequence has lost its batch slot."""
+        if self._runs:
+            self._runs = False
+            self._lexer.rest()
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Note output tokens that were appended to the sequence. None follows a stop token."""
@@ -179,6 +206,9 @@ class Structure:
         drafts that do not fit or end the structure, or where a mask takes too long.
         """
         assert mask_W.shape == (self._words,) and mask_W.flags.c_contiguous
+        if not self._runs:
+            self._runs = True
+            self._lexer.run()
         started = time.perf_counter()
         found = self._find((*path,), certain)
         self._shop.cost.mask_s += time.perf_counter() - started
@@ -249,7 +279,7 @@ class Structures:
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._compiler = Compiler(model, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
-        self.kept = KeptLexers()
+        self.lexers = Lexers()
         self.threads, self.cost = MaskThreads(), Cost()
         self.compiling = MaskThreads(2, nice=False)  # for new grammars
 
@@ -259,29 +289,38 @@ class Structures:
         """Return the structure of a new sequence, whose grammar is compiled in the background."""
         if grammar is None:
             return None
-        found = self.kept.get(grammar, owner)
-        if found is None:
-            compiled = self.compiling.submit(owner, partial(self._compiler.start, grammar))
-            found = Lexer(self._counted(compiled), owner)
-            self.kept.keep(grammar, found)
-        else:
+        known = self.lexers.get(grammar, owner)
+        lexer = known or self._lexer(grammar, owner)
+        found = Structure(grammar, owner, stop_ids, self._vocab_size, lexer, self)
+        if known is not None:
             self.cost.cached += 1
-        return Structure(grammar, owner, stop_ids, self._vocab_size, found, self)
+            return found
+        self.lexers.keep(grammar, lexer)
+        if lexer.admitted:
+            lexer.begin()
+        return found
 
     def sole(self, grammar: Grammar, owner: str) -> Lexer:
         """Return a lexer for one sequence, which is compiled when its owner has a thread."""
         self.cost.alone += 1
-        compiled = self.threads.submit(owner, partial(self._compiler.start, grammar))
-        return Lexer(self._counted(compiled), owner, sole=True)
+        return self._lexer(grammar, owner, sole=True)
+
+    def _lexer(self, grammar: Grammar, owner: str, *, sole: bool = False) -> Lexer:
+        threads = self.threads if sole else self.compiling
+        work = partial(self._compiler.start, grammar)
+        return Lexer(lambda: self._counted(threads.submit(owner, work)), owner, sole=sole)
 
     def prepare(self) -> None:
         """Do in idle time what the first structure would wait for, and give memory back."""
         self._compiler.prepare()
-        self.kept.forget_idle()
+        self.lexers.forget_idle()
 
     def gauges(self) -> dict[str, float]:
         found = {f"structures_{name}": value for name, value in asdict(self.cost).items()}
-        return found | {"structures_bytes": self.kept.nbytes}
+        return found | {
+            "structures_bytes": self.lexers.nbytes,
+            "structures_held_back": self.lexers.held_back,
+        }
 
     def _counted(self, compiled: Future[MaskedText]) -> Future[MaskedText]:
         started = time.perf_counter()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 WORD = 32  # tokens whose bits share one number
 # Completing a row of the parser takes time with the square of its items: this much is one unit.
 ITEMS = 10
+ITEM_BYTES = 80  # memory of a text for each item
 _STATS = re.compile(
     r'"rows":(\d+),"cached_rows":(\d+),"all_items":(\d+),"lexer_cost":(\d+),', re.ASCII
 )
@@ -46,7 +47,7 @@ class CannotFollow(Exception):
 class MaskedText:
     """The text of some tokens, with the mask of those that may follow. It never changes."""
 
-    __slots__ = ("_eos_W", "_interpreter", "accepting", "fuel", "items_work", "mask_W")
+    __slots__ = ("_eos_W", "_interpreter", "accepting", "fuel", "items_work", "mask_W", "nbytes")
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class MaskedText:
         assert found is not None, said
         rows, cached, items, fuel = map(int, found.groups())
         self.items_work = items * items // (ITEMS * max(1, rows + cached))
+        self.nbytes = ITEM_BYTES * items  # apart from what its lexer holds
         self.fuel = spent + fuel
 
     def _mask(self) -> str:

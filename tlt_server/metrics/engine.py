@@ -40,7 +40,11 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     ),
     "structures_bytes": (
         "tlt_structures_bytes",
-        "Memory of compiled grammars that are kept for later sequences.",
+        "Memory of compiled grammars: those of sequences, and those kept for later ones.",
+    ),
+    "structures_held_back": (
+        "tlt_structures_held_back",
+        "Compiled grammars whose sequences wait for memory.",
     ),
     "pages_cached": (
         "tlt_pages_cached",
