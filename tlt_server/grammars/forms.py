@@ -10,6 +10,7 @@ from types import MappingProxyType
 from tlt_server.errors import InvalidRequest
 from tlt_server.grammars.closing import closed
 from tlt_server.grammars.gbnf import as_lark
+from tlt_server.grammars.lark_repetitions import check_lark
 from tlt_server.grammars.repetitions import check_repetitions
 from tlt_server.grammars.schemas import check_schema, read_json
 from tlt_server.grammars.tags import Specials, lark_of_tags
@@ -19,8 +20,6 @@ NO_SPECIALS: Specials = MappingProxyType({})
 MAX_CHARS = 2**18 - 1  # in Lark's form, which may be longer than what was asked for
 MAX_RULES = 1024  # limit on a grammar; the library descends once per rule
 _RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-# A text, a comment, or a regex, the one that is captured.
-_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/((?:\\.|[^/\\\n])+)/')
 _JSON = re.compile(r"%json\b\s*")
 # Attributes of rules that the sampler here would not follow. No search passes a bracket twice.
 _UNFOLLOWED = re.compile(r"\[[^\]\[\n]*\b(max_tokens|temperature)\s*=")
@@ -80,8 +79,7 @@ def _grammar(text: str) -> Grammar:
             f"the grammar has the attribute {found[1]!r} at character {found.start(1) + 1}, which "
             "would be ignored: leave it out"
         )
-    for literal in _LITERAL.finditer(lark):
-        check_repetitions(literal[1] or "", f"the regex at character {literal.start() + 1}")
+    check_lark(lark)
     for at in _JSON.finditer(lark):
         _check_inner(lark, at.end())
     return Grammar(kind="lark", text=lark)
