@@ -33,6 +33,7 @@ FEW = 8  # sequences that wear a lexer out: it is of no use to share one
 LEAST_BYTES, FUEL_BYTES = 2**16, 32  # memory of a lexer, and per unit of fuel that it has spent
 LIMIT = 2**28  # bytes of all lexers
 IDLE_S = 60.0
+SELDOM = 64  # questions for memory until what is held is looked at again
 _turns = itertools.count()
 
 
@@ -64,11 +65,12 @@ class Lexer:
         self.turn = next(_turns)  # the place of its first running sequence among all
         self.used_s = 0.0  # when a sequence last joined
         self.joined = 0  # sequences that have used it
-        self.text_bytes = 0  # of the text of a sequence that has it alone
+        self.text_bytes = 0  # the text, where one sequence has it alone
         self._running = 0
         self._spent = 0  # fuel
         self._compiled_fuel: int | None = None  # once that is known
         self._spoiled = False  # it ran into a limit: no text tells any more what fits
+        self.worn = False  # a sequence on it may have spent its account
 
     def begin(self) -> Future[MaskedText]:
         """Compile it, unless that has begun."""
@@ -120,31 +122,32 @@ class Lexer:
     @property
     def _compiling(self) -> int:
         """Fuel that compiling it has taken."""
-        if self._compiled_fuel is None and self.compiled is not None and self.compiled.done():
+        if self._compiled_fuel is not None:
+            return self._compiled_fuel
+        if self.compiled is not None and self.compiled.done():
             failed = self.compiled.cancelled() or self.compiled.exception()
             self._compiled_fuel = 0 if failed else self.compiled.result().fuel
         return self._compiled_fuel or 0
 
-    @property
-    def worn(self) -> bool:
-        """Return True if a sequence on it may have spent its account."""
-        return not self.sole and (self._spoiled or self.spent > SHARED)
-
-    def follow(self, text: MaskedText, token: int, *, aside: bool) -> Followed:
-        """Return a text of this lexer with one more token."""
+    def follow(self, text: MaskedText, token: int, *, aside: bool, last: bool = False) -> Followed:
+        """Return a text of this lexer with one more token. `last`: as of `MaskedText.follow`."""
+        before = max(self._spent, text.fuel)
         try:
-            found = text.follow(token, aside=aside)
+            found = text.follow(token, aside=aside, last=last)
         except CannotFollow as error:
             self._spoiled = self._spoiled or error.spoils
+            self.worn = self.worn or (self._spoiled and not self.sole)
             raise
-        new = max(0, found.fuel - max(self._spent, text.fuel))
-        self._spent = max(self._spent, found.fuel)
+        new = 0
+        if found.fuel > before:
+            new, self._spent = found.fuel - before, max(self._spent, found.fuel)
+            self.worn = self.worn or (self.spent > SHARED and not self.sole)
         return Followed(found, new + found.items_work)
 
     def keeps_accounts(self, followed: Followed) -> bool:
-        """Tell whether no account on this shared lexer can be below zero after this mask."""
-        spent = followed.text.fuel - self._compiling
-        return spent <= SHARED and followed.text.items_work <= REFILL
+        """Return True if no account on this shared lexer can be below zero after this mask."""
+        text = followed.text
+        return text.items_work <= REFILL and text.fuel - self._compiling <= SHARED
 
     def give_back(self) -> Lexer:
         """Return the lexer on which its sequences begin again, which may have to wait."""
@@ -169,6 +172,7 @@ class Lexers:
         self._kept: OrderedDict[Grammar, Lexer] = OrderedDict()  # used longest ago first
         self._all = weakref.WeakSet[Lexer]()
         self._asked = 0  # times since memory was shared out
+        self._patience = SELDOM  # times until that is done again
 
     def __len__(self) -> int:
         """Return how many are kept for new sequences."""
@@ -209,11 +213,11 @@ class Lexers:
         self._share_out()
 
     def admits(self, lexer: Lexer) -> bool:
-        """Tell whether a lexer may hold memory now. Asked for every sequence in every step, so what
-        all of them hold is looked at now and then.
+        """Return True if a lexer may hold memory now. Asked for every sequence in every step, so
+        this looks at the memory of all of them now and then.
         """
         self._asked += 1
-        if self._asked > len(self._all):
+        if self._asked > self._patience:
             self._share_out()
         return lexer.admitted
 
@@ -226,7 +230,7 @@ class Lexers:
             del self._kept[grammar]
 
     def _share_out(self) -> None:
-        self._asked = 0
+        self._asked, self._patience = 0, max(SELDOM, len(self._all))
         held = Counter[str]()
         for lexer in self._order():
             mine, need = held[lexer.owner], lexer.need
@@ -295,7 +299,7 @@ def advance(lexer: Lexer, text: MaskedText, tokens: Sequence[int], account: int)
     dearest = work = 0
     for count, token in enumerate(tokens[:SLICE]):
         try:
-            followed = lexer.follow(text, token, aside=True)
+            followed = lexer.follow(text, token, aside=True, last=count > 0)
         except CannotFollow as error:
             return Advanced(text, count, account, dearest, str(error))
         dearest, work = max(dearest, followed.work), work + followed.work

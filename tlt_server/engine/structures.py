@@ -95,11 +95,10 @@ class Structure:
             self._go_alone()
         if not self._shop.lexers.admits(self._lexer):
             return False  # begins again once there is memory
-        if self._job is not None or not self._began():
+        if self._job is not None or not (self._text is not None or self._began()):
             return False
-        if self.error is not None or self._read == len(self._committed):
-            return True
-        if self.quick and len(self._committed) - self._read <= NEAR:
+        behind = len(self._committed) - self._read
+        if self.error is not None or not behind or (behind <= NEAR and self.quick):
             return True
         assert self._text is not None
         rest = self._committed[self._read :]
@@ -109,19 +108,18 @@ class Structure:
 
     def _began(self) -> bool:
         """Return True if the grammar is compiled, or has failed to."""
-        if self._text is None:
-            compiled = self._lexer.begin()
-            if not compiled.done():
-                return False
-            why = compiled.exception()
-            if why is None:
-                self._text = compiled.result()
-            elif isinstance(why, InvalidRequest):
-                self.error = StructureFailed(why.message)
-            else:
-                self.error = StructureFailed(
-                    f"the grammar does not compile: {type(why).__name__}; use another one"
-                )
+        compiled = self._lexer.begin()
+        if not compiled.done():
+            return False
+        why = compiled.exception()
+        if why is None:
+            self._text = compiled.result()
+        elif isinstance(why, InvalidRequest):
+            self.error = StructureFailed(why.message)
+        else:
+            self.error = StructureFailed(
+                f"the grammar does not compile: {type(why).__name__}; use another one"
+            )
         return True
 
     def _take(self, job: Future[Advanced]) -> None:
@@ -190,6 +188,8 @@ class Structure:
             self._committed.append(token)
             if not caught_up:
                 continue
+            if not self._ahead:
+                continue
             text = self._ahead.get((token,))
             self._ahead = {
                 path[1:]: found
@@ -228,33 +228,37 @@ class Structure:
         if not self.ready or self.error is not None:
             return None
         while self._read < len(self._committed):
-            text = self._next((), self._committed[self._read], certain=True)
+            assert self._text is not None
+            last = self._read > 0  # the text of no token belongs to all sequences
+            text = self._next(self._text, self._committed[self._read], certain=True, last=last)
             if text is None:
                 return None
             self._text, self._read = text, self._read + 1
             self._ahead.clear()
         text = self._text
-        for at, token in enumerate(path):
-            text = self._ahead.get(path[: at + 1])
-            text = text or self._next(path[:at], token, certain=at < certain)
-            if text is None:
-                return None
-            self._ahead[path[: at + 1]] = text
         assert text is not None
+        for at, token in enumerate(path):
+            here = path[: at + 1]
+            if (found := self._ahead.get(here)) is None:
+                found = self._next(text, token, certain=at < certain)
+                if found is None:
+                    return None
+                self._ahead[here] = found
+            text = found
         if not (text.accepting or text.mask_W.any()):
             if len(path) == certain:
                 self.error = StructureFailed(NO_TOKEN)
             return None
         return text
 
-    def _next(self, path: tuple[int, ...], token: int, *, certain: bool) -> MaskedText | None:
+    def _next(
+        self, text: MaskedText, token: int, *, certain: bool, last: bool = False
+    ) -> MaskedText | None:
         """Follow a token within a step, if that is quick."""
-        text = self._ahead[path] if path else self._text
-        assert text is not None
-        if not self.quick:
+        if not (self.quick and (certain or text.allows(token))):
             return None
         try:
-            followed = self._lexer.follow(text, token, aside=False)
+            followed = self._lexer.follow(text, token, aside=False, last=last)
         except CannotFollow:
             followed = None
         if followed is not None and self._lexer.keeps_accounts(followed):

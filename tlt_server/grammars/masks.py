@@ -45,7 +45,7 @@ class CannotFollow(Exception):
 
 
 class MaskedText:
-    """The text of some tokens, with the mask of those that may follow. It never changes."""
+    """The text of some tokens, with the mask of those that may follow, which never changes."""
 
     __slots__ = ("_eos_W", "_interpreter", "accepting", "fuel", "items_work", "mask_W", "nbytes")
 
@@ -62,14 +62,16 @@ class MaskedText:
         so that others run meanwhile, which takes longer.
         """
         self._interpreter, self._eos_W = interpreter, eos_W
-        self.mask_W = np.zeros_like(eos_W)
+        self.mask_W = np.zeros(len(eos_W), np.int32)
         try:
             said = self._mask_aside() if aside else self._mask()
         except BaseException as error:
             raise CannotFollow.of(error) from None
         self.accepting: bool = interpreter.is_accepting()
-        # Where nothing can follow, the library lets the text end, though it is not complete.
-        self.mask_W = self.mask_W | eos_W if self.accepting else self.mask_W & ~eos_W
+        self.mask_W |= eos_W
+        if not self.accepting:
+            # Where nothing can follow, the library lets the text end, though it is not complete.
+            self.mask_W ^= eos_W
         found = _STATS.search(said)
         assert found is not None, said
         rows, cached, items, fuel = map(int, found.groups())
@@ -92,17 +94,18 @@ class MaskedText:
 
     def allows(self, token: int) -> bool:
         """Return True if the text goes on with this token, which does not end it."""
-        bits = self.mask_W.view(np.uint32)
         word, bit = divmod(token, WORD)
-        if not (0 <= word < len(bits) and int(bits[word]) >> bit & 1):
+        if not 0 <= word < len(self.mask_W):
             return False
-        return not int(self._eos_W.view(np.uint32)[word]) >> bit & 1
+        return bool(int(self.mask_W[word]) & ~int(self._eos_W[word]) & 1 << bit)
 
-    def follow(self, token: int, *, aside: bool = True) -> MaskedText:
-        """Return the text with one more token."""
+    def follow(self, token: int, *, aside: bool = True, last: bool = False) -> MaskedText:
+        """Return the text with one more token. `last`: this one is not followed again, which saves
+        a copy.
+        """
         if not self.allows(token):
             raise CannotFollow("the tokens do not fit")
-        interpreter = self._interpreter.deep_copy()
+        interpreter = self._interpreter if last else self._interpreter.deep_copy()
         try:
             interpreter.commit_token(token)
         except BaseException as error:

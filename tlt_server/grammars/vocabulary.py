@@ -13,6 +13,7 @@ from pathlib import Path
 
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 MARKS = frozenset((*THINK, *CALL))
+SHORT, REMEMBERED = 64, 4096  # characters, and texts of at most these, whose tokens are kept
 # A string, regex or comment of a grammar in Lark's form, or a token by its text.
 _LARK = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/|#[^\n]*|<[^<>\s"\[\]]+>')
 
@@ -54,6 +55,7 @@ class Vocabulary:
             id for id in ids if self._encoder.is_special_token(id) and id not in text
         ]
         self._special = frozenset(self.special_token_ids)
+        self._encoded = dict[str, list[int]]()  # short texts, with their tokens
         self._named = {token["content"]: token["id"] for token in added if token["id"] in text}
 
     def by_id(self, lark: str) -> str:
@@ -66,7 +68,19 @@ class Vocabulary:
         return _LARK.sub(named, lark)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text to which a structure holds the output."""
+        """Return the tokens of a text to which a structure holds the output. Masks ask for the same
+        short ones again and again.
+        """
+        found = self._encoded.get(text)
+        if found is None:
+            found = self._encode(text)
+            if len(text) <= SHORT:
+                if len(self._encoded) >= REMEMBERED:
+                    self._encoded.clear()
+                self._encoded[text] = found
+        return found
+
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._encoder.tokenize_str(text)
         spelled = b"".join(self.tokens[id] for id in ids)
         if self._special.isdisjoint(ids) and spelled == text.encode():
