@@ -108,7 +108,7 @@ def test_structured_outputs_wait_for_a_step_no_longer_than_a_rank_lives(
     began_s = time.monotonic()
     with pytest.raises(EngineFailed, match="rank 1 ended"):
         newest_of(Stepping("rank 1 ended"), NeverPassed())
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < ranks.STEP_S
     monkeypatch.setattr(ranks, "STEP_S", 0.3)
     with pytest.raises(EngineFailed, match=r"waited 0.3 s for the GPUs to end order 7"):
         newest_of(Stepping(""), NeverPassed())

@@ -29,7 +29,7 @@ class Library:
 
     def ncclCommAbort(self, joined: object) -> int:
         self.aborted.set()
-        return int(self.waits.wait(60))  # for graphs that have captured gathers
+        return int(self.waits.wait(240))  # for graphs that have captured gathers
 
 
 class Watched:
@@ -63,12 +63,12 @@ def test_it_is_aborted_once_a_rank_ends_or_nothing_needs_it(library: Library, di
         ranks.ended = True
     else:
         del ranks
-    assert library.aborted.wait(5)
+    assert library.aborted.wait(60)
     started_s = time.monotonic()
     made.close()
     with pytest.raises(EngineFailed, match="NCCL was aborted"):
         made.gather(ROOM, ROOM)
-    assert made.failure() == "" and time.monotonic() - started_s < 1, "it waited for graphs"
+    assert made.failure() == "" and time.monotonic() - started_s < 60, "it waited for graphs"
     library.waits.set()
 
 

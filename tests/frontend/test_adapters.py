@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
+from tests.waiting import until
 from tlt_client import AsyncClient, Client
 from tlt_client.errors import NotFound
 from tlt_server.commands import Manifest, PushWeights, UnloadAdapter
@@ -277,11 +278,5 @@ def test_a_push_of_an_adapter_loses_no_target_and_the_next_engine_has_none(
 ) -> None:
     load(server)
     server.engine.dies = True
-    reply = None
-    for _ in range(100):
-        reply = post(server, "/v1/completions", model="math", **PROMPT)
-        if reply.status_code == 404:
-            break
-        time.sleep(0.05)
-    assert reply is not None and reply.status_code == 404
+    until(lambda: post(server, "/v1/completions", model="math", **PROMPT).status_code == 404)
     assert post(server, "/v1/completions", **PROMPT).status_code == 200

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import selectors
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import structlog
 
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_weight_updates import Story
-from tests.waiting import until
+from tests.waiting import timed, until
 from tlt_client import AsyncClient, Client, Retries, errors
 from tlt_client.errors import NotLive
 from tlt_server.__main__ import main
@@ -136,31 +135,6 @@ def test_an_update_for_which_nobody_calls_is_dropped_and_said_so(
         and said["pushes"] == 1
         and "weight_update_ttl_s" in said["remedy"]
     )
-
-
-class Jumping(selectors.DefaultSelector):
-    """Nothing comes from outside: a loop that has nothing to do but to wait goes on at once, that
-    much later by its clock.
-    """
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self.now_s += timeout or 0.0
-        return super().select(0)
-
-
-def timed(story: Coroutine[Any, Any, None]) -> None:
-    """Run it by a clock of its own, so that however long the machine takes is none of its time."""
-
-    def made() -> asyncio.AbstractEventLoop:
-        selector = Jumping()
-        loop = asyncio.SelectorEventLoop(selector)
-        loop.time = lambda: selector.now_s  # type: ignore[method-assign]
-        return loop
-
-    with asyncio.Runner(loop_factory=made) as runner:
-        runner.run(story)
 
 
 def test_calls_keep_an_update_open_however_long_they_take() -> None:

@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -184,14 +183,12 @@ def test_errors_cross_with_their_type_and_others_say_nothing_of_the_request(mode
 def test_small_work_goes_on_beside_the_largest(model: Path) -> None:
     async def work(reader: Reader) -> None:
         await tokenised(reader, "x")
-        large = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE))
-        took = []
+        large, served = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE)), 0
         while not large.done():
-            began = time.perf_counter()
             assert await tokenised(reader, "2+2=") == [*b"2+2="]
-            took.append(time.perf_counter() - began)
+            served += 1
         assert len(await large) == 2 * 10**6
-        assert len(took) > 5 and sorted(took)[len(took) // 2] < 0.5
+        assert served > 20, "one that waits for the large one is the only one"
 
     run(model, work)
 

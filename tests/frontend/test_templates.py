@@ -146,6 +146,17 @@ def run(model: Path, work: Callable[[Reader, Render], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
+def forks() -> int:
+    """Count the forks of the process that renders."""
+    return len(descendants(os.getpid(), b"templates")) - 1
+
+
+async def forked(count: int) -> None:
+    async with asyncio.timeout(240):
+        while forks() != count:  # noqa: ASYNC110 (no event says so)
+            await asyncio.sleep(0.02)
+
+
 def test_a_deadly_template_is_refused_and_delays_no_one(model: Path) -> None:
     async def work(reader: Reader, render: Render) -> None:
         assert await render("ready {{ messages[0].content }}") == "ready hi"
@@ -156,14 +167,12 @@ def test_a_deadly_template_is_refused_and_delays_no_one(model: Path) -> None:
                     await render(template, "hostile")
                 assert "/" not in refused.value.message, name
 
-        hostile, waits = asyncio.create_task(deadly()), []
+        hostile, served = asyncio.create_task(deadly()), 0
         while not hostile.done():
-            began = time.monotonic()
-            assert await asyncio.create_task(render("on", "other")) == "on"
-            waits.append(time.monotonic() - began)
-            await asyncio.sleep(0.1)
+            assert await render("on", "other") == "on"
+            served += 1
         await hostile
-        assert max(waits) < 1.5, "of a fork and a render on a machine that is busy"
+        assert served > 2 * len(DEADLY), "another key waits for one of them at most each time"
         assert reader.pid is None, "the reading process has no part in it"
 
     run(model, work)
@@ -227,19 +236,16 @@ def test_templates_of_a_key_wait_for_each_other(
     async def work(reader: Reader, render: Render) -> None:
         await render("ready")
         one = [asyncio.create_task(render(DEADLY["loops"], "one")) for _ in range(3)]
+        await forked(1)
         await asyncio.sleep(0.5)
-        assert len(descendants(os.getpid(), b"templates")) == 2, "the process and a fork"
+        assert forks() == 1
         with pytest.raises(QueueFull, match="3 requests of this key"):
             await render("on", "one")
         for task in one:
             task.cancel()
         await asyncio.gather(*one, return_exceptions=True)
         assert await render("on", "one") == "on"
-        for _ in range(100):
-            if len(descendants(os.getpid(), b"templates")) == 1:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError("a fork goes on whose client has left")
+        await forked(0)
 
     run(model, work)
 
@@ -266,7 +272,7 @@ def test_a_lost_process_of_templates_starts_again(model: Path) -> None:
         await render("ready")
         assert (pid := reader.renderer.pid)
         running = asyncio.create_task(render(DEADLY["loops"]))
-        await asyncio.sleep(0.3)
+        await forked(1)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(Unavailable, match="send this one again"):
             await running
