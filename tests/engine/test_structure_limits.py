@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.engine.tiny import EOS, LETTERS, VOCAB, write_alphabet, write_target
+from tests.waiting import until
 from tlt_server.engine.lexers import (
     DEAR,
     FUEL_BYTES,
@@ -27,6 +29,7 @@ from tlt_server.engine.lexers import (
 )
 from tlt_server.engine.mask_threads import MaskThreads
 from tlt_server.engine.structures import Structure, Structures
+from tlt_server.grammars import compiler
 from tlt_server.grammars.compiler import FUEL
 from tlt_server.records import Grammar
 
@@ -353,6 +356,25 @@ def test_a_grammar_that_nothing_waits_for_any_more_is_not_compiled(
         assert mask(structure).any()
     assert compiled == ["a{0}", "a{1}", "a{3}"]
     assert structures.gauges()["structures_compiled"] == 3
+
+
+def test_compile_seconds_leave_out_the_time_in_the_queue(
+    structures: Structures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, go, original = [0.0], threading.Event(), structures._compiler._source
+
+    def slow(grammar: Grammar) -> Any:
+        assert go.wait(60)
+        now_s[0] += 5.0
+        return original(grammar)
+
+    monkeypatch.setattr(structures._compiler, "_source", slow)
+    monkeypatch.setattr(compiler, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    both = [begun(structures, Grammar(kind="regex", text=f"a{{{i}}}"), "one") for i in (1, 2)]
+    go.set()
+    for structure in both:
+        assert mask(structure).any()
+    until(lambda: structures.gauges()["structures_compile_s"] == now_s[0] == 10.0)
 
 
 def test_ended_sequences_leave_threads_nothing_to_find(structures: Structures) -> None:

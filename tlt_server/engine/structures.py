@@ -327,12 +327,10 @@ class Structures:
         }
 
     def _counted(self, compiled: Future[MaskedText]) -> Future[MaskedText]:
-        started = time.perf_counter()
-
         def done(compiled: Future[MaskedText]) -> None:
             if not compiled.cancelled():
                 self.cost.compiled += 1
-                self.cost.compile_s += time.perf_counter() - started
+                self.cost.compile_s = self._compiler.start_s
 
         compiled.add_done_callback(done)
         return compiled

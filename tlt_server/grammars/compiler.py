@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -51,6 +52,7 @@ class Compiler:
         self._model, self._vocab_size, self._eos = model, vocab_size, [*eos_token_ids]
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._prepared = False
+        self._lock, self.start_s = threading.Lock(), 0.0  # time spent in `start`, in all threads
 
     def prepare(self) -> None:
         """Read the tokenizer, which for a large vocabulary holds the interpreter for a second."""
@@ -64,6 +66,14 @@ class Compiler:
         """Return the empty output. `InvalidRequest` says what is wrong with the grammar, and where.
         The calling thread needs a stack of STACK_BYTES.
         """
+        began_s = time.perf_counter()
+        try:
+            return self._started(grammar)
+        finally:
+            with self._lock:
+                self.start_s += time.perf_counter() - began_s
+
+    def _started(self, grammar: Grammar) -> MaskedText:
         from llguidance import LLInterpreter
 
         tokenizer = self._tokenizer
