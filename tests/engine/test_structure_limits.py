@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tests.engine.tiny import EOS, LETTERS, VOCAB, write_alphabet, write_target
 from tests.waiting import until
+from tlt_server.engine.grammar_threads import GrammarThreads
 from tlt_server.engine.lexers import (
     DEAR,
     FUEL_BYTES,
@@ -27,7 +28,6 @@ from tlt_server.engine.lexers import (
     Lexer,
     Lexers,
 )
-from tlt_server.engine.mask_threads import MaskThreads
 from tlt_server.engine.structures import Structure, Structures
 from tlt_server.grammars import compiler
 from tlt_server.grammars.compiler import FUEL
@@ -166,7 +166,7 @@ def test_a_step_spends_little_on_masks_that_take_long(structures: Structures) ->
 
 
 def test_one_owner_holds_at_most_half_of_the_threads() -> None:
-    threads, begun = MaskThreads(4), list[str]()
+    threads, begun = GrammarThreads(4), list[str]()
     go = {name: threading.Event() for name in ("a1", "a2", "a3", "b1", "b2", "b3", "c1")}
 
     def work(name: str) -> None:
@@ -378,7 +378,7 @@ def test_compile_seconds_leave_out_the_time_in_the_queue(
 
 
 def test_ended_sequences_leave_threads_nothing_to_find(structures: Structures) -> None:
-    structures.threads, go = MaskThreads(2), threading.Event()
+    structures.threads, go = GrammarThreads(2), threading.Event()
     structures.threads.submit("", partial(go.wait, 60))
     for grammar in GROWING:
         structure = begun(structures, grammar)

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_server.engine.grammar_threads import GrammarThreads
 from tlt_server.engine.lexers import DEAR, Advanced, Lexer, Lexers, advance
-from tlt_server.engine.mask_threads import MaskThreads
 from tlt_server.errors import InvalidRequest, StructureFailed
 from tlt_server.grammars.compiler import FUEL, Compiler
 from tlt_server.grammars.masks import WORD, CannotFollow, MaskedText
@@ -54,11 +54,12 @@ class Structure:
         stop_ids: Collection[int],
         vocab_size: int,
         lexer: Lexer,
-        shop: Structures,
+        structures: Structures,
     ) -> None:
         """`stop_ids` may come wherever the text is complete."""
         self._job: Future[Advanced] | None = None
-        self._grammar, self._owner, self._lexer, self._shop = grammar, owner, lexer, shop
+        self._grammar, self._owner, self._lexer = grammar, owner, lexer
+        self._structures = structures
         lexer.join(self)
         self._runs = False  # it has a batch slot, and was asked for a mask
         self._words = -(-vocab_size // WORD)
@@ -93,7 +94,7 @@ class Structure:
             return True
         if self._lexer.worn and self._job is None:
             self._go_alone()
-        if not self._shop.lexers.admits(self._lexer):
+        if not self._structures.lexers.admits(self._lexer):
             return False  # begins again once there is memory
         if self._job is not None or not (self._text is not None or self._began()):
             return False
@@ -103,7 +104,9 @@ class Structure:
         assert self._text is not None
         rest = self._committed[self._read :]
         work = partial(advance, self._lexer, self._text, rest, self._account)
-        self._job = self._shop.threads.submit(self._owner, partial(_timed, self._shop.cost, work))
+        self._job = self._structures.threads.submit(
+            self._owner, partial(_timed, self._structures.cost, work)
+        )
         return False
 
     def _began(self) -> bool:
@@ -152,9 +155,9 @@ class Structure:
         )
 
     def _go_alone(self) -> None:
-        lexer = self._shop.sole(self._grammar, self._owner)
+        lexer = self._structures.sole(self._grammar, self._owner)
         self.begin_again(lexer)
-        self._shop.lexers.add(lexer)
+        self._structures.lexers.add(lexer)
 
     def begin_again(self, lexer: Lexer) -> None:
         """Follow the sequence's tokens from the first one, on another lexer."""
@@ -211,13 +214,13 @@ class Structure:
             self._lexer.run()
         started = time.perf_counter()
         found = self._find((*path,), certain)
-        self._shop.cost.mask_s += time.perf_counter() - started
+        self._structures.cost.mask_s += time.perf_counter() - started
         if self.error is not None and len(path) == certain:
             mask_W.fill(0)
             return True
         if found is None or self.error is not None:
             mask_W.fill(-1)
-            self._shop.cost.dropped += 1
+            self._structures.cost.dropped += 1
             return False
         mask_W[:] = found.mask_W
         if found.accepting:
@@ -284,8 +287,8 @@ class Structures:
         self._compiler = Compiler(model, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self.lexers = Lexers()
-        self.threads, self.cost = MaskThreads(), Cost()
-        self.compiling = MaskThreads(2, nice=False)  # for new grammars
+        self.threads, self.cost = GrammarThreads(), Cost()
+        self.compiling = GrammarThreads(2, nice=False)  # for new grammars
 
     def of(
         self, grammar: Grammar | None, stop_ids: Collection[int], owner: str = ""

@@ -24,13 +24,13 @@ class _Job(NamedTuple, Generic[Found]):
     found: Future[Found]
 
 
-class MaskThreads:
+class GrammarThreads:
     def __init__(self, count: int | None = None, *, nice: bool = True) -> None:
         """`count`: threads, at least two; by default half of the cores. `nice`: those of the model
         come first.
         """
         self._count = max(2, count or (os.cpu_count() or 1) // 2)
-        self._pool = ThreadPoolExecutor(self._count, "masks", _be_nice if nice else None)
+        self._pool = ThreadPoolExecutor(self._count, "grammars", _be_nice if nice else None)
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by owner, next one first
         self.running = Counter[str]()  # by owner
