@@ -375,15 +375,24 @@ def test_llama_calls_are_read_with_their_special_token(
 def test_a_special_token_may_be_a_stop_string(server: LiveServer) -> None:
     text = server.text
     special = next(token for token in reversed(text.specials) if token not in text.tokens.values())
-    for stop in (special, "</think>"):
-        prompt = f"ab{stop}cd"
-        found = done(server, "/v1/completions", prompt=prompt, max_tokens=30, stop=["x", stop])
-        assert (
-            found["choices"][0]["text"] == "ab" and found["choices"][0]["finish_reason"] == "stop"
-        )
-        sampling = {"max_new_tokens": 30, "stop": stop}
-        found = done(server, "/generate", text=prompt, sampling_params=sampling)
-        assert found["text"] == "ab" and found["meta_info"]["finish_reason"]["type"] == "stop"
+    eos = text.tokens["eos_token"]
+    for stop in (special, eos, "</think>"):
+        asked = {"prompt": f"ab{stop}cd", "max_tokens": 30, "stop": ["x", stop]}
+        sampling = {"max_new_tokens": 30, "stop": ["x", stop]}
+        for keeps, expected in ((False, "ab"), (True, f"ab{stop}")):
+            fields = asked | {"include_stop_str_in_output": keeps}
+            [choice] = done(server, "/v1/completions", **fields)["choices"]
+            assert (choice["text"], choice["stop_reason"]) == (expected, stop)
+            parts = chunks(server, "/v1/completions", **fields)
+            assert "".join(part["choices"][0]["text"] for part in parts) == expected
+            for skips in (True, False):
+                own = sampling | {"no_stop_trim": keeps, "skip_special_tokens": skips}
+                found = done(server, "/generate", text=asked["prompt"], sampling_params=own)
+                assert found["text"].removeprefix(text.tokens.get("bos_token", "")) == expected
+                assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+            chat = says(asked["prompt"], stop=stop, include_stop_str_in_output=keeps)
+            [choice] = done(server, CHAT, **chat)["choices"]
+            assert choice["message"]["content"] == expected and choice["stop_reason"] == stop
     response = post(server, "/v1/completions", prompt="a", max_tokens=3, stop=f"x{special}")
     assert response.status_code == 400 and "special token" in response.text
     assert f"give its id {text.specials[special]} in stop_token_ids" in response.text

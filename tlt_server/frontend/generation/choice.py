@@ -114,7 +114,16 @@ class GrowingChoice:
         if self._incremental is None or self._stops.matched is not None:
             return []
         text = self._stops.push(self._incremental.flush(), armed=self._armed())
-        return [text, self._stops.flush()]
+        named = self._named_stop() if self._keeps_stop else None
+        return [text, self._stops.flush(), named or ""]
+
+    def _named_stop(self) -> str | None:
+        """Return the stop string that is the special token which ended the sequence, if one is."""
+        stops, token = self.request.sampling.stop, self._last and self._last.stop_reason
+        if not stops or not isinstance(token, int):
+            return None
+        name = self._text.decode([token], special=True)
+        return name if name in stops else None
 
     def _take(self, output: StepOutput) -> list[str]:
         if self._incremental is None:
@@ -211,7 +220,7 @@ class GrowingChoice:
             if sampling.prompt_logprobs is not None
             else UNSET,
             finish_reason=cast(FinishReason, finish_reason),
-            stop_reason=matched if matched is not None else last.stop_reason,
+            stop_reason=matched or self._named_stop() or last.stop_reason,
             weight_versions=self.weight_versions,
             seed=self.request.seed,
             sd=self._sd(),

@@ -79,7 +79,7 @@ class Samplings:
         fields |= {
             "max_tokens": max_tokens,
             "prompt_logprobs": prompt_logprobs,
-            "stop": tuple(stop for stop in stops if stop not in self._specials),
+            "stop": stops,
             "stop_token_ids": self._stop_token_ids(where, [*get("stop_token_ids"), *ends], info),
             "logit_bias": self._logit_bias(where, get("logit_bias"), info),
             "allowed_token_ids": self._allowed(where, given("allowed_token_ids"), info),
