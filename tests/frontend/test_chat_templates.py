@@ -5,14 +5,18 @@ messages without a text.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.frontend.tiny_model import byte_tokenizer
+from tests.tokenizers import FAMILIES as TOKENIZERS
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
-from tlt_server.frontend.generation.templates import for_template
+from tlt_server.frontend.generation.templates import ChatTemplate, for_template
 from tlt_server.frontend.generation.text import Text
 
 ARGUMENTS = '{"b": 1, "a": "é <&>"}'
@@ -159,15 +163,18 @@ CALLED = [*TALK, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "
 def rendered(family: str, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
     """Return what the server makes of messages that come over HTTP."""
     text = Text(byte_tokenizer(), FAMILIES[family], {"bos_token": "<s>"})
+    return text.render(for_template(received(messages)), tools, options)
+
+
+def received(messages: list[dict[str, Any]]) -> list[ChatMessage]:
     known = {"role", "content"}
-    asked = [
+    return [
         ChatMessage(
             **{name: value for name, value in message.items() if name in known},
             more={name: value for name, value in message.items() if name not in known},
         )
         for message in messages
     ]
-    return text.render(for_template(asked), tools, options)
 
 
 def expected(family: str, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
@@ -201,6 +208,20 @@ def test_a_template_gives_what_transformers_gives(family: str) -> None:
                 )
 
 
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_a_chat_has_the_tokens_that_transformers_gives(tokenizer: str, tmp_path: Path) -> None:
+    model = TOKENIZERS[tokenizer].write(tmp_path)
+    ours, theirs = Text.load(model), PreTrainedTokenizerFast.from_pretrained(model)
+    marks = {"role": "user", "content": "".join(ours.specials) + "<tool_call>a</think> 1234"}
+    said = [{"role": "system", "content": "Be."}, *TALK, marks]
+    for template in FAMILIES.values():
+        text = Text(ours.tokenizer, template, ours.tokens)
+        found = text.render(for_template(received(said)), TOOLS)
+        assert ours.encode([found], special=False)[0] == theirs.apply_chat_template(
+            said, TOOLS, chat_template=template, add_generation_prompt=True, return_dict=False
+        )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
 def test_calls_without_a_text_reach_the_prompt(family: str, content: dict[str, Any]) -> None:
@@ -211,6 +232,66 @@ def test_calls_without_a_text_reach_the_prompt(family: str, content: dict[str, A
     for part in ("f", "b", "1"):
         assert part in prompt[prompt.rindex("<b>") + 3 :]
     assert rendered(family, [*TALK, {"role": "assistant", **content}], None)
+
+
+# What templates ask about the content of a message, `c`, and do with it.
+ASKS = (
+    *("{{ c is none }}", "{{ c is not none }}", "{{ c is sameas none }}", "{{ c == none }}"),
+    *("{{ c != none }}", "{{ none == c }}", "{{ c in [none] }}", "{{ c is in [none] }}"),
+    "{% if c is none %}{% for t in m.tool_calls %}{{ t.function.name }}{% endfor %}{% endif %}",
+    "{% if c is not none %}{{ c }}{% else %}{{ m.tool_calls | length }}{% endif %}",
+)
+USES = (
+    *("{{ c is string }}", "{{ c is defined }}", "{{ c is mapping }}", "{{ c is number }}"),
+    *("{{ c is true }}", "{{ c == '' }}", "{{ c != '' }}", "{{ c is eq '' }}", "{{ not c }}"),
+    *("{{ 1 if c else 2 }}", "{{ c or 'x' }}", "{{ c | default('x', true) }}", "{{ m | tojson }}"),
+    *("{{ c | default('x') }}", "{{ 'content' in m }}", "{{ m }}", "{{ m.get('content', 'x') }}"),
+    *("{{ m.content.text }}", "{{ c['text'] }}", "{{ c[0] }}"),
+    *("{{ c }}", "{{ c ~ 'a' }}", "{{ 'a' ~ c }}", "{{ c + 'a' }}", "{{ 'a' + c }}", "{{ c + c }}"),
+    *("{{ 'a' + c + 'b' }}", "{{ 'a' in c }}", "{{ '' in c }}", "{{ c | length }}"),
+    *("{{ c.split('a') }}", "{{ c.split('</think>')[-1].lstrip() }}x", "{{ c.startswith('a') }}"),
+    *("{{ c.strip() }}", "{{ c[:3] }}", "{{ c | trim }}", "{{ c | trim | length }}", "{{ c.no }}"),
+    *("{{ c | string }}", "{{ c | replace('a', 'b') }}", "{{ c | upper }}", "{{ c | list }}"),
+    *("{{ c | first }}", "{{ c | last }}", "{{ c | join(',') }}", "{{ '%s' % c }}"),
+    *("{{ 'a{}'.format(c) }}", "{% for x in c %}{{ x }}{% endfor %}", "{{ c | indent }}"),
+    *("{{ [c, 'a'] | join }}", "{% set c = c + 'a' %}{{ c is string }}", "{{ c | tojson }}"),
+    "{% if c is string %}{{ c }}{% else %}{% for x in c %}{{ x.text }}{% endfor %}{% endif %}",
+    "{% if c is iterable and c is not mapping %}{{ c | tojson }}{% else %}{{ c }}{% endif %}",
+)
+CONTENT = "{% set m = messages[0] %}{% set c = m.content %}"
+
+
+def in_transformers(template: str, *tries: dict[str, Any]) -> str:
+    """Return what transformers gives for the first of these messages on which it does not fail."""
+    for message in tries:
+        try:
+            [[text], _] = render_jinja_template([[message]], chat_template=template)
+        except (TypeError, jinja2.UndefinedError):
+            continue
+        return text
+    raise AssertionError("it fails on each")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("use", [*ASKS, *USES])
+def test_absent_content_is_none_undefined_or_empty(use: str, *, strict: bool) -> None:
+    """A template that asks sees none. Else it is what `apply_chat_template` gives, which leaves
+    null out, or if that fails, what it gives for an empty text.
+    """
+    template = ChatTemplate(CONTENT + use, {}, strict=strict)
+    parsed = {"type": "function", "function": {"name": "f", "arguments": PARSED}}
+    for fields, told in (({}, {}), ({"tool_calls": [CALL]}, {"tool_calls": [parsed]})):
+        absent = {"role": "assistant", **told}
+        null, empty = absent | {"content": None}, absent | {"content": ""}
+        tries = [null] if use in ASKS else [absent, empty]
+        expected = in_transformers(CONTENT + use, *tries)
+        for sent in (fields, {**fields, "name": None, "tool_calls": fields.get("tool_calls")}):
+            asked = [
+                ChatMessage(role="assistant", more=sent),
+                ChatMessage(role="assistant", content=None, more=sent),
+            ]
+            for message in asked:
+                assert template.render(for_template([message])) == expected
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,71 @@ and those that write it; those that take a call's arguments as an object, and th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jinja2
 
-class NoText(str):
-    """The text of a message that has none: empty, and none to a template that asks."""
+
+class SentMessage(dict[str, Any]):
+    """A message for a template. Like transformers, it leaves fields out that are null; content that
+    it lacks is `NoText`.
+    """
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__((name, value) for name, value in fields.items() if value is not None)
+
+    def __missing__(self, name: str) -> NoText:
+        if name != "content":
+            raise KeyError(name)
+        return NoText("this message has no content")
+
+    def __or__(self, fields: dict[str, Any]) -> SentMessage:  # type: ignore[override]
+        return SentMessage({**self, **fields})
+
+
+class NoText(jinja2.Undefined):
+    """The content of a message that has none, null or left out: undefined, as in transformers.
+
+    A template that asks whether it is none is told so, since some show calls only then. What fails
+    on an undefined value gives what an empty text gives, which other servers pass to every
+    template. One value does all three, as a template may ask about the content of one message and
+    add to that of the next.
+    """
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return other is None or str.__eq__(self, other)
+        return other is None or isinstance(other, NoText)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    def __hash__(self) -> int:
+        return hash(None)
 
-    __hash__ = str.__hash__
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr("", name)
+
+    def __getitem__(self, at: Any) -> str:  # type: ignore[override]
+        return ""[at]
+
+    def __add__(self, other: str) -> str:  # type: ignore[override]
+        return "" + other
+
+    def __radd__(self, other: str) -> str:  # type: ignore[override]
+        return other + ""
+
+
+def as_text(value: object) -> str:
+    """Return what JSON shows in place of a value, which must be `NoText`."""
+    if not isinstance(value, NoText):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return ""
+
+
+def asking(test: Any) -> Callable[..., bool]:
+    """Return a template's test, which sees None in place of `NoText`."""
+    return lambda *values: test(*(None if isinstance(each, NoText) else each for each in values))
 
 
 class SentArguments(dict[str, Any]):

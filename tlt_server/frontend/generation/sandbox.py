@@ -28,7 +28,7 @@ from jinja2.sandbox import (
 from jinja2.utils import Cycler, Joiner, Namespace, missing
 from markupsafe import Markup
 
-from tlt_server.frontend.generation.lenient import NoText
+from tlt_server.frontend.generation.lenient import as_text, asking
 
 # Limits on what one operation makes: bits of a number, and characters or members.
 MAX_BITS, MAX_MADE = 4096, 2**20
@@ -179,7 +179,12 @@ def tojson(
             "tojson", MAX_INDENT, [len(part) if isinstance(part, str) else part for part in parts]
         )
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=as_text,
     )
 
 
@@ -314,7 +319,7 @@ def environment(*, strict: bool = False) -> jinja2.Environment:
     )
     made.filters |= {"tojson": tojson, "format": _formatted}
     made.filters |= {name: _bounded_filter(name, made.filters[name]) for name in FILTERS}
-    made.tests["none"] = lambda value: value is None or isinstance(value, NoText)
+    made.tests |= {name: asking(made.tests[name]) for name in ("none", "sameas")}
     made.globals |= {
         "cycler": _Cycler,
         "joiner": _Joiner,

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from tlt_client.fields import ShortName
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.generation.lenient import NoText, SentArguments
+from tlt_server.frontend.generation.lenient import SentArguments, SentMessage
 from tlt_server.frontend.generation.requests import MAX_MESSAGES
 from tlt_server.frontend.http.fields import Open, Tolerant
 from tlt_server.frontend.http.parsing import any_json
@@ -39,15 +39,15 @@ class ChatMessage(Open, frozen=True, kw_only=True):
             if isinstance(self.content, list)
             else self.content
         )
-        fields = dict(self.more)
+        fields = {name: value for name, value in self.more.items() if value is not None}
         # A template may show calls only where there is no text.
-        if not content and (content is None or fields.get("tool_calls")):
-            content = NoText()
+        if not content and fields.get("tool_calls"):
+            content = None
         if isinstance(fields.get("tool_calls"), list):
             fields["tool_calls"] = [_with_arguments(call) for call in fields["tool_calls"]]
         if "reasoning" in fields:  # as replies name it too
             fields.setdefault("reasoning_content", fields["reasoning"])
-        return {"role": self.role, "content": content, **fields}
+        return SentMessage({"role": self.role, "content": content, **fields})
 
 
 def _with_arguments(call: Any) -> Any:
