@@ -23,7 +23,7 @@ from tlt_server.frontend.generation.requests import StructuredOutputs
 from tlt_server.frontend.generation.structures import written
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.parsers.choice import parsers_of
-from tlt_server.frontend.parsers.pieces import Call, Piece, SpokenText
+from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText
 from tlt_server.grammars.forms import grammar_of
 from tlt_server.grammars.vocabulary import MARKS
 from tlt_server.records import GenerateRequest, Sampling, Strategy
@@ -126,7 +126,7 @@ def test_answers_keep_to_structures_that_hold_marks(marked: Marked) -> None:
             continue
         pieces = read(asked, text)
         spoken = "".join(piece.text for piece in pieces if isinstance(piece, SpokenText))
-        called = [piece for piece in pieces if isinstance(piece, Call)]
+        called = [piece for piece in pieces if isinstance(piece, SpokenCall)]
         assert re.fullmatch(asked.content, spoken.strip()), (asked, text)
         assert bool(called) == ("tools" in asked.fields), text
     first = marked.text.encode(["<tool_call>"], special=False)[0]
