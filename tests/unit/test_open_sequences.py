@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from tlt_server.commands import Command, Submit
-from tlt_server.errors import EngineFailed
+from tlt_server.errors import EngineFailed, QueueFull
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.chores import PIECE
 from tlt_server.frontend.link.sequences import SLICE_IDS, SLICE_REQUESTS, OpenSequences
 from tlt_server.metrics import Metrics
-from tlt_server.records import GenerateRequest, Sampling, StepOutput
+from tlt_server.records import GenerateRequest, Sampling, StepOutput, last_output
 
 
 def requests(count: int, ids: int) -> list[GenerateRequest]:
@@ -298,5 +298,38 @@ def test_a_key_on_trial_is_blamed_once_others_have_run(others_tokens: int, blame
         assert sequences.alone(["b1", "a2"]) == blamed
         assert sequences.alone(["a2"]) == "a" and sequences.alone(["b1"]) == "b"
         sequences.end_all(EngineFailed("the test is over"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["leave", "expire"])
+def test_what_clients_leave_counts_until_the_engine_ends_it(end: str) -> None:
+    async def main() -> None:
+        sent: list[Command] = []
+        admission = Admission(max_queue=10, max_queue_tokens=10**9, max_page_forecast=1e9)
+        sequences = OpenSequences(admission, Metrics(), lambda command: not sent.append(command))
+
+        def leave(batch: list[GenerateRequest]) -> None:
+            submission = submit(sequences, batch)
+            if end == "leave":
+                submission.close()
+            else:
+                sequences.expire(submission)
+
+        first, more = requests(10, 1), requests(12, 1)[10:]
+        leave(first)
+        assert len(sequences) == 0 and sequences.idle.is_set() and len(admission) == 10
+        with pytest.raises(QueueFull, match="max_queue"):
+            submit(sequences, more)
+        # The engine may have ended one before it read the abort; of one it says so twice.
+        for id, reason in (("a-0.0", "stop"), ("a-1.0", "abort"), ("a-1.0", "abort")):
+            sequences.dispatch([last_output(id, reason)])
+        assert len(admission) == 8
+        leave(more)
+        assert len(admission) == 10
+        sequences.died(["a-3.0"], EngineFailed("it is gone"))
+        await asyncio.sleep(0.01)
+        assert len(admission) == 0
+        admission.check()
 
     asyncio.run(main())

@@ -297,15 +297,16 @@ class Admission:
         if waiting or len(self) >= self._capacity():
             self.forecast.stepped(cycle)
 
-    def take(self, output: StepOutput) -> None:
-        """Count an output of an open sequence; the last one closes it."""
+    def take(self, output: StepOutput, *, closes: bool = True) -> None:
+        """Count an output of an open sequence; the last one closes it, if it `closes`."""
         opened = self._open[output.id]
         if output.token_ids and not opened.given:
             self._unstarted -= 1
             self._held[opened.owner].unstarted -= 1
         opened.given += len(output.token_ids)
         if output.finish_reason is not None:
-            self.close(output.id)
+            if closes:
+                self.close(output.id)
             self._learn(output, opened)
 
     def _learn(self, output: StepOutput, opened: _Open) -> None:

@@ -1,5 +1,4 @@
-"""The sequences that are open: where the outputs of each go, and the order in which the engine gets
-them.
+"""The open sequences: where the outputs of each go, and in which order the engine gets them.
 
 Invariant: every sequence sees exactly one output with a `finish_reason`, also when the engine dies,
 the client leaves or time runs out. `EngineClient` owns this and tells it about deaths and epochs.
@@ -47,9 +46,8 @@ class OpenSequences:
         self._suspects, self._chores = Suspects(), Chores()
         self._routes: dict[str, Route] = {}  # in order of arrival
         self._left: dict[str, Route] = {}  # ended here before the engine said that it ended them
-        self._queue: deque[tuple[list[GenerateRequest], bool]] = (
-            deque()
-        )  # batches for the engine; True: one request, which goes on trial
+        # batches for the engine; True: one request, which goes on trial
+        self._queue = deque[tuple[list[GenerateRequest], bool]]()
         self._on_trial = ""  # id; the engine gets nothing new before this trial is over
         self._pause: asyncio.Handle | None = None  # the end of the others' turn
         self._trial_tokens = 0  # the trial is over when the sequence has more tokens
@@ -118,6 +116,7 @@ class OpenSequences:
             if route is None:
                 if output.finish_reason is not None:
                     self._left.pop(output.id, None)
+                    self._close([output.id])
                 continue
             if output.token_ids:
                 if route.last_s:
@@ -178,7 +177,7 @@ class OpenSequences:
         `started`: ids of the sequences that ran when the engine died.
         """
         ran = self._ran(started)
-        self._left.clear()
+        left, self._left = [*self._left], {}
         tried = next(
             (
                 route.request
@@ -192,6 +191,7 @@ class OpenSequences:
             [(route.request, route.tokens) for route in ran], tried, time.monotonic()
         )
         self._clear_queue()
+        self._chores.add(left, self._close)
         for route in self._routes.values():
             route.held = True
 
@@ -341,16 +341,16 @@ class OpenSequences:
             failed = self._faults.contain(error, f"an output of {output.id}")
             if output.finish_reason is None:
                 self._leave(route)
+                self._send(Abort([output.id]))
             output = last_output(output.id, "error", (failed.code, failed.message))
             self._drop(output.id)
-            self._send(Abort([output.id]))
         route.submission.put(output, first=first)
         self._tried(output.id, math.inf if output.finish_reason is not None else route.tokens)
 
     def _take(self, output: StepOutput, route: Route) -> None:
         route.take(output)
         try:
-            self._admission.take(output)
+            self._admission.take(output, closes=output.id not in self._left)
         except Exception as error:
             self._faults.contain(error, "the figures of open sequences")
         if output.finish_reason is not None:
@@ -359,14 +359,19 @@ class OpenSequences:
                 self._suspects.completed(route.request)
 
     def _leave(self, route: Route) -> None:
-        """Remember a sequence that ends here, if the engine may still run it."""
+        """Remember a sequence that ends here. It counts until the engine, if it has it, ends it."""
         if not route.held:
             self._left[route.request.id] = route
+
+    def _close(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            if id not in self._left:
+                self._admission.close(id)
 
     def _drop(self, id: str) -> None:
         """Forget a sequence, unless that was done."""
         if self._routes.pop(id, None) is not None:
-            self._admission.close(id)
+            self._close([id])
             self._count()
 
     def _abandon(self, submission: Submission) -> None:
@@ -381,7 +386,7 @@ class OpenSequences:
             for id in few:
                 if (route := self._routes.pop(id, None)) is not None:
                     self._leave(route)
-                    self._admission.close(id)
+                    self._close([id])
                 self._tried(id)
 
         self._chores.add(ids, drop, self._count)
@@ -390,7 +395,4 @@ class OpenSequences:
         with self._faults.containing("the number of open sequences"):
             self._metrics.sequences.open.set(len(self._routes))
             self._counted(len(self._routes))
-        if self._routes:
-            self.idle.clear()
-        else:
-            self.idle.set()
+        (self.idle.clear if self._routes else self.idle.set)()
