@@ -19,6 +19,7 @@ from tests.unit.recorded_samples import VOCAB, sample
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, decode_sample, encode_sample
 from tlt_server.samples.segments import (
+    MAGIC,
     MAX_MESSAGE,
     SUFFIX,
     SegmentHeader,
@@ -137,6 +138,21 @@ def test_records_of_another_target_are_refused(
     assert len(again) == 0
     (message,) = again.refusals.messages
     assert says in message and SUFFIX in message
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (b'{"format":2,"compressed":true}', "segment format 2, this version reads 1; .*wrote it"),
+        (b'{"format":"2"}', "header that is not read"),
+        (b'{"x":' + b"[" * 100_000, "header that is not read"),
+    ],
+)
+def test_segments_with_other_headers_are_left_out(tmp_path: Path, header: bytes, says: str) -> None:
+    append(tmp_path / f"1{SUFFIX}", MAGIC + frame(0, header) + frame(1, encode_sample(sample(1))))
+    buffer = SampleBuffer(tmp_path, HEADER, BOUNDS)
+    (message,) = buffer.refusals.messages
+    assert len(buffer) == 0 and re.search(says, message), message
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,12 @@ MAX_BYTES = 2**20
 EVERY_S = 60.0  # between two writes while the engine serves
 
 
+class _Origin(Struct, frozen=True):
+    """The part of the file that is read first, whichever version wrote the rest."""
+
+    made_by: dict[str, str]
+
+
 class _Content(Struct, frozen=True, forbid_unknown_fields=True):
     made_by: dict[str, str]
     knowledge: KnowledgeRecord
@@ -53,15 +59,16 @@ class KnowledgeFile:
             return ""
         try:
             with self._path.open("rb") as file:
-                content = msgspec.json.decode(file.read(MAX_BYTES), type=_Content)
+                data = file.read(MAX_BYTES)
+            made_by = msgspec.json.decode(data, type=_Origin).made_by
             other = [
-                f"{name} {content.made_by.get(name, 'unknown')!r}, now {value!r}"
+                f"{name} {made_by.get(name, 'unknown')!r}, now {value!r}"
                 for name, value in self._made_by.items()
-                if content.made_by.get(name) != value
+                if made_by.get(name) != value
             ]
             if other:
                 raise ValueError(f"it was made with {'; '.join(other)[:300]}")
-            knowledge.restore(content.knowledge)
+            knowledge.restore(msgspec.json.decode(data, type=_Content).knowledge)
         except (OSError, ValueError, RecursionError) as error:
             print(f"tlt: {self._path} is not used, and made again: {error}", file=sys.stderr)
             return ""
@@ -104,7 +111,7 @@ def profile_in(directory: Path | None) -> str:
         return f"none yet in {directory}: measured at the next start"
     try:
         with path.open("rb") as file:
-            made_by = msgspec.json.decode(file.read(MAX_BYTES), type=_Content).made_by
+            made_by = msgspec.json.decode(file.read(MAX_BYTES), type=_Origin).made_by
     except (OSError, ValueError, RecursionError) as error:
         return f"{path} cannot be read, and will be made again: {error}"
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))

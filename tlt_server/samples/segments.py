@@ -41,6 +41,12 @@ class SegmentHeader(Struct, frozen=True, forbid_unknown_fields=True):
         return cls(FORMAT, vocab_size, identity.model, identity.template)
 
 
+class _Format(Struct):
+    """The field that a header of any version has."""
+
+    format: int
+
+
 class Recorded(NamedTuple):
     """A sequence, its number in the order of arrival and its bytes in a file."""
 
@@ -153,8 +159,15 @@ def _read_frame(
 def _fits(content: bytes, header: SegmentHeader, path: Path, refusals: Refusals) -> bool:
     """Return True if a file's header is this one; else note each field with both values."""
     try:
+        version = msgspec.json.decode(content, type=_Format).format
+        if version != FORMAT:
+            refusals.add(
+                f"{path} has segment format {version}, this version reads {FORMAT}; it is left "
+                "out: read it with the version that wrote it"
+            )
+            return False
         found = msgspec.json.decode(content, type=SegmentHeader)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply
         refusals.add(f"{path} has a header that is not read ({error}); it is left out")
         return False
     differ = [
