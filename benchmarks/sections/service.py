@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from benchmarks.markdown import number, table
 from benchmarks.sections.figures import Figures, model
-from tlt_server.bench.hostile import rows as hostile_rows
+from tests.hostile.table import rows as hostile_rows
 
 
 def load(figures: Figures) -> Iterator[str]:

@@ -13,9 +13,9 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tests.e2e.test_crashes import kill_engine, succeeded
 from tests.e2e.test_lifecycle import FAST_START
+from tests.hostile.connections import silent_connections
 from tests.waiting import until
 from tlt_client import Client
-from tlt_server.bench.hostile.connections import silent_connections
 from tlt_server.demo.server import ServerProcess
 
 COUNT = 3000

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tlt_server.bench.hostile.streams import streams
+from tests.hostile.streams import streams
 from tlt_server.demo.server import ServerProcess
 
 

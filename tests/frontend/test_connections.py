@@ -28,8 +28,8 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import LONG, connect, head, read_all
 from tests.frontend.test_supervisor import die
 from tests.frontend.test_tls import Issuer
+from tests.hostile.connections import silent_connections
 from tests.waiting import until
-from tlt_server.bench.hostile.connections import silent_connections
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
 from tlt_server.frontend.http import connections, descriptors, door, limits

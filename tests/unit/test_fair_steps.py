@@ -1,5 +1,5 @@
 """One hostile key at full rate and the small requests of others, through the scheduler in simulated
-time: the neighbours of `tlt bench hostile` without a server.
+time: the neighbours of `python -m tests.hostile` without a server.
 """
 
 from __future__ import annotations

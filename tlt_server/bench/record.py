@@ -60,21 +60,31 @@ def progress_bar(console: Console) -> Progress:
 
 
 def finish(
-    args: argparse.Namespace, figures: Mapping[str, Any], *, on_gpu: bool, recorded_on: str = ""
+    args: argparse.Namespace,
+    figures: Mapping[str, Any],
+    *,
+    on_gpu: bool,
+    recorded_on: str = "",
+    program: str = "tlt",
 ) -> None:
     """Print the figures as one line of JSON, and write the file of `--json`. recorded_on: the
     machine whose rollout the figures are of, if it is not this one.
     """
     print(msgspec.json.encode(figures).decode(), flush=True)
-    save(args, figures, on_gpu=on_gpu, recorded_on=recorded_on)
+    save(args, figures, on_gpu=on_gpu, recorded_on=recorded_on, program=program)
 
 
 def save(
-    args: argparse.Namespace, figures: Mapping[str, Any], *, on_gpu: bool, recorded_on: str = ""
+    args: argparse.Namespace,
+    figures: Mapping[str, Any],
+    *,
+    on_gpu: bool,
+    recorded_on: str = "",
+    program: str = "tlt",
 ) -> None:
     """Write the file of `--json`, if it is asked for; a long bench does so before it has ended."""
     if args.json:
-        command = f"tlt {shlex.join(without_folder(argument) for argument in sys.argv[1:])}"
+        command = f"{program} {shlex.join(without_folder(argument) for argument in sys.argv[1:])}"
         entry = entry_of(figures, command, on_gpu=on_gpu, commit=args.commit)
         write_entry(args.json, entry | ({"machine": recorded_on} if recorded_on else {}))
 

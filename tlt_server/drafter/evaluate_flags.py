@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from tlt_server.bench.arguments import add_json
+from tlt_server.bench.flags import JSON, add_flags
 from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
 
 MAX_RESPONSES = 2**20
@@ -100,7 +100,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         help="where to replay [default: cuda where a server would take it, unless a CPU recorded]",
     )
-    add_json(parser)
+    add_flags(parser, JSON)
 
 
 EVALUATE = """\

@@ -1,7 +1,7 @@
-"""Scenarios of hostile clients: each attacks a running server and measures what others feel.
+"""`python -m tests.hostile`: attack a server as hostile clients, and measure what others feel.
 
-`tlt bench hostile` runs them all against a server of its own, and shows each figure next to the
-bound that it must keep.
+The scenarios run one after the other against one server. To renew the record, name it by
+`--json benchmarks/results/hostile-cpu.json`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,30 @@ import argparse
 import os
 import resource
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from tests.hostile.bodies import BODIES, bodies
+from tests.hostile.connections import silent_connections
+from tests.hostile.neighbours import neighbours
+from tests.hostile.parsing import parsing
+from tests.hostile.streams import streams
+from tests.hostile.table import SCENARIOS, rows
+from tests.hostile.tenants import TenantSize, tenants
+from tests.hostile.victim import KEYS, SMALL, Victim, headers
 from tlt_client import Client
-from tlt_server.bench.hostile.bodies import BODIES, bodies
-from tlt_server.bench.hostile.connections import silent_connections
-from tlt_server.bench.hostile.neighbours import neighbours
-from tlt_server.bench.hostile.parsing import parsing
-from tlt_server.bench.hostile.streams import streams
-from tlt_server.bench.hostile.tenants import TenantSize, tenants
-from tlt_server.bench.hostile.victim import KEYS, SMALL, Victim, headers
+from tlt_server.bench.flags import PAIR, add_flags
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.demo.server import ServerProcess
+from tlt_server.errors import StartupError
 
+PROGRAM = "python -m tests.hostile"
 RESTART_S = 120.0
 
 
@@ -45,50 +50,21 @@ FULL = Size(15.5, 10.0, (16, 3000), TenantSize(20, 30, 10), 3000, 4000)
 QUICK = Size(1.0, 3.0, (4, 200), TenantSize(4, 6, 5), 200, 400)
 
 
-class Figure(NamedTuple):
-    """A figure and its bounds: at most, or with `least` at least."""
-
-    what: str
-    scenario: str
-    figure: str
-    must: float
-    stretch: float | None = None
-    unit: str = ""
-    least: bool = False
-
-    def keeps(self, value: float, bound: float | None) -> bool:
-        return bound is not None and (value >= bound if self.least else value <= bound)
-
-
-def rows(figures: dict[str, Any]) -> list[Figure]:
-    mib = figures.get("bodies", {}).get("mib", 0.0)
-    return [
-        Figure("longest hold of the loop, any body", "bodies", "longest_hold_ms", 20, 10, "ms"),
-        Figure(
-            "memory over baseline, any body",
-            "bodies",
-            "memory_over_baseline_mib",
-            64 + 4 * mib,
-            2 * mib,
-            "MiB",
-        ),
-        Figure("longest probe, any body", "bodies", "probe_max_ms", 50, None, "ms"),
-        Figure(
-            "small requests under a hostile key, p99 to idle", "neighbours", "ratio", 3, 1.5, "x"
-        ),
-        Figure("the largest stream: others' p99", "streams", "small_p99_ms_busy", 100, 50, "ms"),
-        Figure("the largest stream: sent to own size", "streams", "ratio", 4, 2, "x"),
-        Figure("silent connections: probes answered", "connections", "answered", 1, 1, "", True),
-        Figure("silent connections: engine restarted", "connections", "restarted", 1, 1, "", True),
-        Figure(
-            "3x load: small keys' share of demand", "tenants", "small_share", 0.95, 0.99, "", True
-        ),
-        Figure("parsing of the largest batch", "parsing", "cpu_s", float("inf"), None, "s CPU"),
-    ]
-
-
-def run(args: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print a table and one line of JSON. Return 1 when, in the full run, a bound is missed."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, allow_abbrev=False)
+    add_flags(parser, PAIR)
+    parser.add_argument(
+        "--only", nargs="+", choices=SCENARIOS, default=SCENARIOS, help="scenarios [default all]"
+    )
+    try:
+        return attack(parser.parse_args(arguments))
+    except StartupError as error:
+        print(f"{PROGRAM}: {error.message}", file=sys.stderr)
+        return 2
+
+
+def attack(args: argparse.Namespace) -> int:
     from tlt_server.demo.workload import DRAFTER, TARGET
 
     model, size = args.model or TARGET, QUICK if args.quick else FULL
@@ -117,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
                 bar.update(task, advance=1, description=name)
 
             for name, measure in _scenarios(victim, Path(model), size, args.seed, said).items():
-                if args.only and name not in args.only:
+                if name not in args.only:
                     continue
                 bar.update(task, description=name)
                 victim.await_idle()
@@ -174,7 +150,7 @@ def _connections(victim: Victim, count: int) -> dict[str, Any]:
 
 
 def _report(console: Any, figures: dict[str, Any], args: argparse.Namespace) -> int:
-    table = Table(title="tlt bench hostile: what one key can do to others")
+    table = Table(title="Hostile clients: what one key can do to others")
     for heading in ("what", "figure", "must", "stretch", "kept"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
     missed = []
@@ -193,5 +169,9 @@ def _report(console: Any, figures: dict[str, Any], args: argparse.Namespace) -> 
         )
     console.print(table)
     summary = {"bench": "hostile", "quick": bool(args.quick), **figures, "missed": missed}
-    finish(args, summary, on_gpu=False)
+    finish(args, summary, on_gpu=False, program=PROGRAM)
     return 1 if missed and not args.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

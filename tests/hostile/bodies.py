@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tlt_server.bench.hostile.victim import Meanwhile, Victim, percentile_ms, probe
+from tests.hostile.victim import Meanwhile, Victim, percentile_ms, probe
 
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 SETTLE_S = 0.3

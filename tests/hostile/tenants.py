@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tests.hostile.victim import SMALL, Victim
 from tlt_server.bench.goodput import GoodputSize, judge
-from tlt_server.bench.hostile.victim import SMALL, Victim
 from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop
 from tlt_server.demo.workload import problems_as_requests
 

@@ -11,14 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tlt_server.bench.hostile.victim import (
-    SMALL,
-    TIMEOUT_S,
-    Victim,
-    headers,
-    percentile_ms,
-    small_request,
-)
+from tests.hostile.victim import SMALL, TIMEOUT_S, Victim, headers, percentile_ms, small_request
 
 PAUSE_S = 0.02  # between two small requests
 LINES = 2  # connections of the hostile key for each kind of request

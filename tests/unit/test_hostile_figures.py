@@ -1,13 +1,12 @@
-"""The bodies of `tlt bench hostile`, and the judgement of its figures."""
+"""Bodies and attacks of `python -m tests.hostile`, and the judgement of its figures."""
 
 from __future__ import annotations
 
 import pytest
 
-from tlt_server.bench.arguments import HOSTILE
-from tlt_server.bench.hostile import Figure, rows
-from tlt_server.bench.hostile.bodies import BODIES, Body
-from tlt_server.bench.hostile.neighbours import attacks
+from tests.hostile.bodies import BODIES, Body
+from tests.hostile.neighbours import attacks
+from tests.hostile.table import SCENARIOS, Figure, rows
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
@@ -24,7 +23,7 @@ def test_figures_are_judged_by_their_bounds() -> None:
     )
     assert most.keeps(20, most.must) and not most.keeps(20.1, most.must)
     assert least.keeps(0.95, least.must) and not least.keeps(0.98, least.stretch)
-    assert {row.scenario for row in rows({})} == set(HOSTILE)
+    assert {row.scenario for row in rows({})} == set(SCENARIOS)
     memory = next(row for row in rows({"bodies": {"mib": 16}}) if row.unit == "MiB")
     assert memory.must == 64 + 4 * 16
 

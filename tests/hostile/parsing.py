@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from tlt_server.bench.hostile.victim import Victim
+from tests.hostile.victim import Victim
 
 ITEMS, IDS = 4000, 1900
 ROUNDS = 3
