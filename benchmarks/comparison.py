@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.goals import Result, answer, comparable, goals, matches, verdict
-from benchmarks.markdown import RESULTS_FOLDER, number, table
+from benchmarks.markdown import RESULTS_FOLDER, lines
+from tlt_server.bench.tables import number
 
 
 def goals_section(found: Sequence[Result]) -> Iterator[str]:
@@ -21,7 +22,7 @@ def goals_section(found: Sequence[Result]) -> Iterator[str]:
             ours = [f"[{value}]({RESULTS_FOLDER}/{answered.name})", verdict(goal, answered.value)]
         wanted_figures = f"{goal['must']} / {goal['stretch']}"
         rows.append([f"{goal['what']}, {goal['unit']}", wanted_figures, *ours])
-    yield table(("what", "must / stretch", "measured", ""), rows)
+    yield lines(("what", "must / stretch", "measured", ""), rows)
     commits = dict.fromkeys(answered.commit for _, answered in answers if answered)
     if len(commits) > 1:
         yield (
@@ -92,9 +93,9 @@ def others_section(found: Sequence[Result]) -> Iterator[str]:
                     ),
                 ]
             )
-    yield table(("engine", *(f"batch {batch}" for batch in batches)), rows)
+    yield lines(("engine", *(f"batch {batch}" for batch in batches)), rows)
     yield (
         f"Tokens per second if the accept length were {length} "
         f"(ours: batch x {length} / time of a cycle):"
     )
-    yield table(("engine", *(f"batch {batch}" for batch in columns)), rates)
+    yield lines(("engine", *(f"batch {batch}" for batch in columns)), rates)

@@ -1,21 +1,24 @@
-"""Tables, numbers and links of the generated page."""
+"""Tables and links of the generated page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tlt_server.bench.tables import Columns, Row, cells
+
 RESULTS_FOLDER = "../benchmarks/results"  # from docs/
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def lines(headings: Iterable[str], rows: Iterable[Sequence[object]]) -> str:
+    headings = [*headings]
     return "\n".join(
         f"|{'|'.join(str(cell) for cell in row)}|"
         for row in (headings, ["---"] * len(headings), *rows)
     )
 
 
-def number(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.2f}"
+def table(columns: Columns, rows: Iterable[Row]) -> str:
+    return lines(columns, (cells(columns, row) for row in rows))
 
 
 def link(file: str) -> str:

@@ -4,69 +4,89 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.markdown import number, table
+from benchmarks.markdown import lines, table
 from benchmarks.sections.figures import Figures, model
+from tlt_server.bench.tables import number
 
 SMALLEST_SHARE = 0.01  # part of a cycle; kernels that take less are summed in one row
 SHORT_PROMPT = 128  # tokens; cycles after longer prompts are not broken down
 FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down
+PREFILL = {
+    "prompts": "{prompts} x {length}",
+    "with": "{with}",
+    "ms": "{ms:.1f}",
+    "tokens/s": "{tokens_per_s!n}",
+    "against cuBLAS + SDPA": "{ratio:.2f}x",
+}
+DECODE = {
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "ms per step": "{step_ms:.3f}",
+    "tokens/s": "{tokens_per_s!n}",
+    "price": "{percent:+.1f} %",
+}
+CYCLE = {
+    "strategy": "{strategy}",
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "ms": "{step_ms:.3f}",
+    "tokens/s": "{tokens_per_s!n}",
+    "accept length": "{accept_length:.2f}",
+    "GPU idle": "{gpu_idle_percent:.2f} %",
+}
+STRUCTURES = {
+    "strategy": "{strategy}",
+    "batch": "{batch}",
+    "us per token": "{plain_us:.0f}",
+    "with a schema": "{structured_us:.0f}",
+    "ratio": "{ratio:.3f}",
+    "per step": "{step_ratio:.3f}",
+    "masks, us": "{mask_us:.0f}",
+}
+LORA = {
+    "rank": "{rank}",
+    "strategy": "{strategy}",
+    "batch": "{batch}",
+    "step, ms": "{plain_ms:.3f}",
+    "with adapters, ms": "{adapted_ms:.3f}",
+    "ratio": "{ratio:.3f}",
+}
 
 
 def decode(figures: Figures) -> Iterator[str]:
     yield model(figures)
-    priced = {
-        (row["batch"], row["prompt"]): f"{row['percent']:+.1f} %"
+    prices = {
+        (row["what"], row.get("batch", row.get("prompts")), row.get("prompt", row.get("length"))): {
+            "percent": row["percent"]
+        }
         for row in figures.get("price", ())
-        if row["what"] == "decode"
     }
-    if priced:
+    if prices:
         yield (
             f"The price of {figures['numerics']} numerics is their time over the time of fast "
             "numerics, less one."
         )
     yield table(
-        ("batch", "prompt", "ms per step", "tokens/s", "price"),
+        DECODE,
         (
-            (
-                r["batch"],
-                r["prompt"],
-                f"{r['step_ms']:.3f}",
-                number(r["tokens_per_s"]),
-                priced.get((r["batch"], r["prompt"]), ""),
-            )
-            for r in figures["rows"]
-            if r["numerics"] == figures["numerics"]
+            {**row, **prices.get(("decode", row["batch"], row["prompt"]), {})}
+            for row in figures["rows"]
+            if row["numerics"] == figures["numerics"]
         ),
     )
-    prices = {
-        (row["prompts"], row["length"]): f", price {row['percent']:+.1f} %"
-        for row in figures.get("price", ())
-        if row["what"] == "prefill"
-    }
     for row in figures.get("prefill", ()):
         if row["numerics"] == figures["numerics"]:
-            size = (row["prompts"], row["length"])
+            price = prices.get(("prefill", row["prompts"], row["length"]))
+            said = f", price {price['percent']:+.1f} %" if price else ""
             yield (
-                f"Prefill by the engine, {size[0]} x {size[1]} tokens: "
-                f"{number(row['tokens_per_s'])} tokens/s{prices.get(size, '')}."
+                f"Prefill by the engine, {row['prompts']} x {row['length']} tokens: "
+                f"{number(row['tokens_per_s'])} tokens/s{said}."
             )
 
 
 def prefill(figures: Figures) -> Iterator[str]:
     yield "The decoder's layers alone: no LM head, no drafter, no scheduler. The three take turns."
-    yield table(
-        ("prompts", "with", "ms", "tokens/s", "against cuBLAS + SDPA"),
-        (
-            (
-                f"{r['prompts']} x {r['length']}",
-                r["with"],
-                f"{r['ms']:.1f}",
-                number(r["tokens_per_s"]),
-                f"{r['ratio']:.2f}x",
-            )
-            for r in figures["rows"]
-        ),
-    )
+    yield table(PREFILL, figures["rows"])
 
 
 def cycle(figures: Figures) -> Iterator[str]:
@@ -75,26 +95,14 @@ def cycle(figures: Figures) -> Iterator[str]:
         "After random prompts, answers are noise to the drafter. `problem`: problems of the demo "
         "task, one after another, each to its end, without the prompt and its first 3 cycles."
     )
-    yield table(
-        ("strategy", "batch", "prompt", "ms", "tokens/s", "accept length", "GPU idle"),
-        (
-            (
-                r["strategy"],
-                r["batch"],
-                r["prompt"],
-                f"{r['step_ms']:.3f}",
-                number(r["tokens_per_s"]),
-                f"{r['accept_length']:.2f}",
-                f"{r['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in r else "",
-            )
-            for r in figures["rows"]
-            if r["prompt"] == "problem" or figures["shape"]["layers"] >= FULL_SIZE
-        ),
-    )
+    large = figures["shape"]["layers"] >= FULL_SIZE
+    yield table(CYCLE, (row for row in figures["rows"] if row["prompt"] == "problem" or large))
     profiled = [
-        r for r in figures["rows"] if "longest_kernels_ms" in r and r["prompt"] == SHORT_PROMPT
+        row
+        for row in figures["rows"]
+        if "longest_kernels_ms" in row and row["prompt"] == SHORT_PROMPT
     ]
-    if profiled and figures["shape"]["layers"] >= FULL_SIZE:
+    if profiled and large:
         yield (
             f"Where cycles at prompt {SHORT_PROMPT} go, by the profiler, in ms. A kernel may be "
             "resident while it waits for the one before; a moment that several share counts for "
@@ -118,7 +126,7 @@ def _kernel_shares(profiled: list[Figures]) -> str:
         key=lambda name: (-share[name], name),
     )
     rest = [sum(of.values()) - sum(of.get(name, 0) for name in names) for of in times]
-    return table(
+    return lines(
         ("kernel", *(f"{r['strategy']} x {r['batch']}" for r in profiled)),
         [
             ["whole cycle", *(f"{r['profiled_step_ms']:.3f}" for r in profiled)],
@@ -152,40 +160,13 @@ def structures(figures: Figures) -> Iterator[str]:
         "turns; and what of it is masks. A schema of 50 fields compiles in "
         f"{figures['compile_ms']:.1f} ms."
     )
-    yield table(
-        ("strategy", "batch", "us per token", "with a schema", "ratio", "per step", "masks, us"),
-        (
-            (
-                r["strategy"],
-                r["batch"],
-                f"{r['plain_us']:.0f}",
-                f"{r['structured_us']:.0f}",
-                f"{r['ratio']:.3f}",
-                f"{r['step_ratio']:.3f}" if "step_ratio" in r else "",
-                f"{r['mask_us']:.0f}",
-            )
-            for r in figures["rows"]
-        ),
-    )
+    yield table(STRUCTURES, figures["rows"])
 
 
 def lora(figures: Figures) -> Iterator[str]:
     yield model(figures)
     yield "Time of a step of requests of two adapters over that of requests without, in turns."
-    yield table(
-        ("rank", "strategy", "batch", "step, ms", "with adapters, ms", "ratio"),
-        (
-            (
-                r["rank"],
-                r["strategy"],
-                r["batch"],
-                f"{r['plain_ms']:.3f}",
-                f"{r['adapted_ms']:.3f}",
-                f"{r['ratio']:.3f}",
-            )
-            for r in figures["rows"]
-        ),
-    )
+    yield table(LORA, figures["rows"])
 
 
 def schemas(figures: Figures) -> Iterator[str]:
@@ -207,20 +188,12 @@ def graphs(figures: Figures) -> Iterator[str]:
 
 
 def starts(figures: Figures) -> Iterator[str]:
-    """One table of all phases; what a server does between them is imports and processes."""
+    """Yield one table of all phases; between them a server imports and starts processes."""
     yield "Seconds until `tlt serve` is ready, and those of its phases; the rest is processes."
-    phases = [*dict.fromkeys(name for row in figures["rows"] for name in row["phases_s"])]
-    yield table(
-        ("start", "ready", *phases),
-        (
-            (
-                row["start"],
-                f"{row['ready_s']:.1f}",
-                *(f"{row['phases_s'].get(name, 0.0):.1f}" for name in phases),
-            )
-            for row in figures["rows"]
-        ),
-    )
+    phases = dict.fromkeys((name for row in figures["rows"] for name in row["phases_s"]), 0.0)
+    columns = {"start": "{start}", "ready": "{ready_s:.1f}"}
+    columns |= {name: f"{{{name}:.1f}}" for name in phases}
+    yield table(columns, ({**row, **phases, **row["phases_s"]} for row in figures["rows"]))
 
 
 def exact(figures: Figures) -> Iterator[str]:

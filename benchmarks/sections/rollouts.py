@@ -4,8 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.markdown import number, table
+from benchmarks.markdown import table
 from benchmarks.sections.figures import Figures, model
+
+ROLLOUT = {
+    "workload / policy": "{name}",
+    "wall s": "{wall_s:.2f}",
+    "accept length": "{accept_length:.2f}",
+    "speed-up": "{speedup:.2f}x",
+}
+OVER_HTTP = {
+    "requests": "{workload}",
+    "policy": "{arm}",
+    "s": "{seconds:.2f}",
+    "tokens/s": "{tokens_per_s!n}",
+    "against off": "{against_off:.2f}x",
+    "against the best fixed": "{against_best_fixed:.2f}x",
+}
+REPLAY = {
+    "policy": "{policy}",
+    "s": "{seconds:.2f}",
+    "tokens/s": "{tokens_per_s!n}",
+    "accept length": "{accept_length:.2f}",
+    "switches": "{switches}",
+    "regret": "{regret:.1%}",
+    "expected": "{expected_regret:.1%}",
+}
 
 
 def rollout(figures: Figures) -> Iterator[str]:
@@ -18,14 +42,9 @@ def rollout(figures: Figures) -> Iterator[str]:
         "2 and 64 running all the time. Fast numerics give other responses."
     )
     yield table(
-        ("workload / policy", "wall s", "accept length", "speed-up"),
+        ROLLOUT,
         (
-            (
-                name,
-                f"{r['wall_s']:.2f}",
-                f"{r['accept_length']:.2f}" if r["accept_length"] else "",
-                f"{r['speedup']:.2f}x",
-            )
+            {**r, "name": name, "accept_length": r["accept_length"] or None}
             for name, r in figures.items()
             if "/" in name
         ),
@@ -49,20 +68,8 @@ def rollout_http(figures: Figures) -> Iterator[str]:
             f"The first rollout after the start took {figures['first_s']:.2f} s, the same again "
             f"at the end {figures['later_s']:.2f} s."
         )
-    yield table(
-        ("requests", "policy", "s", "tokens/s", "against off", "against the best fixed"),
-        (
-            (
-                r["workload"],
-                r["arm"].removeprefix("fixed:"),
-                f"{r['seconds']:.2f}",
-                number(r["tokens_per_s"]),
-                f"{r['against_off']:.2f}x" if "against_off" in r else "",
-                f"{r['against_best_fixed']:.2f}x" if "against_best_fixed" in r else "",
-            )
-            for r in figures["rows"]
-        ),
-    )
+    rows = ({**r, "arm": r["arm"].removeprefix("fixed:")} for r in figures["rows"])
+    yield table(OVER_HTTP, rows)
 
 
 def replay(figures: Figures) -> Iterator[str]:
@@ -73,18 +80,5 @@ def replay(figures: Figures) -> Iterator[str]:
         "time lost against the best choice of every step, its outcome known; expected: the same "
         "with the tokens that survivals promise."
     )
-    yield table(
-        ("policy", "s", "tokens/s", "accept length", "switches", "regret", "expected"),
-        (
-            (
-                r["policy"].removeprefix("fixed:"),
-                f"{r['seconds']:.2f}",
-                number(r["tokens_per_s"]),
-                f"{r['accept_length']:.2f}",
-                r["switches"],
-                f"{r['regret']:.1%}",
-                f"{r['expected_regret']:.1%}",
-            )
-            for r in figures["rows"]
-        ),
-    )
+    rows = ({**r, "policy": r["policy"].removeprefix("fixed:")} for r in figures["rows"])
+    yield table(REPLAY, rows)

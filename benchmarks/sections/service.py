@@ -6,9 +6,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.markdown import number, table
+from benchmarks.markdown import lines, table
 from benchmarks.sections.figures import Figures, model
 from tests.hostile.table import rows as hostile_rows
+
+LOAD = {
+    "policy": "{policy}",
+    "way": "{way}",
+    "tokens/s": "{tokens_per_s!n}",
+    "of one batch": "{of_batch:.2f}x",
+    "frontend, us per token": "{frontend_us_per_token:.1f}",
+}
+OVERLOAD = {
+    "offered": "{load}",
+    "requests": "{requests}",
+    "goodput, tokens/s": "{goodput!n}",
+    "of peak": "{of_peak:.2f}",
+    "refused": "{shed:.0%}",
+    "late": "{late}",
+    "refusals p99 ms": "{shed_p99_ms}",
+}
+FAULTS = {
+    "rank": "{rank}",
+    "fault": "{fault}",
+    "noticed": "{noticed_s:.2f}",
+    "back": "{back_s:.1f}",
+}
 
 
 def load(figures: Figures) -> Iterator[str]:
@@ -19,46 +42,12 @@ def load(figures: Figures) -> Iterator[str]:
         f"{figures['rounds']} rounds; `frontend`: processor time. Texts that differ from the "
         f"batch's: {figures['texts_differing']}."
     )
-    yield table(
-        ("policy", "way", "tokens/s", "of one batch", "frontend, us per token"),
-        (
-            (
-                r["policy"],
-                r["way"],
-                number(r["tokens_per_s"]),
-                f"{r['of_batch']:.2f}x",
-                f"{r['frontend_us_per_token']:.1f}",
-            )
-            for r in figures["rows"]
-        ),
-    )
+    yield table(LOAD, figures["rows"])
 
 
 def overload(figures: Figures) -> Iterator[str]:
-    yield table(
-        (
-            "offered",
-            "requests",
-            "goodput, tokens/s",
-            "of peak",
-            "refused",
-            "late",
-            "refusals p99 ms",
-        ),
-        (
-            (
-                name,
-                r["requests"],
-                number(r["goodput"]),
-                f"{r['of_peak']:.2f}",
-                f"{r['shed']:.0%}",
-                r["late"],
-                r["shed_p99_ms"],
-            )
-            for name, r in figures.items()
-            if isinstance(r, dict) and "goodput" in r
-        ),
-    )
+    rows = ({**r, "load": load} for load, r in figures.items() if isinstance(r, dict))
+    yield table(OVERLOAD, (row for row in rows if "goodput" in row))
     yield (
         f"Every request has exactly one end: {'yes' if figures['exactly_one_end'] else 'no'}. "
         f"Bounds missed: {', '.join(figures['missed']) or 'none'}."
@@ -70,7 +59,7 @@ def hostile(figures: Figures) -> Iterator[str]:
         "What one key's hostile clients do to others, on the shipped pair. `-`: no bound is set. "
         f"Bounds missed: {', '.join(figures['missed']) or 'none'}."
     )
-    yield table(
+    yield lines(
         ("what", "figure", "bound", "aim"),
         (
             (
@@ -114,13 +103,7 @@ def faults(figures: Figures) -> Iterator[str]:
         "Seconds from the signal until a stream ended with its error, and until the same request "
         "was answered again, with the same tokens."
     )
-    yield table(
-        ("rank", "fault", "noticed", "back"),
-        (
-            (row["rank"], row["fault"], f"{row['noticed_s']:.2f}", f"{row['back_s']:.1f}")
-            for row in figures["rows"]
-        ),
-    )
+    yield table(FAULTS, figures["rows"])
 
 
 def tests(figures: Figures) -> Iterator[str]:

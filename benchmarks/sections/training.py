@@ -4,26 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.markdown import number, table
+from benchmarks.markdown import table
 from benchmarks.sections.figures import Figures
+from tlt_server.bench.tables import number
+
+CAPTURE = {
+    "strategy": "{strategy}",
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "ms": "{step_ms:.3f}",
+    "slower by": "{slowdown_percent:.2f} %",
+}
+GRPO = {
+    "run": "{run}",
+    "steps": "{steps}",
+    "rollout, s": "{rollout_s:.2f}",
+    "push, s": "{pushes_s:.2f}",
+    "in all, s": "{total_s:.2f}",
+    "accept length": "{accept_length:.2f}",
+    "faster": "{ratio:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]",
+}
+TRAINING = {
+    "objective": "{objective}",
+    "ms per step": "{step_ms:.1f}",
+    "tokens/s": "{tokens_per_s!n}",
+    "read, ms": "{read_ms:.1f}",
+    "longest segment, ms": "{longest_segment_ms:.1f}",
+    "peak, GiB": "{peak_gib:.1f}",
+}
+LAYOUTS = {
+    "layout": "{layout}",
+    "documents/s": "{documents_per_s:.1f}",
+    "filled": "{filled:.0%}",
+    "packed is faster by": "{faster:.2f}x",
+}
+OBJECTIVES = {
+    "objective": "{objective}",
+    "accept length": "{accept_length:.2f}",
+    "by depth, %": "{by_depth}",
+    "tokens": "{tokens!n}",
+    "s": "{seconds:.0f}",
+    "tok/s at 7B cost": "{tokens_per_s_at_7b:.0f}",
+}
 
 
 def capture(figures: Figures) -> Iterator[str]:
     yield "Cycles of requests whose states a trainer gets, against cycles without capture."
-    yield table(
-        ("strategy", "batch", "prompt", "ms", "slower by"),
-        (
-            (
-                r["strategy"],
-                r["batch"],
-                r["prompt"],
-                f"{r['step_ms']:.3f}",
-                f"{r['slowdown_percent']:.2f} %",
-            )
-            for r in figures["rows"]
-            if r["captured"]
-        ),
-    )
+    yield table(CAPTURE, (row for row in figures["rows"] if row["captured"]))
 
 
 def interrupt(figures: Figures) -> Iterator[str]:
@@ -34,14 +61,12 @@ def interrupt(figures: Figures) -> Iterator[str]:
         f"parked trainer took {figures['parked_slowdown_percent']:.2f} % more time than before it "
         "began."
     )
+    columns = {"ms": "{of}"} | {name: f"{{{name}:.1f}}" for name in figures["delay_ms"]}
     yield table(
-        ("ms", *figures["delay_ms"]),
+        columns,
         (
-            (name, *(f"{ms:.1f}" for ms in figures[field].values()))
-            for name, field in (
-                ("first token, trainer paused", "idle_ms"),
-                ("delay by an interrupted trainer", "delay_ms"),
-            )
+            {"of": "first token, trainer paused", **figures["idle_ms"]},
+            {"of": "delay by an interrupted trainer", **figures["delay_ms"]},
         ),
     )
 
@@ -52,21 +77,8 @@ def grpo(figures: Figures) -> Iterator[str]:
         "all`: rollout and pushes, without the policy's update and the drafter's training. "
         "`faster`: the first run's time over this one's at the same step, median and 90 % interval."
     )
-    yield table(
-        ("run", "steps", "rollout, s", "push, s", "in all, s", "accept length", "faster"),
-        (
-            (
-                r["run"],
-                r["steps"],
-                f"{r['rollout_s']:.2f}",
-                f"{r['push_s'] + r['drafter_push_s']:.2f}",
-                f"{r['total_s']:.2f}",
-                "" if r["accept_length"] is None else f"{r['accept_length']:.2f}",
-                f"{r['ratio']:.2f} [{r['interval'][0]:.2f}, {r['interval'][1]:.2f}]",
-            )
-            for r in figures["rows"]
-        ),
-    )
+    rows = ({**r, "pushes_s": r["push_s"] + r["drafter_push_s"]} for r in figures["rows"])
+    yield table(GRPO, rows)
 
 
 def training(figures: Figures) -> Iterator[str]:
@@ -75,20 +87,8 @@ def training(figures: Figures) -> Iterator[str]:
         "step. `segment`: what runs between two points where training can be parked. `read`: a "
         "pack's states from the host, which is done during the step before."
     )
-    yield table(
-        ("objective", "ms per step", "tokens/s", "read, ms", "longest segment, ms", "peak, GiB"),
-        (
-            (
-                name,
-                f"{r['step_ms']:.1f}",
-                number(r["tokens_per_s"]),
-                f"{r['read_ms']:.1f}" if "read_ms" in r else "",
-                f"{r['longest_segment_ms']:.1f}",
-                f"{r['peak_gib']:.1f}" if "peak_gib" in r else "",
-            )
-            for name, r in figures["objectives"].items()
-        ),
-    )
+    rows = ({**r, "objective": name} for name, r in figures["objectives"].items())
+    yield table(TRAINING, rows)
     for name, r in figures.get("recomputed", {}).items():
         yield (
             f"{name} with states that a target of random weights computes before each step: "
@@ -101,14 +101,9 @@ def training(figures: Figures) -> Iterator[str]:
         "with losses, as other trainers do."
     )
     yield table(
-        ("layout", "documents/s", "filled", "packed is faster by"),
+        LAYOUTS,
         (
-            (
-                name,
-                f"{r['documents_per_s']:.1f}",
-                f"{r['filled']:.0%}",
-                f"{packed / r['documents_per_s']:.2f}x",
-            )
+            {**r, "layout": name, "faster": packed / r["documents_per_s"]}
             for name, r in figures["layouts"].items()
         ),
     )
@@ -127,16 +122,9 @@ def objectives(figures: Figures) -> Iterator[str]:
         "that are not in it. `at 7B cost`: accept length over the time of a cycle of one request."
     )
     yield table(
-        ("objective", "accept length", "by depth, %", "tokens", "s", "tok/s at 7B cost"),
+        OBJECTIVES,
         (
-            (
-                r["objective"],
-                f"{r['accept_length']:.2f}",
-                ", ".join(f"{100 * share:.0f}" for share in r["accepted_at_depth"]),
-                number(r["tokens"]),
-                f"{r['seconds']:.0f}",
-                f"{r['tokens_per_s_at_7b']:.0f}",
-            )
+            {**r, "by_depth": ", ".join(f"{100 * share:.0f}" for share in r["accepted_at_depth"])}
             for r in figures["rows"]
         ),
     )

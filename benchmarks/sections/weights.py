@@ -7,6 +7,26 @@ from collections.abc import Iterator
 from benchmarks.markdown import table
 from benchmarks.sections.figures import Figures
 
+ON_CPU = {
+    "MB": "{mb:.0f}",
+    "channel": "{channel}",
+    "seconds": "{push_s:.2f}",
+    "against a copy": "{ratio:.2f}x",
+    "while decoding": "{push_while_decoding_s:.2f}",
+    "longest pause, ms": "{longest_pause_ms:.2f}",
+}
+ON_GPU = {
+    "channel": "{channel}",
+    "GB": "{gb:.1f}",
+    "staged, s": "{staged_s:.2f}",
+    "GB/s": "{gb_per_s:.1f}",
+    "live, s": "{push_s:.2f}",
+    "pause at commit, ms": "{pause_ms:.1f}",
+    "gap, ms": "{longest_gap_ms:.1f}",
+    "token, ms": "{step_ms:.2f}",
+    "token while staging, ms": "{step_while_staging_ms:.2f}",
+}
+
 
 def weights(figures: Figures) -> Iterator[str]:
     """Tabulate the pushes of the largest checkpoint; the file has all."""
@@ -21,21 +41,8 @@ def weights(figures: Figures) -> Iterator[str]:
         "requests decode on the same cores; the pause is the longest time at a commit in which no "
         "step could start."
     )
-    yield table(
-        ("MB", "channel", "seconds", "against a copy", "while decoding", "longest pause, ms"),
-        (
-            (
-                f"{r['bytes'] / 1e6:.0f}",
-                r["channel"],
-                f"{r['push_s']:.2f}",
-                f"{r['ratio']:.2f}x",
-                f"{r['push_while_decoding_s']:.2f}",
-                f"{r['longest_pause_ms']:.2f}",
-            )
-            for r in figures["rows"]
-            if r["bytes"] == largest
-        ),
-    )
+    rows = (r for r in figures["rows"] if r["bytes"] == largest)
+    yield table(ON_CPU, ({**r, "mb": r["bytes"] / 1e6} for r in rows))
 
 
 def weights_gpu(figures: Figures) -> Iterator[str]:
@@ -50,31 +57,4 @@ def weights_gpu(figures: Figures) -> Iterator[str]:
         "engine share a GPU, by nccl each has one. Staged: from the first byte until every tensor "
         "has been checked. The gap is the longest wait for a token of any request at these commits."
     )
-    headings = (
-        "channel",
-        "GB",
-        "staged, s",
-        "GB/s",
-        "live, s",
-        "pause at commit, ms",
-        "gap, ms",
-        "token, ms",
-        "token while staging, ms",
-    )
-    yield table(
-        headings,
-        (
-            (
-                r["channel"],
-                f"{r['bytes'] / 1e9:.1f}",
-                f"{r['staged_s']:.2f}",
-                f"{r['gb_per_s']:.1f}",
-                f"{r['push_s']:.2f}",
-                f"{r['pause_ms']:.1f}",
-                f"{r['longest_gap_ms']:.1f}",
-                f"{r['step_ms']:.2f}",
-                f"{r['step_while_staging_ms']:.2f}",
-            )
-            for r in figures["rows"]
-        ),
-    )
+    yield table(ON_GPU, ({**r, "gb": r["bytes"] / 1e9} for r in figures["rows"]))

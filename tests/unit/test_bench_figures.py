@@ -17,6 +17,7 @@ from tlt_server.bench.cycle import cases_of
 from tlt_server.bench.decode import prices
 from tlt_server.bench.device_time import device_time
 from tlt_server.bench.record import entry_of, finish
+from tlt_server.bench.tables import cells
 
 
 @given(
@@ -148,3 +149,12 @@ def test_a_file_says_where_and_how(
 def test_the_commit_is_asked_of_git_unless_named() -> None:
     assert entry_of({}, "x", on_gpu=False)["commit"]
     assert entry_of({}, "x", on_gpu=False, commit="named")["commit"] == "named"
+
+
+def test_cells_are_empty_where_a_row_lacks_their_figure() -> None:
+    columns = {"a": "{a!n}", "b": "{b[1]:.1f} ms", "c": "{c:.0%}", "d": "{d}"}
+    rows = ({"a": 812.0, "b": [1, 2.25], "c": 0.5, "d": "off"}, {"a": 1.25, "c": None, "d": 3})
+    assert [cells(columns, row) for row in rows] == [
+        ["812", "2.2 ms", "50%", "off"],
+        ["1.25", "", "", "3"],
+    ]

@@ -23,8 +23,6 @@ import msgspec
 import uvloop
 from msgspec import Struct
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tlt_client import Client
 from tlt_server.bench.record import finish, progress_bar, wide_console
@@ -37,6 +35,7 @@ from tlt_server.bench.settings import (
     serve_flags,
     settings_of,
 )
+from tlt_server.bench.tables import show
 from tlt_server.commands import SetPolicy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
@@ -44,6 +43,14 @@ from tlt_server.records import parse_strategy
 
 WAYS = ("batch", "whole", "streamed")
 LOGPROBS = (None, 0)  # in a request: none, or each token's own
+COLUMNS = {
+    "policy": "{policy}",
+    "way": "{way}",
+    "log-probs": "{logprobs}",
+    "tokens/s": "{tokens_per_s}",
+    "of one batch": "{of_batch:.2f}x",
+    "frontend, us per token": "{frontend_us_per_token:.1f}",
+}
 PROMPT_TOKENS = 256  # at most
 REPLY_S = 600.0
 
@@ -267,27 +274,9 @@ def _processor_s(pid: int) -> float:
 
 
 def _print(console: Console, summary: dict[str, Any]) -> None:
-    table = Table(
-        title=f"tlt bench load: {summary['clients']} requests of {summary['max_tokens']} tokens, "
+    title = (
+        f"tlt bench load: {summary['clients']} requests of {summary['max_tokens']} tokens, "
         "sent at once by one client or by as many"
     )
-    for heading in (
-        "policy",
-        "way",
-        "log-probs",
-        "tokens/s",
-        "of one batch",
-        "frontend, us per token",
-    ):
-        table.add_column(heading, justify="left" if heading in ("policy", "way") else "right")
-    for row in summary["rows"]:
-        table.add_row(
-            Text(row["policy"]),
-            row["way"],
-            "none" if row["logprobs"] is None else "of each token",
-            str(row["tokens_per_s"]),
-            f"{row['of_batch']:.2f}x",
-            f"{row['frontend_us_per_token']:.1f}",
-        )
-    console.print(table)
+    show(console, title, COLUMNS, summary["rows"])
     console.print(f"texts that differ from the batch's: {summary['texts_differing']}")

@@ -18,14 +18,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from tlt_server.bench.decode import LONG_NEW, NEW, PROMPT, longest
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import described, settings_of
 from tlt_server.bench.steps import random_requests, time_in_turn, time_steps
+from tlt_server.bench.tables import show
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.settings import EngineSettings
@@ -42,6 +41,18 @@ PROBLEMS = 32
 RING_BYTES, FEATURE_BYTES = 2**26, 2**32  # bounds of what is captured
 QUICK_PROBLEMS = 4
 PROBLEM: Literal["problem"] = "problem"
+COLUMNS = {
+    "strategy": "{strategy}",
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "captured": "{captured}",
+    "cycles": "{steps}",
+    "ms per cycle": "{step_ms:.3f}",
+    "quartiles": "{quartiles_ms[0]:.3f} - {quartiles_ms[1]:.3f}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "accept length": "{accept_length:.2f}",
+    "GPU idle": "{gpu_idle_percent:.2f} %",
+}
 
 
 class CycleCase(NamedTuple):
@@ -89,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         add_slowdown(rows)
     bench = "capture" if args.capture else "cycle"
     figures = {"bench": bench, "quick": bool(args.quick), **described(settings), "rows": rows}
-    report(console, rows)
+    show(console, "tlt bench cycle: draft, verify, accept; medians", COLUMNS, rows)
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
 
@@ -187,35 +198,3 @@ def problems_of(model: Path, count: int, *, seed: int) -> list[GenerateRequest]:
     from tlt_server.demo.workload import problems_as_requests
 
     return problems_as_requests(model, count, group=1, seed=seed, max_tokens=ANSWER)
-
-
-def report(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(title="tlt bench cycle: draft, verify, accept; medians")
-    for heading in (
-        "strategy",
-        "batch",
-        "prompt",
-        "captured",
-        "cycles",
-        "ms per cycle",
-        "quartiles",
-        "tokens/s",
-        "accept length",
-        "GPU idle",
-    ):
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
-    for row in rows:
-        low, high = row["quartiles_ms"]
-        table.add_row(
-            row["strategy"],
-            str(row["batch"]),
-            str(row["prompt"]),
-            "yes" if row["captured"] else "no",
-            str(row["steps"]),
-            f"{row['step_ms']:.3f}",
-            f"{low:.3f} - {high:.3f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['accept_length']:.2f}",
-            f"{row['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in row else "",
-        )
-    console.print(table)

@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.padding.shapes import SHAPES, write_config
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests, time_prefill, time_steps
+from tlt_server.bench.tables import show
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
@@ -46,6 +46,27 @@ ROUNDS = 5  # prefills per size; the median counts
 REACHABLE = 5120  # tokens of the longest of these requests, which bounds the tables
 
 Row = dict[str, Any]
+COLUMNS = {
+    "numerics": "{numerics}",
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "steps": "{steps}",
+    "ms per step": "{step_ms:.3f}",
+    "quartiles": "{quartiles_ms[0]:.3f} - {quartiles_ms[1]:.3f}",
+    "tokens/s": "{tokens_per_s:.0f}",
+}
+PREFILL_COLUMNS = {
+    "numerics": "{numerics}",
+    "tokens": "{prompts} x {length}",
+    "tokens/s": "{tokens_per_s:.0f}",
+}
+PRICE_COLUMNS = {
+    "of": "{what}",
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "tokens": "{prompts} x {length}",
+    "more time": "{percent:+.1f} %",
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -224,32 +245,8 @@ def prices(rows: list[Row], prefill: list[Row], ours: str, other: str) -> list[R
 
 
 def report(console: Console, figures: Row) -> None:
-    table = Table(title="tlt bench decode: plain steps, medians")
-    for heading in ("numerics", "batch", "prompt", "steps", "ms per step", "quartiles", "tokens/s"):
-        table.add_column(heading, justify="left" if heading == "numerics" else "right")
-    for row in figures["rows"]:
-        low, high = row["quartiles_ms"]
-        table.add_row(
-            row["numerics"],
-            str(row["batch"]),
-            str(row["prompt"]),
-            str(row["steps"]),
-            f"{row['step_ms']:.3f}",
-            f"{low:.3f} - {high:.3f}",
-            f"{row['tokens_per_s']:.0f}",
-        )
-    console.print(table)
-    for row in figures["prefill"]:
-        console.print(
-            f"prefill, {row['numerics']}, {row['prompts']} x {row['length']} tokens: "
-            f"{row['tokens_per_s']:.0f} tokens/s"
-        )
-    for row in figures.get("price", ()):
-        of = (
-            f"batch {row['batch']}, prompt {row['prompt']}"
-            if row["what"] == "decode"
-            else f"{row['prompts']} x {row['length']} tokens"
-        )
-        console.print(
-            f"price of {figures['numerics']}, {row['what']}, {of}: {row['percent']:+.1f} %"
-        )
+    show(console, "tlt bench decode: plain steps, medians", COLUMNS, figures["rows"])
+    if figures["prefill"]:
+        show(console, "prompts read by the engine", PREFILL_COLUMNS, figures["prefill"])
+    if "price" in figures:
+        show(console, f"price of {figures['numerics']}", PRICE_COLUMNS, figures["price"])

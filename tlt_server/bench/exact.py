@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
 from tlt_server.bench.covering import Configuration, covering_array
@@ -48,6 +47,7 @@ from tlt_server.bench.exact_versions import bring, write_pushed
 from tlt_server.bench.faults import planted
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.tables import show
 from tlt_server.commands import ClearCache, SetPolicy, Submit
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices import Device, make_device
@@ -58,6 +58,16 @@ from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
 from tlt_server.records import GenerateRequest
+
+COLUMNS = {
+    "requests": "{requests}",
+    "tokens": "{tokens}",
+    "passes": "{passes}",
+    "preempted": "{preemptions}",
+    "seconds": "{seconds:.1f}",
+    "tokens differ": "{differing_tokens}",
+    "log-prob bits differ": "{differing_logprobs}",
+}
 
 
 class Result(NamedTuple):
@@ -342,38 +352,10 @@ def report(
     console: Console, results: list[Result], settings: dict[str, object], args: argparse.Namespace
 ) -> int:
     strict = args.numerics == "strict"
-    table = Table(title=f"tlt bench exact, {args.numerics}: against one run without speculation")
-    for heading in (
-        "strategy",
-        "batch",
-        "pages",
-        "chunk",
-        *(["version"] if "version" in results[0].configuration else []),
-        "requests",
-        "tokens",
-        "passes",
-        "preempted",
-        "seconds",
-        "tokens differ",
-        "log-prob bits differ",
-    ):
-        table.add_column(
-            heading, justify="left" if heading in ("strategy", "pages", "version") else "right"
-        )
-    for r in results:
-        red = "bold red" if strict and r.faults else ""
-        table.add_row(
-            *(str(level) for level in r.configuration.values()),
-            str(r.requests),
-            str(r.tokens),
-            str(r.passes),
-            str(r.preemptions),
-            f"{r.seconds:.1f}",
-            str(r.differing_tokens),
-            str(r.differing_logprobs),
-            style=red,
-        )
-    console.print(table)
+    title = f"tlt bench exact, {args.numerics}: against one run without speculation"
+    levels = {name: f"{{{name}}}" for name in results[0].configuration}
+    rows = [{**r._asdict(), **r.configuration} for r in results]
+    show(console, title, {**levels, **COLUMNS}, rows)
     red_runs = [r for r in results if strict and r.faults]
     for r in red_runs:
         name = " ".join(map(str, r.configuration.values()))

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import described, settings_of
+from tlt_server.bench.tables import show
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,16 +64,12 @@ def _run(args: argparse.Namespace) -> int:
     }
     report(console, figures)
     if args.keys:
-        table = Table(title="graphs, in the order of capture")
-        for heading in ("key", "MiB", "seconds"):
-            table.add_column(heading, justify="left" if heading == "key" else "right")
-        for key in keys:
-            table.add_row(str(key), f"{pool.bytes[key] / 2**20:.1f}", f"{pool.seconds[key]:.3f}")
-        console.print(table)
         figures["keys"] = [
             {"key": str(key), "bytes": pool.bytes[key], "seconds": round(pool.seconds[key], 4)}
             for key in keys
         ]
+        columns = {"key": "{key}", "bytes": "{bytes}", "seconds": "{seconds:.3f}"}
+        show(console, "graphs, in the order of capture", columns, figures["keys"])
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
 
@@ -94,14 +90,8 @@ def since_start() -> float:
 
 def report(console: Console, figures: dict[str, Any]) -> None:
     console.print(f"ready after {figures['ready_s']:.1f} s, Triton cache {figures['triton_cache']}")
-    table = Table(title="tlt bench graphs")
-    table.add_column("phase")
-    table.add_column("seconds", justify="right")
-    for name, seconds in figures["phases_s"].items():
-        table.add_row(name, f"{seconds:.2f}")
-    table.add_section()
-    table.add_row(
-        f"{figures['graphs']} graphs, {figures['graph_bytes'] / 2**20:.0f} MiB",
-        f"{figures['capture_s']:.2f}",
-    )
-    console.print(table)
+    captured = f"{figures['graphs']} graphs, {figures['graph_bytes'] / 2**20:.0f} MiB"
+    phases = {**figures["phases_s"], captured: figures["capture_s"]}
+    columns = {"phase": "{phase}", "seconds": "{seconds:.2f}"}
+    rows = [{"phase": name, "seconds": seconds} for name, seconds in phases.items()]
+    show(console, "tlt bench graphs", columns, rows)

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
-from rich.table import Table
 
 from tlt_server.bench.adapters import load_adapters, write_adapters
 from tlt_server.bench.engines import LoadedOnce, release
@@ -24,6 +23,7 @@ from tlt_server.bench.exact_plan import ADAPTERS
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests, time_steps
+from tlt_server.bench.tables import show
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
 from tlt_server.records import OFF, GenerateRequest, Strategy
@@ -32,6 +32,14 @@ PROMPT, NEW, QUICK_NEW = 128, 1024, 256  # tokens
 STEPS = 100  # timed per batch and round
 ROUNDS = 5
 STRATEGIES = (OFF, Strategy("eagle", 7, 1, 8))
+COLUMNS = {
+    "rank": "{rank}",
+    "strategy": "{strategy}",
+    "batch": "{batch}",
+    "step, ms": "{plain_ms:.3f}",
+    "with adapters, ms": "{adapted_ms:.3f}",
+    "ratio": "{ratio:.3f}",
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,17 +76,7 @@ def run(args: argparse.Namespace) -> int:
             release()
     figures = {"bench": "lora", "quick": bool(args.quick), **described(base)}
     figures |= {"prompt": PROMPT, "new": new, "rows": rows}
-    table = Table("rank", "strategy", "batch", "step, ms", "with adapters, ms", "ratio")
-    for row in rows:
-        table.add_row(
-            str(row["rank"]),
-            row["strategy"],
-            str(row["batch"]),
-            f"{row['plain_ms']:.3f}",
-            f"{row['adapted_ms']:.3f}",
-            f"{row['ratio']:.3f}",
-        )
-    console.print(table)
+    show(console, "tlt bench lora", COLUMNS, rows)
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
 

@@ -23,12 +23,12 @@ import msgspec
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.table import Table
 
 from tlt_client import Client
 from tlt_server.bench.goodput import GoodputSize, LoadPhase, judge, percentile
 from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop
 from tlt_server.bench.record import finish, wide_console
+from tlt_server.bench.tables import show
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest
@@ -41,6 +41,20 @@ MIN_GOODPUT = 0.9  # part of the peak, at the highest rate
 SHED_MS = 50.0  # 99th percentile
 GROWTH = 0.05  # part of memory while the highest rate lasts, or GROWTH_MIB
 GROWTH_MIB = 16.0
+COLUMNS = {
+    "load": "{load}",
+    "requests/s offered": "{offered_per_s}",
+    "goodput tokens/s": "{goodput}",
+    "of peak": "{of_peak}",
+    "shed": "{shed}",
+    "late": "{late}",
+    "completed p50 s": "{completed_p50_s}",
+    "shed p50 ms": "{shed_p50_ms}",
+    "shed p99 ms": "{shed_p99_ms}",
+    "shed max ms": "{shed_max_ms}",
+    "frontend MiB": "{frontend_mib}",
+    "engine MiB": "{engine_mib}",
+}
 
 
 FULL = GoodputSize(ramp_s=8, window_s=28, timeout_s=15)
@@ -202,44 +216,10 @@ def report(
     console: Console, phases: dict[str, LoadPhase], counts: Counts, args: argparse.Namespace
 ) -> int:
     peak, last = phases["peak"], list(phases.values())[-1]
-    table = Table(title="tlt bench overload: open-loop load against the peak of a closed loop")
-    for heading in (
-        "load",
-        "requests/s offered",
-        "goodput tokens/s",
-        "of peak",
-        "shed",
-        "late",
-        "completed p50 s",
-        "shed p50 ms",
-        "shed p99 ms",
-        "shed max ms",
-        "frontend MiB",
-        "engine MiB",
-    ):
-        table.add_column(heading, justify="right")
     found = {name: _figures(phase, peak) for name, phase in phases.items()}
-    for name, figures in found.items():
-        table.add_row(
-            name,
-            *(
-                str(figures[key])
-                for key in (
-                    "offered_per_s",
-                    "goodput",
-                    "of_peak",
-                    "shed",
-                    "late",
-                    "completed_p50_s",
-                    "shed_p50_ms",
-                    "shed_p99_ms",
-                    "shed_max_ms",
-                    "frontend_mib",
-                    "engine_mib",
-                )
-            ),
-        )
-    console.print(table)
+    rows = [{"load": name, **figures} for name, figures in found.items()]
+    title = "tlt bench overload: open-loop load against the peak of a closed loop"
+    show(console, title, COLUMNS, rows)
     sent = sum(sum(phase.ends.values()) for phase in phases.values())
     ended, refused = sum(counts.ended.values()), sum(counts.refused.values())
     exactly_once = (

@@ -6,19 +6,28 @@ import argparse
 from collections import defaultdict
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.drafts import check_strategy
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.plots import check_plots, draw
 from tlt_server.bench.replaying.simulated import Replay, ReplayResult
+from tlt_server.bench.tables import show
 from tlt_server.commands import SetPolicy
 from tlt_server.speculation.recorded import RolloutRecord
 
 ORACLE = "best in hindsight"
 DEFAULT = ("off", "goodput", "beg")
+COLUMNS = {
+    "policy": "{policy}",
+    "s": "{seconds:.3f}",
+    "recorded s": "{recorded_s:.3f}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "cycles": "{cycles}",
+    "switches": "{switches}",
+    "regret": "{regret:.1%}",
+    "expected": "{expected_regret:.1%}",
+    "time": "{time}",
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,33 +58,7 @@ def run(args: argparse.Namespace) -> int:
     for recorded in record.header.runs:
         if recorded.policy in rows:
             rows[recorded.policy]["recorded_s"] = round(recorded.seconds, 4)
-    table = Table(title="tlt bench replay")
-    for heading in (
-        "policy",
-        "s",
-        "recorded s",
-        "tokens/s",
-        "cycles",
-        "switches",
-        "regret",
-        "expected",
-        "time",
-    ):
-        table.add_column(heading, justify="left" if heading in ("policy", "time") else "right")
-    for name, row in rows.items():
-        shares = ", ".join(f"{k} {v:.0%}" for k, v in list(row["share_of_time"].items())[:4])
-        table.add_row(
-            Text(name),
-            f"{row['seconds']:.3f}",
-            f"{row['recorded_s']:.3f}" if "recorded_s" in row else "",
-            f"{row['tokens_per_s']:.0f}",
-            str(row["cycles"]),
-            str(row["switches"]),
-            f"{row['regret']:.1%}",
-            f"{row['expected_regret']:.1%}",
-            Text(shares),
-        )
-    console.print(table)
+    show(console, "tlt bench replay", COLUMNS, map(shown, rows, rows.values()))
     if args.plots:
         for file in draw(found, args.plots):
             console.print(f"{file} written", highlight=False)
@@ -91,6 +74,12 @@ def run(args: argparse.Namespace) -> int:
     }
     finish(args, summary, on_gpu=False, recorded_on=record.header.machine)
     return 0
+
+
+def shown(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a policy as it is printed, with its four most frequent strategies."""
+    most = [*row["share_of_time"].items()][:4]
+    return {**row, "policy": name, "time": ", ".join(f"{k} {v:.0%}" for k, v in most)}
 
 
 def figures(replayed: ReplayResult) -> dict[str, Any]:

@@ -15,14 +15,14 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.tables import show
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.child import EngineChild
 from tlt_server.errors import StartupError
@@ -36,6 +36,15 @@ RUNNING = 64  # at most, on every device
 FEW = 2  # running requests of the workload `few`
 ROUNDS = 5
 WITH_PROMPTS = "with prompts"
+COLUMNS = {
+    "workload/arm": "{run}",
+    "wall s": "{wall_s:.2f}",
+    "passes": "{passes:.0f}",
+    "tokens": "{tokens:.0f}",
+    "tokens/pass": "{tokens_per_pass:.2f}",
+    "accept length": "{accept_length:.2f}",
+    "speed-up": "{speedup:.2f}x",
+}
 
 
 class Arm(NamedTuple):
@@ -236,21 +245,7 @@ def report(
     settings: dict[str, object],
     args: argparse.Namespace,
 ) -> int:
-    table = Table(
-        title="tlt bench rollout: medians; speed-up against the faster of the two plain engines"
-    )
-    for heading in (
-        "workload",
-        "arm",
-        "wall s",
-        "passes",
-        "tokens",
-        "tokens/pass",
-        "accept length",
-        "speed-up",
-    ):
-        table.add_column(heading, justify="left" if heading in ("workload", "arm") else "right")
-    summary: dict[str, object] = {
+    summary: dict[str, Any] = {
         "bench": "rollout",
         "quick": bool(args.quick),
         "rounds": len(seen["tail", "off"]),
@@ -262,16 +257,6 @@ def report(
             for field in ("seconds", "passes", "tokens", "accept_length")
         }
         ratio = speedup(seen, workload, name)
-        table.add_row(
-            workload,
-            name,
-            f"{median['seconds']:.2f}",
-            f"{median['passes']:.0f}",
-            f"{median['tokens']:.0f}",
-            f"{median['tokens'] / median['passes']:.2f}",
-            f"{median['accept_length']:.2f}" if median["accept_length"] else "",
-            f"{ratio:.2f}x",
-        )
         summary[f"{workload}/{name}"] = {
             "wall_s": round(median["seconds"], 3),
             "passes": median["passes"],
@@ -282,6 +267,8 @@ def report(
             "share_of_time": shares(found),
         }
     summary["responses_differing"] = differing
-    console.print(table)
+    rows = [{"run": run, **row} for run, row in summary.items() if "/" in run]
+    title = "tlt bench rollout: medians; speed-up against the faster of the two plain engines"
+    show(console, title, COLUMNS, rows)
     finish(args, summary, on_gpu=args.device == "cuda")
     return 1 if differing else 0

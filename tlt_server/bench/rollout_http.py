@@ -25,8 +25,6 @@ import msgspec
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tlt_client import Client
 from tlt_client.errors import InvalidRequest
@@ -42,6 +40,7 @@ from tlt_server.bench.settings import (
     serve_flags,
     settings_of,
 )
+from tlt_server.bench.tables import show
 from tlt_server.commands import SetPolicy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
@@ -59,6 +58,14 @@ COUNTERS = {  # metric and label, by figure of a row
     "predicted_s": ("tlt_predicted_step_seconds_total", "kind"),
     "decodes": ("tlt_decodes_total", "strategy"),
     "accepted": ("tlt_sd_accepted_tokens_total", "strategy"),
+}
+COLUMNS = {
+    "workload": "{workload}",
+    "arm": "{arm}",
+    "s": "{seconds:.2f}",
+    "tokens/s": "{tokens_per_s}",
+    "off": "{against_off:.2f}x",
+    "best fixed": "{against_best_fixed:.2f}x",
 }
 FULL = 4  # times the requests of a full batch that are sent, one after the other
 FULL_TOKENS = 192
@@ -313,22 +320,11 @@ def _counted(client: Client) -> dict[str, dict[str, float]]:
 
 
 def _print(console: Console, summary: dict[str, Any]) -> None:
-    table = Table(
-        title="tlt bench rollout --http: medians over seeds; times faster than off, and than the "
-        "best fixed strategy"
+    title = (
+        "tlt bench rollout --http: medians over seeds; times faster than off, and than the best "
+        "fixed strategy"
     )
-    for heading in ("workload", "arm", "s", "tokens/s", "off", "best fixed"):
-        table.add_column(heading, justify="left" if heading in ("workload", "arm") else "right")
-    for row in summary["rows"]:
-        table.add_row(
-            row["workload"],
-            Text(row["arm"]),
-            f"{row['seconds']:.2f}",
-            str(row["tokens_per_s"]),
-            f"{row['against_off']:.2f}x" if "against_off" in row else "",
-            f"{row['against_best_fixed']:.2f}x" if "against_best_fixed" in row else "",
-        )
-    console.print(table)
+    show(console, title, COLUMNS, summary["rows"])
     console.print(
         f"first rollout after the start {summary['first_s']:.2f} s, the same again at the end "
         f"{summary['later_s']:.2f} s; runs whose responses differ: {summary['responses_differing']}"

@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import uvloop
-from rich.table import Table
 
 from tlt_client.arguments import bearer
 from tlt_server.bench.goodput import percentile
 from tlt_server.bench.load import Answer, Connections, poisson, sent_at
 from tlt_server.bench.record import finish, wide_console
+from tlt_server.bench.tables import show
 from tlt_server.errors import StartupError
 from tlt_server.push.calling import key_in
 
+TIMES = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (50, 90, 95, 99)
 ANSWER_S = 3600.0
 SAID = 300  # bytes of a failed answer that are shown
@@ -63,13 +64,10 @@ def run(args: argparse.Namespace) -> int:
     started_s = time.perf_counter()
     answers = uvloop.run(_load(args, _model(args.url, key), key))
     found = figures(answers, time.perf_counter() - started_s, args.input_len, args.goodput)
-    table = Table(title=f"tlt bench serve: {args.num_prompts} requests to {args.url}")
-    for heading in ("ms", "mean", *(f"p{part}" for part in PERCENTILES)):
-        table.add_column(heading, justify="right")
-    for name in ("ttft", "tpot", "itl", "e2el"):
-        table.add_row(name.upper(), *(str(value) for value in found[f"{name}_ms"].values()))
-    console = wide_console()
-    console.print(table)
+    times = [{"ms": name.upper(), **found[f"{name}_ms"]} for name in TIMES]
+    columns = {heading: f"{{{heading}}}" for heading in times[0]}
+    title = f"tlt bench serve: {args.num_prompts} requests to {args.url}"
+    show(wide_console(), title, columns, times)
     if failure := next((answer for answer in answers if times_of(answer) is None), None):
         said = failure.body[:SAID].decode(errors="replace")
         print(f"{found['failed']} requests failed; the first with HTTP {failure.status}: {said}")

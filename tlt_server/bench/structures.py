@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.table import Table
 
 from tlt_server.bench.engines import LoadedOnce
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests
+from tlt_server.bench.tables import show
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
@@ -37,6 +37,16 @@ FIELDS = 50  # in the schema to compile
 STRATEGIES = {
     "cpu": (OFF, Strategy("eagle", 7, 4, 16)),
     "cuda": (OFF, Strategy("eagle", 7, 1, 8), Strategy("eagle", 7, 4, 32)),
+}
+COLUMNS = {
+    "strategy": "{strategy}",
+    "batch": "{batch}",
+    "us per token": "{plain_us:.0f}",
+    "with a schema": "{structured_us:.0f}",
+    "ratio": "{ratio:.3f}",
+    "per step": "{step_ratio:.3f}",
+    "accepted": "{plain_accept_length:.2f}, {structured_accept_length:.2f}",
+    "masks": "{mask_us:.0f}",
 }
 RECORD = {
     "type": "object",
@@ -80,28 +90,7 @@ def run(args: argparse.Namespace) -> int:
     }
     compiled_ms = compile_ms(Path(settings.model), info)
     figures |= {"prompt": PROMPT, "new": new, "compile_ms": compiled_ms, "rows": rows}
-    table = Table(
-        "strategy",
-        "batch",
-        "us per token",
-        "with a schema",
-        "ratio",
-        "per step",
-        "accepted",
-        "masks",
-    )
-    for r in rows:
-        table.add_row(
-            r["strategy"],
-            str(r["batch"]),
-            f"{r['plain_us']:.0f}",
-            f"{r['structured_us']:.0f}",
-            f"{r['ratio']:.3f}",
-            f"{r['step_ratio']:.3f}",
-            f"{r['plain_accept_length']:.2f}, {r['structured_accept_length']:.2f}",
-            f"{r['mask_us']:.0f}",
-        )
-    console.print(table)
+    show(console, "tlt bench structures", COLUMNS, rows)
     console.print(f"a schema of {FIELDS} fields compiles in {compiled_ms:.1f} ms")
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
