@@ -12,20 +12,18 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.served import asked
+from benchmarks.recording import RESULTS, Served
 from tests.processes import engine, ranks
 from tlt_client import Client, TltClientError
 from tlt_client.wire import ItemResult, Token
-from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 
-RECORD = Path(__file__).with_name("results") / "faults-tp2-gpu.json"
+RECORD = RESULTS / "faults-tp2-gpu.json"
 BEFORE, LONG = 64, 4000  # tokens: before a fault, asked for
 PROMPT = list(range(1, 17))
 BACK_S = 300.0  # for the next engine to be ready
@@ -52,7 +50,7 @@ class Unexpected(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0; 1 where a client was told anything else than it should be, 2 without a server."""
-    served = asked(arguments, str(__doc__), RECORD)
+    served = Served.asked(arguments, __doc__, RECORD)
     try:
         rows = faults(served.flags, served.width)
     except StartupError as error:
@@ -62,9 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"benchmarks.record_faults: {error}", file=sys.stderr)
         return 1
     on_gpu = served.device != "cpu" and torch.cuda.is_available()
-    figures = served.figures("faults", rows)
-    command = served.command("benchmarks.record_faults")
-    write_entry(served.record, entry_of(figures, command, on_gpu=on_gpu, commit=served.commit))
+    served.write("benchmarks.record_faults", "faults", rows, on_gpu=on_gpu)
     return 0
 
 

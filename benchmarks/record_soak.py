@@ -8,61 +8,48 @@ benchmarks/results/soak.json. `make soak` runs this. A few tests need a record o
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
+from benchmarks.recording import RESULTS, parser, tested
 from tlt_server.bench.record import entry_of, write_entry
 
-RECORD = Path(__file__).with_name("results") / "soak.json"
+RECORD = RESULTS / "soak.json"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit status of pytest."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--commit", metavar="NAME", help="of the code that runs [default: what git says]"
-    )
-    parser.add_argument("-n", metavar="WORKERS", default="2", help="of pytest [default: 2]")
-    parser.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("-n", metavar="WORKERS", default="2", help="of pytest [default: 2]")
+    flags.add_argument(
         "--json", type=Path, metavar="FILE", help=f"[default: {RECORD.name}, of all tests]"
     )
-    parser.add_argument(
+    flags.add_argument(
         "tests", nargs="*", metavar="TEST", help="files, or tests of them [default: all]"
     )
-    asked = parser.parse_args(arguments)
+    asked = flags.parse_args(arguments)
     if asked.tests and asked.json is None:
-        parser.error(f"{RECORD.name} is the record of all long tests; name another by --json")
+        flags.error(f"{RECORD.name} is the record of all long tests; name another by --json")
     record: Path = asked.json or RECORD
     command = f"python -m benchmarks.record_soak -n {asked.n} {' '.join(asked.tests)}".strip()
     entry = entry_of({}, command, on_gpu=False, commit=asked.commit)
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        how = ("-m", "soak", "-n", asked.n, "--durations=0", f"--junitxml={report}")
-        how += ("-o", "junit_family=xunit1")  # the form with properties of tests
-        status = subprocess.run([sys.executable, "-m", "pytest", *how, *asked.tests]).returncode
-        if report.exists():
-            write_entry(record, entry | {"figures": figures(report)})
-            print(f"{record.name}: {'green' if status == 0 else 'red'}")
+    status, found = tested("-m", "soak", "-n", asked.n, "--durations=0", *asked.tests)
+    if found:
+        write_entry(record, entry | {"figures": figures(found)})
+        print(f"{record.name}: {'green' if status == 0 else 'red'}")
     return status
 
 
-def figures(report: Path) -> dict[str, Any]:
+def figures(suites: Iterable[Element]) -> dict[str, Any]:
     """Return the tests by file, and the sum of what the storms counted."""
     files: dict[str, Counter[str]] = {}
     counted: Counter[str] = Counter()
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in (case for suite in suites for case in suite.iter("testcase")):
         came = files.setdefault(case.get("classname", "").replace(".", "/") + ".py", Counter())
         bad = case.find("failure") is not None or case.find("error") is not None
         came["failed" if bad else "skipped" if case.find("skipped") is not None else "passed"] += 1

@@ -17,20 +17,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.served import asked
+from benchmarks.recording import RESULTS, Served
 from tlt_server.bench.graph_time import require_gpu
-from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 
-RECORD = Path(__file__).with_name("results") / "starts-gpu.json"
+RECORD = RESULTS / "starts-gpu.json"
 PHASE = re.compile(r"  (\S.{0,27}?)\s+(\d+\.\d\d) s")
 CACHE = "TRITON_CACHE_DIR"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0, or 2 where a server does not start."""
-    served = asked(arguments, str(__doc__), RECORD)
+    served = Served.asked(arguments, __doc__, RECORD)
     try:
         require_gpu()
         with tempfile.TemporaryDirectory() as folder:
@@ -38,9 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     except StartupError as error:
         print(f"benchmarks.record_starts: {error}", file=sys.stderr)
         return 2
-    figures = served.figures("starts", rows)
-    command = served.command("benchmarks.record_starts")
-    write_entry(served.record, entry_of(figures, command, on_gpu=True, commit=served.commit))
+    served.write("benchmarks.record_starts", "starts", rows, on_gpu=True)
     return 0
 
 

@@ -26,12 +26,12 @@ from xml.etree import ElementTree
 
 from msgspec.structs import asdict
 
+from benchmarks.recording import RESULTS, parser, tested
 from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.errors import StartupError
 from tlt_server.fingerprint import Fingerprint
 
-RESULTS = Path(__file__).with_name("results")
 BITS = (
     "tests/kernels/test_gpu_gemm.py",
     "tests/kernels/test_gpu_leaves.py",
@@ -115,18 +115,11 @@ GOLDEN = (
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0 if all that the record holds passed, 1 if not, 2 without the GPUs or the part."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--commit", metavar="NAME", help="of the code that runs [default: what git says]"
-    )
-    parser.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument(
         "--gpus", type=int, choices=PLANS, default=1, help="that a test needs [default 1]"
     )
-    parser.add_argument(
+    flags.add_argument(
         "--part",
         action="append",
         metavar="NAME",
@@ -134,48 +127,33 @@ def main(arguments: Sequence[str]) -> int:
         "[default: all]; may be given several times, and adds to the record of the same commit "
         "and machine",
     )
-    parser.add_argument(
-        "-n",
-        metavar="WORKERS",
-        default="0",
-        help="of pytest, where tests need not run alone [default: none]",
-    )
-    parser.add_argument("-v", action="store_true", help="name every test")
-    asked = parser.parse_args(arguments)
+    help = "of pytest, where tests need not run alone [default: none]"
+    flags.add_argument("-n", metavar="WORKERS", default="0", help=help)
+    flags.add_argument("-v", action="store_true", help="name every test")
+    asked = flags.parse_args(arguments)
     plan = PLANS[asked.gpus]
     if unknown := set(asked.part or ()) - set(plan.parts):
-        parser.error(f"no part is called {unknown.pop()!r}; name one of {', '.join(plan.parts)}")
+        flags.error(f"no part is called {unknown.pop()!r}; name one of {', '.join(plan.parts)}")
     try:
         require_gpu(plan.gpus)
     except StartupError as error:
         print(f"benchmarks.record_tests: {error.message}", file=sys.stderr)
         return 2
-    entry = entry_of(
-        {},
-        plan.make + (f" ARGS='-n {asked.n}'" if asked.n != "0" else ""),
-        on_gpu=True,
-        commit=asked.commit,
-    )
+    command = plan.make + (f" ARGS='-n {asked.n}'" if asked.n != "0" else "")
+    entry = entry_of({}, command, on_gpu=True, commit=asked.commit)
+    return record(plan, asked, entry)
+
+
+def record(plan: Plan, asked: argparse.Namespace, entry: dict[str, Any]) -> int:
+    """Run the parts, and write the record after each of them."""
     mine, exact, parts = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     how = ("--timeout", str(TEST_S), "-n", asked.n, *(["-vv"] if asked.v else []))
     for part in asked.part or plan.parts:
-        with tempfile.TemporaryDirectory() as folder:
-            report, started = Path(folder) / "report", time.monotonic()
-            if part == EXACT:
-                status = run(*plan.exact, "--json", str(report))
-                exact = json.loads(report.read_text())["figures"] if report.exists() else {}
-                red = ["tlt bench exact"] if status else moved(plan.gpus, exact, entry["versions"])
-                mine[part] = {
-                    "passed": int(not red),
-                    "failed": len(red),
-                    "skipped": 0,
-                    "seconds": round(time.monotonic() - started, 1),
-                    **({"red": red} if red else {}),
-                }
-            else:
-                mine[part] = counts(
-                    report, run("-m", "pytest", *how, *plan.runs[part], f"--junitxml={report}")
-                )
+        if part == EXACT:
+            mine[part], exact = exactness(plan, entry["versions"])
+        else:
+            status, suites = tested(*how, *plan.runs[part], timeout_s=PART_S)
+            mine[part] = counts(suites, status)
         others, exact_before = (
             recorded(plan, entry) if asked.part else ({}, {})
         )  # read again: other GPUs may have added parts
@@ -184,6 +162,24 @@ def main(arguments: Sequence[str]) -> int:
         write_entry(plan.record, entry | {"figures": found})
     print(f"{plan.record.name}: {'green' if found['green'] else 'red'}")
     return int(any(came["failed"] or not came["passed"] for came in parts.values()))
+
+
+def exactness(plan: Plan, versions: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the counts of this part, and the figures of its bench."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report"
+        status = run(*plan.exact, "--json", str(report))
+        exact = json.loads(report.read_text())["figures"] if report.exists() else {}
+    red = ["tlt bench exact"] if status else moved(plan.gpus, exact, versions)
+    came = {
+        "passed": int(not red),
+        "failed": len(red),
+        "skipped": 0,
+        "seconds": round(time.monotonic() - started, 1),
+        **({"red": red} if red else {}),
+    }
+    return came, exact
 
 
 def run(*command: str) -> int:
@@ -242,9 +238,9 @@ def figures(plan: Plan, parts: dict[str, dict[str, Any]], exact: dict[str, Any])
     }
 
 
-def counts(report: Path, status: int) -> dict[str, Any]:
-    """Count tests by how they ended, and name the red ones, from a JUnit report and exit status."""
-    suites, ill = _suites(report), {"failure", "error"}
+def counts(suites: Sequence[ElementTree.Element], status: int) -> dict[str, Any]:
+    """Count tests by how they ended, and name the red ones, from a report and an exit status."""
+    ill = {"failure", "error"}
     cases = [case for suite in suites for case in suite.iter("testcase")]
     ends = [{at.tag for at in case} for case in cases]
     red = sorted(
@@ -265,14 +261,6 @@ def counts(report: Path, status: int) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         **({"red": red} if red else {}),
     }
-
-
-def _suites(report: Path) -> list[ElementTree.Element]:
-    """Return the suites of a report; none where the run ended before it wrote them."""
-    try:
-        return list(ElementTree.parse(report).getroot().iter("testsuite"))
-    except (OSError, ElementTree.ParseError):
-        return []
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """Replies and figures of `tlt bench load`."""
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 
-from tlt_server.bench.clients import LoadRow, Sent, figures, read_reply
+from tlt_server.bench.clients import LoadRow, Sent, figures, read_completion
+from tlt_server.bench.load import Answer, Connections, Reply, TimedChunk
 from tlt_server.errors import StartupError
 
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 WHOLE = (
     b'{"choices":[{"index":1,"text":"b"},{"index":0,"text":"a"}],"usage":{"completion_tokens":4}}'
 )
@@ -14,22 +18,68 @@ EVENTS = (
     b'data: {"choices":[{"index":0,"text":"text"}],"usage":null}\n\n',
     b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\ndata: [DONE]\n\n',
 )
+SIZED = HEAD + b"content-length: %d\r\n\r\n" % len(WHOLE) + WHOLE
 
 
 def chunked(*parts: bytes) -> bytes:
     body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
-    return HEAD + b"transfer-encoding: chunked\r\n\r\n" + body
+    return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body
 
 
-def test_whole_and_streamed_replies_are_read_alike() -> None:
-    assert read_reply(HEAD + b"content-length: 91\r\n\r\n" + WHOLE) == (4, ["a", "b"])
-    assert read_reply(chunked(WHOLE[:40], WHOLE[40:])) == (4, ["a", "b"])
-    assert read_reply(chunked(*EVENTS)) == (3, ["a text"])
+def received(parts: Sequence[bytes]) -> list[Answer]:
+    """Send two requests to a server that answers each in these parts; return both answers."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            await reader.readuntil(b"{}")
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0)
+        await reader.read()
+        writer.close()
+
+    async def send() -> list[Answer]:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            connections = Connections(f"http://127.0.0.1:{port}", 60)
+            await connections.open(1)
+            answers = [await connections.post("/v1/completions", b"{}", 0.0) for _ in range(2)]
+            connections.close()
+            return answers
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (SIZED, (4, ["a", "b"])),
+        (chunked(WHOLE[:40], WHOLE[40:]), (4, ["a", "b"])),
+        (chunked(*EVENTS), (3, ["a text"])),
+    ],
+    ids=["sized", "in chunks", "streamed"],
+)
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+def test_replies_are_read_alike_in_parts_of_any_size(
+    reply: bytes, expected: tuple[int, list[str]], size: int
+) -> None:
+    for answer in received([reply[at : at + size] for at in range(0, len(reply), size)]):
+        assert read_completion(answer) == expected
+
+
+def test_chunks_are_timed_by_their_last_byte() -> None:
+    raw = chunked(b"one", b"two")
+    cut = raw.index(b"tw") + 1
+    reply = Reply.of([TimedChunk(1.0, raw[:cut]), TimedChunk(2.0, raw[cut:])])
+    assert reply.chunks == (TimedChunk(1.0, b"one"), TimedChunk(2.0, b"two"))
+    assert (reply.status, reply.body) == (200, b"onetwo")
 
 
 def test_refused_request_is_an_error_with_its_reply() -> None:
+    refused = b'HTTP/1.1 429 \r\ncontent-length: 31\r\n\r\n{"error":{"code":"queue_full"}}'
     with pytest.raises(StartupError, match="queue_full"):
-        read_reply(b'HTTP/1.1 429 \r\n\r\n{"error":{"code":"queue_full"}}')
+        read_completion(received([refused])[0])
 
 
 def test_ways_are_compared_round_by_round_with_the_batch() -> None:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.sections.training import training
 from tlt_server.__main__ import main
-from tlt_server.bench.recomputing import random_target
-from tlt_server.bench.training import feature_rows
+from tlt_server.bench.training import feature_rows, random_target
 from tlt_server.demo.workload import TARGET as DEMO
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig, Rope

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from xml.etree.ElementTree import Element, fromstring
 
 import pytest
 from msgspec.structs import asdict, replace
 
 from benchmarks import record_tests
 from benchmarks.record_tests import EXACT, GOLDEN, PLANS, counts, figures, moved, recorded
+from benchmarks.recording import suites
 from tlt_kernels import versions
 from tlt_server.bench.record import write_entry
 
@@ -33,11 +35,11 @@ SAME_BITS = {"requests": 612, "differing_tokens": 0, "differing_logprob_bits": 0
 
 def test_counts_of_a_test_run(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    assert counts(report, -9)["red"] == ["the run, which ended with status -9"]
+    assert counts(suites(report), -9)["red"] == ["the run, which ended with status -9"]
     report.write_text(TEST_REPORT[:100])
-    assert counts(report, 3)["failed"] == 1, "a run that never finished is red"
+    assert counts(suites(report), 3)["failed"] == 1, "a run that never finished is red"
     report.write_text(TEST_REPORT)
-    assert counts(report, 1) == {
+    assert counts(suites(report), 1) == {
         "passed": 1,
         "failed": 2,
         "skipped": 1,
@@ -45,7 +47,7 @@ def test_counts_of_a_test_run(tmp_path: Path) -> None:
         "red": ["t::b", "t::c"],
     }
     report.write_text(ONE_PASSED)
-    assert counts(report, 0)["failed"] == 0 and counts(report, 2)["failed"] == 1, (
+    assert counts(suites(report), 0)["failed"] == 0 and counts(suites(report), 2)["failed"] == 1, (
         "interrupted before a test failed"
     )
 
@@ -128,13 +130,14 @@ def test_parts_run_one_by_one_into_one_record(
 
     def ran(*command: str) -> int:
         ran_last[:] = command
-        file = Path(
-            next(word for word in command if word.endswith("report")).removeprefix("--junitxml=")
-        )
-        file.write_text(json.dumps({"figures": SAME_BITS}) if "exact" in command else ONE_PASSED)
-        return statuses["exact"] if "exact" in command else 0
+        Path(command[-1]).write_text(json.dumps({"figures": SAME_BITS}))
+        return statuses["exact"]
+
+    def ran_tests(*arguments: str, timeout_s: float) -> tuple[int, list[Element]]:
+        return 0, [*fromstring(ONE_PASSED).iter("testsuite")]
 
     monkeypatch.setattr(record_tests, "run", ran)
+    monkeypatch.setattr(record_tests, "tested", ran_tests)
     for part in ONE.runs:
         assert (
             record_tests.main(["--commit", "abc", "--part", part, "-n", "4"]) == 0

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers import prompts, sglang_offline, vllm_offline
+from benchmarks.peers import ENGINES, Rollouts, main
 from tlt_server.demo.workload import TARGET, problems_as_requests
 
-MAIN = {"vllm": vllm_offline.main, "sglang": sglang_offline.main}
 RUNS = [[3, 4, 5], [6]]  # tokens of each response, by seed
 
 
@@ -73,7 +72,7 @@ def arguments(tmp_path: Path) -> list[str]:
     return ["--target", "t", "--drafter", "d", "--prompts", str(file), "--max-running", "9"]
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("drafts", [0, 2, 3, 7])
 def test_an_engine_gets_our_prompts_and_its_figures_are_one_line(
     name: str,
@@ -84,7 +83,7 @@ def test_an_engine_gets_our_prompts_and_its_figures_are_one_line(
 ) -> None:
     engine = Asked(name)
     monkeypatch.setitem(sys.modules, name, engine)
-    assert MAIN[name]([*arguments, "--drafts", str(drafts)]) == 0
+    assert main([name, *arguments, "--drafts", str(drafts)]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     figures = json.loads(line)
     assert engine.prompts == [PROMPTS["21"], PROMPTS["21"], PROMPTS["22"]]  # the first one warms up
@@ -117,13 +116,13 @@ def test_an_engine_gets_our_prompts_and_its_figures_are_one_line(
         assert speculation == (wanted if drafts else {})
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_that_is_not_installed_is_named(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SystemExit, match=f"{name} cannot be imported here.*environment"):
-        MAIN[name](arguments)
+        main([name, *arguments])
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"prompts": {}}', None])
@@ -132,15 +131,16 @@ def test_a_file_without_prompts_is_named(content: str | None, tmp_path: Path) ->
     if content is not None:
         file.write_text(content)
     with pytest.raises(SystemExit, match="holds no prompts"):
-        prompts.read(file)
+        Rollouts.read(file)
 
 
 def test_the_prompts_are_those_of_the_rollout_bench(tmp_path: Path) -> None:
     file = tmp_path / "prompts.json"
     assert (
-        prompts.main([str(file), "--model", str(TARGET), "--requests", "16", "--seeds", "3,5"]) == 0
+        main(["prompts", str(file), "--model", str(TARGET), "--requests", "16", "--seeds", "3,5"])
+        == 0
     )
-    found = prompts.read(file)
+    found = Rollouts.read(file)
     assert found.max_tokens == 2000
     for seed in (3, 5):
         expected = problems_as_requests(TARGET, 16, group=8, seed=seed)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.record_soak import figures, main
+from benchmarks.recording import suites
 from benchmarks.sections.service import soak
 
 REPORT = """<testsuites><testsuite>
@@ -20,7 +21,7 @@ REPORT = """<testsuites><testsuite>
 
 def test_a_record_sums_the_storms_and_is_red_where_one_test_is(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(REPORT)
-    assert figures(tmp_path / "report.xml") == {
+    assert figures(suites(tmp_path / "report.xml")) == {
         "bench": "soak",
         "green": False,
         "files": {
@@ -30,7 +31,7 @@ def test_a_record_sums_the_storms_and_is_red_where_one_test_is(tmp_path: Path) -
         "storms": {"http 200": 5, "kill": 13},
     }
     (tmp_path / "report.xml").write_text(REPORT.replace("<failure/>", ""))
-    assert figures(tmp_path / "report.xml")["green"]
+    assert figures(suites(tmp_path / "report.xml"))["green"]
 
 
 def test_kills_under_load_are_told_by_how_their_requests_ended() -> None:

@@ -17,14 +17,14 @@ import time
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 import uvloop
-from msgspec import Struct
 from rich.console import Console
 
 from tlt_client import Client
+from tlt_server.bench.completions import completion, events
+from tlt_server.bench.load import Answer, Connections
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout_http import FIXED, set_policy
@@ -53,20 +53,6 @@ COLUMNS = {
 }
 PROMPT_TOKENS = 256  # at most
 REPLY_S = 600.0
-
-
-class _Choice(Struct):
-    text: str
-    index: int = 0
-
-
-class _Usage(Struct):
-    completion_tokens: int
-
-
-class _Completion(Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
 
 
 class LoadRow(NamedTuple):
@@ -184,81 +170,32 @@ async def _send(
     }
     if way == "streamed":
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
-    bodies = (
-        [{"prompt": prompts, **asked}]
-        if way == "batch"
-        else [{"prompt": prompt, **asked} for prompt in prompts]
-    )
-    address = urlsplit(server.url)
-    assert address.hostname is not None and address.port is not None
-    loop = asyncio.get_running_loop()
-    opened = [await loop.create_connection(Awaited, address.hostname, address.port) for _ in bodies]
+    each = [prompts] if way == "batch" else prompts
+    bodies = [msgspec.json.encode({"prompt": prompt, **asked}) for prompt in each]
+    connections = Connections(server.url, REPLY_S)
+    await connections.open(len(bodies))
     cpu_s, began_s = _processor_s(server.process.pid), time.perf_counter()
-    for (transport, _), body in zip(opened, bodies, strict=True):
-        transport.write(posted("/v1/completions", msgspec.json.encode(body)))
-    async with asyncio.timeout(REPLY_S):
-        await asyncio.gather(*(awaited.over for _, awaited in opened))
+    answers = await asyncio.gather(
+        *(connections.post("/v1/completions", body, began_s) for body in bodies)
+    )
     seconds = time.perf_counter() - began_s
     cpu_s = _processor_s(server.process.pid) - cpu_s
-    read = [read_reply(awaited.reply) for _, awaited in opened]
+    connections.close()
+    read = [read_completion(answer) for answer in answers]
     return Sent(seconds, sum(count for count, _ in read), cpu_s, [t for _, ts in read for t in ts])
 
 
-def posted(path: str, body: bytes) -> bytes:
-    """Return a request after whose reply the server closes the connection."""
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-
-
-class Awaited(asyncio.Protocol):
-    """The connection of one request. Its reply is read when all of it is there, so hundreds of
-    streams cost this process little.
-    """
-
-    def __init__(self) -> None:
-        self.over = asyncio.get_running_loop().create_future()
-        self._parts: list[bytes] = []
-
-    def data_received(self, data: bytes) -> None:
-        self._parts.append(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.over.done():
-            self.over.set_result(None)
-
-    @property
-    def reply(self) -> bytes:
-        return b"".join(self._parts)
-
-
-def read_reply(reply: bytes) -> tuple[int, list[str]]:
+def read_completion(answer: Answer) -> tuple[int, list[str]]:
     """Return the tokens and the texts, by prompt, of a whole or streamed completion."""
-    head, _, body = reply.partition(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200"):
-        raise StartupError(f"/v1/completions answers {reply[:300]!r}")
-    if b"transfer-encoding: chunked" in head.lower():
-        body = _joined(body)
-    streamed = body.startswith(b"data: ")
-    parts = [
-        msgspec.json.decode(event.removeprefix(b"data: ") if streamed else event, type=_Completion)
-        for event in (body.split(b"\n\n") if streamed else [body])
-        if event and event != b"data: [DONE]"
-    ]
-    texts: dict[int, str] = {}
+    if answer.status != 200:
+        raise StartupError(f"/v1/completions answers {answer.status}: {answer.body[:300]!r}")
+    body, texts = answer.body, dict[int, str]()
+    parts = [*events(body)] if body.startswith(b"data: ") else [completion(body)]
     for part in parts:
         for choice in part.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
     tokens = sum(part.usage.completion_tokens for part in parts if part.usage is not None)
     return tokens, [texts[index] for index in sorted(texts)]
-
-
-def _joined(body: bytes) -> bytes:
-    """Return a body that came in chunks, each after its size in hexadecimal digits."""
-    chunks, at = [], 0
-    while (size := int(body[at : (start := body.index(b"\r\n", at) + 2)], 16)) > 0:
-        chunks.append(body[start : start + size])
-        at = start + size + 2
-    return b"".join(chunks)
 
 
 def _processor_s(pid: int) -> float:

@@ -26,6 +26,7 @@ import msgspec
 
 from tlt_kernels.parents import bound
 from tlt_server.bench.graph_time import require_gpu
+from tlt_server.bench.micro import say
 from tlt_server.bench.record import finish
 from tlt_server.exits import exit_of
 from tlt_server.models.environment import NO_MULTICAST
@@ -87,7 +88,7 @@ def measured(
 def _shown(line: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = msgspec.json.decode(line)
     for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        say(row)
     return rows
 
 

@@ -25,6 +25,7 @@ from tlt_server.bench.matmul_chain import (
     cublas,
     step,
 )
+from tlt_server.bench.micro import READ_BYTES_PER_S, say
 from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.bench.record import finish
 from tlt_server.errors import StartupError
@@ -32,8 +33,6 @@ from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.sums import OWN_SUMS
 from tlt_server.models.split import GPU_LEAVES
 from tlt_server.shared_settings import SPLITS
-
-READ_BYTES_PER_S = 4.3e12  # what a copy reaches on an H200
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,20 +48,13 @@ def run(args: argparse.Namespace) -> int:
     require_gpu()
     chain = Chain(Widths.of(shape, ranks))
     found = []
-    print(
-        f"{'rows':>6} {'leaves':>6} {'step':>8} {'alone':>8} {'floor':>8} {'cuBLAS':>8} "
-        f"{'TB/s':>6} {'TFLOP/s':>8}"
-    )
     for rows in args.rows:
         for figures in _timed(chain, rows, all_leaves, ranks):
             found.append(figures)
-            print(_line(chain.widths, figures), flush=True)
+            say({**figures, **rates(chain.widths, figures)})
     sizes = {"layers": shape.layers, "hidden": shape.hidden}
-    finish(
-        args,
-        {"bench": "products", "tensor_parallel": ranks, "shape": sizes, "rows": found},
-        on_gpu=True,
-    )
+    figures = {"bench": "products", "tensor_parallel": ranks, "shape": sizes, "rows": found}
+    finish(args, figures, on_gpu=True)
     return 0
 
 
@@ -97,11 +89,11 @@ def _timed(
     ]
 
 
-def _line(widths: Widths, figures: dict[str, Any]) -> str:
+def rates(widths: Widths, figures: dict[str, Any]) -> dict[str, float]:
+    """Return bytes read and operations per second of the matmuls alone."""
     rows, alone_ms = figures["rows"], figures["products_ms"]
     flops = 2 * (rows * widths.elements + min(rows, SAMPLED) * widths.vocabulary * widths.hidden)
-    return (
-        f"{rows:6d} {figures['leaves']:6d} {figures['step_ms']:8.3f} {alone_ms:8.3f} "
-        f"{figures['floor_ms']:8.3f} {figures['cublas_ms']:8.3f} "
-        f"{widths.bytes / alone_ms / 1e9:6.2f} {flops / alone_ms / 1e9:8.0f}"
-    )
+    return {
+        "TB/s": round(widths.bytes / alone_ms / 1e9, 2),
+        "TFLOP/s": round(flops / alone_ms / 1e9),
+    }

@@ -8,15 +8,19 @@ when the server is late. Every request sent gives one `Answer`.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 ANSWER_S = 120.0
 IDLE_S = 2.0  # a connection is not used again after this long; the server may be about to close it
+HEAD_END, CHUNKED = b"\r\n\r\n", b"transfer-encoding: chunked"
+LAST_CHUNK = b"\r\n0\r\n\r\n"  # JSON and events hold no carriage return, so nothing else ends so
+CLOSED = "the server closed the connection"
 
 
 class TimedChunk(NamedTuple):
@@ -46,6 +50,90 @@ class Answer(NamedTuple):
         return values[0].strip().decode() if values else ""
 
 
+class Reply(NamedTuple):
+    status: int
+    headers: bytes  # in lower case
+    body: bytes
+    chunks: tuple[TimedChunk, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[TimedChunk]) -> Reply:
+        """Parse a whole reply from the parts in which it came."""
+        raw = b"".join(part.data for part in parts)
+        head, _, body = raw.partition(HEAD_END)
+        headers, chunks = head.lower(), list[TimedChunk]()
+        if CHUNKED in headers:
+            chunks = [*_chunks(parts, raw, len(raw) - len(body))]
+            body = b"".join(chunk.data for chunk in chunks)
+        return cls(int(head[9:12]), headers, body, tuple(chunks))
+
+
+def _chunks(parts: Sequence[TimedChunk], raw: bytes, at: int) -> Iterator[TimedChunk]:
+    """Yield the chunks from `at` on, each of which comes after its size in hexadecimal digits."""
+    ends = [*itertools.accumulate(len(part.data) for part in parts)]
+    while size := int(raw[at : (start := raw.index(b"\r\n", at) + 2)], 16):
+        end = start + size
+        yield TimedChunk(parts[bisect.bisect_left(ends, end)].at_s, raw[start:end])
+        at = end + 2
+
+
+class Connection(asyncio.Protocol):
+    """A connection that carries one request at a time. Replies are parsed once they are whole, so
+    hundreds of streams cost this process little.
+    """
+
+    transport: asyncio.Transport
+    idle_since_s = 0.0
+
+    def __init__(self) -> None:
+        self._whole: asyncio.Future[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parts: list[TimedChunk] = []
+        self._seen, self._tail = 0, b""
+        self._size: int | None = None  # bytes of the reply, 0 where its last chunk ends it
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    async def exchange(self, request: bytes) -> Reply:
+        """Send a request; return its reply. `ConnectionError`: the server closed instead."""
+        self._begin()
+        self._whole = asyncio.get_running_loop().create_future()
+        if self.transport.is_closing():
+            raise ConnectionError(CLOSED)
+        self.transport.write(request)
+        await self._whole
+        self.idle_since_s = time.perf_counter()
+        return Reply.of(self._parts)
+
+    def data_received(self, data: bytes) -> None:
+        self._parts.append(TimedChunk(time.perf_counter(), data))
+        self._seen += len(data)
+        self._tail = (self._tail + data[-len(LAST_CHUNK) :])[-len(LAST_CHUNK) :]
+        if self._size is None:
+            self._size = _size_of(b"".join(part.data for part in self._parts))
+        if self._whole is None or self._whole.done() or self._size is None:
+            return
+        if self._seen >= self._size if self._size else self._tail == LAST_CHUNK:
+            self._whole.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._whole is not None and not self._whole.done():
+            self._whole.set_exception(exc or ConnectionError(CLOSED))
+
+
+def _size_of(begin: bytes) -> int | None:
+    """Return the size of the reply that begins so; None where its head is not all there."""
+    head, end, _ = begin.lower().partition(HEAD_END)
+    if not end:
+        return None
+    length = head.partition(b"content-length:")[2].partition(b"\r\n")[0]
+    return 0 if CHUNKED in head else len(head + end) + int(length or 0)
+
+
 class Connections:
     """Connections to one server; as many as there are requests open at once."""
 
@@ -57,71 +145,54 @@ class Connections:
         self._host = address.hostname or "127.0.0.1"
         self._port = address.port or (443 if self._tls else 80)
         self._header = address.netloc.rpartition("@")[2].encode()
-        self._free: list[
-            tuple[float, asyncio.StreamReader, asyncio.StreamWriter]
-        ] = []  # since when, the newest last
+        self._free: list[Connection] = []  # the newest last
+
+    async def open(self, count: int) -> None:
+        """Open connections before the requests that will use them."""
+        self._free += [await self._opened() for _ in range(count)]
 
     async def post(self, path: str, body: bytes, due_s: float, key: str = "") -> Answer:
         sent_s = time.perf_counter()
-        chunks: list[TimedChunk] = []
         try:
             async with asyncio.timeout(self._answer_s):
-                status, headers, content = await self._exchange(path, body, key, chunks)
-        except (OSError, EOFError, TimeoutError) as error:
-            status, headers, content = 0, b"", repr(error).encode()
-        return Answer(due_s, sent_s, time.perf_counter(), status, headers, content, tuple(chunks))
+                reply = await self._exchange(path, body, key)
+        except (OSError, ValueError, TimeoutError) as error:
+            reply = Reply(0, b"", repr(error).encode(), ())
+        return Answer(due_s, sent_s, time.perf_counter(), *reply)
 
-    async def _exchange(
-        self, path: str, body: bytes, key: str, chunks: list[TimedChunk]
-    ) -> tuple[int, bytes, bytes]:
+    async def _exchange(self, path: str, body: bytes, key: str) -> Reply:
         self._close_idle()
         bearer = f"authorization: Bearer {key}\r\n".encode() if key else b""
-        _, reader, writer = (
-            self._free.pop()
-            if self._free
-            else (
-                0.0,
-                *await asyncio.open_connection(self._host, self._port, ssl=self._tls or None),
-            )
-        )
+        request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b"
+        connection = self._free.pop() if self._free else await self._opened()
         try:
-            writer.write(
-                b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b"
-                % (path.encode(), self._header, bearer, len(body), body)
+            reply = await connection.exchange(
+                request % (path.encode(), self._header, bearer, len(body), body)
             )
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            if b"transfer-encoding: chunked" in head:
-                await _read_chunks(reader, chunks)
-                content = b"".join(chunk.data for chunk in chunks)
-            else:
-                length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
-                content = await reader.readexactly(length)
         except BaseException:
-            writer.close()
+            connection.transport.close()
             raise
-        if b"connection: close" in head:
-            writer.close()
+        if b"connection: close" in reply.headers:
+            connection.transport.close()
         else:
-            self._free.append((time.perf_counter(), reader, writer))
-        return int(head[9:12]), head, content
+            self._free.append(connection)
+        return reply
+
+    async def _opened(self) -> Connection:
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection, self._host, self._port, ssl=self._tls or None
+        )
+        connection.idle_since_s = time.perf_counter()
+        return connection
 
     def _close_idle(self) -> None:
         oldest_s = time.perf_counter() - IDLE_S
-        while self._free and self._free[0][0] < oldest_s:
-            self._free.pop(0)[2].close()
+        while self._free and self._free[0].idle_since_s < oldest_s:
+            self._free.pop(0).transport.close()
 
     def close(self) -> None:
-        for _, _, writer in self._free:
-            writer.close()
-
-
-async def _read_chunks(reader: asyncio.StreamReader, chunks: list[TimedChunk]) -> None:
-    """Read a body that comes in chunks, each after its size in hexadecimal digits."""
-    while size := int(await reader.readline(), 16):
-        data = await reader.readexactly(size)
-        chunks.append(TimedChunk(time.perf_counter(), data))
-        await reader.readexactly(2)
-    await reader.readexactly(2)
+        for connection in self._free:
+            connection.transport.close()
 
 
 Ask = Callable[[float], Awaitable[Answer]]  # send the next request; the argument is when it was due

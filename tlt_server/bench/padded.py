@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 
 from tlt_server.bench.graph_time import require_gpu
+from tlt_server.bench.micro import say
 from tlt_server.bench.record import finish
 from tlt_server.demo.workload import TARGET, problems_as_requests
 
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
                     **compared(logits(model(target, torch.bfloat16), texts, vocab), expected_PV),
                 }
             )
-            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+            say(rows[-1])
     large = transformers.AutoConfig.from_pretrained(args.pair / "target")
     figures = {
         "bench": "padded",

@@ -15,15 +15,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tlt_kernels.gpu.silu import silu
+from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.attention.rows import KVCache
-from tlt_server.bench.activation import silu_mul
 from tlt_server.bench.graph_time import in_turns, require_gpu
+from tlt_server.bench.micro import say
 from tlt_server.bench.record import finish
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
@@ -49,6 +53,31 @@ STEP_ROWS = 4096
 PROMPTS = ((1, 4096), (8, 2048))  # prompts, tokens of each
 REPEATS = 9
 LIBRARIES = "cuBLAS + SDPA"
+
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _silu_mul(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    pdl_launch()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    pdl_wait()
+    gate = tl.load(gate_up_ptr + row * 2 * width + i, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + i, inside, 0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + i, (silu(gate) * up).to(out_ptr.dtype.element_ty), inside)
+
+
+def silu_mul(gate_up_RX: Tensor) -> Tensor:
+    """silu(gate) * up of rows that hold both, gate first: [R, 2I] -> [R, I] in the same dtype, R
+    rows of an intermediate size I. The arithmetic is fp32.
+    """
+    rows, width = len(gate_up_RX), gate_up_RX.shape[1] // 2
+    out_RI = torch.empty(rows, width, dtype=gate_up_RX.dtype, device=gate_up_RX.device)
+    _silu_mul[(rows, triton.cdiv(width, _BLOCK))](gate_up_RX, out_RI, width, BLOCK=_BLOCK, **PDL)
+    return out_RI
 
 
 class Library(FastMatmuls):
@@ -196,19 +225,10 @@ def measure() -> Iterator[dict[str, Any]]:
 def run(args: argparse.Namespace) -> int:
     require_gpu()
     rows = []
-    print(f"{'with':16} {'prompts':>8} {'tokens':>7} {'ms':>9} {'tokens/s':>9} {'x library':>9}")
     with torch.inference_mode():
         for row in measure():
             rows.append(row)
-            print(
-                f"{row['with']:16} {row['prompts']:8} {row['length']:7} {row['ms']:9.2f} "
-                f"{row['tokens_per_s']:9} {row['ratio']:9.3f}",
-                flush=True,
-            )
-    figures = {
-        "bench": "prefill",
-        "shape": {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]},
-        "rows": rows,
-    }
-    finish(args, figures, on_gpu=True)
+            say(row)
+    shape = {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]}
+    finish(args, {"bench": "prefill", "shape": shape, "rows": rows}, on_gpu=True)
     return 0

@@ -21,6 +21,7 @@ import msgspec
 import uvloop
 
 from tlt_client.arguments import bearer
+from tlt_server.bench.completions import events
 from tlt_server.bench.goodput import percentile
 from tlt_server.bench.load import Answer, Connections, poisson, sent_at
 from tlt_server.bench.record import finish, wide_console
@@ -42,20 +43,6 @@ class StreamTimes(NamedTuple):
     tpot: float
     e2el: float
     itl: list[float]
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int
-
-
-class _Choice(msgspec.Struct):
-    text: str = ""
-    finish_reason: str | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,12 +132,10 @@ def times_of(answer: Answer) -> StreamTimes | None:
     arrivals_s, tokens = [], 0
     try:
         for chunk in answer.chunks if answer.status == 200 else ():
-            events = [
-                _event(line) for line in chunk.data.split(b"\n") if line.startswith(b"data: {")
-            ]
-            if any(choice.text or choice.finish_reason for e in events for choice in e.choices):
+            said = [*events(chunk.data)]
+            if any(choice.text or choice.finish_reason for e in said for choice in e.choices):
                 arrivals_s.append(chunk.at_s)
-            tokens = next((e.usage.completion_tokens for e in events if e.usage), tokens)
+            tokens = next((e.usage.completion_tokens for e in said if e.usage), tokens)
     except msgspec.MsgspecError:
         return None
     if not arrivals_s or not tokens or b"data: [DONE]" not in answer.body:
@@ -158,10 +143,6 @@ def times_of(answer: Answer) -> StreamTimes | None:
     ttft, e2el = ((moment_s - answer.sent_s) * 1e3 for moment_s in (arrivals_s[0], arrivals_s[-1]))
     gaps = [(after - before) * 1e3 for before, after in itertools.pairwise(arrivals_s)]
     return StreamTimes(tokens, ttft, (e2el - ttft) / max(1, tokens - 1), e2el, gaps)
-
-
-def _event(line: bytes) -> _Event:
-    return msgspec.json.decode(line.removeprefix(b"data: "), type=_Event)
 
 
 def _summary(values: list[float]) -> dict[str, float]:

@@ -26,11 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt_server.bench.recomputing import random_target
 from tlt_server.bench.record import finish
+from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
+from tlt_server.models.numerics import Numerics
 from tlt_server.trainer import checkpoint
+from tlt_server.trainer.gpu_prefill import GpuPrefill
 from tlt_server.trainer.network import NETWORKS
 from tlt_server.trainer.objectives import OBJECTIVES, make_objective
 from tlt_server.trainer.pack import (
@@ -46,6 +48,7 @@ from tlt_server.trainer.pack import (
     windows,
 )
 from tlt_server.trainer.packs_ahead import PacksAhead
+from tlt_server.trainer.prefill import CpuPrefill, Prefill
 from tlt_server.trainer.step import Trainer
 
 SHAPES = {  # the target's layers, then of both: hidden, MLP, heads, KV heads, vocabulary, draft's
@@ -339,6 +342,29 @@ def feature_rows(placed: Sequence[Placed], slots: int) -> Tensor:
         before_N[at : at + window.slots] = torch.arange(window.start, window.stop - 1) + first
         at, first = at + width, first + window.stop
     return before_N
+
+
+def random_target(
+    config: ModelConfig, feature_layers: tuple[int, ...], device: torch.device
+) -> Prefill:
+    """Return a target with random weights, in bfloat16 on a GPU and float32 on a CPU."""
+    if device.type == "cuda":
+        target = GpuPrefill.empty(config, feature_layers, device)
+        randomise(target.model.own_parameters())
+        return target
+    family = FAMILIES.resolve(config.architecture)
+    model = family(config, numerics=Numerics("strict"), feature_layers=feature_layers)
+    randomise(model.own_parameters())
+    return CpuPrefill(model)
+
+
+def randomise(weights: Mapping[str, Tensor]) -> None:
+    """Fill matrices with values that keep the scale of states; norms are 1, biases 0."""
+    for name, weight in weights.items():
+        if weight.dim() == 1:
+            weight.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            weight.normal_(0.0, weight.shape[1] ** -0.5)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ group of 8. Shapes of Qwen2.5-7B: 28 layers, 4 KV heads of 128, bfloat16.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -32,8 +32,7 @@ from tlt_kernels.gpu.tensors import (
     Trees,
 )
 from tlt_kernels.gpu.upload import UNLIMITED
-from tlt_server.bench.graph_time import microseconds, require_gpu
-from tlt_server.bench.record import finish
+from tlt_server.bench.micro import Call, Case, each, measure
 from tlt_server.speculation.branches import FLOOR, LEFTS, prior
 from tlt_server.speculation.survival import CELLS
 
@@ -87,9 +86,7 @@ def texts(case: TreeCase, device: str) -> BatchSlots:
     return batch_slots
 
 
-def calls(
-    case: TreeCase, *, layers: int = LAYERS, device: str = "cuda"
-) -> dict[str, Callable[[], object]]:
+def calls(case: TreeCase, *, layers: int = LAYERS, device: str = "cuda") -> dict[str, Call]:
     """Name of a part -> what launches it once."""
     batch_slots, wide = texts(case, device), columns(case.depth, case.width)
     trash = (int(batch_slots.page_table_QP.max()) + 1) * PAGE_SIZE
@@ -229,22 +226,14 @@ def followed(rows: RowTable, count: int) -> torch.Tensor:
     )
 
 
-def repeated(call: Callable[[], object]) -> None:
-    for _ in range(CALLS):
-        call()
+def cases() -> Iterator[Case]:
+    torch.manual_seed(0)
+    for shape in CASES:
+        yield Case(
+            shape._asdict(),
+            {f"{name}_us": each([call], CALLS) for name, call in calls(shape).items()},
+        )
 
 
 def run(args: argparse.Namespace) -> int:
-    require_gpu()
-    torch.manual_seed(0)
-    found = []
-    for case in CASES:
-        row: dict[str, float] = case._asdict()
-        parts = calls(case)
-        for name, call in parts.items():
-            row[f"{name}_us"] = round(microseconds(partial(repeated, call)) / CALLS, 2)
-        del parts, call  # the next case allocates its own
-        found.append(row)
-        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    finish(args, {"bench": "trees", "rows": found}, on_gpu=True)
-    return 0
+    return measure(args, "trees", cases())
