@@ -6,51 +6,12 @@ from collections.abc import Iterator
 
 from benchmarks.markdown import lines, table
 from benchmarks.sections.figures import Figures, model
+from tlt_server.bench.columns import CYCLE, DECODE, LORA, PREFILL, STRUCTURES
 from tlt_server.bench.tables import number
 
 SMALLEST_SHARE = 0.01  # part of a cycle; kernels that take less are summed in one row
 SHORT_PROMPT = 128  # tokens; cycles after longer prompts are not broken down
 FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down
-PREFILL = {
-    "prompts": "{prompts} x {length}",
-    "with": "{with}",
-    "ms": "{ms:.1f}",
-    "tokens/s": "{tokens_per_s!n}",
-    "against cuBLAS + SDPA": "{ratio:.2f}x",
-}
-DECODE = {
-    "batch": "{batch}",
-    "prompt": "{prompt}",
-    "ms per step": "{step_ms:.3f}",
-    "tokens/s": "{tokens_per_s!n}",
-    "price": "{percent:+.1f} %",
-}
-CYCLE = {
-    "strategy": "{strategy}",
-    "batch": "{batch}",
-    "prompt": "{prompt}",
-    "ms": "{step_ms:.3f}",
-    "tokens/s": "{tokens_per_s!n}",
-    "accept length": "{accept_length:.2f}",
-    "GPU idle": "{gpu_idle_percent:.2f} %",
-}
-STRUCTURES = {
-    "strategy": "{strategy}",
-    "batch": "{batch}",
-    "us per token": "{plain_us:.0f}",
-    "with a schema": "{structured_us:.0f}",
-    "ratio": "{ratio:.3f}",
-    "per step": "{step_ratio:.3f}",
-    "masks, us": "{mask_us:.0f}",
-}
-LORA = {
-    "rank": "{rank}",
-    "strategy": "{strategy}",
-    "batch": "{batch}",
-    "step, ms": "{plain_ms:.3f}",
-    "with adapters, ms": "{adapted_ms:.3f}",
-    "ratio": "{ratio:.3f}",
-}
 
 
 def decode(figures: Figures) -> Iterator[str]:

@@ -6,30 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.markdown import table
 from benchmarks.sections.figures import Figures, model
-
-ROLLOUT = {
-    "workload / policy": "{name}",
-    "wall s": "{wall_s:.2f}",
-    "accept length": "{accept_length:.2f}",
-    "speed-up": "{speedup:.2f}x",
-}
-OVER_HTTP = {
-    "requests": "{workload}",
-    "policy": "{arm}",
-    "s": "{seconds:.2f}",
-    "tokens/s": "{tokens_per_s!n}",
-    "against off": "{against_off:.2f}x",
-    "against the best fixed": "{against_best_fixed:.2f}x",
-}
-REPLAY = {
-    "policy": "{policy}",
-    "s": "{seconds:.2f}",
-    "tokens/s": "{tokens_per_s!n}",
-    "accept length": "{accept_length:.2f}",
-    "switches": "{switches}",
-    "regret": "{regret:.1%}",
-    "expected": "{expected_regret:.1%}",
-}
+from tlt_server.bench.columns import OVER_HTTP, REPLAY, ROLLOUT
 
 
 def rollout(figures: Figures) -> Iterator[str]:

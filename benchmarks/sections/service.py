@@ -9,23 +9,8 @@ from collections.abc import Iterator
 from benchmarks.markdown import lines, table
 from benchmarks.sections.figures import Figures, model
 from tests.hostile.table import rows as hostile_rows
+from tlt_server.bench.columns import LOAD, OVERLOAD
 
-LOAD = {
-    "policy": "{policy}",
-    "way": "{way}",
-    "tokens/s": "{tokens_per_s!n}",
-    "of one batch": "{of_batch:.2f}x",
-    "frontend, us per token": "{frontend_us_per_token:.1f}",
-}
-OVERLOAD = {
-    "offered": "{load}",
-    "requests": "{requests}",
-    "goodput, tokens/s": "{goodput!n}",
-    "of peak": "{of_peak:.2f}",
-    "refused": "{shed:.0%}",
-    "late": "{late}",
-    "refusals p99 ms": "{shed_p99_ms}",
-}
 FAULTS = {
     "rank": "{rank}",
     "fault": "{fault}",

@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from tlt_client import Client
+from tlt_server.bench.columns import LOAD
 from tlt_server.bench.completions import completion, events
 from tlt_server.bench.load import Answer, Connections
 from tlt_server.bench.record import finish, progress_bar, wide_console
@@ -33,6 +33,7 @@ from tlt_server.bench.settings import (
     described,
     fingerprint_of,
     serve_flags,
+    served,
     settings_of,
 )
 from tlt_server.bench.tables import show
@@ -43,14 +44,6 @@ from tlt_server.records import parse_strategy
 
 WAYS = ("batch", "whole", "streamed")
 LOGPROBS = (None, 0)  # in a request: none, or each token's own
-COLUMNS = {
-    "policy": "{policy}",
-    "way": "{way}",
-    "log-probs": "{logprobs}",
-    "tokens/s": "{tokens_per_s}",
-    "of one batch": "{of_batch:.2f}x",
-    "frontend, us per token": "{frontend_us_per_token:.1f}",
-}
 PROMPT_TOKENS = 256  # at most
 REPLY_S = 600.0
 
@@ -92,13 +85,7 @@ def run(args: argparse.Namespace) -> int:
     console = wide_console()
     flags = serve_flags(args, at_most_what_it_takes(settings.model, tokens + PROMPT_TOKENS))
     seen: dict[LoadRow, list[Sent]] = {}
-    with (
-        ServerProcess(
-            *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
-        ) as server,
-        Client(server.url, timeout_s=60) as client,
-        progress_bar(console) as progress,
-    ):
+    with served(console, flags) as (server, client), progress_bar(console) as progress:
         task = progress.add_task("load", total=len(commands) * (1 + rounds * len(ways)))
 
         def play(command: SetPolicy, way: str, logprobs: int | None) -> Sent:
@@ -215,5 +202,5 @@ def _print(console: Console, summary: dict[str, Any]) -> None:
         f"tlt bench load: {summary['clients']} requests of {summary['max_tokens']} tokens, "
         "sent at once by one client or by as many"
     )
-    show(console, title, COLUMNS, summary["rows"])
+    show(console, title, {**LOAD, "log-probs": "{logprobs}"}, summary["rows"])
     console.print(f"texts that differ from the batch's: {summary['texts_differing']}")

@@ -19,9 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from tlt_server.bench.columns import CYCLE
 from tlt_server.bench.decode import LONG_NEW, NEW, PROMPT, longest
 from tlt_server.bench.engines import LoadedOnce, release
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import described, settings_of
 from tlt_server.bench.steps import random_requests, time_in_turn, time_steps
 from tlt_server.bench.tables import show
@@ -41,18 +42,7 @@ PROBLEMS = 32
 RING_BYTES, FEATURE_BYTES = 2**26, 2**32  # bounds of what is captured
 QUICK_PROBLEMS = 4
 PROBLEM: Literal["problem"] = "problem"
-COLUMNS = {
-    "strategy": "{strategy}",
-    "batch": "{batch}",
-    "prompt": "{prompt}",
-    "captured": "{captured}",
-    "cycles": "{steps}",
-    "ms per cycle": "{step_ms:.3f}",
-    "quartiles": "{quartiles_ms[0]:.3f} - {quartiles_ms[1]:.3f}",
-    "tokens/s": "{tokens_per_s:.0f}",
-    "accept length": "{accept_length:.2f}",
-    "GPU idle": "{gpu_idle_percent:.2f} %",
-}
+BY_CAPTURE = {**CYCLE, "captured": "{captured}"}
 
 
 class CycleCase(NamedTuple):
@@ -82,25 +72,19 @@ def run(args: argparse.Namespace) -> int:
     )
     cases = cases_of(batches, args.context)
     console = wide_console()
-    with progress_bar(console) as progress, TemporaryDirectory() as directory:
+    total = (1 + bool(args.capture)) * (1 + len(cases))
+    with steps(console, total) as step, TemporaryDirectory() as directory:
         kinds = [settings, *([capturing(settings, Path(directory))] if args.capture else [])]
-        task = progress.add_task("load", total=len(kinds) * (1 + len(cases)))
         rows = [
             row
             for kind in kinds
-            for row in measure(
-                kind,
-                cases,
-                quick=args.quick,
-                seed=args.seed,
-                on_part=lambda name: progress.update(task, advance=1, description=name),
-            )
+            for row in measure(kind, cases, quick=args.quick, seed=args.seed, on_part=step)
         ]
     if args.capture:
         add_slowdown(rows)
     bench = "capture" if args.capture else "cycle"
     figures = {"bench": bench, "quick": bool(args.quick), **described(settings), "rows": rows}
-    show(console, "tlt bench cycle: draft, verify, accept; medians", COLUMNS, rows)
+    show(console, "tlt bench cycle: draft, verify, accept; medians", BY_CAPTURE, rows)
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
 

@@ -22,9 +22,10 @@ import msgspec
 import torch
 from rich.console import Console
 
+from tlt_server.bench.columns import DECODE
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.padding.shapes import SHAPES, write_config
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests, time_prefill, time_steps
 from tlt_server.bench.tables import show
@@ -46,15 +47,7 @@ ROUNDS = 5  # prefills per size; the median counts
 REACHABLE = 5120  # tokens of the longest of these requests, which bounds the tables
 
 Row = dict[str, Any]
-COLUMNS = {
-    "numerics": "{numerics}",
-    "batch": "{batch}",
-    "prompt": "{prompt}",
-    "steps": "{steps}",
-    "ms per step": "{step_ms:.3f}",
-    "quartiles": "{quartiles_ms[0]:.3f} - {quartiles_ms[1]:.3f}",
-    "tokens/s": "{tokens_per_s:.0f}",
-}
+BY_NUMERICS = {"numerics": "{numerics}", **DECODE}
 PREFILL_COLUMNS = {
     "numerics": "{numerics}",
     "tokens": "{prompts} x {length}",
@@ -127,16 +120,9 @@ def _run(args: argparse.Namespace, settings: EngineSettings) -> int:
     rows: list[Row] = []
     prefill: list[Row] = []
     kinds = [base.numerics, *([args.against] if args.against else [])]
-    with progress_bar(console) as progress:
-        task = progress.add_task(
-            "load", total=len(kinds) * (1 + len(batches) + bool(args.context) + len(prefills))
-        )
-
-        def on_part(name: str) -> None:
-            progress.update(task, advance=1, description=name)
-
+    total = len(kinds) * (1 + len(batches) + bool(args.context) + len(prefills))
+    with steps(console, total) as step:
         for numerics in kinds:
-            progress.update(task, description=f"load, {numerics}")
             found, read = measure(
                 replace(base, numerics=numerics),
                 batches,
@@ -144,7 +130,7 @@ def _run(args: argparse.Namespace, settings: EngineSettings) -> int:
                 prefills,
                 quick=args.quick,
                 seed=args.seed,
-                on_part=on_part,
+                on_part=step,
             )
             rows, prefill = rows + found, prefill + read
     figures = {
@@ -245,7 +231,7 @@ def prices(rows: list[Row], prefill: list[Row], ours: str, other: str) -> list[R
 
 
 def report(console: Console, figures: Row) -> None:
-    show(console, "tlt bench decode: plain steps, medians", COLUMNS, figures["rows"])
+    show(console, "tlt bench decode: plain steps, medians", BY_NUMERICS, figures["rows"])
     if figures["prefill"]:
         show(console, "prompts read by the engine", PREFILL_COLUMNS, figures["prefill"])
     if "price" in figures:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import described, settings_of
 from tlt_server.bench.tables import show
 
@@ -36,14 +36,10 @@ def _run(args: argparse.Namespace) -> int:
     before = compiled()
     settings = replace(settings_of(args), max_running=args.max_running or None)
     console = wide_console()
-    with progress_bar(console) as progress:
-        task = progress.add_task("start", total=5)
+    with steps(console, 5, "start") as step:
         from tlt_server.engine.assembly import assemble
 
-        engine, info = assemble(
-            settings,
-            lambda name, seconds, detail: progress.update(task, advance=1, description=name),
-        )
+        engine, info = assemble(settings, lambda name, seconds, detail: step(name))
         ready_s = since_start()
     pool: Any = getattr(engine.runner, "graphs", None)  # a CPU's runner has none
     cache = "cold" if not before else "warm" if compiled() == before else "partly warm"

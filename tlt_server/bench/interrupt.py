@@ -27,8 +27,7 @@ from tlt_client.errors import Conflict
 from tlt_server.bench.goodput import percentile
 from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, progress_bar, wide_console
-from tlt_server.bench.settings import described, fingerprint_of, settings_of
-from tlt_server.demo.server import ServerProcess
+from tlt_server.bench.settings import described, fingerprint_of, served, settings_of
 from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest
 
@@ -58,11 +57,7 @@ def run(args: argparse.Namespace) -> int:
         flags += ["--threads", str(settings.threads), "--max-model-len", "1024"]
         flags += ["--max-running", "64", "--state-dir", state, "--log-level", "warning"]
         flags += ["--drafter-training", "idle", "--drafter-feature-mb", str(FEATURE_MB)]
-        with (
-            ServerProcess(*flags, on_line=lambda line: console.print(line, markup=False)) as server,
-            Client(server.url, timeout_s=60) as client,
-            progress_bar(console) as progress,
-        ):
+        with served(console, flags) as (server, client), progress_bar(console) as progress:
             task = progress.add_task("decode", total=2 * each + idle + asked)
 
             probe = Probe(server.url, requests, args.seed)

@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 
 from tlt_server.bench.adapters import load_adapters, write_adapters
+from tlt_server.bench.columns import LORA
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.exact_plan import ADAPTERS
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests, time_steps
 from tlt_server.bench.tables import show
@@ -32,14 +33,6 @@ PROMPT, NEW, QUICK_NEW = 128, 1024, 256  # tokens
 STEPS = 100  # timed per batch and round
 ROUNDS = 5
 STRATEGIES = (OFF, Strategy("eagle", 7, 1, 8))
-COLUMNS = {
-    "rank": "{rank}",
-    "strategy": "{strategy}",
-    "batch": "{batch}",
-    "step, ms": "{plain_ms:.3f}",
-    "with adapters, ms": "{adapted_ms:.3f}",
-    "ratio": "{ratio:.3f}",
-}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,12 +45,9 @@ def run(args: argparse.Namespace) -> int:
     base = replace(base, max_model_len=at_most_what_it_takes(base.model, PROMPT + 2 * new))
     strategies = STRATEGIES if "eagle" in base.drafters else (OFF,)
     source, console, rows = LoadedOnce(strategies), wide_console(), list[dict[str, Any]]()
-    with progress_bar(console) as progress:
-        task = progress.add_task(
-            "load", total=len(args.rank) * (1 + len(batches) * len(strategies))
-        )
+    with steps(console, len(args.rank) * (1 + len(batches) * len(strategies))) as step:
         for rank in args.rank:
-            progress.update(task, advance=1, description=f"load, rank {rank}")
+            step(f"load, rank {rank}")
             with TemporaryDirectory(prefix="tlt-lora-") as root:
                 write_adapters(Path(base.model), Path(root), rank)
                 settings = replace(base, weight_root=Path(root), max_lora_rank=rank)
@@ -65,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
                 load_adapters(engine)
             for strategy in strategies:
                 for batch in batches:
-                    said = f"rank {rank}, {strategy.name}, batch {batch}"
-                    progress.update(task, advance=1, description=said)
+                    step(f"rank {rank}, {strategy.name}, batch {batch}")
                     requests = random_requests(batch, PROMPT, new, seed=args.seed + batch)
                     compared = against_none(engine, requests, strategy)
                     rows.append(
@@ -76,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             release()
     figures = {"bench": "lora", "quick": bool(args.quick), **described(base)}
     figures |= {"prompt": PROMPT, "new": new, "rows": rows}
-    show(console, "tlt bench lora", COLUMNS, rows)
+    show(console, "tlt bench lora", LORA, rows)
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
 

@@ -25,9 +25,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from tlt_client import Client
+from tlt_server.bench.columns import OVERLOAD
 from tlt_server.bench.goodput import GoodputSize, LoadPhase, judge, percentile
 from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop
 from tlt_server.bench.record import finish, wide_console
+from tlt_server.bench.settings import served
 from tlt_server.bench.tables import show
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
@@ -41,20 +43,6 @@ MIN_GOODPUT = 0.9  # part of the peak, at the highest rate
 SHED_MS = 50.0  # 99th percentile
 GROWTH = 0.05  # part of memory while the highest rate lasts, or GROWTH_MIB
 GROWTH_MIB = 16.0
-COLUMNS = {
-    "load": "{load}",
-    "requests/s offered": "{offered_per_s}",
-    "goodput tokens/s": "{goodput}",
-    "of peak": "{of_peak}",
-    "shed": "{shed}",
-    "late": "{late}",
-    "completed p50 s": "{completed_p50_s}",
-    "shed p50 ms": "{shed_p50_ms}",
-    "shed p99 ms": "{shed_p99_ms}",
-    "shed max ms": "{shed_max_ms}",
-    "frontend MiB": "{frontend_mib}",
-    "engine MiB": "{engine_mib}",
-}
 
 
 FULL = GoodputSize(ramp_s=8, window_s=28, timeout_s=15)
@@ -69,33 +57,16 @@ def run(args: argparse.Namespace) -> int:
 
     model, size = args.model or TARGET, QUICK if args.quick else FULL
     flags = [
-        "--model",
-        str(model),
-        "--drafter",
-        str(args.drafter or DRAFTER),
-        "--kv-memory-mb",
-        str(KV_MEMORY_MB),
-        "--log-level",
-        "warning",
+        *("--model", str(model), "--drafter", str(args.drafter or DRAFTER)),
+        *("--kv-memory-mb", str(KV_MEMORY_MB), "--log-level", "warning"),
         *(["--threads", str(args.threads)] if args.threads else []),
     ]
     requests = problems_as_requests(model, 512, group=2, seed=args.seed, max_tokens=MAX_TOKENS)
     console = wide_console()
-    with ServerProcess(
-        *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
-    ) as server:
-        phases = uvloop.run(
-            _phases(
-                server,
-                requests,
-                size,
-                FACTORS[-1:] if args.quick else FACTORS,
-                args.seed,
-                console.print,
-            )
-        )
-        with Client(server.url, timeout_s=10) as client:
-            counts = _counts(client)
+    factors = FACTORS[-1:] if args.quick else FACTORS
+    with served(console, flags) as (server, client):
+        phases = uvloop.run(_phases(server, requests, size, factors, args.seed, console.print))
+        counts = _counts(client)
     return report(console, phases, counts, args)
 
 
@@ -219,7 +190,7 @@ def report(
     found = {name: _figures(phase, peak) for name, phase in phases.items()}
     rows = [{"load": name, **figures} for name, figures in found.items()]
     title = "tlt bench overload: open-loop load against the peak of a closed loop"
-    show(console, title, COLUMNS, rows)
+    show(console, title, OVERLOAD, rows)
     sent = sum(sum(phase.ends.values()) for phase in phases.values())
     ended, refused = sum(counts.ended.values()), sum(counts.refused.values())
     exactly_once = (
@@ -228,36 +199,24 @@ def report(
         and not any("broken" in p.ends for p in phases.values())
     )
     growth = [max(0.0, last.memory_mib[-1][i] - last.memory_mib[0][i]) for i in range(2)]
-    missed = [
-        sentence
-        for sentence, met in (
-            (
-                f"goodput at {FACTORS[-1]}x is at least {MIN_GOODPUT:g} of the peak",
-                last.goodput >= MIN_GOODPUT * peak.goodput,
-            ),
-            (f"99 of 100 refusals within {SHED_MS:g} ms", percentile(last.shed_ms, 99) <= SHED_MS),
-            (
-                f"memory grows by at most {GROWTH:.0%} or {GROWTH_MIB:g} MiB",
-                all(growth[i] <= max(GROWTH_MIB, GROWTH * last.memory_mib[0][i]) for i in range(2)),
-            ),
-        )
-        if not met
-    ]
-    faults = [
-        sentence
-        for sentence, met in (
-            ("every request has exactly one end", exactly_once),
-            (
-                "every 429 is typed and says when to send again",
-                not any(phase.untyped_sheds for phase in phases.values()),
-            ),
-            (
-                "nothing is left open, no page is held",
-                not counts.open_sequences and not counts.pages_held,
-            ),
-        )
-        if not met
-    ]
+    memory_kept = all(
+        growth[i] <= max(GROWTH_MIB, GROWTH * last.memory_mib[0][i]) for i in range(2)
+    )
+    bounds = {
+        f"goodput at {FACTORS[-1]}x is at least {MIN_GOODPUT:g} of the peak": last.goodput
+        >= MIN_GOODPUT * peak.goodput,
+        f"99 of 100 refusals within {SHED_MS:g} ms": percentile(last.shed_ms, 99) <= SHED_MS,
+        f"memory grows by at most {GROWTH:.0%} or {GROWTH_MIB:g} MiB": memory_kept,
+    }
+    rules = {
+        "every request has exactly one end": exactly_once,
+        "every 429 is typed and says when to send again": not any(
+            phase.untyped_sheds for phase in phases.values()
+        ),
+        "nothing is left open, no page is held": not counts.open_sequences
+        and not counts.pages_held,
+    }
+    missed, faults = ([said for said, kept in each.items() if not kept] for each in (bounds, rules))
     for sentence in (*missed, *faults):
         console.print(f"MISSED: {sentence}")
     summary = {
@@ -278,11 +237,8 @@ def report(
 
 
 def _figures(phase: LoadPhase, peak: LoadPhase) -> dict[str, Any]:
-    memory = [
-        phase.memory_mib[0],
-        phase.memory_mib[len(phase.memory_mib) // 2],
-        phase.memory_mib[-1],
-    ]  # start, middle, end
+    middle = len(phase.memory_mib) // 2
+    memory = [phase.memory_mib[at] for at in (0, middle, -1)]
     return {
         "requests": sum(phase.ends.values()),
         "ends": phase.ends,

@@ -13,7 +13,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ def progress_bar(console: Console) -> Progress:
         console=console,
         auto_refresh=False,
     )
+
+
+@contextmanager
+def steps(console: Console, total: int, first: str = "load") -> Iterator[Callable[[str], None]]:
+    """Show a bar of so many steps; the function that this gives moves it on and names the next."""
+    with progress_bar(console) as progress:
+        task = progress.add_task(first, total=total)
+        yield lambda name: progress.update(task, advance=1, description=name)
 
 
 def finish(

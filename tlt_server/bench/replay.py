@@ -6,6 +6,7 @@ import argparse
 from collections import defaultdict
 from typing import Any
 
+from tlt_server.bench.columns import REPLAY
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.drafts import check_strategy
 from tlt_server.bench.replaying.names import policy_name
@@ -17,17 +18,6 @@ from tlt_server.speculation.recorded import RolloutRecord
 
 ORACLE = "best in hindsight"
 DEFAULT = ("off", "goodput", "beg")
-COLUMNS = {
-    "policy": "{policy}",
-    "s": "{seconds:.3f}",
-    "recorded s": "{recorded_s:.3f}",
-    "tokens/s": "{tokens_per_s:.0f}",
-    "cycles": "{cycles}",
-    "switches": "{switches}",
-    "regret": "{regret:.1%}",
-    "expected": "{expected_regret:.1%}",
-    "time": "{time}",
-}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     for recorded in record.header.runs:
         if recorded.policy in rows:
             rows[recorded.policy]["recorded_s"] = round(recorded.seconds, 4)
-    show(console, "tlt bench replay", COLUMNS, map(shown, rows, rows.values()))
+    named_rows = [
+        {"policy": name, "requests": len(record.responses), **row} for name, row in rows.items()
+    ]
+    show(console, "tlt bench replay", REPLAY, named_rows)
     if args.plots:
         for file in draw(found, args.plots):
             console.print(f"{file} written", highlight=False)
@@ -68,18 +61,10 @@ def run(args: argparse.Namespace) -> int:
         "requests": len(record.responses),
         "tokens": tokens,
         **record.header.described,
-        "rows": [
-            {"policy": name, "requests": len(record.responses), **rows[name]} for name in rows
-        ],
+        "rows": named_rows,
     }
     finish(args, summary, on_gpu=False, recorded_on=record.header.machine)
     return 0
-
-
-def shown(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a policy as it is printed, with its four most frequent strategies."""
-    most = [*row["share_of_time"].items()][:4]
-    return {**row, "policy": name, "time": ", ".join(f"{k} {v:.0%}" for k, v in most)}
 
 
 def figures(replayed: ReplayResult) -> dict[str, Any]:

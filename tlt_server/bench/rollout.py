@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 from rich.console import Console
 
+from tlt_server.bench.columns import ROLLOUT
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.tables import show
@@ -36,15 +37,6 @@ RUNNING = 64  # at most, on every device
 FEW = 2  # running requests of the workload `few`
 ROUNDS = 5
 WITH_PROMPTS = "with prompts"
-COLUMNS = {
-    "workload/arm": "{run}",
-    "wall s": "{wall_s:.2f}",
-    "passes": "{passes:.0f}",
-    "tokens": "{tokens:.0f}",
-    "tokens/pass": "{tokens_per_pass:.2f}",
-    "accept length": "{accept_length:.2f}",
-    "speed-up": "{speedup:.2f}x",
-}
 
 
 class Arm(NamedTuple):
@@ -267,8 +259,8 @@ def report(
             "share_of_time": shares(found),
         }
     summary["responses_differing"] = differing
-    rows = [{"run": run, **row} for run, row in summary.items() if "/" in run]
+    rows = [{"name": name, **row} for name, row in summary.items() if "/" in name]
     title = "tlt bench rollout: medians; speed-up against the faster of the two plain engines"
-    show(console, title, COLUMNS, rows)
+    show(console, title, ROLLOUT, rows)
     finish(args, summary, on_gpu=args.device == "cuda")
     return 1 if differing else 0

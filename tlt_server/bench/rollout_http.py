@@ -29,6 +29,7 @@ from rich.console import Console
 from tlt_client import Client
 from tlt_client.errors import InvalidRequest
 from tlt_client.wire import Reply
+from tlt_server.bench.columns import OVER_HTTP
 from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, progress_bar, save, wide_console
 from tlt_server.bench.replaying.names import policy_name
@@ -38,6 +39,7 @@ from tlt_server.bench.settings import (
     described,
     fingerprint_of,
     serve_flags,
+    served,
     settings_of,
 )
 from tlt_server.bench.tables import show
@@ -58,14 +60,6 @@ COUNTERS = {  # metric and label, by figure of a row
     "predicted_s": ("tlt_predicted_step_seconds_total", "kind"),
     "decodes": ("tlt_decodes_total", "strategy"),
     "accepted": ("tlt_sd_accepted_tokens_total", "strategy"),
-}
-COLUMNS = {
-    "workload": "{workload}",
-    "arm": "{arm}",
-    "s": "{seconds:.2f}",
-    "tokens/s": "{tokens_per_s}",
-    "off": "{against_off:.2f}x",
-    "best fixed": "{against_best_fixed:.2f}x",
 }
 FULL = 4  # times the requests of a full batch that are sent, one after the other
 FULL_TOKENS = 192
@@ -121,13 +115,7 @@ def run(args: argparse.Namespace) -> int:
         "penalties": bool(args.penalties),
     }
     seen: dict[tuple[str, str], list[RolloutRun]] = {}
-    with (
-        ServerProcess(
-            *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
-        ) as server,
-        Client(server.url, timeout_s=60) as client,
-        progress_bar(console) as progress,
-    ):
+    with served(console, flags) as (server, client), progress_bar(console) as progress:
         total = len(workloads) * len(seeds) * len(arms) + 2
         task = progress.add_task("rollouts", total=total)
 
@@ -324,7 +312,7 @@ def _print(console: Console, summary: dict[str, Any]) -> None:
         "tlt bench rollout --http: medians over seeds; times faster than off, and than the best "
         "fixed strategy"
     )
-    show(console, title, COLUMNS, summary["rows"])
+    show(console, title, OVER_HTTP, summary["rows"])
     console.print(
         f"first rollout after the start {summary['first_s']:.2f} s, the same again at the end "
         f"{summary['later_s']:.2f} s; runs whose responses differ: {summary['responses_differing']}"

@@ -5,11 +5,15 @@ figures has to know. No torch.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from tlt_client import Client
+from tlt_server.demo.server import ServerProcess
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
@@ -116,3 +120,19 @@ def described(
         "max_running": settings.max_running,
         "tensor_parallel": settings.tensor_parallel,
     }
+
+
+@contextmanager
+def served(
+    console: Console, flags: Sequence[str], timeout_s: float = 60
+) -> Iterator[tuple[ServerProcess, Client]]:
+    """Start a server of the bench's own, whose log the console shows."""
+
+    def on_line(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
+    with (
+        ServerProcess(*flags, on_line=on_line) as server,
+        Client(server.url, timeout_s=timeout_s) as client,
+    ):
+        yield server, client

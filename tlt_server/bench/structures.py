@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tlt_server.bench.columns import STRUCTURES
 from tlt_server.bench.engines import LoadedOnce
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests
 from tlt_server.bench.tables import show
@@ -37,16 +38,6 @@ FIELDS = 50  # in the schema to compile
 STRATEGIES = {
     "cpu": (OFF, Strategy("eagle", 7, 4, 16)),
     "cuda": (OFF, Strategy("eagle", 7, 1, 8), Strategy("eagle", 7, 4, 32)),
-}
-COLUMNS = {
-    "strategy": "{strategy}",
-    "batch": "{batch}",
-    "us per token": "{plain_us:.0f}",
-    "with a schema": "{structured_us:.0f}",
-    "ratio": "{ratio:.3f}",
-    "per step": "{step_ratio:.3f}",
-    "accepted": "{plain_accept_length:.2f}, {structured_accept_length:.2f}",
-    "masks": "{mask_us:.0f}",
 }
 RECORD = {
     "type": "object",
@@ -72,13 +63,12 @@ def run(args: argparse.Namespace) -> int:
     )
     console, rows = wide_console(), list[dict[str, Any]]()
     strategies = STRATEGIES[args.device] if "eagle" in settings.drafters else (OFF,)
-    with progress_bar(console) as progress:
-        task = progress.add_task("load", total=1 + len(batches) * len(strategies))
+    with steps(console, 1 + len(batches) * len(strategies)) as step:
         engine, info = assemble(settings, make_device=LoadedOnce().device)
         for strategy in strategies:
             engine.send(SetPolicy("fixed", strategy) if strategy.drafter else SetPolicy("off"))
             for batch in batches:
-                progress.update(task, advance=1, description=f"{strategy.name}, batch {batch}")
+                step(f"{strategy.name}, batch {batch}")
                 requests = random_requests(batch, PROMPT, new, seed=args.seed)
                 rows.append(
                     {"strategy": strategy.name, "batch": batch, **compared(engine, requests)}
@@ -90,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     }
     compiled_ms = compile_ms(Path(settings.model), info)
     figures |= {"prompt": PROMPT, "new": new, "compile_ms": compiled_ms, "rows": rows}
-    show(console, "tlt bench structures", COLUMNS, rows)
+    show(console, "tlt bench structures", STRUCTURES, rows)
     console.print(f"a schema of {FIELDS} fields compiles in {compiled_ms:.1f} ms")
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
