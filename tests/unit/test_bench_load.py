@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from tlt_server.bench.clients import LoadRow, Sent, figures, read_completion
-from tlt_server.bench.load import Answer, Connections, Reply, TimedChunk
+from tlt_server.bench.load import Connections, Reply, TimedChunk
 from tlt_server.errors import StartupError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -26,8 +26,8 @@ def chunked(*parts: bytes) -> bytes:
     return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body
 
 
-def received(parts: Sequence[bytes]) -> list[Answer]:
-    """Send two requests to a server that answers each in these parts; return both answers."""
+def received(parts: Sequence[bytes]) -> list[Reply]:
+    """Send two requests to a server that answers each in these parts; return both replies."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(2):
@@ -39,14 +39,14 @@ def received(parts: Sequence[bytes]) -> list[Answer]:
         await reader.read()
         writer.close()
 
-    async def send() -> list[Answer]:
+    async def send() -> list[Reply]:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             connections = Connections(f"http://127.0.0.1:{port}", 60)
             await connections.open(1)
-            answers = [await connections.post("/v1/completions", b"{}", 0.0) for _ in range(2)]
+            parts = [await connections.send("/v1/completions", b"{}") for _ in range(2)]
             connections.close()
-            return answers
+            return [*map(Reply.of, parts)]
 
     return asyncio.run(send())
 
@@ -64,8 +64,8 @@ def received(parts: Sequence[bytes]) -> list[Answer]:
 def test_replies_are_read_alike_in_parts_of_any_size(
     reply: bytes, expected: tuple[int, list[str]], size: int
 ) -> None:
-    for answer in received([reply[at : at + size] for at in range(0, len(reply), size)]):
-        assert read_completion(answer) == expected
+    for found in received([reply[at : at + size] for at in range(0, len(reply), size)]):
+        assert read_completion(found) == expected
 
 
 def test_chunks_are_timed_by_their_last_byte() -> None:

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from tlt_server.bench.columns import LOAD
 from tlt_server.bench.completions import completion, events
-from tlt_server.bench.load import Answer, Connections
+from tlt_server.bench.load import Connections, Reply
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout_http import FIXED, set_policy
@@ -159,24 +159,28 @@ async def _send(
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
     each = [prompts] if way == "batch" else prompts
     bodies = [msgspec.json.encode({"prompt": prompt, **asked}) for prompt in each]
-    connections = Connections(server.url, REPLY_S)
+    connections = Connections(server.url)
     await connections.open(len(bodies))
     cpu_s, began_s = _processor_s(server.process.pid), time.perf_counter()
-    answers = await asyncio.gather(
-        *(connections.post("/v1/completions", body, began_s) for body in bodies)
-    )
+    try:
+        async with asyncio.timeout(REPLY_S):
+            replies = await asyncio.gather(
+                *(connections.send("/v1/completions", body) for body in bodies)
+            )
+    except (OSError, TimeoutError) as error:
+        raise StartupError(f"/v1/completions did not answer in full: {error!r}") from None
     seconds = time.perf_counter() - began_s
     cpu_s = _processor_s(server.process.pid) - cpu_s
     connections.close()
-    read = [read_completion(answer) for answer in answers]
+    read = [read_completion(Reply.of(parts)) for parts in replies]
     return Sent(seconds, sum(count for count, _ in read), cpu_s, [t for _, ts in read for t in ts])
 
 
-def read_completion(answer: Answer) -> tuple[int, list[str]]:
+def read_completion(reply: Reply) -> tuple[int, list[str]]:
     """Return the tokens and the texts, by prompt, of a whole or streamed completion."""
-    if answer.status != 200:
-        raise StartupError(f"/v1/completions answers {answer.status}: {answer.body[:300]!r}")
-    body, texts = answer.body, dict[int, str]()
+    if reply.status != 200:
+        raise StartupError(f"/v1/completions answers {reply.status}: {reply.body[:300]!r}")
+    body, texts = reply.body, dict[int, str]()
     parts = [*events(body)] if body.startswith(b"data: ") else [completion(body)]
     for part in parts:
         for choice in part.choices:

@@ -13,7 +13,7 @@ import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 ANSWER_S = 120.0
@@ -78,8 +78,8 @@ def _chunks(parts: Sequence[TimedChunk], raw: bytes, at: int) -> Iterator[TimedC
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one request at a time. Replies are parsed once they are whole, so
-    hundreds of streams cost this process little.
+    """A connection that carries one request at a time. It does not parse a reply while that comes,
+    so hundreds of streams cost this process little.
     """
 
     transport: asyncio.Transport
@@ -95,11 +95,10 @@ class Connection(asyncio.Protocol):
         self._size: int | None = None  # bytes of the reply, 0 where its last chunk ends it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
 
-    async def exchange(self, request: bytes) -> Reply:
-        """Send a request; return its reply. `ConnectionError`: the server closed instead."""
+    async def exchange(self, request: bytes) -> Sequence[TimedChunk]:
+        """Send a request; return the parts of its reply. `ConnectionError`: the server closed."""
         self._begin()
         self._whole = asyncio.get_running_loop().create_future()
         if self.transport.is_closing():
@@ -107,7 +106,7 @@ class Connection(asyncio.Protocol):
         self.transport.write(request)
         await self._whole
         self.idle_since_s = time.perf_counter()
-        return Reply.of(self._parts)
+        return self._parts
 
     def data_received(self, data: bytes) -> None:
         self._parts.append(TimedChunk(time.perf_counter(), data))
@@ -155,28 +154,29 @@ class Connections:
         sent_s = time.perf_counter()
         try:
             async with asyncio.timeout(self._answer_s):
-                reply = await self._exchange(path, body, key)
+                reply = Reply.of(await self.send(path, body, key))
         except (OSError, ValueError, TimeoutError) as error:
             reply = Reply(0, b"", repr(error).encode(), ())
         return Answer(due_s, sent_s, time.perf_counter(), *reply)
 
-    async def _exchange(self, path: str, body: bytes, key: str) -> Reply:
+    async def send(self, path: str, body: bytes, key: str = "") -> Sequence[TimedChunk]:
+        """Return the parts of a reply, which the caller parses when it has the time."""
         self._close_idle()
         bearer = f"authorization: Bearer {key}\r\n".encode() if key else b""
         request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b"
         connection = self._free.pop() if self._free else await self._opened()
         try:
-            reply = await connection.exchange(
+            parts = await connection.exchange(
                 request % (path.encode(), self._header, bearer, len(body), body)
             )
         except BaseException:
             connection.transport.close()
             raise
-        if b"connection: close" in reply.headers:
+        if b"connection: close" in parts[0].data.lower():
             connection.transport.close()
         else:
             self._free.append(connection)
-        return reply
+        return parts
 
     async def _opened(self) -> Connection:
         _, connection = await asyncio.get_running_loop().create_connection(

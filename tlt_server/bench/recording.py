@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from tlt_server.bench.record import finish, machine, progress_bar, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.playing import Played, WatchedRunner, play
-from tlt_server.bench.rollout import renamed
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.workloads import renamed
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.demo.workload import problems_as_requests
 from tlt_server.engine.assembly import assemble

@@ -17,13 +17,14 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import msgspec
 from rich.console import Console
 
+from tlt_server.bench import rollout_http
 from tlt_server.bench.columns import ROLLOUT
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.tables import show
+from tlt_server.bench.workloads import renamed, shortened
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.child import EngineChild
 from tlt_server.errors import StartupError
@@ -81,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON; 0 when every arm gave the tokens of `off`, else 1 (fast
     numerics may differ).
     """
-    from tlt_server.bench import rollout_http
     from tlt_server.demo.workload import problems_as_requests
 
     if args.http:
@@ -148,24 +148,6 @@ def run(args: argparse.Namespace) -> int:
                     progress.update(task, advance=1)
     named = {"threads": base.threads, **described(base, strict.info.fingerprint)}
     return report(console, seen, differing, named, args)
-
-
-def shortened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
-    """Exactly max_tokens, so that the batch stays full until the end."""
-    return msgspec.structs.replace(
-        request,
-        sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens, ignore_eos=True),
-    )
-
-
-def renamed(requests: list[GenerateRequest], turn: str) -> list[GenerateRequest]:
-    """The same requests as new ones: other ids and groups, and a salt of their own, so that no run
-    profits from an earlier one.
-    """
-    return [
-        msgspec.structs.replace(r, id=f"{r.id}/{turn}", group_id=f"{r.group_id}/{turn}", salt=turn)
-        for r in requests
-    ]
 
 
 def rollout(

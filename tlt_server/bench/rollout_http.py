@@ -33,7 +33,6 @@ from tlt_server.bench.columns import OVER_HTTP
 from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, progress_bar, save, wide_console
 from tlt_server.bench.replaying.names import policy_name
-from tlt_server.bench.rollout import shortened
 from tlt_server.bench.settings import (
     at_most_what_it_takes,
     described,
@@ -43,6 +42,7 @@ from tlt_server.bench.settings import (
     settings_of,
 )
 from tlt_server.bench.tables import show
+from tlt_server.bench.workloads import Workload, shortened
 from tlt_server.commands import SetPolicy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
@@ -61,19 +61,7 @@ COUNTERS = {  # metric and label, by figure of a row
     "decodes": ("tlt_decodes_total", "strategy"),
     "accepted": ("tlt_sd_accepted_tokens_total", "strategy"),
 }
-FULL = 4  # times the requests of a full batch that are sent, one after the other
 FULL_TOKENS = 192
-
-
-class Workload(NamedTuple):
-    name: str
-    requests: int
-    running: int  # requests open at once; 0: all, in one batch
-
-    @classmethod
-    def of(cls, name: str) -> Workload:
-        full, _, count = name.rpartition(" ")
-        return cls(name, FULL * int(count), int(count)) if full else cls(name, int(count), 0)
 
 
 class RolloutRun(NamedTuple):
