@@ -12,7 +12,7 @@ drafter: weights are random, and none are read or written.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -204,25 +204,27 @@ def prices(rows: list[Row], prefill: list[Row], ours: str, other: str) -> list[R
     """Time with one kind of numerics against time with the other, in percent more; of prefill also
     the ratio of throughputs.
     """
-    found: list[Row] = []
-    mine, theirs = ([row for row in rows if row["numerics"] == kind] for kind in (ours, other))
-    for a, b in zip(mine, theirs, strict=True):
-        found.append(
-            {
-                "what": "decode",
-                "batch": a["batch"],
-                "prompt": a["prompt"],
-                "percent": round(100 * (a["step_ms"] / b["step_ms"] - 1), 2),
-            }
-        )
-    mine, theirs = ([row for row in prefill if row["numerics"] == kind] for kind in (ours, other))
-    for a, b in zip(mine, theirs, strict=True):
-        ratio = a["tokens_per_s"] / b["tokens_per_s"]
+
+    def paired(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
+        kinds = ([row for row in rows if row["numerics"] == kind] for kind in (ours, other))
+        return zip(*kinds, strict=True)
+
+    found = [
+        {
+            "what": "decode",
+            "batch": mine["batch"],
+            "prompt": mine["prompt"],
+            "percent": round(100 * (mine["step_ms"] / theirs["step_ms"] - 1), 2),
+        }
+        for mine, theirs in paired(rows)
+    ]
+    for mine, theirs in paired(prefill):
+        ratio = mine["tokens_per_s"] / theirs["tokens_per_s"]
         found.append(
             {
                 "what": "prefill",
-                "prompts": a["prompts"],
-                "length": a["length"],
+                "prompts": mine["prompts"],
+                "length": mine["length"],
                 "percent": round(100 * (1 / ratio - 1), 2),
                 "ratio": round(ratio, 4),
             }

@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tlt_kernels.gpu.accept import accept, fields
 from tlt_kernels.gpu.branches import MATCHES, columns, graft
@@ -64,156 +65,159 @@ def texts(case: TreeCase, device: str) -> BatchSlots:
     slot is at `context` and has room. Its pages take turns, as a call touches only the last ones.
     """
     longest = case.context + 4 * PAGE_SIZE * 64
-    batch_slots = BatchSlots.allocate(case.requests + 1, longest, hidden=8, device=device)
-    table_QP = batch_slots.page_table_QP
+    slots = BatchSlots.allocate(case.requests + 1, longest, hidden=8, device=device)
+    table_QP = slots.page_table_QP
     used = case.depth // PAGE_SIZE + 2
     page_QU = torch.randperm(len(table_QP) * used, dtype=torch.int32, device=device).view(-1, used)
-    live = slice(0, case.requests)
-    batch_slots.token_QT[:] = torch.randint(
-        VOCABULARY, batch_slots.token_QT.shape, dtype=torch.int32, device=device
-    )
+    slots.token_QT.random_(VOCABULARY)
     table_QP[:] = page_QU[:, torch.arange(table_QP.shape[1], device=device) % used]
-    batch_slots.length_Q[live], batch_slots.limit_Q[live], batch_slots.capacity_Q[live] = (
-        case.context,
-        longest,
-        longest,
-    )
-    batch_slots.done_Q[live], batch_slots.drafters_Q[live] = 0, 1
-    batch_slots.max_depth_Q[live] = batch_slots.max_rows_Q[live] = UNLIMITED
-    batch_slots.group_Q[live] = (
-        torch.arange(case.requests, dtype=torch.int32, device=device) // GROUP
-    )
-    return batch_slots
+    live = slice(0, case.requests)
+    slots.length_Q[live] = case.context
+    slots.limit_Q[live] = slots.capacity_Q[live] = longest
+    slots.done_Q[live], slots.drafters_Q[live] = 0, 1
+    slots.max_depth_Q[live] = slots.max_rows_Q[live] = UNLIMITED
+    order = torch.arange(case.requests, dtype=torch.int32, device=device)
+    slots.group_Q[live] = order // GROUP
+    return slots
 
 
-def calls(case: TreeCase, *, layers: int = LAYERS, device: str = "cuda") -> dict[str, Call]:
-    """Name of a part -> what launches it once."""
-    batch_slots, wide = texts(case, device), columns(case.depth, case.width)
-    trash = (int(batch_slots.page_table_QP.max()) + 1) * PAGE_SIZE
-    batch_slot_B = torch.arange(case.requests, dtype=torch.int32, device=device)
-    draft, nodes = (
-        Draft.allocate(case.requests, case.depth, case.width, device=device),
-        Nodes.allocate(case.requests, wide, device=device),
-    )
-    calibration, edges = (
-        CalibrationTable.of(torch.full((CELLS + len(prior()),), 0.9, device=device)),
-        torch.tensor(EDGES, device=device),
-    )
-    rows, trees = (
-        RowTable.allocate(case.rows, case.depth, device=device),
-        Trees.allocate(case.requests, 0, case.rows, device=device),
-    )
-    kept = KeptRows.allocate(case.requests, 0, case.rows, 0, case.depth, device=device)
-    given = [Draft.level(case.requests, case.width, level)[1] for level in range(case.depth)]
-    token_ML = [
-        torch.rand(count, VOCABULARY, device=device)
-        .argsort(1)[:, : max(case.width, 2)]
-        .int()
-        .contiguous()
-        for count in given
-    ]
-    z_ML = [
-        torch.randn(tokens.shape, device=device).sort(1, descending=True).values.contiguous()
-        for tokens in token_ML
-    ]
+class TreeBench:
+    """The tensors of a case, on which each part of a cycle may run again and again."""
 
-    def grown() -> None:
-        roots(batch_slot_B, batch_slots, draft, nodes, depth=case.depth, trash=trash)
-        for level in range(case.depth):
+    def __init__(self, case: TreeCase, layers: int, device: str) -> None:
+        self.case, self.device, requests, rows = case, device, case.requests, case.rows
+        self.slots, self.columns = texts(case, device), columns(case.depth, case.width)
+        self.trash = (int(self.slots.page_table_QP.max()) + 1) * PAGE_SIZE
+        self.batch_slot_B = torch.arange(requests, dtype=torch.int32, device=device)
+        self.draft = Draft.allocate(requests, case.depth, case.width, device=device)
+        self.nodes = Nodes.allocate(requests, self.columns, device=device)
+        self.edges = torch.tensor(EDGES, device=device)
+        survival_K = torch.full((CELLS + len(prior()),), 0.9, device=device)
+        self.calibration = CalibrationTable.of(survival_K)
+        self.rows = RowTable.allocate(rows, case.depth, device=device)
+        self.trees = Trees.allocate(requests, 0, rows, device=device)
+        self.kept = KeptRows.allocate(requests, 0, rows, 0, case.depth, device=device)
+        self.levels = [self._drafted(level) for level in range(case.depth)]
+        self.outcome_EF = torch.zeros(
+            requests, fields(case.depth), dtype=torch.int32, device=device
+        )
+        self.length_Q = self.slots.length_Q.clone()
+        shape = layers, self.trash + 1 + rows, KV_HEADS, WIDTH
+        self.k_LSKD, self.v_LSKD = (
+            torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(2)
+        )
+        self.grow()
+        self.select()
+        self.samples = Samples(followed(self.rows, rows), torch.zeros(rows, device=device))
+        self.walk()
+
+    def _drafted(self, level: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and logits that a drafter gives at a level, the best first."""
+        _, count = Draft.level(self.case.requests, self.case.width, level)
+        order = torch.rand(count, VOCABULARY, device=self.device).argsort(1)
+        tokens = order[:, : max(self.case.width, 2)].int().contiguous()
+        z = torch.randn(tokens.shape, device=self.device).sort(1, descending=True).values
+        return tokens, z.contiguous()
+
+    def grow(self) -> None:
+        case = self.case
+        roots(
+            self.batch_slot_B,
+            self.slots,
+            self.draft,
+            self.nodes,
+            depth=case.depth,
+            trash=self.trash,
+        )
+        for level, (tokens, z) in enumerate(self.levels):
             grow(
                 level,
-                token_ML[level],
-                z_ML[level],
-                draft,
-                nodes,
-                calibration,
-                edges,
+                tokens,
+                z,
+                self.draft,
+                self.nodes,
+                self.calibration,
+                self.edges,
                 requests=case.requests,
                 depth=case.depth,
                 width=case.width,
-                first_kv_slot=trash,
-                trash=trash,
-                idle=batch_slots.idle,
+                first_kv_slot=self.trash,
+                trash=self.trash,
+                idle=self.slots.idle,
             )
 
-    def selected() -> None:
+    def select(self) -> None:
         select_rows(
-            batch_slot_B,
-            batch_slots,
-            nodes,
-            rows,
-            trees,
-            kept,
-            decode_rows=case.rows,
-            scratch_start=trash + 1,
-            trash=trash,
+            self.batch_slot_B,
+            self.slots,
+            self.nodes,
+            self.rows,
+            self.trees,
+            self.kept,
+            decode_rows=self.case.rows,
+            scratch_start=self.trash + 1,
+            trash=self.trash,
         )
 
-    grown()
-    selected()
-    samples = Samples(followed(rows, case.rows), torch.zeros(case.rows, device=device))
-    outcome_EF = torch.zeros(case.requests, fields(case.depth), dtype=torch.int32, device=device)
-    length_Q = batch_slots.length_Q.clone()
-
-    def walked() -> None:
-        batch_slots.length_Q.copy_(length_Q)  # a walk moves it
+    def walk(self) -> None:
+        self.slots.length_Q.copy_(self.length_Q)  # a walk moves it
         accept(
-            batch_slot_B,
+            self.batch_slot_B,
             None,
-            samples,
-            batch_slots,
-            rows,
-            trees,
-            kept,
-            outcome_EF,
-            decode_rows=case.rows,
+            self.samples,
+            self.slots,
+            self.rows,
+            self.trees,
+            self.kept,
+            self.outcome_EF,
+            decode_rows=self.case.rows,
         )
 
-    walked()
-    kv_slots = trash + 1 + case.rows
-    k_LSKD, v_LSKD = (
-        torch.empty(
-            layers, kv_slots, KV_HEADS, WIDTH, dtype=torch.bfloat16, device=device
-        ).normal_()
-        for _ in range(2)
-    )
-    match_BJW = workspace(case.requests, case.width, batch_slots)
-    found = Nodes.allocate(case.requests, max(wide, case.depth * case.width), device=device)
-    history = partial(
-        history_nodes,
-        batch_slot_B,
-        batch_slots,
-        found,
-        calibration,
-        match_BJW,
-        depth=case.depth,
-        width=case.width,
-    )
-    branches = partial(
-        graft,
-        batch_slot_B,
-        batch_slots,
-        nodes,
-        calibration,
-        workspace(case.requests, MATCHES, batch_slots),
-        depth=case.depth,
-        width=case.width,
-        drafters=1,
-        first_cell=CELLS,
-        lefts=LEFTS,
-        floor=FLOOR,
-    )
+    def history(self) -> Call:
+        case, width = self.case, max(self.columns, self.case.depth * self.case.width)
+        return partial(
+            history_nodes,
+            self.batch_slot_B,
+            self.slots,
+            Nodes.allocate(case.requests, width, device=self.device),
+            self.calibration,
+            workspace(case.requests, case.width, self.slots),
+            depth=case.depth,
+            width=case.width,
+        )
+
+    def branches(self) -> Call:
+        case = self.case
+        return partial(
+            graft,
+            self.batch_slot_B,
+            self.slots,
+            self.nodes,
+            self.calibration,
+            workspace(case.requests, MATCHES, self.slots),
+            depth=case.depth,
+            width=case.width,
+            drafters=1,
+            first_cell=CELLS,
+            lefts=LEFTS,
+            floor=FLOOR,
+        )
+
+
+def calls(case: TreeCase, *, layers: int = LAYERS, device: str = "cuda") -> dict[str, Call]:
+    """Return a function that launches a part once, by the part's name."""
+    bench = TreeBench(case, layers, device)
     return {
-        "tree": grown,
-        "rows": selected,
-        "walk": walked,
-        "KV": partial(commit_kv, kept, k_LSKD, v_LSKD),
-        "history": history,
-        "branches": branches,
+        "tree": bench.grow,
+        "rows": bench.select,
+        "walk": bench.walk,
+        "KV": partial(commit_kv, bench.kept, bench.k_LSKD, bench.v_LSKD),
+        "history": bench.history(),
+        "branches": bench.branches(),
     }
 
 
-def followed(rows: RowTable, count: int) -> torch.Tensor:
+def followed(rows: RowTable, count: int) -> Tensor:
     """Samples that agree with each row's first child."""
     parent_R, token_R = rows.parent_R[:count].tolist(), rows.token_R[:count].tolist()
     child = {

@@ -72,16 +72,9 @@ def random_checkpoint(directory: Path, gib: float) -> Path:
     config.pop("layer_types", None)
     (directory / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
-        shapes = {
-            name: view.shape
-            for name, view in empty_target(directory, numerics=Numerics("fast", threads=1))
-            .parameters()
-            .items()
-        }
-    write(
-        ((name, torch.randn(shape) / math.sqrt(HIDDEN)) for name, shape in shapes.items()),
-        directory,
-    )
+        weights = empty_target(directory, numerics=Numerics("fast", threads=1)).parameters()
+    scale = math.sqrt(HIDDEN)
+    write(((name, torch.randn(view.shape) / scale) for name, view in weights.items()), directory)
     return directory
 
 
@@ -164,10 +157,8 @@ def row(
 
 
 def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
-    files, (one, other) = (
-        sorted(model.glob("*.safetensors")),
-        (room / "copy", room / "root" / "pushed"),
-    )
+    files = sorted(model.glob("*.safetensors"))
+    one, other = room / "copy", room / "root" / "pushed"
     one.mkdir(parents=True)
     other.mkdir(parents=True)
     copied(files, other)
@@ -176,22 +167,10 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     flags = (
-        "--model",
-        str(model),
-        "--weight-root",
-        str(room / "root"),
-        "--state-dir",
-        str(room / "state"),
-        "--weight-channels",
-        "disk,http,broadcast,ipc",
-        "--kv-memory-mb",
-        "64",
-        "--max-model-len",
-        str(LENGTH),
-        "--max-running",
-        str(REQUESTS),
-        "--numerics",
-        "fast",
+        *("--model", str(model), "--numerics", "fast"),
+        *("--weight-root", str(room / "root"), "--state-dir", str(room / "state")),
+        *("--weight-channels", "disk,http,broadcast,ipc", "--kv-memory-mb", "64"),
+        *("--max-model-len", str(LENGTH), "--max-running", str(REQUESTS)),
     )
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=600) as client:
         broadcast = BroadcastSender(client)
@@ -218,7 +197,8 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
         yield {"checkpoint": model.name, **row(name, size, copy_s, alone[name], busy[name])}
 
 
-def run(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> None:
+    """`StartupError` where flags do not go together."""
     if (args.device == "cuda") != bool(args.channel and args.model):
         raise StartupError("--device cuda needs --channel and --model, and they are for it only")
     if args.device == "cpu" and args.state_dir:
@@ -229,6 +209,10 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cpu":
         for flag in asked_of_ranks(args):
             raise StartupError(f"{flag} is for --device cuda: leave it out")
+
+
+def run(args: argparse.Namespace) -> int:
+    check(args)
     if args.device == "cuda":
         from tlt_server.bench.weights_gpu import measure as measured
 
@@ -236,22 +220,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rows = []
     with tempfile.TemporaryDirectory(prefix="tlt-weights-") as name:
-        models = [
-            TARGET,
-            *([random_checkpoint(Path(name) / "random", args.gib)] if args.gib else []),
-        ]
-        for model in models:
+        random = [random_checkpoint(Path(name) / "random", args.gib)] if args.gib else []
+        for model in (TARGET, *random):
             for found in measure(model, Path(name) / f"room-{model.name}", args.rounds):
                 rows.append(found)
-                print(
-                    f"{found['checkpoint']:8} {found['channel']:6} {found['push_s']:8.3f} s, "
-                    f"{found['ratio']:6.2f} x a plain copy, "
-                    f"paused for {found['longest_pause_ms']:6.2f} ms at most",
-                    flush=True,
-                )
-    finish(
-        args,
-        {"bench": "weights", "rounds": args.rounds, "requests": REQUESTS, "rows": rows},
-        on_gpu=False,
-    )
+                said = ("checkpoint", "channel", "push_s", "ratio", "longest_pause_ms")
+                print("  ".join(f"{field} {found[field]}" for field in said), flush=True)
+    figures = {"bench": "weights", "rounds": args.rounds, "requests": REQUESTS, "rows": rows}
+    finish(args, figures, on_gpu=False)
     return 0

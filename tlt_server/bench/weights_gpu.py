@@ -104,20 +104,9 @@ def served(args: argparse.Namespace) -> Iterator[str]:
     """Serve on the GPUs that the channel asks for; this process has the first one."""
     torch.cuda.init()
     flags = (
-        "--device",
-        "cuda",
-        "--model",
-        str(args.model),
-        "--weight-channels",
-        "ipc,broadcast",
-        "--max-running",
-        str(REQUESTS),
-        "--max-model-len",
-        str(LENGTH),
-        "--kv-memory-mb",
-        "12288",
-        "--weight-staging",
-        "device",
+        *("--device", "cuda", "--model", str(args.model), "--weight-channels", "ipc,broadcast"),
+        *("--max-running", str(REQUESTS), "--max-model-len", str(LENGTH)),
+        *("--kv-memory-mb", "12288", "--weight-staging", "device"),
         *(("--state-dir", str(args.state_dir)) if args.state_dir else ()),
         *rank_flags(args),
     )
