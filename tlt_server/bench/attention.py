@@ -94,8 +94,11 @@ def case_of(
     count, kv_bytes = len(kv_slot_R), step.requests * step.context * KV_HEADS * WIDTH * 4
     layers = layers or max(4, min(96, CACHED_BYTES // kv_bytes))
 
+    # Triton's interpreter has no bfloat16 constants.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+        return torch.randn(*shape, device=device, dtype=dtype)
 
     cache = random(layers, 2, kv_slots, KV_HEADS, WIDTH)
     qkv_RX = random(count, (HEADS + 2 * KV_HEADS) * WIDTH)

@@ -15,13 +15,16 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from tlt_server.bench import rollout_http
 from tlt_server.bench.columns import ROLLOUT
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.tables import show
 from tlt_server.bench.workloads import renamed, shortened
@@ -82,10 +85,43 @@ def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON; 0 when every arm gave the tokens of `off`, else 1 (fast
     numerics may differ).
     """
-    from tlt_server.demo.workload import problems_as_requests
-
     if args.http:
         return rollout_http.run(args)
+    check(args)
+    base = replace(settings_of(args), max_running=RUNNING, policy="goodput")
+    if args.device == "cuda":
+        longest = at_most_what_it_takes(base.model, GPU_MODEL_LEN)
+        base = replace(base, kv_memory_mb=GPU_KV_MB, max_model_len=longest)
+    rounds, arms = 1 if args.quick else ROUNDS, ARMS[args.device]
+    workloads = workloads_of(base.model, quick=args.quick, seed=args.seed)
+    seen: dict[tuple[str, str], list[Figures]] = {}
+    differing = 0
+    console = wide_console()
+    with (
+        EngineChild(base) as strict,
+        EngineChild(replace(base, numerics="fast", drafter="none", policy="off")) as fast,
+        steps(console, rounds * len(arms) * len(workloads), "warm up") as step,
+    ):
+        engines = {"strict": strict, "fast": fast}
+        for engine in engines.values():
+            rollout(engine, renamed(workloads["full"].requests[:16], "warm"), RUNNING)
+        for turn, (workload, work) in product(range(rounds), workloads.items()):
+            expected: dict[str, list[int]] = {}
+            for name, arm in arms.items():
+                engines[arm.numerics].send(arm.policy)
+                requests = renamed(work.requests, f"{turn}{name}")
+                tokens, figures = rollout(engines[arm.numerics], requests, work.running)
+                seen.setdefault((workload, name), []).append(figures)
+                if arm.numerics == "strict":
+                    expected = expected or tokens
+                    differing += sum(tokens[i] != expected[i] for i in tokens)
+                step(f"{workload}: {name}")
+    named = {"threads": base.threads, **described(base, strict.info.fingerprint)}
+    return report(console, seen, differing, named, args)
+
+
+def check(args: argparse.Namespace) -> None:
+    """`StartupError` where flags ask for what is timed over HTTP only."""
     for flag in ("workload", "policy", "seeds", "penalties"):
         if getattr(args, flag):
             raise StartupError(f"--{flag} is for rollouts against a server: add --http")
@@ -94,60 +130,30 @@ def run(args: argparse.Namespace) -> int:
             f"--tensor-parallel is {args.tensor_parallel}; the engine in fast numerics that arms "
             "are compared with has one rank: add --http"
         )
-    base = replace(settings_of(args), max_running=RUNNING, policy="goodput")
-    arms = ARMS[args.device]
     if args.numerics != "strict":
         raise StartupError(
             "--numerics is fast; a rollout is timed in both strict and fast numerics: "
             "leave the flag out"
         )
-    if args.device == "cuda":
-        base = replace(
-            base,
-            kv_memory_mb=GPU_KV_MB,
-            max_model_len=at_most_what_it_takes(base.model, GPU_MODEL_LEN),
-        )
-    rounds = 1 if args.quick else ROUNDS
-    batch = problems_as_requests(
-        base.model, RUNNING, group=8, seed=args.seed, max_tokens=256 if args.quick else 2000
-    )
-    steady = [
-        shortened(r, 48 if args.quick else 96)
-        for r in problems_as_requests(
-            base.model, RUNNING if args.quick else 5 * RUNNING, group=8, seed=args.seed + 100
-        )
-    ]
-    alone = problems_as_requests(
-        base.model, 4 if args.quick else 32, group=8, seed=args.seed + 200, max_tokens=2000
-    )
-    workloads = {"tail": (batch, RUNNING), "few": (alone, FEW), "full": (steady, RUNNING)}
-    seen: dict[tuple[str, str], list[Figures]] = {}
-    differing = 0
-    console = wide_console()
-    with (
-        EngineChild(base) as strict,
-        EngineChild(replace(base, numerics="fast", drafter="none", policy="off")) as fast,
-        progress_bar(console) as progress,
-    ):
-        engines = {"strict": strict, "fast": fast}
-        task = progress.add_task("warm up", total=rounds * len(arms) * len(workloads))
-        for engine in engines.values():
-            rollout(engine, renamed(steady[:16], "warm"), RUNNING)
-        for turn in range(rounds):
-            for workload, (requests, running) in workloads.items():
-                expected: dict[str, list[int]] = {}
-                for name, arm in arms.items():
-                    progress.update(task, description=f"{workload}: {name}")
-                    engine = engines[arm.numerics]
-                    engine.send(arm.policy)
-                    tokens, figures = rollout(engine, renamed(requests, f"{turn}{name}"), running)
-                    seen.setdefault((workload, name), []).append(figures)
-                    if arm.numerics == "strict":
-                        expected = expected or tokens
-                        differing += sum(tokens[i] != expected[i] for i in tokens)
-                    progress.update(task, advance=1)
-    named = {"threads": base.threads, **described(base, strict.info.fingerprint)}
-    return report(console, seen, differing, named, args)
+
+
+class Work(NamedTuple):
+    requests: list[GenerateRequest]
+    running: int  # at once
+
+
+def workloads_of(model: Path, *, quick: bool, seed: int) -> dict[str, Work]:
+    from tlt_server.demo.workload import problems_as_requests
+
+    problems = partial(problems_as_requests, model, group=8)
+    steady = problems(RUNNING if quick else 5 * RUNNING, seed=seed + 100)
+    batch = problems(RUNNING, seed=seed, max_tokens=256 if quick else 2000)
+    alone = problems(4 if quick else 32, seed=seed + 200, max_tokens=2000)
+    return {
+        "tail": Work(batch, RUNNING),
+        "few": Work(alone, FEW),
+        "full": Work([shortened(r, 48 if quick else 96) for r in steady], RUNNING),
+    }
 
 
 def rollout(

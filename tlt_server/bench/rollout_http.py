@@ -19,6 +19,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,7 +32,7 @@ from tlt_client.errors import InvalidRequest
 from tlt_client.wire import Reply
 from tlt_server.bench.columns import OVER_HTTP
 from tlt_server.bench.load import Connections
-from tlt_server.bench.record import finish, progress_bar, save, wide_console
+from tlt_server.bench.record import finish, save, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.settings import (
     at_most_what_it_takes,
@@ -76,62 +77,71 @@ class RolloutRun(NamedTuple):
     counted: dict[str, dict[str, float]]  # COUNTERS' figure -> kind or strategy -> sum
 
 
+class RolloutPlan(NamedTuple):
+    """What is run: every arm over every workload with every seed."""
+
+    arms: dict[str, SetPolicy]
+    workloads: list[Workload]
+    seeds: tuple[int, ...]
+    max_tokens: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> RolloutPlan:
+        commands = args.policy or _commands(args.device)
+        arms = {policy_name(command): command for command in commands}
+        workloads = [Workload.of(name) for name in args.workload or WORKLOADS[args.device]]
+        if not args.quick:
+            return cls(arms, workloads, args.seeds or SEEDS, args.max_tokens)
+        small = Workload.of("full 4" if workloads[0].running else "16")
+        return cls(arms, [small], args.seeds or SEEDS[:2], 96)
+
+    @property
+    def turns(self) -> Iterator[tuple[int, Workload, str]]:
+        """Yield seeds, workloads and arms in order; another arm begins with each seed."""
+        names = [*self.arms]
+        for turn, seed in enumerate(self.seeds):
+            at = turn % len(names)
+            yield from itertools.product((seed,), self.workloads, names[at:] + names[:at])
+
+
 def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON; 0 when every arm gave the responses of the first."""
-    from tlt_server.demo.workload import problems_as_requests
-
     if args.numerics != "strict":
         raise StartupError(
             "--numerics is fast; responses are compared bit by bit, which strict numerics alone "
             "keep: leave the flag out"
         )
-    settings = settings_of(args)
-    most = 96 if args.quick else args.max_tokens
-    workloads = [Workload.of(name) for name in args.workload or WORKLOADS[args.device]]
-    if args.quick:
-        workloads = [Workload.of("full 4" if each.running else "16") for each in workloads[:1]]
-    seeds = args.seeds or SEEDS[: 2 if args.quick else None]
-    commands = args.policy or _commands(args.device)
-    arms = {policy_name(command): command for command in commands}
-    console = wide_console()
-    flags = serve_flags(args, at_most_what_it_takes(settings.model, most + 256))
-    said: dict[str, Any] = {
-        "bench": "rollout-http",
-        "quick": bool(args.quick),
-        "seeds": [],
-        "max_tokens": most,
-        "penalties": bool(args.penalties),
-    }
+    settings, plan, console = settings_of(args), RolloutPlan.of(args), wide_console()
+    flags = serve_flags(args, at_most_what_it_takes(settings.model, plan.max_tokens + 256))
     seen: dict[tuple[str, str], list[RolloutRun]] = {}
-    with served(console, flags) as (server, client), progress_bar(console) as progress:
-        total = len(workloads) * len(seeds) * len(arms) + 2
-        task = progress.add_task("rollouts", total=total)
+    total = len(plan.workloads) * len(plan.seeds) * len(plan.arms) + 2
+    with served(console, flags) as (server, client), steps(console, total, "rollouts") as step:
+        said: dict[str, Any] = {
+            "bench": "rollout-http",
+            "quick": bool(args.quick),
+            "seeds": [],
+            "max_tokens": plan.max_tokens,
+            "penalties": bool(args.penalties),
+            **described(settings, fingerprint_of(client)),
+            "max_running": args.max_running,
+        }
 
-        said |= described(settings, fingerprint_of(client)) | {"max_running": args.max_running}
-
-        def play(workload: Workload, seed: int, arm: str) -> RolloutRun:
-            progress.update(task, description=f"{workload.name}: {arm.replace(':', ' ')}")
-            requests = problems_as_requests(
-                settings.model, workload.requests, group=8, seed=seed, max_tokens=most
-            )
-            if workload.running:
-                requests = [shortened(r, min(most, FULL_TOKENS)) for r in requests]
-            set_policy(client, arms[arm])
+        def play(seed: int, workload: Workload, arm: str) -> RolloutRun:
+            requests = _requests(settings.model, workload, seed, plan.max_tokens)
+            set_policy(client, plan.arms[arm])
             client.clear_cache()
             found = _rollout(server, client, requests, workload.running, args.penalties)
-            progress.update(task, advance=1)
+            step(f"{workload.name}: {arm.replace(':', ' ')}")
             return found
 
-        names = [*arms]
-        first = play(workloads[0], seeds[0], names[0])
-        for (turn, seed), workload in itertools.product(enumerate(seeds), workloads):
-            at = turn % len(names)  # another arm begins each turn
-            for arm in names[at:] + names[:at]:
-                seen.setdefault((workload.name, arm), []).append(play(workload, seed, arm))
-            if workload is workloads[-1]:
-                said["seeds"] = list(seeds[: turn + 1])
-                save(args, {**said, **figures(seen, args.pair)}, on_gpu=args.device == "cuda")
-        later = play(workloads[0], seeds[0], names[0])
+        once = plan.seeds[0], plan.workloads[0], next(iter(plan.arms))
+        first = play(*once)
+        for seed, turns in itertools.groupby(plan.turns, lambda turn: turn[0]):
+            for _, workload, arm in turns:
+                seen.setdefault((workload.name, arm), []).append(play(seed, workload, arm))
+            said["seeds"] = [*said["seeds"], seed]
+            save(args, {**said, **figures(seen, args.pair)}, on_gpu=args.device == "cuda")
+        later = play(*once)
     summary = {
         **said,
         "first_s": round(first.seconds, 3),
@@ -143,6 +153,17 @@ def run(args: argparse.Namespace) -> int:
     _print(console, summary)
     finish(args, summary, on_gpu=args.device == "cuda")
     return 1 if summary["responses_differing"] else 0
+
+
+def _requests(model: Path, workload: Workload, seed: int, max_tokens: int) -> list[GenerateRequest]:
+    from tlt_server.demo.workload import problems_as_requests
+
+    requests = problems_as_requests(
+        model, workload.requests, group=8, seed=seed, max_tokens=max_tokens
+    )
+    if not workload.running:
+        return requests
+    return [shortened(r, min(max_tokens, FULL_TOKENS)) for r in requests]
 
 
 def set_policy(client: Client, command: SetPolicy) -> None:
