@@ -10,8 +10,8 @@ from tests.kernels.triton_tests import DEVICE
 # isort: split
 from tlt_kernels.gpu.tensors import RowTable
 from tlt_server.bench import norms
-from tlt_server.bench.attention import StepShape, case_of
-from tlt_server.bench.micro import Call, Case, Timed, each, row_of
+from tlt_server.bench.attention import LayerCase, case_of
+from tlt_server.bench.micro import Call, Case, TimedCalls, each, row_of
 from tlt_server.bench.sampling import SamplingBench
 from tlt_server.bench.trees import TreeCase, calls, followed
 
@@ -48,7 +48,9 @@ def test_samples_follow_the_first_child() -> None:
 def test_figures_are_mean_times_of_calls_that_take_turns() -> None:
     seen: list[str] = []
     turns: list[Call] = [lambda: seen.append("a"), lambda: seen.append("b")]
-    case = Case({"case": "x"}, {"us": each(turns, 3), "plan_us": Timed(lambda: None, 8)}, {"m": 1})
+    case = Case(
+        {"case": "x"}, {"us": each(turns, 3), "plan_us": TimedCalls(lambda: None, 8)}, {"m": 1}
+    )
     assert once(case) == {"case": "x", "us": 4.0, "plan_us": 1.5, "m": 1}
     assert seen == ["a", "b", "a"]
 
@@ -81,8 +83,8 @@ def test_sampling_cases_run(case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert once(case())["us"] == 6.0
 
 
-@pytest.mark.parametrize("step", [StepShape(2, 40, 1), StepShape(1, 33, 9)])
-def test_attention_of_a_step_runs(step: StepShape, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [LayerCase(2, 40, 1), LayerCase(1, 33, 9)])
+def test_attention_of_a_step_runs(step: LayerCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt_server.bench.attention.PLANS", 2)
     row = once(case_of("x", step, 16, DEVICE, layers=2))
     assert (row["us"], row["rope_us"], row["plan_us"]) == (6.0, 6.0, 6.0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from tlt_server.bench.clients import LoadRow, Sent, figures, read_completion
-from tlt_server.bench.load import Connections, Reply, TimedChunk
+from tlt_server.bench.load import Connections, RawReply, TimedChunk
 from tlt_server.errors import StartupError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -26,7 +26,7 @@ def chunked(*parts: bytes) -> bytes:
     return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body
 
 
-def received(parts: Sequence[bytes]) -> list[Reply]:
+def received(parts: Sequence[bytes]) -> list[RawReply]:
     """Send two requests to a server that answers each in these parts; return both replies."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -39,14 +39,14 @@ def received(parts: Sequence[bytes]) -> list[Reply]:
         await reader.read()
         writer.close()
 
-    async def send() -> list[Reply]:
+    async def send() -> list[RawReply]:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             connections = Connections(f"http://127.0.0.1:{port}", 60)
             await connections.open(1)
             parts = [await connections.send("/v1/completions", b"{}") for _ in range(2)]
             connections.close()
-            return [*map(Reply.of, parts)]
+            return [*map(RawReply.of, parts)]
 
     return asyncio.run(send())
 
@@ -71,7 +71,7 @@ def test_replies_are_read_alike_in_parts_of_any_size(
 def test_chunks_are_timed_by_their_last_byte() -> None:
     raw = chunked(b"one", b"two")
     cut = raw.index(b"tw") + 1
-    reply = Reply.of([TimedChunk(1.0, raw[:cut]), TimedChunk(2.0, raw[cut:])])
+    reply = RawReply.of([TimedChunk(1.0, raw[:cut]), TimedChunk(2.0, raw[cut:])])
     assert reply.chunks == (TimedChunk(1.0, b"one"), TimedChunk(2.0, b"two"))
     assert (reply.status, reply.body) == (200, b"onetwo")
 

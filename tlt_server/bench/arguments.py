@@ -21,9 +21,10 @@ from tlt_server.bench.flags import (
     ranks,
 )
 from tlt_server.bench.padding.shapes import SHAPES
-from tlt_server.bench.texts import PAD, RECORD, REPLAY, ROLLOUT, Text
+from tlt_server.bench.texts import PAD, RECORD, REPLAY, ROLLOUT, HelpText
 
-Batches = tuple[str, str]  # of a full and of a quick run
+# Requests at once in a full run, and in a quick one.
+Batches = tuple[str, str]
 SHAPE = "|".join(SHAPES)
 CONTEXT = flag("--context TOKENS", "also one request after a prompt of this many tokens")
 MAX_RUNNING = flag("--max-running N", "of the server", 256)
@@ -37,7 +38,7 @@ class Bench(NamedTuple):
     loads_engine: bool = False  # in this process, so the environment of its libraries is set first
     module: str = ""  # where the name of the bench is taken
     batches: Batches = ("", "")  # requests at once, where `--batch` does not name them
-    text: Text | None = None  # for its help, instead of the sentence
+    text: HelpText | None = None  # for its help, instead of the sentence
 
     def add(self, parser: argparse.ArgumentParser) -> None:
         flags = self.flags

@@ -21,16 +21,16 @@ from tlt_kernels.gpu.attention import PagedRows, allocate, attend, fill_plan
 from tlt_kernels.gpu.rope import rope_store
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.flash import FlashPaged
-from tlt_server.bench.micro import Call, Case, Timed, each, floor_us, measure
+from tlt_server.bench.micro import Call, Case, TimedCalls, each, floor_us, measure
 from tlt_server.errors import StartupError
 
 HEADS, KV_HEADS, WIDTH = 28, 4, 128
-CACHED_BYTES = 400_000_000  # of all layers, where these are between 4 and 96
+CACHED_BYTES = 400_000_000  # KV cache of all layers, of which there are 4 to 96
 CHAIN = 8  # nodes of a draft path
 PLANS = 50  # in a graph
 
 
-class StepShape(NamedTuple):
+class LayerCase(NamedTuple):
     requests: int
     context: int
     rows: int  # per request
@@ -38,21 +38,21 @@ class StepShape(NamedTuple):
 
 
 SHAPES = {
-    "b1 640": StepShape(1, 640, 1),
-    "b1 16k": StepShape(1, 16384, 1),
-    "b1 tree32 640": StepShape(1, 640, 32),
-    "b1 tree32 16k": StepShape(1, 16384, 32),
-    "b8 chain8 640": StepShape(8, 640, 8),
-    "b32 chain8 400": StepShape(32, 400, 8),
-    "b64 400": StepShape(64, 400, 1),
-    "b256 400": StepShape(256, 400, 1),
-    "b256 640": StepShape(256, 640, 1),
-    "prefill 8x2048": StepShape(8, 2048, 2048, True),
-    "prefill 64 of 16k": StepShape(1, 16384, 64, True),
+    "b1 640": LayerCase(1, 640, 1),
+    "b1 16k": LayerCase(1, 16384, 1),
+    "b1 tree32 640": LayerCase(1, 640, 32),
+    "b1 tree32 16k": LayerCase(1, 16384, 32),
+    "b8 chain8 640": LayerCase(8, 640, 8),
+    "b32 chain8 400": LayerCase(32, 400, 8),
+    "b64 400": LayerCase(64, 400, 1),
+    "b256 400": LayerCase(256, 400, 1),
+    "b256 640": LayerCase(256, 640, 1),
+    "prefill 8x2048": LayerCase(8, 2048, 2048, True),
+    "prefill 64 of 16k": LayerCase(1, 16384, 64, True),
 }
 
 
-def rows_of(step: StepShape, device: str) -> tuple[PagedRows, Tensor, int]:
+def rows_of(step: LayerCase, device: str) -> tuple[PagedRows, Tensor, int]:
     """Return the step's rows, the KV slots that they write, and the cache's slots. Drafts are
     chains below the root, each node in scratch.
     """
@@ -88,7 +88,7 @@ def rows_of(step: StepShape, device: str) -> tuple[PagedRows, Tensor, int]:
 
 
 def case_of(
-    name: str, step: StepShape, tile: int, device: str = "cuda", layers: int | None = None
+    name: str, step: LayerCase, tile: int, device: str = "cuda", layers: int | None = None
 ) -> Case:
     rows, kv_slot_R, kv_slots = rows_of(step, device)
     count, kv_bytes = len(kv_slot_R), step.requests * step.context * KV_HEADS * WIDTH * 4
@@ -125,21 +125,21 @@ def case_of(
             attend(q_RND, keys, values, rows, plan, first=0, scale=WIDTH**-0.5)
 
     timed = {
-        "us": Timed(all_layers, layers),
+        "us": TimedCalls(all_layers, layers),
         "rope_us": each([partial(rope, *layer) for layer in cache], layers),
         "plan_us": each([partial(fill_plan, rows, plan)], PLANS),
     }
     if step.prompt and step.rows == step.context:
-        timed["sdpa_us"] = Timed(sdpa(step, layers, device), layers)
+        timed["sdpa_us"] = TimedCalls(sdpa(step, layers, device), layers)
         if find_spec("flash_attn") is not None:
             q_RND = random(count, HEADS, WIDTH)
-            timed["flash_us"] = Timed(flash(step, rows, q_RND, cache), layers)
+            timed["flash_us"] = TimedCalls(flash(step, rows, q_RND, cache), layers)
     fill_plan(rows, plan)
     items = {"row_items": plan.count_2[0].item(), "tile_items": plan.count_2[1].item()}
     return Case({"case": name}, timed, {"floor_us": floor_us(kv_bytes), **items})
 
 
-def sdpa(step: StepShape, layers: int, device: str) -> Call:
+def sdpa(step: LayerCase, layers: int, device: str) -> Call:
     q, k, v = (
         torch.randn(
             layers, step.requests, heads, step.context, WIDTH, device=device, dtype=torch.bfloat16
@@ -157,7 +157,7 @@ def sdpa(step: StepShape, layers: int, device: str) -> Call:
     return run
 
 
-def flash(step: StepShape, rows: PagedRows, q_RND: Tensor, cache: Tensor) -> Call:
+def flash(step: LayerCase, rows: PagedRows, q_RND: Tensor, cache: Tensor) -> Call:
     """Return the backend `flash_attn`, its gathering of keys and values included."""
     backend = FlashPaged(
         heads=HEADS,

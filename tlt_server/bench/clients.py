@@ -24,7 +24,7 @@ from rich.console import Console
 
 from tlt_server.bench.columns import LOAD
 from tlt_server.bench.completions import completion, events
-from tlt_server.bench.load import Connections, Reply
+from tlt_server.bench.load import Connections, RawReply
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout_http import FIXED, set_policy
@@ -172,11 +172,11 @@ async def _send(
     seconds = time.perf_counter() - began_s
     cpu_s = _processor_s(server.process.pid) - cpu_s
     connections.close()
-    read = [read_completion(Reply.of(parts)) for parts in replies]
+    read = [read_completion(RawReply.of(parts)) for parts in replies]
     return Sent(seconds, sum(count for count, _ in read), cpu_s, [t for _, ts in read for t in ts])
 
 
-def read_completion(reply: Reply) -> tuple[int, list[str]]:
+def read_completion(reply: RawReply) -> tuple[int, list[str]]:
     """Return the tokens and the texts, by prompt, of a whole or streamed completion."""
     if reply.status != 200:
         raise StartupError(f"/v1/completions answers {reply.status}: {reply.body[:300]!r}")

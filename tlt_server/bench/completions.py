@@ -1,4 +1,4 @@
-"""Whole and streamed completions of the OpenAI API, as far as benches read them."""
+"""Fields that benches read of whole and streamed completions of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class _Usage(msgspec.Struct):
     completion_tokens: int
 
 
-class Completion(msgspec.Struct):
+class CompletionPart(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
 
 
-def completion(content: bytes) -> Completion:
-    return msgspec.json.decode(content, type=Completion)
+def completion(content: bytes) -> CompletionPart:
+    return msgspec.json.decode(content, type=CompletionPart)
 
 
-def events(content: bytes) -> Iterator[Completion]:
+def events(content: bytes) -> Iterator[CompletionPart]:
     """Yield the events of a stream, or of a part of it, without its end."""
     for line in content.split(b"\n"):
         if line.startswith(b"data: {"):

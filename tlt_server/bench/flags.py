@@ -98,7 +98,8 @@ def writable_file(text: str) -> Path:
     return path
 
 
-TYPES: dict[str, Callable[[str], Any]] = {  # of values, by the word for them in a usage
+# The type of a value by the word that stands for it in a usage.
+TYPES: dict[str, Callable[[str], Any]] = {
     "N": count,
     "TOKENS": count,
     "ROWS": count,

@@ -50,14 +50,14 @@ class Answer(NamedTuple):
         return values[0].strip().decode() if values else ""
 
 
-class Reply(NamedTuple):
+class RawReply(NamedTuple):
     status: int
     headers: bytes  # in lower case
     body: bytes
     chunks: tuple[TimedChunk, ...]
 
     @classmethod
-    def of(cls, parts: Sequence[TimedChunk]) -> Reply:
+    def of(cls, parts: Sequence[TimedChunk]) -> RawReply:
         """Parse a whole reply from the parts in which it came."""
         raw = b"".join(part.data for part in parts)
         head, _, body = raw.partition(HEAD_END)
@@ -154,9 +154,9 @@ class Connections:
         sent_s = time.perf_counter()
         try:
             async with asyncio.timeout(self._answer_s):
-                reply = Reply.of(await self.send(path, body, key))
+                reply = RawReply.of(await self.send(path, body, key))
         except (OSError, ValueError, TimeoutError) as error:
-            reply = Reply(0, b"", repr(error).encode(), ())
+            reply = RawReply(0, b"", repr(error).encode(), ())
         return Answer(due_s, sent_s, time.perf_counter(), *reply)
 
     async def send(self, path: str, body: bytes, key: str = "") -> Sequence[TimedChunk]:

@@ -18,7 +18,7 @@ READ_BYTES_PER_S = 4.3e12  # what a copy reaches on an H200
 Call = Callable[[], object]
 
 
-class Timed(NamedTuple):
+class TimedCalls(NamedTuple):
     """A run, and the number of calls in it whose mean time is the figure."""
 
     run: Call
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     """A row of figures."""
 
     named: Mapping[str, object]
-    timed: Mapping[str, Timed]  # by the name of the figure, in microseconds
+    timed: Mapping[str, TimedCalls]  # by the name of the figure, in microseconds
     known: Mapping[str, float] = {}  # figures that need no clock, such as a floor
 
 
@@ -37,14 +37,14 @@ def floor_us(moved_bytes: float) -> float:
     return moved_bytes / READ_BYTES_PER_S * 1e6
 
 
-def each(calls: Sequence[Call], count: int) -> Timed:
+def each(calls: Sequence[Call], count: int) -> TimedCalls:
     """Return a run of `count` calls, which take turns: the same call on different tensors."""
 
     def run() -> None:
         for call in itertools.islice(itertools.cycle(calls), count):
             call()
 
-    return Timed(run, count)
+    return TimedCalls(run, count)
 
 
 def row_of(case: Case, clock: Callable[[Call], float] = microseconds) -> dict[str, Any]:

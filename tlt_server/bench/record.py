@@ -62,7 +62,7 @@ def progress_bar(console: Console) -> Progress:
 
 @contextmanager
 def steps(console: Console, total: int, first: str = "load") -> Iterator[Callable[[str], None]]:
-    """Show a bar of so many steps; the function that this gives moves it on and names the next."""
+    """Show a bar; yield the function that moves it by one step and names the next one."""
     with progress_bar(console) as progress:
         task = progress.add_task(first, total=total)
         yield lambda name: progress.update(task, advance=1, description=name)

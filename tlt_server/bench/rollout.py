@@ -137,12 +137,12 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
-class Work(NamedTuple):
+class EngineWorkload(NamedTuple):
     requests: list[GenerateRequest]
     running: int  # at once
 
 
-def workloads_of(model: Path, *, quick: bool, seed: int) -> dict[str, Work]:
+def workloads_of(model: Path, *, quick: bool, seed: int) -> dict[str, EngineWorkload]:
     from tlt_server.demo.workload import problems_as_requests
 
     problems = partial(problems_as_requests, model, group=8)
@@ -150,9 +150,9 @@ def workloads_of(model: Path, *, quick: bool, seed: int) -> dict[str, Work]:
     batch = problems(RUNNING, seed=seed, max_tokens=256 if quick else 2000)
     alone = problems(4 if quick else 32, seed=seed + 200, max_tokens=2000)
     return {
-        "tail": Work(batch, RUNNING),
-        "few": Work(alone, FEW),
-        "full": Work([shortened(r, 48 if quick else 96) for r in steady], RUNNING),
+        "tail": EngineWorkload(batch, RUNNING),
+        "few": EngineWorkload(alone, FEW),
+        "full": EngineWorkload([shortened(r, 48 if quick else 96) for r in steady], RUNNING),
     }
 
 

@@ -78,7 +78,7 @@ class RolloutRun(NamedTuple):
 
 
 class RolloutPlan(NamedTuple):
-    """What is run: every arm over every workload with every seed."""
+    """Every arm over every workload with every seed."""
 
     arms: dict[str, SetPolicy]
     workloads: list[Workload]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Text(NamedTuple):
+class HelpText(NamedTuple):
     description: str
     examples: str
 
 
-ROLLOUT = Text(
+ROLLOUT = HelpText(
     """\
 Time rollouts of the demo task, with speculation off and on.
 
@@ -32,7 +32,7 @@ examples:
   tlt bench replay /tmp/rollout.safetensors --policy goodput --policy fixed:eagle:7x1x8
   tlt bench replay gpu.safetensors --rounds 2 --plots plots --json replay.json
 """
-RECORD = Text(
+RECORD = HelpText(
     """\
 Run a rollout of the demo task and store it, so that `tlt bench replay` can judge any policy on it.
 
@@ -42,7 +42,7 @@ strategy would have gained.
 """,
     RECORDS,
 )
-REPLAY = Text(
+REPLAY = HelpText(
     """\
 Replay a recorded rollout under policies, without a model: seconds, tokens per second, switches, and
 regret against the best choice of every step in hindsight.
@@ -52,7 +52,7 @@ cycles, so a replay takes seconds and needs no GPU.
 """,
     RECORDS,
 )
-PAD = Text(
+PAD = HelpText(
     """\
 Embed a small trained pair (target and EAGLE-3 drafter) in the shapes of a large model.
 
