@@ -12,12 +12,12 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
@@ -26,7 +26,7 @@ from tlt_client import Client
 from tlt_client.errors import Conflict
 from tlt_server.bench.goodput import percentile
 from tlt_server.bench.load import Connections
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import described, fingerprint_of, served, settings_of
 from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest
@@ -41,6 +41,30 @@ BEGIN_S, POLL_S = 180.0, 0.01
 FEATURE_MB = 8192
 
 
+class Felt(NamedTuple):
+    """Seconds of requests, in the order in which they are sent."""
+
+    before: list[float]  # decoding, before the trainer has begun
+    idle: list[float]  # one token, the trainer paused
+    parked: list[float]  # decoding, the trainer parked
+    interrupting: list[tuple[str, float]]  # state of the trainer, seconds to the first token
+
+    def figures(self) -> dict[str, Any]:
+        idle_s, before_s, parked_s = map(statistics.median, (self.idle, self.before, self.parked))
+        delays = [(state, seconds - idle_s) for state, seconds in self.interrupting]
+        in_training_s = [delay_s for state, delay_s in delays if state == "training"]
+        return {
+            "requests": len(delays),
+            "states": {name: sum(state == name for state, _ in delays) for name in WORKING},
+            "idle_ms": _milliseconds(self.idle),
+            "delay_ms": _milliseconds([delay_s for _, delay_s in delays]),
+            "training_delay_p99_ms": round(1e3 * percentile(in_training_s, 99), 2),
+            "before_s": round(before_s, 4),
+            "parked_s": round(parked_s, 4),
+            "parked_slowdown_percent": round(100 * (parked_s / before_s - 1), 2),
+        }
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the figures as one line of JSON."""
     from tlt_server.demo.workload import problems_as_requests
@@ -50,69 +74,65 @@ def run(args: argparse.Namespace) -> int:
     requests = problems_as_requests(
         settings.model, problems * GROUP, group=GROUP, seed=args.seed, max_tokens=ANSWER
     )
-    asked, idle, each = (QUICK,) * 3 if args.quick else (REQUESTS, IDLE_REQUESTS, TIMED)
+    counts = (QUICK,) * 3 if args.quick else (REQUESTS, IDLE_REQUESTS, TIMED)
+    asked, idle, each = counts
     with TemporaryDirectory(prefix="tlt-interrupt-") as state:
-        flags = ["--model", str(settings.model), "--drafter", settings.drafter]
-        flags += ["--device", args.device, "--dtype", str(settings.dtype)]
-        flags += ["--threads", str(settings.threads), "--max-model-len", "1024"]
-        flags += ["--max-running", "64", "--state-dir", state, "--log-level", "warning"]
-        flags += ["--drafter-training", "idle", "--drafter-feature-mb", str(FEATURE_MB)]
-        with served(console, flags) as (server, client), progress_bar(console) as progress:
-            task = progress.add_task("decode", total=2 * each + idle + asked)
-
-            probe = Probe(server.url, requests, args.seed)
-
-            def timed(name: str, tokens: int) -> float:
-                seconds = probe.seconds(tokens)
-                progress.update(task, advance=1, description=name)
-                return seconds
-
-            with plain(client):
-                before_s = [timed("decode", DECODED) for _ in range(each)]
-            client.generate([probe.body(r, ANSWER) for r in requests])
-            until_working(client)
-            client.pause_drafter_training()
-            idle_s = [timed("paused", 1) for _ in range(idle)]
-            with plain(client):
-                parked_s = [timed("parked", DECODED) for _ in range(each)]
-            client.resume_drafter_training()
-            states: list[str] = []
-            delays_s: list[float] = []
-            for _ in range(asked):
-                states.append(until_working(client))
-                time.sleep(probe.draw.uniform(*WAIT_S))
-                delays_s.append(timed(states[-1], 1) - statistics.median(idle_s))
+        flags = [
+            *("--model", str(settings.model), "--drafter", settings.drafter),
+            *("--device", args.device, "--dtype", str(settings.dtype)),
+            *("--threads", str(settings.threads), "--max-model-len", "1024"),
+            *("--max-running", "64", "--state-dir", state, "--log-level", "warning"),
+            *("--drafter-training", "idle", "--drafter-feature-mb", str(FEATURE_MB)),
+        ]
+        with (
+            served(console, flags) as (server, client),
+            steps(console, 2 * each + idle + asked, "decode") as step,
+        ):
+            probe = Probe(server.url, requests, args.seed, step)
+            felt = interrupted(client, probe, asked, idle, each)
             trainer, fingerprint = client.drafter()["trainer"], fingerprint_of(client)
             probe.close()
-    in_training_s = [
-        delay_s for delay_s, name in zip(delays_s, states, strict=True) if name == "training"
-    ]
     figures = {
         "bench": "interrupt",
         "quick": bool(args.quick),
         **described(settings, fingerprint),
-        "requests": asked,
-        "states": {name: states.count(name) for name in WORKING},
-        "idle_ms": _milliseconds(idle_s),
-        "delay_ms": _milliseconds(delays_s),
-        "training_delay_p99_ms": round(1e3 * percentile(in_training_s, 99), 2),
+        **felt.figures(),
         "parkings": trainer["parkings"],
         "trained_steps": trainer["steps"],
-        "before_s": round(statistics.median(before_s), 4),
-        "parked_s": round(statistics.median(parked_s), 4),
-        "parked_slowdown_percent": round(
-            100 * (statistics.median(parked_s) / statistics.median(before_s) - 1), 2
-        ),
     }
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
 
 
+def interrupted(client: Client, probe: Probe, asked: int, idle: int, each: int) -> Felt:
+    """Time `each` requests that decode, before training and next to a parked trainer, `idle` ones
+    while it is paused, and `asked` ones that interrupt it.
+    """
+    with plain(client):
+        before_s = [probe.seconds(DECODED, "decode") for _ in range(each)]
+    client.generate([probe.body(r, ANSWER) for r in probe.requests])
+    until_working(client)
+    client.pause_drafter_training()
+    idle_s = [probe.seconds(1, "paused") for _ in range(idle)]
+    with plain(client):
+        parked_s = [probe.seconds(DECODED, "parked") for _ in range(each)]
+    client.resume_drafter_training()
+    interrupting = []
+    for _ in range(asked):
+        state = until_working(client)
+        time.sleep(probe.draw.uniform(*WAIT_S))
+        interrupting.append((state, probe.seconds(1, state)))
+    return Felt(before_s, idle_s, parked_s, interrupting)
+
+
 class Probe:
     """Sends one request at a time, each with another prompt."""
 
-    def __init__(self, url: str, requests: list[GenerateRequest], seed: int) -> None:
-        self.draw, self._requests = Random(seed), cycle(requests)
+    def __init__(
+        self, url: str, requests: list[GenerateRequest], seed: int, step: Callable[[str], None]
+    ) -> None:
+        self.draw, self.requests, self._step = Random(seed), requests, step
+        self._turns = cycle(requests)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._connections = Connections(url)
 
@@ -120,9 +140,10 @@ class Probe:
         sampling = {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": tokens == DECODED}
         return {"token_ids": request.token_ids, "seed": request.seed, "sampling": sampling}
 
-    def seconds(self, tokens: int) -> float:
-        """Return the time of a whole answer of `tokens` tokens."""
-        content = msgspec.json.encode({"requests": [self.body(next(self._requests), tokens)]})
+    def seconds(self, tokens: int, name: str) -> float:
+        """Return the time of a whole answer of `tokens` tokens; the bar shows the name."""
+        self._step(name)
+        content = msgspec.json.encode({"requests": [self.body(next(self._turns), tokens)]})
         answer = self._runner.run(self._connections.post("/generate", content, time.perf_counter()))
         if answer.status != 200:
             raise StartupError(f"/generate answers {answer.status}: {answer.body[:300]!r}")

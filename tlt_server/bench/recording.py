@@ -36,6 +36,7 @@ from tlt_server.engine.profiling import nothing_learnt
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.events import EngineInfo
 from tlt_server.records import Cycle, GenerateRequest, Strategy
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.samples import Legend, Responses, Verifications
@@ -148,10 +149,43 @@ def recorded(
     runner = engine.runner
     watched = WatchedRunner(runner)
     engine.runner = watched
-    runs = []
+    turns = 1 + (info.device == "cuda")  # the first one records graphs
+    runs = _played(engine, watched, requests, policies, on_end, turns)
+    responses = _responses(requests, runs[0])
+    if settings.device != "cpu":
+        from tlt_server.engine.gpu.runner import GpuRunner
+
+        assert isinstance(runner, GpuRunner)
+        runner.copy_all_trees()
+    trees = {
+        grown.name: _trees(engine, watched, requests, responses, grown, settings, on_end)
+        for grown in drafted
+    }
+    tables = {}
+    for name in {grown.drafter for grown in drafted}:
+        assert settings.drafter_directory is not None
+        shipped = Calibration.load(settings.drafter_directory)
+        tables[name] = Table(shipped.prior_K, shipped.gap_edges)
+    header = _header(settings, engine, info, drafted, [*zip(policies, runs, strict=True)])
+    verified, cycles = _cycles(runs, [*header.legend.strategies])
+    return RolloutRecord(header, responses, verified, cycles, trees, tables)
+
+
+def _played(
+    engine: Engine,
+    watched: WatchedRunner,
+    requests: list[GenerateRequest],
+    policies: list[SetPolicy],
+    on_end: Callable[[str], None],
+    turns: int,
+) -> list[Played]:
+    """Run the rollout in turns under each policy; the last turn counts. `StartupError`: responses
+    differ.
+    """
+    runs: list[Played] = []
     for command in policies:
         name = policy_name(command)
-        for turn in range(1 + (info.device == "cuda")):  # the first one records graphs
+        for turn in range(turns):
             played = play(engine, watched, renamed(requests, f"{name}{turn}"), command, on_end)
         runs.append(played)
         if played.outputs != runs[0].outputs:
@@ -160,35 +194,26 @@ def recorded(
                 "the fault with `tlt bench exact`, as a record of responses that differ is of no "
                 "use"
             )
-    responses = _responses(requests, runs[0])
-    cost = _fitted(cycle.cycle for played in runs for cycle in played.cycles)
-    strategies = list(
-        dict.fromkeys(timed.cycle.strategy for played in runs for timed in played.cycles)
-    )
-    if settings.device != "cpu":
-        from tlt_server.engine.gpu.runner import GpuRunner
+    return runs
 
-        assert isinstance(runner, GpuRunner)
-        runner.copy_all_trees()
-    trees = {}
-    for grown in drafted:
-        trees[grown.name] = _trees(engine, watched, requests, responses, grown, settings, on_end)
-    directory = settings.drafter_directory
-    tables = {}
-    for name in {grown.drafter for grown in drafted}:
-        assert directory is not None
-        shipped = Calibration.load(directory)
-        tables[name] = Table(shipped.prior_K, shipped.gap_edges)
-    identity = identity_of(settings.model)
-    header = RecordHeader(
+
+def _header(
+    settings: EngineSettings,
+    engine: Engine,
+    info: EngineInfo,
+    drafted: list[DraftedTrees],
+    runs: list[tuple[SetPolicy, Played]],
+) -> RecordHeader:
+    identity, cycles = identity_of(settings.model), [c for _, run in runs for c in run.cycles]
+    return RecordHeader(
         device=info.device,
         legend=Legend(
             vocab_size=info.vocab_size,
             model=identity.model,
             template=identity.template,
             versions=(info.weight_version,),
-            end_reasons=tuple(dict.fromkeys(runs[0].ends)),
-            strategies=tuple(strategies),
+            end_reasons=tuple(dict.fromkeys(runs[0][1].ends)),
+            strategies=tuple(dict.fromkeys(timed.cycle.strategy for timed in cycles)),
         ),
         eos_token_ids=tuple(info.eos_token_ids),
         page_size=info.page_size,
@@ -200,15 +225,12 @@ def recorded(
         drafters=tuple(engine.knowledge.outlooks),
         trees=tuple(drafted),
         runs=tuple(
-            RecordedRun(policy_name(command), played.seconds, played.known)
-            for command, played in zip(policies, runs, strict=True)
+            RecordedRun(policy_name(command), run.seconds, run.known) for command, run in runs
         ),
-        cost=cost,
+        cost=_fitted(timed.cycle for timed in cycles),
         described=described(replace(settings, max_running=info.max_running), info.fingerprint),
         machine=machine(on_gpu=info.device == "cuda"),
     )
-    verified, cycles = _cycles(runs, strategies)
-    return RolloutRecord(header, responses, verified, cycles, trees, tables)
 
 
 def _fitted(cycles: Iterator[Cycle]) -> CostRecord:
