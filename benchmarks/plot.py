@@ -58,43 +58,49 @@ def colour(engine: str) -> str:
     return next(shade for name, shade in COLOURS.items() if engine.startswith(name))
 
 
+STYLE = {
+    "svg.hashsalt": "tlt",  # the same figures give the same file
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "text.color": GREY,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": GREY,
+    "axes.titlesize": 12,
+    "axes.titlelocation": "left",
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
 def draw(data: dict[str, Any], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update(
-        {
-            "svg.hashsalt": "tlt",  # the same figures give the same file
-            "svg.fonttype": "none",
-            "font.family": "sans-serif",
-            "font.size": 11,
-            "text.color": GREY,
-            "axes.labelcolor": GREY,
-            "axes.edgecolor": GREY,
-            "axes.titlesize": 12,
-            "axes.titlelocation": "left",
-            "xtick.color": GREY,
-            "ytick.color": GREY,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    )
+    matplotlib.rcParams.update(STYLE)
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.9), width_ratios=(3, 2))
-    places = range(len(data["batches"]))
-    left.axhline(data["floor_ms"], color=GREY, linestyle="--", linewidth=1.2)
-    left.annotate(
-        f"floor: weights read once, {data['floor_ms']} ms",
-        (places[-1], data["floor_ms"]),
-        textcoords="offset points",
-        xytext=(0, -14),
-        ha="right",
-        color=GREY,
-    )
+    _draw_steps(left, data)
+    _draw_rates(right, data)
+    figure.tight_layout(w_pad=2.5)
+    metadata = {"Date": None, "Title": "Speed on one H200", "Description": json.dumps(data)}
+    figure.savefig(file, transparent=True, metadata=metadata)
+    file.write_text(re.sub(r"[ \t]+$", "", file.read_text(), flags=re.MULTILINE))
+
+
+def _draw_steps(axes: Any, data: dict[str, Any]) -> None:
+    """Draw milliseconds per plain step, and the time in which weights are read once."""
+    places, floor_ms = range(len(data["batches"])), data["floor_ms"]
+    points = {"textcoords": "offset points"}
+    axes.axhline(floor_ms, color=GREY, linestyle="--", linewidth=1.2)
+    said = f"floor: weights read once, {floor_ms} ms"
+    axes.annotate(said, (places[-1], floor_ms), xytext=(0, -14), ha="right", color=GREY, **points)
     for engine, values in data["plain_step_ms"].items():
         mine = engine == "TLT Server"
-        left.plot(
+        axes.plot(
             places,
             values,
             color=colour(engine),
@@ -104,39 +110,37 @@ def draw(data: dict[str, Any], file: Path) -> None:
             label=engine,
         )
     for place, value in zip(places, data["plain_step_ms"]["TLT Server"], strict=True):
-        steep, low = place == places[-1], value - data["floor_ms"] < 0.8
-        left.annotate(
+        steep, low = place == places[-1], value - floor_ms < 0.8
+        axes.annotate(
             f"{value:.2f}",
             (place, value),
-            textcoords="offset points",
             xytext=(6, -13) if steep else (0, 7 if low else -15),
             ha="left" if steep else "center",
             color=colour("TLT Server"),
+            **points,
         )
-    left.set_xticks(places, [str(batch) for batch in data["batches"]])
-    left.set_xlim(-0.25, len(places) - 0.55)
-    left.set_ylim(2.4, 10)
-    left.set_xlabel("requests at once")
-    left.set_title("Plain decoding: ms per step (lower is better)")
-    left.legend(frameon=False, loc="upper left")
-    groups = len(data["tokens_per_s_per_request"])
-    width = 0.8 / groups
-    for number, (engine, values) in enumerate(data["tokens_per_s_per_request"].items()):
-        at = [place + (number - (groups - 1) / 2) * width for place in range(len(values))]
-        bars = right.bar(at, values, width * 0.92, color=colour(engine))
-        right.bar_label(bars, [f"{value:.0f}" for value in values], padding=2, fontsize=9)
-    right.set_xticks(range(len(values)), [str(batch) for batch in data["batches"][: len(values)]])
-    right.set_ylim(
-        0, 1.12 * max(max(values) for values in data["tokens_per_s_per_request"].values())
-    )
-    right.set_xlabel("requests at once")
-    right.set_title(
+    axes.set_xticks(places, [str(batch) for batch in data["batches"]])
+    axes.set_xlim(-0.25, len(places) - 0.55)
+    axes.set_ylim(2.4, 10)
+    axes.set_xlabel("requests at once")
+    axes.set_title("Plain decoding: ms per step (lower is better)")
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _draw_rates(axes: Any, data: dict[str, Any]) -> None:
+    """Draw tokens per second and request with speculation."""
+    rates = data["tokens_per_s_per_request"]
+    width = 0.8 / len(rates)
+    for number, (engine, values) in enumerate(rates.items()):
+        at = [place + (number - (len(rates) - 1) / 2) * width for place in range(len(values))]
+        bars = axes.bar(at, values, width * 0.92, color=colour(engine))
+        axes.bar_label(bars, [f"{value:.0f}" for value in values], padding=2, fontsize=9)
+    axes.set_xticks(range(len(values)), [str(batch) for batch in data["batches"][: len(values)]])
+    axes.set_ylim(0, 1.12 * max(map(max, rates.values())))
+    axes.set_xlabel("requests at once")
+    axes.set_title(
         f"{CHAIN}, accept length {data['accept_length']}:\ntokens/s per request (higher is better)"
     )
-    figure.tight_layout(w_pad=2.5)
-    metadata = {"Date": None, "Title": "Speed on one H200", "Description": json.dumps(data)}
-    figure.savefig(file, transparent=True, metadata=metadata)
-    file.write_text(re.sub(r"[ \t]+$", "", file.read_text(), flags=re.MULTILINE))
 
 
 def drawn(file: Path) -> dict[str, Any]:

@@ -120,17 +120,8 @@ def pad(
     raw_target, raw_drafter = read_json(target / "config.json"), read_json(drafter / "config.json")
     small, head = ModelConfig.read(target), ModelConfig.read(drafter)
     check_fit(small, head, raw_drafter.get("draft_vocab_size") or head.vocab_size, shape)
-    if raw_drafter.get("norm_before_residual"):
-        raise ModelError(
-            f"{drafter}: 'norm_before_residual' is true; only a drafter whose residual stream "
-            "begins before the norm can be padded"
-        )
     target_tensors, drafter_tensors = _read(target), _read(drafter)
-    if "embed_tokens.weight" in drafter_tensors:
-        raise ModelError(
-            f"{drafter}: the drafter has an embedding of its own; "
-            "only one that reads its target's can be padded"
-        )
+    _check_drafter(drafter, raw_drafter, drafter_tensors)
     width = small.hidden_size
     constant = 2.0 ** math.floor(
         math.log2(min(small.norm_eps, head.norm_eps) * width / 2) / 2
@@ -151,20 +142,26 @@ def pad(
         device=torch.device(device),
         seed=seed,
     )
+    large = target_config(raw_target, shape, epsilon(small), name)
+    large_head = drafter_config(raw_drafter, shape, epsilon(head), name, features)
     return Pair(
-        Checkpoint(
-            target,
-            target_config(raw_target, shape, epsilon(small), name),
-            target_tensors,
-            padding(small),
-        ),
-        Checkpoint(
-            drafter,
-            drafter_config(raw_drafter, shape, epsilon(head), name, features),
-            drafter_tensors,
-            padding(head),
-        ),
+        Checkpoint(target, large, target_tensors, padding(small)),
+        Checkpoint(drafter, large_head, drafter_tensors, padding(head)),
     )
+
+
+def _check_drafter(drafter: Path, raw: dict[str, Any], tensors: Tensors) -> None:
+    """`ModelError` where its form has no padding."""
+    if raw.get("norm_before_residual"):
+        raise ModelError(
+            f"{drafter}: 'norm_before_residual' is true; only a drafter whose residual stream "
+            "begins before the norm can be padded"
+        )
+    if "embed_tokens.weight" in tensors:
+        raise ModelError(
+            f"{drafter}: the drafter has an embedding of its own; "
+            "only one that reads its target's can be padded"
+        )
 
 
 def _read(directory: Path) -> Tensors:
@@ -223,12 +220,7 @@ class Padding:
         for layer in range(self.shape.layers):
             source = None
             if layer in places:
-                old = f"model.layers.{places.index(layer)}."
-                source = {
-                    name.removeprefix(old): tensor
-                    for name, tensor in small.items()
-                    if name.startswith(old)
-                }
+                source = _part(small, f"model.layers.{places.index(layer)}.")
             prefix = f"model.layers.{layer}."
             yield from self.norms(prefix, ("input_layernorm", "post_attention_layernorm"), source)
             yield from self.matrices(
@@ -371,10 +363,6 @@ def _spans(heads: Tensor, head_dim: int) -> Tensor:
 
 
 def _part(tensors: Tensors | None, prefix: str) -> Tensors | None:
-    return (
-        None
-        if tensors is None
-        else {
-            name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
-        }
-    )
+    if tensors is None:
+        return None
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
