@@ -14,7 +14,6 @@ import pytest
 
 from tests import processes
 from tests.engine.tiny import VOCAB, write_alphabet, write_eagle, write_target
-from tlt_server.bench.covering import covering_array, pairs
 from tlt_server.bench.exact import ExactEngines, compare, factors_of, killed_run, rollout
 from tlt_server.bench.exact_kill import digest_of
 from tlt_server.bench.exact_plan import (
@@ -24,7 +23,9 @@ from tlt_server.bench.exact_plan import (
     STARTED,
     VERSIONS,
     ExactSize,
+    covering_array,
     pages_for,
+    pairs,
     varied,
 )
 from tlt_server.engine.settings import EngineSettings

@@ -16,6 +16,7 @@ from tlt_server.bench.arguments import BENCHES
 from tlt_server.bench.cycle import cases_of
 from tlt_server.bench.decode import prices
 from tlt_server.bench.device_time import device_time
+from tlt_server.bench.interrupt import Felt
 from tlt_server.bench.record import entry_of, finish
 from tlt_server.bench.tables import cells
 
@@ -158,3 +159,11 @@ def test_cells_are_empty_where_a_row_lacks_their_figure() -> None:
         ["812", "2.2 ms", "50%", "off"],
         ["1.25", "", "", "3"],
     ]
+
+
+def test_delays_are_what_an_interrupted_trainer_adds() -> None:
+    interrupting = [("training", 0.017), ("evaluating", 0.007), ("training", 0.012)]
+    found = Felt([1.0, 1.0], [0.005, 0.007, 0.007], [1.02, 1.0], interrupting).figures()
+    assert found["states"] == {"training": 2, "evaluating": 1} and found["requests"] == 3
+    assert found["delay_ms"] == {"p50": 5.0, "p90": 10.0, "p99": 10.0, "p100": 10.0}
+    assert (found["training_delay_p99_ms"], found["parked_slowdown_percent"]) == (10.0, 1.0)

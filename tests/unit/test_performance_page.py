@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks.comparison import suited
-from benchmarks.first_screen import BULLETS, with_figures
 from benchmarks.goals import Result, answer, comparable, goals, results, rows_of, verdict
 from benchmarks.plot import PICTURE, drawn
 from benchmarks.plot import figures as plotted
 from benchmarks.record_tests import PLANS, figures
-from benchmarks.report import PAGE, README, RESULTS, page
+from benchmarks.report import BULLETS, PAGE, README, RESULTS, page, with_figures
 from tlt_server.bench.clients import LoadRow, Sent
 from tlt_server.bench.clients import figures as load_figures
 from tlt_server.bench.rollout_http import RolloutRun

@@ -28,7 +28,6 @@ import numpy as np
 from rich.console import Console
 
 from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
-from tlt_server.bench.covering import Configuration, covering_array
 from tlt_server.bench.engines import LoadedOnce, ReadyFor, release
 from tlt_server.bench.exact_kill import Bits, SaidBits, digest_of, run_until_killed
 from tlt_server.bench.exact_plan import (
@@ -37,8 +36,10 @@ from tlt_server.bench.exact_plan import (
     PUSHED,
     STARTED,
     VERSIONS,
+    Configuration,
     ExactSize,
     Factors,
+    covering_array,
     pages_for,
     varied,
     with_length,

@@ -4,18 +4,20 @@ the kinds of requests. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import random
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from tlt_server.bench.covering import Configuration
 from tlt_server.records import GenerateRequest, Grammar, Strategy
 from tlt_server.shared_settings import PolicyName
 
 STARTED, PUSHED = "initial", "pushed"  # the engine's own name for what it was started with
 VERSIONS = (STARTED, PUSHED)
 
+Configuration = dict[str, object]
 Arms = Mapping[str, tuple[PolicyName, Strategy | None]]  # name -> policy, its one strategy
 Factors = Mapping[str, tuple[object, ...]]
 
@@ -176,3 +178,32 @@ def pages_for(
     usual = -(-(max(len(r.token_ids) for r in requests) + size.max_tokens // 4) // page_size)
     at_once = min(len(requests), int(str(configuration["batch"])))
     return max(longest, usual * at_once // 5)
+
+
+def pairs(configuration: Mapping[str, object]) -> set[tuple[tuple[str, object], ...]]:
+    """Every pair of (factor, level) in one configuration."""
+    return set(itertools.combinations(configuration.items(), 2))
+
+
+def covering_array(factors: Mapping[str, Sequence[object]], seed: int) -> list[Configuration]:
+    """Cover all pairs greedily and seeded: take, of 50 random configurations, the one that covers
+    most uncovered pairs, until none is left.
+    """
+    draw = random.Random(seed)
+    levels = [[(name, level) for level in choices] for name, choices in factors.items()]
+    missing = {
+        pair
+        for one, other in itertools.combinations(levels, 2)
+        for pair in itertools.product(one, other)
+    }
+    chosen: list[Configuration] = []
+    while missing:
+        must = dict(draw.choice(sorted(missing, key=repr)))
+        tries = [
+            {name: must.get(name, draw.choice(list(choices))) for name, choices in factors.items()}
+            for _ in range(50)
+        ]
+        best = max(tries, key=lambda configuration: len(pairs(configuration) & missing))
+        missing -= pairs(best)
+        chosen.append(best)
+    return chosen
