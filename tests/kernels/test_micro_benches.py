@@ -8,10 +8,16 @@ import torch
 from tests.kernels.triton_tests import DEVICE
 
 # isort: split
+from importlib import import_module
+
 from tlt_kernels.gpu.tensors import RowTable
 from tlt_server.bench import norms
+from tlt_server.bench.arguments import BENCHES
 from tlt_server.bench.attention import LayerCase, case_of
+from tlt_server.bench.gemm import rates
+from tlt_server.bench.matmul_chain import Widths
 from tlt_server.bench.micro import Call, Case, TimedCalls, each, row_of
+from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.bench.sampling import SamplingBench
 from tlt_server.bench.trees import TreeCase, calls, followed
 
@@ -89,3 +95,18 @@ def test_attention_of_a_step_runs(step: LayerCase, monkeypatch: pytest.MonkeyPat
     row = once(case_of("x", step, 16, DEVICE, layers=2))
     assert (row["us"], row["rope_us"], row["plan_us"]) == (6.0, 6.0, 6.0)
     assert row["row_items"] or row["tile_items"]
+
+
+def test_matmuls_of_a_rank_read_its_share_of_the_weights() -> None:
+    one, half = (Widths.of(SHAPES["qwen2.5-7b"], ranks) for ranks in (1, 2))
+    layer = 3584 * ((28 + 2 * 4) * 128 + 28 * 128 + 3 * 18944)
+    assert one.elements == 28 * layer and half.elements == 14 * layer
+    assert one.bytes == 2 * (one.elements + 3584 * 152_064)
+    found = rates(one, {"rows": 8, "products_ms": 4.0})
+    assert found["TB/s"] == round(one.bytes / 4e9, 2)
+    assert found["TFLOP/s"] == round(8 * one.bytes / 4e9)
+
+
+def test_every_bench_is_importable_without_a_gpu() -> None:
+    for name, bench in BENCHES.items():
+        assert callable(import_module(f"tlt_server.bench.{bench.module or name}").run)
