@@ -30,7 +30,7 @@ from tests.hostile.victim import KEYS, SMALL, Victim, headers
 from tlt_client import Client
 from tlt_server.bench.flags import PAIR, add_flags
 from tlt_server.bench.record import finish, progress_bar, wide_console
-from tlt_server.demo.server import ServerProcess
+from tlt_server.bench.settings import served
 from tlt_server.errors import StartupError
 
 PROGRAM = "python -m tests.hostile"
@@ -80,12 +80,7 @@ def attack(args: argparse.Namespace) -> int:
             *("--api-key-file", str(keys), "--grpc-port", "0", "--log-level", "error"),
             *(["--threads", str(args.threads)] if args.threads else []),
         ]
-        with (
-            ServerProcess(
-                *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
-            ) as server,
-            progress_bar(console) as bar,
-        ):
+        with served(console, flags) as (server, _), progress_bar(console) as bar:
             victim = Victim(server)
             task = bar.add_task("bodies", total=len(BODIES) + 5)
 

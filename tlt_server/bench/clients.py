@@ -25,7 +25,7 @@ from rich.console import Console
 from tlt_server.bench.columns import LOAD
 from tlt_server.bench.completions import completion, events
 from tlt_server.bench.load import Connections, RawReply
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout_http import FIXED, set_policy
 from tlt_server.bench.settings import (
@@ -85,16 +85,14 @@ def run(args: argparse.Namespace) -> int:
     console = wide_console()
     flags = serve_flags(args, at_most_what_it_takes(settings.model, tokens + PROMPT_TOKENS))
     seen: dict[LoadRow, list[Sent]] = {}
-    with served(console, flags) as (server, client), progress_bar(console) as progress:
-        task = progress.add_task("load", total=len(commands) * (1 + rounds * len(ways)))
+    total = len(commands) * (1 + rounds * len(ways))
+    with served(console, flags) as (server, client), steps(console, total) as step:
 
         def play(command: SetPolicy, way: str, logprobs: int | None) -> Sent:
-            progress.update(task, description=f"{policy_name(command).replace(':', ' ')} {way}")
+            step(f"{policy_name(command).replace(':', ' ')} {way}")
             set_policy(client, command)
             client.clear_cache()
-            sent = uvloop.run(_send(server, prompts, tokens, way, logprobs))
-            progress.update(task, advance=1)
-            return sent
+            return uvloop.run(_send(server, prompts, tokens, way, logprobs))
 
         for command in commands:
             play(command, *ways[0])  # prepares what a policy's first steps need

@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.bench.record import finish, machine, progress_bar, wide_console
+from tlt_server.bench.record import finish, machine, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.playing import Played, WatchedRunner, play
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
@@ -92,14 +92,11 @@ def run(args: argparse.Namespace) -> int:
         for width in args.width or half.widths
     ]
     console = wide_console()
-    with progress_bar(console) as progress:
-        turns = (len(policies) * (1 + (args.device == "cuda")) + len(drafted)) * len(work)
-        task = progress.add_task("load", total=turns)
-
-        def on_end(name: str) -> None:
-            progress.update(task, advance=1, description=name.replace(":", " "))
-
-        record = recorded(settings, work, policies, drafted, on_end)
+    turns = (len(policies) * (1 + (args.device == "cuda")) + len(drafted)) * len(work)
+    with steps(console, turns) as step:
+        record = recorded(
+            settings, work, policies, drafted, lambda name: step(name.replace(":", " "))
+        )
     record.save(args.out)
     report = {
         "bench": "record",
