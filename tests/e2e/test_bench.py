@@ -45,7 +45,9 @@ def bench(name: str, file: Path, *flags: str) -> dict[str, Any]:
     return dict(last)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)]
+)
 def test_an_ended_bench_leaves_no_folder(number: signal.Signals, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "tlt_server", "bench", "exact"],
@@ -208,6 +210,7 @@ def test_requests_decode_as_long_as_they_shall() -> None:
         until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 0)
 
 
+@pytest.mark.long
 def test_graphs_reports_phases_of_the_start(tmp_path: Path) -> None:
     said = bench("graphs", tmp_path / "graphs.json")
     assert said["graphs"] == said["graph_bytes"] == 0, "a CPU captures nothing"

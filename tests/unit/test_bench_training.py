@@ -110,7 +110,7 @@ def test_a_gpu_target_computes_in_the_type_that_a_server_chooses(
     assert torch.equal(target.embedding_VH, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_bench_runs_and_its_figures_find_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
