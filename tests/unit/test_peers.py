@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers import ENGINES, Rollouts, main
+from benchmarks.peers.__main__ import ENGINES, Rollouts, main
 from tlt_server.demo.workload import TARGET, problems_as_requests
 
 RUNS = [[3, 4, 5], [6]]  # tokens of each response, by seed

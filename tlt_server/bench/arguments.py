@@ -25,7 +25,6 @@ from tlt_server.bench.texts import PAD, RECORD, REPLAY, ROLLOUT, HelpText
 
 # Requests at once in a full run, and in a quick one.
 Batches = tuple[str, str]
-SHAPE = "|".join(SHAPES)
 CONTEXT = flag("--context TOKENS", "also one request after a prompt of this many tokens")
 MAX_RUNNING = flag("--max-running N", "of the server", 256)
 
@@ -71,7 +70,9 @@ BENCHES = {
         (
             *ENGINE,
             *ranks(),
-            flag(f"--shape {SHAPE}", "sizes of a target with random weights and no files"),
+            flag(
+                "--shape NAME", "sizes of a target with random weights and no files", choices=SHAPES
+            ),
             CONTEXT,
             flag(
                 "--against NAME",
@@ -259,7 +260,7 @@ BENCHES = {
     "gemm": Bench(
         "time the matmuls of a step, and cuBLAS, on a GPU",
         (
-            flag(f"--shape {SHAPE}", "of the model", "qwen2.5-7b"),
+            flag("--shape NAME", "of the model", "qwen2.5-7b", choices=SHAPES),
             flag(
                 f"--tensor-parallel {SPLIT}",
                 "ranks, of which one is timed, without its exchanges",
@@ -310,7 +311,7 @@ BENCHES = {
     "pad": Bench(
         "write a small trained pair in the shapes of a large model",
         (
-            flag(f"--shape {SHAPE}", "sizes of the large model", required=True),
+            flag("--shape NAME", "sizes of the large model", choices=SHAPES, required=True),
             flag("--out DIR", "gets DIR/target and DIR/drafter, new or empty", required=True),
             flag(
                 "--dtype bfloat16|float32",
