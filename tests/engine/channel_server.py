@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import msgspec
 from safetensors.torch import load_file
 
 from tests.engine.pushing import Pushable, perturbed
-from tests.engine.tiny import SMALLEST, write_target
+from tests.engine.tiny import SMALLEST, write_eagle, write_target
 from tlt_client import ServerError
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender
@@ -39,13 +41,17 @@ class Server:
         self.root = root
         (root / "weights").mkdir(parents=True)
         write_target(root / "base", shape=SMALLEST)
+        write_eagle(root / "drafter", shape=SMALLEST, draft_vocab=40)
+        perturbed(root / "base", root / "new", 1)
+        perturbed(root / "drafter", root / "new-drafter", 2)
         self.old = load_file(root / "base" / "model.safetensors")
-        self.new = load_file(perturbed(root / "base", root / "new", 1) / "model.safetensors")
+        self.new = load_file(root / "new" / "model.safetensors")
+        self.new_drafter = load_file(root / "new-drafter" / "model.safetensors")
         self.engine = Pushable(
             EngineSettings(
                 model=str(root / "base"),
                 device="cpu",
-                drafter="none",
+                drafter=str(root / "drafter"),
                 policy="off",
                 kv_memory_mb=4,
                 weight_root=str(root / "weights"),
@@ -57,6 +63,8 @@ class Server:
                 max_lora_rank=4,
             )
         )
+        self._made: list[weakref.ref[Any]] = []  # networks that pushes were staged in
+        self._note_networks()
         self.runner = asyncio.Runner()
         limits = SimpleNamespace(
             state_dir=root / "state",
@@ -77,6 +85,17 @@ class Server:
                 == "committed"
             )  # type: ignore[arg-type]
             self.known.append((self.engine.checksums(), self.speak()))
+
+    def _note_networks(self) -> None:
+        transaction = self.engine.engine.pushes.transaction
+        sound = transaction._steps.storage
+
+        def noted(*given: Any) -> Any:
+            network = sound(*given)
+            self._made.append(weakref.ref(network))
+            return network
+
+        transaction._steps = replace(transaction._steps, storage=noted)
 
     @staticmethod
     async def _uploads(limits: Any) -> Uploads:
@@ -173,6 +192,27 @@ class Server:
         at = [i for i, (known, said) in enumerate(self.known) if (known, (said,)) == (sums, found)]
         assert len(at) == 1, "live weights are of no version, or say what they never said"
         return ("new", "old")[at[0]]
+
+    def check_settled(self) -> None:
+        """Assert that pushes that ended hold no step, network, folder or socket."""
+        engine, transaction = self.engine.engine, self.engine.engine.pushes.transaction
+        assert transaction.push is None and engine.gate.state == "open"
+        assert list(Path(engine.pushes.state().sockets).iterdir()) == []
+        self.engine.until(lambda: self._networks() and self._folders(), "end of what it took")
+
+    def _networks(self) -> bool:
+        versions = self.engine.engine.pushes.transaction.versions
+        kept = [
+            part.network for parts in (versions.live, versions.previous) for _, part in parts.parts
+        ]
+        alive = [network for ref in self._made if (network := ref()) is not None]
+        return all(any(network is other for other in kept) for network in alive)
+
+    def _folders(self) -> bool:
+        spool = self.engine.engine.pushes.transaction.options.spool
+        assert spool is not None
+        kept = {place.partition("/")[0] for place in spool._places.values()}
+        return {folder.name for folder in spool.directory.glob("push-*")} <= kept
 
 
 def in_group(server: Server, kind: type[BroadcastSender], timeout_s: float, **options: Any) -> Any:

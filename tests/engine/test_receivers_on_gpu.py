@@ -152,7 +152,7 @@ def test_the_driver_knows_how_large_another_processs_memory_is(more: int, fits: 
     assert trainer.returncode == 0
 
 
-def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(tmp_path: Path) -> None:
+def test_weights_staged_in_pinned_memory_sleep(tmp_path: Path) -> None:
     perturbed(TARGET, tmp_path / "new", 1, scale=0.003)
     engine = Pushable(
         EngineSettings(

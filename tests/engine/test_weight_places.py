@@ -9,27 +9,25 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.engine.faulty_pushes import FILE, INDEX, Bench, declared, outside, shard
 from tests.engine.pushing import Pushable
+from tests.engine.test_file_faults import FILE, INDEX, Bench, bench, shard
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
 from tlt_server.engine.settings import EngineSettings
 
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("faults"))
+__all__ = ["bench"]  # fixtures
 
 
 def linked(make: Callable[[Path, Path], object]) -> Callable[[Bench], str]:
     """A case directory spoiled with a link to what lies outside."""
 
     def place(bench: Bench) -> str:
-        directory = bench.copy("good")
-        make(directory, outside(bench))
+        directory = bench.copy()
+        make(directory, bench.outside)
         return str(directory)
 
     return place
@@ -40,44 +38,30 @@ def replaced(path: Path, target: Path | str) -> None:
     path.symlink_to(target)
 
 
-def directory_link(bench: Bench) -> str:
-    bench.count += 1
-    link = bench.weights / f"link-{bench.count}"
-    link.symlink_to(outside(bench))
-    return str(link)
-
-
-def link_on_the_way(bench: Bench) -> str:
-    bench.count += 1
-    link = bench.weights / f"way-{bench.count}"
-    link.symlink_to(bench.root)
-    return str(link / "good")
-
-
-def loop(bench: Bench) -> str:
-    bench.count += 1
-    link = bench.weights / f"loop-{bench.count}"
-    link.symlink_to(link)
-    return str(link)
+def link(bench: Bench, target: Path | None) -> Path:
+    """Return a link below the weight root; None: to itself."""
+    link = bench.free("link")
+    link.symlink_to(target or link)
+    return link
 
 
 PLACES: dict[str, Callable[[Bench], str]] = {
-    "next to the root": lambda bench: str(outside(bench)),
-    "up and out": lambda bench: "../good",
-    "down, up and out": lambda bench: f"{bench.copy('good').name}/../../good",
+    "next to the root": lambda bench: str(bench.outside),
+    "up and out": lambda bench: "../new",
+    "down, up and out": lambda bench: f"{bench.copy().name}/../../new",
     "the system": lambda bench: "/etc",
     "a null byte": lambda bench: "case\0",
     "nothing": lambda bench: "",
     "not there": lambda bench: "nowhere",
     "a very long name": lambda bench: "x" * 5000,
-    "a file": lambda bench: str(bench.copy("good") / FILE),
+    "a file": lambda bench: str(bench.copy() / FILE),
     "an empty directory": lambda bench: ".",
-    "a link out": directory_link,
-    "a link out on the way": link_on_the_way,
-    "a link to itself": loop,
+    "a link out": lambda bench: str(link(bench, bench.outside)),
+    "a link out on the way": lambda bench: str(link(bench, bench.root) / "new"),
+    "a link to itself": lambda bench: str(link(bench, None)),
     "a file that links out": linked(lambda d, out: replaced(d / FILE, out / FILE)),
     "a file that links out, relatively": linked(
-        lambda d, out: replaced(d / FILE, "../../good/model.safetensors")
+        lambda d, out: replaced(d / FILE, "../../new/model.safetensors")
     ),
     "a config that links out": linked(
         lambda d, out: replaced(d / "config.json", out / "config.json")
@@ -91,30 +75,26 @@ PLACES: dict[str, Callable[[Bench], str]] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_places_that_are_no_weights(name: str, bench: Bench) -> None:
-    report = bench.engine.push(PLACES[name](bench), "v")
-    assert report.result in ("weights_refused", "forbidden")
-    bench.check(report)
+def test_place_without_weights_is_refused(name: str, bench: Bench) -> None:
+    bench.said(PLACES[name](bench))
 
 
-def test_a_socket_is_no_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = bench.copy("good")
+def test_socket_in_place_of_a_file_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = bench.copy()
     (directory / FILE).unlink()
     monkeypatch.chdir(directory)  # a socket's path must be short
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(FILE)
-        report = bench.engine.push(directory, "v")
-    assert report.result == "weights_refused"
-    bench.check(report)
+        bench.said(directory)
 
 
 def test_links_that_stay_inside_are_followed(bench: Bench) -> None:
     """Lay files out as a model hub's cache lays out its snapshots."""
-    blobs, directory = bench.copy("good"), bench.copy("good")
+    blobs, directory = bench.copy(), bench.copy()
     replaced(directory / FILE, f"../{blobs.name}/{FILE}")
-    report = bench.engine.push(directory, "linked")
-    assert report.result == "committed"
-    bench.check(report)
+    assert bench.ends(directory, version="linked").result == "committed"
 
 
 class Raced(Source):
@@ -129,15 +109,15 @@ class Raced(Source):
         return super()._open(path)
 
 
-def test_a_link_put_in_place_between_check_and_opening_is_not_followed(bench: Bench) -> None:
-    directory = bench.copy("good")
+def test_link_made_between_check_and_opening_is_not_followed(bench: Bench) -> None:
+    directory = bench.copy()
     source = Raced(bench.weights, str(directory))
-    source.act = lambda: replaced(directory / FILE, outside(bench) / FILE)
+    source.act = lambda: replaced(directory / FILE, bench.outside / FILE)
     with pytest.raises(ContentRefused, match="cannot be opened"):
         source.read(FILE)
-    directory = bench.copy("good")
+    directory = bench.copy()
     source = Raced(bench.weights, str(directory))
-    source.act = lambda: link_out(directory, outside(bench))
+    source.act = lambda: link_out(directory, bench.outside)
     with pytest.raises(ContentRefused, match="cannot be opened"):
         source.read(FILE)
 
@@ -176,53 +156,43 @@ MEANWHILE: dict[str, Callable[[Path, Path], object]] = {
 def test_a_directory_that_changes_while_it_is_read(
     name: str, phase: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, done = bench.copy("good"), []
+    directory, done = bench.copy(), []
     shard(directory)
 
     def meddle(entered: str) -> None:
         if entered == phase and not done:
             done.append(entered)
-            MEANWHILE[name](directory, outside(bench))
+            MEANWHILE[name](directory, bench.outside)
 
-    monkeypatch.setattr(bench.transaction, "on_phase", meddle)
-    report = bench.engine.push(
-        directory, f"meanwhile-{name}-{phase}", tensors=declared(directory, bench)
-    )
-    assert done and report.result in ("weights_refused", "forbidden"), (
-        "the shards read and those that stand there do not belong together"
-    )
-    bench.check(report)
+    monkeypatch.setattr(bench.engine.engine.pushes.transaction, "on_phase", meddle)
+    bench.said(directory, version=f"meanwhile-{name}-{phase}")
+    assert done, "the shards read and those that stand there do not belong together"
 
 
-def test_a_directory_without_its_marker(bench: Bench, tmp_path: Path) -> None:
-    engine = Pushable(
+def opened(bench: Bench, **fields: Any) -> Pushable:
+    return Pushable(
         EngineSettings(
             model=str(bench.root / "base"),
             device="cpu",
             drafter="none",
             policy="off",
             kv_memory_mb=4,
-            weight_root=str(bench.weights),
-            weight_marker="STABLE",
+            **fields,
         )
     )
-    directory = bench.copy("good")
+
+
+def test_directory_without_its_marker_is_refused(bench: Bench) -> None:
+    engine = opened(bench, weight_root=str(bench.weights), weight_marker="STABLE")
+    directory = bench.copy()
     report = engine.push(directory, "v")
     assert report.result == "weights_refused" and "'STABLE'" in report.error[1]  # type: ignore[index]
     (directory / "STABLE").touch()
     assert engine.push(directory, "v").result == "committed"
-    assert engine.push(bench.copy("good-drafter"), "v", role="drafter").result == "weights_refused"
+    drafter = bench.copy("new-drafter")
+    assert engine.push(drafter, "v", role="drafter").result == "weights_refused"
 
 
 def test_without_a_weight_root_nothing_is_taken(bench: Bench) -> None:
-    engine = Pushable(
-        EngineSettings(
-            model=str(bench.root / "base"),
-            device="cpu",
-            drafter="none",
-            policy="off",
-            kv_memory_mb=4,
-        )
-    )
-    report = engine.push(bench.copy("good"), "v")
+    report = opened(bench).push(bench.copy(), "v")
     assert report.result == "forbidden" and "--weight-root" in report.error[1]  # type: ignore[index]
