@@ -112,20 +112,6 @@ def test_a_drafter_push_changes_no_token(settings: EngineSettings, root: Path) -
     assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
 
 
-def test_a_drafter_goes_back_alone_where_both_had_a_version_of_one_name(
-    engine: Pushable, root: Path
-) -> None:
-    engine.push(root / "new", "v1")
-    engine.push(root / "new-drafter", "d1", role="drafter")
-    report = engine.roll_back("initial", role="drafter")
-    assert (report.result, report.role) == ("rolled_back", "drafter")
-    assert (report.state.target, report.state.drafter) == ("v1", "initial")
-    assert report.state.previous == {"target": "initial"}
-    assert engine.roll_back("initial", role="drafter").result == "unchanged"
-    assert engine.roll_back("initial", role="target").state.target == "initial"
-    assert engine.roll_back("v1", role="target").result == "conflict"
-
-
 def test_pushed_vocabulary_map_comes_in_any_type_of_integers(engine: Pushable, root: Path) -> None:
     """The version's checksums are those of the types that are kept."""
     directory = root / "other-types"

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from tests.engine.gathered import PARTS, engine, live_as, part, results, root, settings, speak
 from tests.engine.pushing import Pushable
 from tlt_server.commands import Pause, Resume
-from tlt_server.engine.gate import Reason
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import WeightReport
 from tlt_server.records import GenerateRequest, Sampling
@@ -37,24 +36,6 @@ def test_the_part_that_completes_it_makes_it_live(
     assert {"open", "read", "check", "fill", "wait", "commit"} <= last.phases.keys()
     assert results(engine, root, "new1", version="v1") == ["gathering", "gathering", "unchanged"]
     assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
-
-
-def test_what_comes_again_begins_anew_and_versions_do_not_mix(
-    settings: EngineSettings, engine: Pushable, root: Path
-) -> None:
-    before = engine.checksums()
-    assert results(engine, root, "new1", range(2)) == ["gathering"] * 2
-    assert results(engine, root, "new2", range(2)) == ["gathering"] * 2, (
-        "its first tensor came: the sender has begun again"
-    )
-    assert part(engine, root, "new1", 0, "other").result == "gathering", (
-        "another version is another push"
-    )
-    assert part(engine, root, "new2", 2).result == "conflict" and engine.checksums() == before, (
-        "and the one before has ended"
-    )
-    assert results(engine, root, "new2", version="v2") == ["gathering", "gathering", "committed"]
-    assert engine.checksums() == live_as(settings, root / "new2")
 
 
 def test_a_part_that_would_wait_for_what_is_paused_is_refused(engine: Pushable, root: Path) -> None:
@@ -102,9 +83,7 @@ def test_a_part_that_is_refused_ends_the_push(engine: Pushable, root: Path, tmp_
     assert engine.checksums() == before and results(engine, root, "new1")[-1] == "committed"
 
 
-def test_a_part_of_one_role_that_is_lost_takes_the_other_role_along_in_no_step(
-    engine: Pushable, root: Path
-) -> None:
+def test_lost_part_of_a_role_ends_no_push_of_the_other(engine: Pushable, root: Path) -> None:
     def drafter(numbers: range) -> list[str]:
         return results(engine, root, "new-drafter", numbers, role="drafter")
 
@@ -116,29 +95,6 @@ def test_a_part_of_one_role_that_is_lost_takes_the_other_role_along_in_no_step(
         "gathering",
         "unchanged",
     ]
-
-
-def test_a_part_that_comes_twice_ends_the_push(engine: Pushable, root: Path) -> None:
-    """A sender that repeats a part may be at the next step already, and its parts could not be told
-    from this one's.
-    """
-    assert results(engine, root, "new1", range(2)) == ["gathering"] * 2
-    assert part(engine, root, "new2", 1).result == "conflict"
-    assert part(engine, root, "new2", 2).result == "conflict", "what has come ended with it"
-    assert results(engine, root, "new2")[-1] == "committed"
-
-
-def test_a_part_refused_before_anything_of_it_is_taken_ends_the_push(
-    engine: Pushable, root: Path
-) -> None:
-    for named in ({}, {"version": "v"}):
-        assert part(engine, root, "new1", 0, **named).result == "gathering"
-        engine.engine.gate.hold(Reason.WEIGHTS_ASLEEP)
-        assert part(engine, root, "new1", 1, **named).result == "conflict"
-        engine.engine.gate.release(Reason.WEIGHTS_ASLEEP)
-        assert part(engine, root, "new1", 2, **named).result == "conflict"
-        assert part(engine, root, "new2", 1, **named).result == "conflict"
-    assert results(engine, root, "new2")[-1] == "committed"
 
 
 @pytest.mark.parametrize("named", [{}, {"version": "d"}])

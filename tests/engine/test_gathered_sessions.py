@@ -25,25 +25,7 @@ from tlt_server.records import GenerateRequest, Sampling
 __all__ = ["engine", "root", "settings"]  # fixtures
 
 
-def test_parts_of_two_sessions_never_meet(
-    settings: EngineSettings, engine: Pushable, root: Path
-) -> None:
-    assert results(engine, root, "new1", range(2), commit=False, session="1") == ["gathering"] * 2
-    assert part(engine, root, "new2", 2, commit=False, session="2").result == "gathering", (
-        "and not staged"
-    )
-    assert engine.commit("").result == "conflict"
-    assert results(engine, root, "new2", range(1), commit=False, session="2") == ["gathering"], (
-        "in any order"
-    )
-    staged = part(engine, root, "new2", 1, commit=False, session="2")
-    assert staged.result == "staged" and engine.commit(staged.version).result == "committed"
-    assert engine.checksums() == live_as(settings, root / "new2")
-
-
-def test_a_push_that_is_not_complete_cannot_be_committed_and_can_be_aborted(
-    engine: Pushable, root: Path
-) -> None:
+def test_incomplete_push_is_aborted_but_not_committed(engine: Pushable, root: Path) -> None:
     assert results(engine, root, "new1", range(2), version="v1", commit=False) == ["gathering"] * 2
     refused = engine.commit("v1")
     assert (
@@ -84,7 +66,7 @@ def test_target_and_drafter_one_after_the_other_are_one_commit(
     assert all(after[name] != before[name] for name in ("model.norm.weight", "draft.fc.weight"))
 
 
-def test_a_commit_that_waits_is_of_what_was_staged_when_it_was_asked_for(
+def test_waiting_commit_takes_the_push_it_was_asked_for(
     settings: EngineSettings, engine: Pushable, root: Path
 ) -> None:
     """Another push in its place would be committed and answered as this one."""
@@ -151,22 +133,7 @@ def test_what_is_live_is_named_only_if_it_is_what_was_meant(engine: Pushable, ro
         assert engine.report(id).result == result
 
 
-def test_a_refused_push_leaves_the_group_whose_bytes_nobody_has_taken(
-    engine: Pushable, root: Path
-) -> None:
-    """Else the next push would take them for its own."""
-    left: list[str] = []
-    groups = engine.engine.pushes.transaction.options.intake.groups
-    groups.leave = lambda name: left.append(name) or True  # type: ignore[method-assign, func-returns-value]
-    assert part(engine, root, "new1", 0, commit=False).result == "gathering"
-    tensors = [{"name": "model.norm.weight", "dtype": "float32", "shape": [1]}]
-    refused = engine.push("", "v9", channel="broadcast", group="g", tensors=tensors)
-    assert refused.result == "conflict" and left == ["g"]
-
-
-def test_a_group_may_be_joined_while_the_weights_sleep_and_a_join_that_fails_says_so(
-    engine: Pushable,
-) -> None:
+def test_group_is_joined_while_weights_sleep_or_says_why_not(engine: Pushable) -> None:
     engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.5
     engine.engine.send(Sleep("s", ["weights", "kv_cache"]))
     engine.engine.send(JoinGroup("j", "g", "gloo", "127.0.0.1", 9, 1, 2))
@@ -183,7 +150,7 @@ def test_a_group_may_be_joined_while_the_weights_sleep_and_a_join_that_fails_say
     )
 
 
-def test_a_session_that_is_complete_more_than_once_is_restored_whole(
+def test_session_completed_twice_is_restored_whole(
     root: Path, settings: EngineSettings, tmp_path: Path
 ) -> None:
     kept = replace(settings, state_dir=str(tmp_path / "state"))

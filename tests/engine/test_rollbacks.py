@@ -42,7 +42,9 @@ def test_rollback_to_a_name_only_the_drafter_has_is_refused(engine: Pushable, ro
     assert engine.push(root / "new-drafter", "d1", role="drafter").result == "committed"
     assert engine.roll_back("initial").result == "conflict", "the drafter alone could go back"
     assert live(engine) == ("v2", "d1")
-    assert engine.roll_back("v1").result == "rolled_back" and live(engine) == ("v1", "d1")
+    assert engine.roll_back("initial", role="target").result == "conflict"
+    back = engine.roll_back("v1", role="target")
+    assert (back.result, back.role) == ("rolled_back", "target") and live(engine) == ("v1", "d1")
     again = engine.roll_back("v1")
     assert (again.result, again.role, again.version) == ("unchanged", "target", "v1")
     assert engine.roll_back("initial").result == "conflict" and live(engine) == ("v1", "d1")
