@@ -96,13 +96,14 @@ def test_loading_again_needs_load_inplace_in_the_form_of_vllm(server: LiveServer
     assert again.status_code == 200, "prime-rl replaces its adapter so"
 
 
-@pytest.mark.parametrize("name", ["a+b", "a@b", "a\u202eb", "a\u200bb", "a\nb", "../a", "a//b"])
-def test_adapter_names_that_spans_cannot_show_are_refused(server: LiveServer, name: str) -> None:
-    for route in ("/v1/load_lora_adapter", "/load_lora_adapter"):
-        refused = post(server, route, lora_name=name, lora_path="a")
-        assert refused.status_code == 400 and "no '+', '@', control or format" in refused.text
-    manifest = {"version": "1", "role": "adapter", "adapter": name, "path": "a"}
-    assert post(server, "/update_weights", **manifest).status_code == 400
+def test_adapter_names_that_spans_cannot_show_are_refused(server: LiveServer) -> None:
+    for name in ("a+b", "a@b", "a\u202eb", "a\u200bb", "a\nb", "../a", "a//b"):
+        for route in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+            refused = post(server, route, lora_name=name, lora_path="a")
+            assert refused.status_code == 400, name
+            assert "no '+', '@', control or format" in refused.text, name
+        manifest = {"version": "1", "role": "adapter", "adapter": name, "path": "a"}
+        assert post(server, "/update_weights", **manifest).status_code == 400, name
     assert not server.engine.weight_commands
 
 
@@ -144,9 +145,7 @@ def test_names_with_slashes_are_unloaded_in_each_way(server: LiveServer) -> None
         assert client.unload_adapter("org/math")["state"] == "unloaded"
 
 
-def test_an_adapters_directory_by_weight_dir_is_loaded_for_the_model(
-    model: Path, tmp_path: Path
-) -> None:
+def test_weight_dir_with_an_adapter_is_loaded_for_the_model(model: Path, tmp_path: Path) -> None:
     (tmp_path / "step_3").mkdir()
     (tmp_path / "step_3" / "adapter_config.json").write_text("{}")
     (tmp_path / "whole").mkdir()
@@ -163,9 +162,7 @@ def test_an_adapters_directory_by_weight_dir_is_loaded_for_the_model(
         assert server.engine.submitted[-1].lora == "org/tiny"
 
 
-def test_an_adapter_takes_no_name_of_the_model_that_spans_cannot_show(
-    model: Path, tmp_path: Path
-) -> None:
+def test_model_name_that_spans_cannot_show_names_no_adapter(model: Path, tmp_path: Path) -> None:
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "adapter_config.json").write_text("{}")
     settings = {"served_model_name": "qwen+math@2", "max_loras": 1, "weight_root": tmp_path}
@@ -273,9 +270,7 @@ def test_a_manifest_of_an_adapter_says_what_no_file_does(server: LiveServer) -> 
         assert refused.status_code == 400 and said in refused.text, change
 
 
-def test_a_push_of_an_adapter_loses_no_target_and_the_next_engine_has_none(
-    server: LiveServer,
-) -> None:
+def test_restarted_engine_has_its_target_and_no_adapter(server: LiveServer) -> None:
     load(server)
     server.engine.dies = True
     until(lambda: post(server, "/v1/completions", model="math", **PROMPT).status_code == 404)

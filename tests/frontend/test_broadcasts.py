@@ -44,6 +44,13 @@ WHERE = {
 }
 
 
+@pytest.fixture(scope="module")
+def shared(model: Path) -> Iterator[LiveServer]:
+    """Return a server for tests that leave no weight update open."""
+    with live_server(model) as running:
+        yield running
+
+
 @pytest.fixture
 def server(model: Path) -> Iterator[LiveServer]:
     with live_server(model) as running:
@@ -107,31 +114,29 @@ def came(group: str, **fields: Any) -> Manifest:
     ],
 )
 def test_every_dialect_joins_a_group(
-    path: str, body: Any, expected: tuple[str, int, int, bool], server: LiveServer
+    path: str, body: Any, expected: tuple[str, int, int, bool], shared: LiveServer
 ) -> None:
-    post(server, path, body)
-    (told,) = commands(server)
+    post(shared, path, body)
+    (told,) = commands(shared)
     assert (
         isinstance(told, JoinGroup)
         and (told.name, told.rank, told.world_size, told.prefixed) == expected
     )
     assert (told.backend, told.master_address, told.master_port) == ("gloo", "h", 29500)
-    post(server, "/destroy_weights_update_group", {"group_name": expected[0]})
-    (left,) = commands(server)
+    post(shared, "/destroy_weights_update_group", {"group_name": expected[0]})
+    (left,) = commands(shared)
     assert isinstance(left, LeaveGroup) and left.name == expected[0]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_the_actor_of_openrlhf_joins_the_group_that_its_trainer_makes(
-    backend: str, server: LiveServer
-) -> None:
+def test_openrlhf_actor_joins_the_group_of_its_trainer(backend: str, shared: LiveServer) -> None:
     """Over nccl a communicator as vLLM makes it, over gloo torch's group of that name."""
     asyncio.run(
-        RolloutActor(server.url).init_process_group(
+        RolloutActor(shared.url).init_process_group(
             "h", 29500, 1, 2, "openrlhf", backend=backend, use_ray=False
         )
     )
-    (told,) = commands(server)
+    (told,) = commands(shared)
     assert isinstance(told, JoinGroup) and (told.name, told.backend, told.prefixed) == (
         "openrlhf",
         backend,
@@ -153,14 +158,14 @@ def test_the_actor_of_openrlhf_joins_the_group_that_its_trainer_makes(
     ],
 )
 def test_a_group_of_nccl_meets_in_the_store_or_by_its_id(
-    fields: Any, expected: Any, server: LiveServer
+    fields: Any, expected: Any, shared: LiveServer
 ) -> None:
     post(
-        server,
+        shared,
         "/init_weight_transfer_engine",
         {"init_info": {"rank_offset": 1, "world_size": 2, "packed": True} | fields},
     )
-    (told,) = commands(server)
+    (told,) = commands(shared)
     assert isinstance(told, JoinGroup) and told.backend == "nccl" and not told.prefixed
     assert (told.master_address, told.master_port, told.unique_id) == expected
 
@@ -230,10 +235,10 @@ def test_a_group_of_nccl_meets_in_the_store_or_by_its_id(
     ],
 )
 def test_a_group_that_cannot_be_is_refused_at_once(
-    path: str, body: Any, said: str, server: LiveServer
+    path: str, body: Any, said: str, shared: LiveServer
 ) -> None:
-    reply = post(server, path, body, status=400)
-    assert said in (reply.get("message") or reply["error"]["message"]) and commands(server) == []
+    reply = post(shared, path, body, status=400)
+    assert said in (reply.get("message") or reply["error"]["message"]) and commands(shared) == []
 
 
 def test_tensors_become_manifests_as_the_group_was_made(server: LiveServer) -> None:
@@ -309,11 +314,11 @@ def test_tensors_become_manifests_as_the_group_was_made(server: LiveServer) -> N
         ("/update_weights", {"version": "7", "channel": "broadcast", "group": 7}, ""),
     ],
 )
-def test_a_body_that_is_refused_leaves_the_group_whose_tensors_nobody_takes(
-    path: str, body: Any, group: str, server: LiveServer
+def test_refused_body_leaves_the_group_of_its_tensors(
+    path: str, body: Any, group: str, shared: LiveServer
 ) -> None:
-    post(server, path, body, status=400)
-    assert [(told.name, told.out_of_step) for told in commands(server)] == (
+    post(shared, path, body, status=400)
+    assert [(told.name, told.out_of_step) for told in commands(shared)] == (
         [(group, True)] if group else []
     )
 
@@ -413,23 +418,26 @@ def test_an_end_after_a_push_that_failed_names_nothing(server: LiveServer) -> No
     ],
 )
 @pytest.mark.parametrize("before", [[], [{"version": "7", "path": "p"}]])
-def test_an_end_after_a_call_that_was_refused_before_it_was_a_push_makes_nothing_live(
-    before: list[Any], path: str, body: Any, status: int, server: LiveServer
+def test_end_after_a_refused_call_makes_nothing_live(
+    before: list[Any], path: str, body: Any, status: int, shared: LiveServer
 ) -> None:
-    post(server, "/start_weight_update")
+    post(shared, "/start_weight_update")
     for push in before:
-        post(server, "/update_weights", push)
-    post(server, path, body, status=status)
-    commands(server)
-    post(server, "/finish_weight_update", {"weight_version": "8"}, status=409)
-    assert commands(server) == []
+        post(shared, "/update_weights", push)
+    post(shared, path, body, status=status)
+    commands(shared)
+    post(shared, "/finish_weight_update", {"weight_version": "8"}, status=409)
+    assert commands(shared) == []
+    post(shared, "/update_weights", {"path": "good", "version": "8"})
+    post(shared, "/finish_weight_update")
+    assert isinstance(commands(shared)[-1], CommitWeights), "the update goes on"
 
 
 @pytest.mark.parametrize(
     ("headers", "body", "status"),
     [({"authorization": "Bearer wrong"}, b"{}", 401), ({}, bytes(2**20 + 1), 413)],
 )
-def test_an_end_names_nothing_where_no_push_of_its_session_was_let_in(
+def test_end_of_a_session_without_an_admitted_push_is_refused(
     headers: dict[str, str], body: bytes, status: int, model: Path, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
@@ -460,9 +468,7 @@ def test_a_push_without_a_version_can_be_aborted(server: LiveServer) -> None:
     assert arrived.path == "/weights/abort", "over gRPC: an empty version"
 
 
-def test_an_end_that_follows_a_push_outside_a_session_is_not_the_last_sessions(
-    server: LiveServer,
-) -> None:
+def test_end_after_a_push_outside_a_session_is_refused(server: LiveServer) -> None:
     post(server, "/start_weight_update")
     post(server, "/update_weights", {"path": "good", "version": "8"})
     assert post(server, "/finish_weight_update") == post(server, "/finish_weight_update")

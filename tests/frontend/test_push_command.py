@@ -46,25 +46,20 @@ def test_it_speaks_to_a_server_that_asks_for_a_certificate(
         )
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "push-key\n",
-        "push-key scopes=push-weights name=trainer\n",
-        "\n  # of the trainer\n\t# and\n  push-key  name=x\nother\n",
-    ],
-)
 def test_it_sends_the_first_key_of_a_file(
-    model: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "keys").write_text("push-key scopes=push-weights name=trainer\n")
-    (tmp_path / "own").write_text(content)
     with live_server(model, api_key_file=tmp_path / "keys") as server:
         asked = ["weights", "status", "--url", server.url]
-        assert (
-            main([*asked, "--api-key-file", str(tmp_path / "own")]) == 0
-            and "live: target 'v0'" in capsys.readouterr().out
-        )
+        for content in (
+            "push-key\n",
+            "push-key scopes=push-weights name=trainer\n",
+            "\n  # of the trainer\n\t# and\n  push-key  name=x\nother\n",
+        ):
+            (tmp_path / "own").write_text(content)
+            assert main([*asked, "--api-key-file", str(tmp_path / "own")]) == 0, content
+            assert "live: target 'v0'" in capsys.readouterr().out
         assert main(asked) == 1 and "unauthenticated" in capsys.readouterr().err
 
 

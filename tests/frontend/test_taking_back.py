@@ -31,17 +31,21 @@ FILE_BYTES = 300  # so that each tensor has a part of its own
 PART = "part-00001.safetensors"
 
 
-@pytest.fixture
-def server(model: Path, tmp_path: Path) -> Iterator[LiveServer]:
-    with live_server(
-        model, state_dir=tmp_path / "state", weight_channels="http", max_uploads=2
-    ) as running:
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    state = tmp_path_factory.mktemp("state")
+    with live_server(model, state_dir=state, weight_channels="http", max_uploads=2) as running:
         yield running
 
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[Client]:
+    """Return a client of the server without uploads, whose engine takes every push."""
+    server.engine.fails, server.engine.reads = "", True
+    server.engine.weight_commands.clear()
     with Client(server.url, timeout_s=30) as client:
+        for upload in client.weights()["uploads"]:
+            client.abort_weights(upload["version"], upload_only=True)
         yield client
 
 
@@ -67,7 +71,7 @@ def there(client: Client, version: str) -> bool:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("out of memory"), GeneratorExit()]
 )
-def test_trainers_that_stop_in_their_iterator_leave_the_room_to_the_next(
+def test_trainer_that_stops_in_its_iterator_leaves_room(
     error: BaseException, client: Client
 ) -> None:
     for run in ("a", "b", "c"):  # more than max_uploads
@@ -91,9 +95,7 @@ def test_manifests_that_are_refused_leave_the_room_to_the_next(
     assert sender(client).push(TENSORS.items(), "c")["state"] == "committed"
 
 
-def test_an_error_that_may_pass_leaves_the_parts_and_only_the_sender_takes_them_back(
-    client: Client, server: LiveServer
-) -> None:
+def test_temporary_error_leaves_parts_for_the_sender(client: Client, server: LiveServer) -> None:
     ours = sender(client)
     for error in (
         ConnectionFailed("gone"),
@@ -157,7 +159,7 @@ def test_an_abort_that_fails_hides_nothing(client: Client, monkeypatch: pytest.M
         ("weights_refused", True, False),
     ],
 )
-def test_the_server_keeps_parts_only_where_they_may_yet_be_pushed(
+def test_server_keeps_parts_that_may_yet_be_pushed(
     code: str, reads: bool, stays: bool, client: Client, server: LiveServer
 ) -> None:
     """A conflict before they were read is one with another push; afterwards it is with what they

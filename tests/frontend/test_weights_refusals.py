@@ -8,10 +8,13 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer
-from tests.frontend.test_weights_routes import post, server
+from tests.frontend.test_weights_routes import post
 from tlt_server.commands import LeaveGroup
 
-__all__ = ["server"]  # fixtures
+
+@pytest.fixture(autouse=True)
+def untouched(server: LiveServer) -> None:
+    server.engine.weight_commands.clear()
 
 
 def test_another_name_that_has_a_form_is_refused_with_it(server: LiveServer) -> None:

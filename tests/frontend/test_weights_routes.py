@@ -42,7 +42,7 @@ def metric(client: Client, line: str) -> bool:
     return line in client.metrics().splitlines()
 
 
-def test_a_manifest_reaches_the_engine_and_the_reply_describes_the_outcome(
+def test_manifest_reaches_the_engine_and_the_reply_its_outcome(
     client: Client, server: LiveServer
 ) -> None:
     tensors = [{"name": "w", "dtype": "float32", "shape": [2], "checksum": "x"}]
@@ -148,32 +148,25 @@ def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) ->
     ]
 
 
-@pytest.mark.parametrize("version", ["a?b#c", "100%", "ü"])
-def test_a_version_may_hold_what_a_path_does_not(
-    version: str, client: Client, server: LiveServer
-) -> None:
-    client.commit_weights(version)
-    assert [c.version for c in server.engine.weight_commands if isinstance(c, CommitWeights)] == [
-        version
-    ]
+def test_a_version_may_hold_what_a_path_does_not(client: Client, server: LiveServer) -> None:
+    versions = ["a?b#c", "100%", "ü"]
+    for version in versions:
+        client.commit_weights(version)
+    commits = [c for c in server.engine.weight_commands if isinstance(c, CommitWeights)]
+    assert [commit.version for commit in commits] == versions
 
 
-@pytest.mark.parametrize(
-    "path, field",
-    [
+def test_names_that_no_version_can_have_are_refused_by_rule(server: LiveServer) -> None:
+    for path, field in (
         ("/update_weights", "version"),
         ("/update_weight_version", "new_version"),
         ("/update_weights_from_disk", "weight_version"),
-    ],
-)
-@pytest.mark.parametrize("version", ["run/7", "a\n", ".."])
-def test_a_name_that_no_version_can_have_is_refused_with_what_it_must_be(
-    path: str, field: str, version: str, server: LiveServer
-) -> None:
-    reply = post(server, path, {field: version, "path": "p", "model_path": "p"})
-    assert reply.status_code == 400
-    words = f"{field} is {version!r}; it must {VERSION_MUST}"
-    assert json.dumps(words)[1:-1] in reply.text
+    ):
+        for version in ("run/7", "a\n", ".."):
+            reply = post(server, path, {field: version, "path": "p", "model_path": "p"})
+            assert reply.status_code == 400, (path, version)
+            words = f"{field} is {version!r}; it must {VERSION_MUST}"
+            assert json.dumps(words)[1:-1] in reply.text, (path, version)
 
 
 def test_the_client_compares_checksums(client: Client) -> None:
@@ -198,20 +191,14 @@ def test_the_asyncio_client_stages_and_compares(server: LiveServer) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    "code, status",
-    [("forbidden", 403), ("weights_refused", 422), ("conflict", 409), ("push_failed", 500)],
-)
-def test_the_engines_refusals_keep_their_status(
-    code: str, status: int, client: Client, server: LiveServer
-) -> None:
-    response = post(server, "/update_weights", {"version": "v", "path": code})
-    assert (
-        response.status_code == status
-        and response.json()["error"]["message"] == f"{code}: out of luck"
-    )
-    assert response.json()["error"]["retryable"] == (code == "push_failed")
-    assert metric(client, f'tlt_weight_pushes_total{{result="{code}",role="target"}} 1.0')
+def test_the_engines_refusals_keep_their_status(client: Client, server: LiveServer) -> None:
+    statuses = {"forbidden": 403, "weights_refused": 422, "conflict": 409, "push_failed": 500}
+    for code, status in statuses.items():
+        response = post(server, "/update_weights", {"version": "v", "path": code})
+        assert response.status_code == status, code
+        assert response.json()["error"]["message"] == f"{code}: out of luck"
+        assert response.json()["error"]["retryable"] == (code == "push_failed")
+        assert metric(client, f'tlt_weight_pushes_total{{result="{code}",role="target"}} 1.0')
 
 
 def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveServer) -> None:
@@ -242,27 +229,23 @@ def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveSer
     ), "not with what was remembered"
 
 
-@pytest.mark.parametrize(
-    ("path", "action"), [("/weight_checker", "reset"), ("/weights_checker", "reset_tensors")]
-)
 def test_after_a_reset_all_differs_until_it_is_pushed_again(
-    client: Client, server: LiveServer, path: str, action: str
+    client: Client, server: LiveServer
 ) -> None:
     """A push that was lost is found, as where a reset writes over the weights."""
     before = client.remember_weight_checksums()
-    assert "checksums" not in post(server, path, {"action": action}).json()
-    assert client.compare_weights(before) == client.compare_weights() == ["w"]
-    assert client.weight_checksums() == {"w": "reset"}
-    with pytest.raises(ServerError):
-        client.update_weights("conflict", "v0")
-    assert client.compare_weights(before) == ["w"], "it did not arrive"
-    client.update_weights("p", "v0")
-    assert client.compare_weights(before) == [] and client.weight_checksums() == before
+    for path, action in (("/weight_checker", "reset"), ("/weights_checker", "reset_tensors")):
+        assert "checksums" not in post(server, path, {"action": action}).json()
+        assert client.compare_weights(before) == client.compare_weights() == ["w"]
+        assert client.weight_checksums() == {"w": "reset"}
+        with pytest.raises(ServerError):
+            client.update_weights("conflict", "v0")
+        assert client.compare_weights(before) == ["w"], "it did not arrive"
+        client.update_weights("p", "v0")
+        assert client.compare_weights(before) == [] and client.weight_checksums() == before
 
 
-def test_the_other_dialects_route_checks_the_same_and_says_success_too(
-    client: Client, server: LiveServer
-) -> None:
+def test_borrowed_checker_route_also_says_success(client: Client, server: LiveServer) -> None:
     def check(body: dict[str, object], status: int = 200) -> dict[str, object]:
         found = post(server, "/weights_checker", body)
         assert found.status_code == status, found.text
