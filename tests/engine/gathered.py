@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
-from tests.engine.tiny import write_eagle, write_target
+from tests.engine.tiny import SHALLOW, write_eagle, write_target
 from tests.engine.weight_cases import serving
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import WeightReport
@@ -19,8 +19,8 @@ PARTS = 3
 
 
 def write_parts(root: Path) -> Path:
-    write_target(root / "base")
-    write_eagle(root / "drafter")
+    write_target(root / "base", shape=SHALLOW)
+    write_eagle(root / "drafter", shape=SHALLOW)
     perturbed(root / "drafter", root / "new-drafter", 3)
     for seed in (1, 2):
         perturbed(root / "base", root / f"new{seed}", seed)

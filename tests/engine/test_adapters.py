@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.adapters import merged, write_adapter
 from tests.engine.pushing import Pushable
-from tests.engine.tiny import LAYERS
+from tests.engine.tiny import SHALLOW
 from tests.engine.weight_cases import checkpoints, request, serving
 from tlt_server.commands import UnloadAdapter
 from tlt_server.engine.gate import Reason
@@ -283,7 +283,9 @@ def test_adapters_for_which_a_restart_has_no_room_are_named(
 
 
 PATHS = [
-    f"model.layers.{i}.self_attn.{name}" for i in range(LAYERS) for name in ("q_proj", "v_proj")
+    f"model.layers.{i}.self_attn.{name}"
+    for i in range(SHALLOW.layers)
+    for name in ("q_proj", "v_proj")
 ]
 FORMS = {
     "paths": PATHS,

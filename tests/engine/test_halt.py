@@ -132,7 +132,7 @@ def test_sleep_gives_memory_back_and_waking_takes_it_again(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(root / "base", tmp_path / "base")
-    engine = Pushable(replace(settings, kv_memory_mb=256, model=str(tmp_path / "base")))
+    engine = Pushable(replace(settings, pages=12_000, model=str(tmp_path / "base")))
     cache = engine.engine.runner._cache  # type: ignore[attr-defined]
     cache.k.fill_(1.0)
     cache.v.fill_(1.0)

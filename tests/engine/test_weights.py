@@ -69,7 +69,7 @@ def test_continue_keeps_kv_and_marks_the_change_at_the_token(
     ), "kept KV must be of the old version"
 
 
-def test_recompute_continues_as_if_the_new_version_had_read_the_tokens(
+def test_recompute_continues_as_the_new_version_would(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     asked = [request(i) for i in range(3)]
@@ -86,7 +86,7 @@ def test_recompute_continues_as_if_the_new_version_had_read_the_tokens(
         assert (engine.tokens(r.id)[change:], engine.logprobs(r.id)[change:]) == rest
 
 
-def test_abort_returns_partial_results_and_what_has_not_begun_runs_on_the_new_version(
+def test_abort_returns_partial_results_and_waiting_ones_run(
     settings: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(replace(settings, max_running=2))
@@ -211,9 +211,7 @@ def test_a_paused_engine_takes_weights(
     check_spans(engine, "r0", ["initial", "v1"])
 
 
-def test_a_push_that_would_wait_for_what_is_paused_is_refused_unless_it_changes_nothing(
-    engine: Pushable, root: Path
-) -> None:
+def test_drain_of_paused_requests_is_refused_unless_unchanged(engine: Pushable, root: Path) -> None:
     sums = [
         {"name": name, "checksum": value}
         for name, value in engine.push(root / "new", "v0").checksums.items()
@@ -276,7 +274,7 @@ def test_the_prefix_index_is_never_stale(
     )
 
 
-def test_what_a_spanning_sequence_computed_serves_nobody_after_a_rollback(
+def test_mixed_version_kv_is_not_reused_after_a_rollback(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     """The page keys begin with a version that is live again then, but the KV is not of that version
@@ -294,7 +292,7 @@ def test_what_a_spanning_sequence_computed_serves_nobody_after_a_rollback(
     assert 0 < engine.said["whole"][0].cached_tokens <= len(request(0).token_ids) + 12
 
 
-def test_a_preempted_sequence_that_spans_versions_gets_its_own_kv_back(
+def test_preempted_mixed_version_sequence_gets_its_kv_back(
     settings: EngineSettings, root: Path
 ) -> None:
     """Few pages make the young be preempted after the push; the kept KV must make the tokens that

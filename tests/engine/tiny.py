@@ -30,6 +30,7 @@ class Shape:
         return self.vocab - 1
 
 
+SHALLOW = Shape(layers=2, features=(1, 0, 1))
 SMALLEST = Shape(
     vocab=64, hidden=32, layers=2, head_dim=16, mlp=48, features=(1, 0, 1)
 )  # for the interpreter: milliseconds a row

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from tests.engine.pushing import Pushable, perturbed
-from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tests.engine.tiny import SHALLOW, VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Sampling
 
 
 def checkpoints(root: Path) -> Path:
     """Write a model with a drafter, and other weights for both."""
-    write_target(root / "base")
-    write_eagle(root / "drafter")
+    write_target(root / "base", shape=SHALLOW)
+    write_eagle(root / "drafter", shape=SHALLOW)
     perturbed(root / "base", root / "new", 1)
     perturbed(root / "base", root / "newer", 2)
     perturbed(root / "drafter", root / "new-drafter", 3)
