@@ -4,7 +4,6 @@ its structure, is read back, and has the same bits under every strategy.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from tests.engine.families import EOS, write_pair
 from tests.engine.pushing import Pushable
-from tests.engine.tiny import Shape, write_eagle, write_target
 from tests.tokenizers import FAMILIES
 from tlt_server.commands import SetPolicy
 from tlt_server.engine.settings import EngineSettings
@@ -28,8 +27,6 @@ from tlt_server.grammars.forms import grammar_of
 from tlt_server.grammars.vocabulary import MARKS
 from tlt_server.records import GenerateRequest, Sampling, Strategy
 
-SHAPE = Shape(vocab=300)
-EOS = 256
 STRATEGIES = [Strategy("eagle", 4, 3, 12), Strategy("history", 4, 2, 6)]
 PARSERS = parsers_of("hermes", "think", None)
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["<think>", 7]}}, "required": ["a"]}
@@ -62,26 +59,15 @@ class Marked(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a drafter without a tokenizer."""
-    root = tmp_path_factory.mktemp("tiny")
-    target = write_target(root / "target", shape=SHAPE)
-    for name in ("config.json", "generation_config.json"):
-        config = json.loads((target / name).read_text())
-        (target / name).write_text(json.dumps(config | {"eos_token_id": EOS}))
-    write_eagle(root / "drafter", shape=SHAPE, draft_vocab=200)
-    return root
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def marked(request: pytest.FixtureRequest, model: Path) -> Marked:
-    target = FAMILIES[request.param].write(model / "target")
+def marked(request: pytest.FixtureRequest, pair: tuple[Path, Path]) -> Marked:
+    target, drafter = FAMILIES[request.param].write(pair[0]), pair[1]
     settings = EngineSettings(
-        model=str(target),
-        device="cpu",
-        drafter=str(model / "drafter"),
-        policy="off",
-        kv_memory_mb=64,
+        model=str(target), device="cpu", drafter=str(drafter), policy="off", kv_memory_mb=64
     )
     engine = Pushable(settings)
     engine.engine._structures.prepare()

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.engine import families
 from tests.engine.tiny import EOS, LETTERS, VOCAB, write_alphabet, write_target
+from tests.tokenizers import FAMILIES
 from tests.waiting import until
 from tlt_server.engine.grammar_threads import GrammarThreads
 from tlt_server.engine.lexers import (
@@ -53,6 +55,17 @@ def structures(model: Path) -> Structures:
     return Structures(model, VOCAB, [EOS])
 
 
+@pytest.fixture(scope="module", params=families.CASES)
+def spelled(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Structures, int]:
+    """Structures with the tokenizer of a family, and its token of the letter a."""
+    if request.param == families.ALPHABET:
+        return Structures(model, VOCAB, [EOS]), A
+    tokenizer = FAMILIES[request.param].write(tmp_path_factory.mktemp("family"))
+    return Structures(tokenizer, families.SHAPE.vocab, [families.EOS]), ord("a")
+
+
 class Panic(BaseException):
     """An error as libraries in Rust raise them."""
 
@@ -72,7 +85,7 @@ def wait(structure: Structure) -> None:
 
 
 def mask(structure: Structure) -> NDArray[np.int32]:
-    mask_W = np.zeros(-(-VOCAB // 32), np.int32)
+    mask_W = np.zeros(structure._words, np.int32)
     wait(structure)
     while not structure.fill([], mask_W):
         wait(structure)
@@ -81,7 +94,7 @@ def mask(structure: Structure) -> NDArray[np.int32]:
 
 def drafted(structure: Structure, path: list[int]) -> NDArray[np.int32] | None:
     """Return the mask after drafts, unless the step leaves the row out."""
-    mask_W = np.zeros(-(-VOCAB // 32), np.int32)
+    mask_W = np.zeros(structure._words, np.int32)
     return mask_W if structure.fill(path, mask_W) else None
 
 
@@ -119,21 +132,23 @@ def test_what_others_and_drafts_explore_ends_no_sequence(structures: Structures)
 
 @pytest.mark.parametrize("grammar", GROWING, ids=lambda grammar: grammar.kind)
 def test_a_structure_fails_at_the_same_token_whatever_was_drafted(
-    structures: Structures, grammar: Grammar
+    spelled: tuple[Structures, int], grammar: Grammar
 ) -> None:
+    structures, letter = spelled
+
     def end(*, drafts: int = 0, accepted: int = 1, resumed: int = 0) -> tuple[int, str]:
         structure, at = begun(structures, grammar), resumed
-        structure.commit([A] * resumed)
+        structure.commit([letter] * resumed)
         while at < 1000:
             if not mask(structure).any():
                 assert structure.error is not None
                 return at, structure.error.message
             kept = 1
             for count in range(1, drafts + 1):
-                if drafted(structure, [A] * count) is None:
+                if drafted(structure, [letter] * count) is None:
                     break
                 kept = min(accepted, count + 1)
-            structure.commit([A] * kept)
+            structure.commit([letter] * kept)
             at += kept
         raise AssertionError("no end")
 

@@ -1,5 +1,6 @@
 """Structured outputs on the CPU engine: every output is a text of its grammar, with the same bits
-under every strategy, alone and in company, after a preemption and after an engine's end.
+under every strategy, alone and in company, after a preemption and after an engine's end. Tests of
+what may depend on the tokenizer run over those of families of models.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ import msgspec
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
+from tokenizers import Tokenizer
 
+from tests.engine.families import ALPHABET, CASES, write_family
 from tests.engine.pushing import Pushable
 from tests.engine.schemas import Schemas
-from tests.engine.tiny import EOS, LETTERS, write_alphabet, write_eagle, write_target
+from tests.engine.tiny import EOS
+from tests.mostly_long import mostly_long
+from tests.tokenizers import FAMILIES
 from tlt_server.commands import SetPolicy
 from tlt_server.engine import assembly, process
 from tlt_server.engine.loop import Engine
@@ -55,15 +60,17 @@ GROWING = [
 STRATEGIES = [Strategy("eagle", 3, 1, 4), Strategy("eagle", 4, 3, 12), Strategy("history", 4, 2, 6)]
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
-    root = tmp_path_factory.mktemp("tiny")
+NAMES = [ALPHABET, *FAMILIES]
+once = pytest.mark.parametrize("settings", [ALPHABET], indirect=True)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def settings(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> EngineSettings:
+    target, drafter = write_family(tmp_path_factory.mktemp("tiny"), request.param)
     return EngineSettings(
-        model=str(write_alphabet(write_target(root / "target"))),
-        device="cpu",
-        drafter=str(write_eagle(root / "drafter")),
-        policy="off",
-        kv_memory_mb=64,
+        model=str(target), device="cpu", drafter=str(drafter), policy="off", kv_memory_mb=64
     )
 
 
@@ -99,8 +106,17 @@ def asked() -> list[GenerateRequest]:
     ]
 
 
+def spelling(engine: Pushable) -> Tokenizer:
+    return Tokenizer.from_file(f"{engine.settings.model}/tokenizer.json")
+
+
+def end_token(engine: Pushable) -> int:
+    return engine.info.eos_token_ids[0]
+
+
 def text(engine: Pushable, id: str) -> str:
-    return "".join(LETTERS[token] for token in engine.tokens(id) if token != EOS)
+    tokens = [token for token in engine.tokens(id) if token != end_token(engine)]
+    return str(spelling(engine).decode(tokens, skip_special_tokens=False))
 
 
 def bits(engine: Pushable, requests: list[GenerateRequest]) -> dict[str, Any]:
@@ -133,10 +149,12 @@ def test_every_output_is_a_text_of_its_grammar(engine: Pushable, plain: dict[str
             continue
         found = text(engine, r.id)
         compiled = Compiler(*_model(engine)).compile(grammar)
-        assert compiled.consume_tokens([t for t in engine.tokens(r.id) if t != EOS]), found
+        assert compiled.consume_tokens(
+            [t for t in engine.tokens(r.id) if t != end_token(engine)]
+        ), found
         assert compiled.is_accepting() or finish == "length"
         if finish == "stop":
-            assert engine.tokens(r.id)[-1] == EOS
+            assert engine.tokens(r.id)[-1] == end_token(engine)
             if grammar.kind == "json_schema":
                 assert json.loads(found)["b"] in ("x", "yy", None)
             elif grammar.kind == "regex":
@@ -160,6 +178,7 @@ def test_speculation_changes_no_bit(
     assert sum(o.drafted for o in said) > 0 and sum(o.accepted for o in said) > 0
 
 
+@once
 def test_no_output_has_a_bad_word_of_several_tokens(engine: Pushable) -> None:
     engine.engine.send(SetPolicy("off"))
     tokens, _ = engine.run(request(1, None, temperature=0.0))["r1"]
@@ -175,6 +194,7 @@ def test_no_output_has_a_bad_word_of_several_tokens(engine: Pushable) -> None:
         assert engine.run(*batch) == outputs
 
 
+@once
 def test_a_request_alone_gives_the_same(engine: Pushable, plain: dict[str, Any]) -> None:
     engine.engine.send(SetPolicy("off"))
     for r in asked()[:4]:
@@ -199,6 +219,7 @@ def test_a_preempted_or_resumed_request_gives_the_same(
         assert rest[r.id][0] == tokens[len(half) :]
 
 
+@once
 def test_a_grammar_is_compiled_once(engine: Pushable, plain: dict[str, Any]) -> None:
     before = engine.engine.gauges()
     engine.run(*(request(i, GRAMMARS[0]) for i in range(3)))
@@ -207,6 +228,7 @@ def test_a_grammar_is_compiled_once(engine: Pushable, plain: dict[str, Any]) -> 
     assert after["structures_cached"] == before["structures_cached"] + 3
 
 
+@once
 def test_an_idle_engine_reads_the_tokenizer_before_a_request_waits_for_it(
     settings: EngineSettings,
 ) -> None:
@@ -218,6 +240,7 @@ def test_an_idle_engine_reads_the_tokenizer_before_a_request_waits_for_it(
     assert "_tokenizer" in vars(compiler)
 
 
+@once
 def test_an_engine_that_only_waits_for_a_grammar_looks_now_and_then(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -249,6 +272,7 @@ def test_an_engine_that_only_waits_for_a_grammar_looks_now_and_then(
     assert patience_ms.count(0) > 2, "steps follow each other"
 
 
+@once
 def test_an_output_that_cannot_go_on_ends_with_its_reason(engine: Pushable) -> None:
     for grammar, says in (
         (Grammar(kind="regex", text="ab~"), "no token of this model"),  # no token has a tilde
@@ -261,6 +285,7 @@ def test_an_output_that_cannot_go_on_ends_with_its_reason(engine: Pushable) -> N
         assert engine.said["r2"][-1].finish_reason in ("stop", "length")
 
 
+@once
 def test_failed_sequences_are_not_decodes(engine: Pushable) -> None:
     for policy in (SetPolicy("off"), SetPolicy("fixed", STRATEGIES[2])):
         engine.engine.send(policy)
@@ -277,12 +302,14 @@ def test_failed_sequences_are_not_decodes(engine: Pushable) -> None:
         assert failed == 1
 
 
+@pytest.mark.parametrize("settings", mostly_long(NAMES, "special marks"), indirect=True)
 @pytest.mark.parametrize("grammar", GROWING, ids=lambda grammar: grammar.kind)
 def test_masks_that_take_too_much_work_end_a_request_alike(
     engine: Pushable, grammar: Grammar
 ) -> None:
     """Alone, in company and under every strategy it has the same tokens and the same error."""
-    biased = request(1, grammar, max_tokens=400, logit_bias={LETTERS.index("a"): 100.0})
+    bias = {spelling(engine).token_to_id("a"): 100.0}
+    biased = request(1, grammar, max_tokens=400, logit_bias=bias)
     other, same = request(2, None, max_tokens=40), request(3, GRAMMARS[1])
     found = list[tuple[list[int], tuple[str, str] | None]]()
     company = list[list[tuple[list[int], list[float]]]]()
@@ -299,14 +326,16 @@ def test_masks_that_take_too_much_work_end_a_request_alike(
     assert company == [[], company[1]] * 4
 
 
+@pytest.mark.parametrize("settings", mostly_long(NAMES, "qwen3", "special marks"), indirect=True)
 def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> None:
     """The slow twin: a matcher that has only ever seen the tokens before."""
     model, vocab_size, eos = _model(engine)
     structures = Structures(model, vocab_size, eos)
     words = -(-vocab_size // 32)
     draw = np.random.default_rng(3)
+    stops = {*eos, spelling(engine).token_to_id("_")}
     for grammar in GRAMMARS:
-        tree, stops = structures.of(grammar, {*eos, 50}), {*eos, 50}
+        tree = structures.of(grammar, stops)
         while tree is not None and not tree.ready:
             time.sleep(0.001)
         start = Compiler(model, vocab_size, eos).compile(grammar)
@@ -330,7 +359,7 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
                     break
                 path.append(int(draw.choice([*(expected - stops)])))
             outside = np.zeros(words, np.int32)
-            tree.fill([*path, EOS, EOS], outside)
+            tree.fill([*path, *eos, *eos], outside)
             assert (outside == -1).all()
             committed.append(path[0]) if path else None
             tree.commit(path[:1])
@@ -351,7 +380,7 @@ def test_outputs_of_generated_schemas_are_valid(
             grammar_of("json_schema", json.dumps(schema)),
             max_tokens=400,
             temperature=float(i % 2),
-            logit_bias={EOS: 2.0},
+            logit_bias={end_token(engine): 2.0},
         )
         for i, schema in enumerate(schemas)
     ]

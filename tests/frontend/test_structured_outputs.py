@@ -13,14 +13,25 @@ import msgspec
 import pytest
 
 from tests.frontend.live_server import LiveServer
+from tests.frontend.saying import write_saying
+from tests.mostly_long import mostly_long
+from tests.tokenizers import FAMILIES
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects.openai import forced
 from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest
 from tlt_server.frontend.generation import structures
 from tlt_server.frontend.generation.requests import StructuredOutputs
+from tlt_server.frontend.generation.text import Text
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.grammars.forms import check_grammar, grammar_of
 from tlt_server.records import Grammar
+
+once = pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=mostly_long(FAMILIES, "qwen3", "special marks"))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_saying(tmp_path_factory.mktemp("model"), family=FAMILIES[request.param])
 
 
 def send(server: LiveServer, structure: Any, **sampling: Any) -> httpx.Response:
@@ -88,6 +99,7 @@ def test_a_structure_that_cannot_be_kept_is_refused(
     assert says in message and "sampling.structured_outputs" in message and len(message) < 500
 
 
+@once
 def test_a_chain_of_references_does_not_exhaust_the_stack(server: LiveServer) -> None:
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(2000)}
     schema = {"$ref": "#/$defs/a0", "$defs": chain | {"a2000": {"type": "string"}}}
@@ -122,6 +134,7 @@ def test_the_checks_of_a_grammar_take_a_time_in_proportion_to_it(line: str) -> N
     assert time.process_time() - began < 1
 
 
+@once
 def test_a_structural_tag_as_deep_as_the_limit_is_taken(server: LiveServer) -> None:
     response = send(server, {"structural_tag": nested(63)})
     assert response.status_code == 200, response.text
@@ -291,6 +304,7 @@ BAR = {"type": "const_string", "value": "|"}
 @pytest.mark.parametrize(
     ("pattern", "texts"),
     [("a\\\nb", ["a\nb"]), ("a\nb", ["a\nb"]), ("a/\\/b", ["a//b"]), ("", [""])]
+    + [("<think>|</tool_call>", ["<think>", "</tool_call>"])]
     + [("a\\\\nb", ["a\\nb"]), ("[/\\\n]+", ["/", "\n/"]), ("a\\\tb", ["a\tb"])],
 )
 def test_the_regex_of_a_tag_means_what_a_regex_does(
@@ -298,14 +312,17 @@ def test_the_regex_of_a_tag_means_what_a_regex_does(
 ) -> None:
     part = {"type": "regex", "pattern": pattern}
     tag = json.dumps({"format": {"type": "sequence", "elements": [part, BAR, part]}})
-    compiler = Compiler(model, 300, [256])
+    compiler, tokenizer = Compiler(model, 300, [256]), Text.load(model)
     for form, content, output in (("structural_tag", tag, "{0}|{0}"), ("regex", pattern, "{0}")):
-        start = compiler.compile(grammar_of(form, content))
+        start = compiler.compile(grammar_of(form, content, tokenizer.specials))
         for text in texts:
-            state = start.deep_copy()
-            assert state.consume_tokens([*output.format(text).encode()]) and state.is_accepting()
+            written = output.format(text)
+            for tokens in ([*written.encode()], *tokenizer.encode([written], special=False)):
+                state = start.deep_copy()
+                assert state.consume_tokens(tokens) and state.is_accepting()
 
 
+@once
 def test_a_request_names_only_so_many_structures(server: LiveServer) -> None:
     def batch(different: int) -> httpx.Response:
         items = [
@@ -323,6 +340,7 @@ def test_a_request_names_only_so_many_structures(server: LiveServer) -> None:
     assert batch(2).status_code == 200
 
 
+@once
 def test_a_grammar_that_takes_too_long_is_refused_and_remembered(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
