@@ -178,8 +178,10 @@ class Server:
 
     # after a case
 
-    def check(self) -> str:
-        """Return the version that is live and whole, or that nothing is generated."""
+    def check(self, *, speaks: bool = True) -> str:
+        """Return the version that is live and whole, or that nothing is generated. Compare its
+        checksums, and what it says if it `speaks`.
+        """
         if self.engine.engine.pushes.refusal is not None:
             self.engine.submit(GenerateRequest(id="q", token_ids=[5], seed=1, sampling=Sampling()))
             self.engine.finish()
@@ -188,8 +190,9 @@ class Server:
                 said.token_ids == [] and said.error is not None and said.error[0] == "unavailable"
             )
             return "quarantined"
-        sums, found = self.engine.checksums(), (self.speak(),)
-        at = [i for i, (known, said) in enumerate(self.known) if (known, (said,)) == (sums, found)]
+        sums, found = self.engine.checksums(), self.speak() if speaks else None
+        at = [i for i, known in enumerate(self.known) if sums == known[0]]
+        at = [i for i in at if not speaks or found == self.known[i][1]]
         assert len(at) == 1, "live weights are of no version, or say what they never said"
         return ("new", "old")[at[0]]
 
