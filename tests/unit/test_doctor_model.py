@@ -173,6 +173,8 @@ def test_model(pair: Path) -> None:
     config.write_text(described)
     rewrite(config, architectures=["MambaForCausalLM"])
     expect(found(model.target, broken(pair)), "fail", "unknown model family 'MambaForCausalLM'")
+    rewrite(config, architectures=["LlamaForCausalLMEagle3"])
+    expect(found(model.target, broken(pair)), "fail", "holds a drafter", "give it as --drafter")
 
 
 def test_a_dtype_that_is_not_taken(pair: Path) -> None:
