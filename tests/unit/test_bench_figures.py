@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tlt_server.bench.arguments import BENCHES
 from tlt_server.bench.cycle import cases_of
@@ -18,7 +19,7 @@ from tlt_server.bench.decode import prices
 from tlt_server.bench.device_time import device_time
 from tlt_server.bench.interrupt import Felt
 from tlt_server.bench.record import entry_of, finish
-from tlt_server.bench.tables import cells
+from tlt_server.bench.tables import cells, show
 
 
 @given(
@@ -167,3 +168,10 @@ def test_delays_are_what_an_interrupted_trainer_adds() -> None:
     assert found["states"] == {"training": 2, "evaluating": 1} and found["requests"] == 3
     assert found["delay_ms"] == {"p50": 5.0, "p90": 10.0, "p99": 10.0, "p100": 10.0}
     assert (found["training_delay_p99_ms"], found["parked_slowdown_percent"]) == (10.0, 1.0)
+
+
+def test_tables_without_rows_show_their_headings(capsys: pytest.CaptureFixture[str]) -> None:
+    show(Console(width=80), "graphs", {"key": "{key}", "bytes": "{bytes}"}, [])
+    show(Console(width=80), "graphs", {"key": "{key}"}, [{"key": "extend 8"}])
+    said = capsys.readouterr().out
+    assert "bytes" in said and "extend 8" in said

@@ -43,8 +43,8 @@ def show(console: Console, title: str, columns: Columns, rows: Iterable[Row]) ->
     """Print a table; columns of numbers stand to the right."""
     lines = [cells(columns, row) for row in rows]
     table = Table(title=title)
-    for heading, column in zip(columns, zip(*lines, strict=True), strict=True):
-        numbers = all(cell[:1] in "0123456789+-" for cell in column)
+    for at, heading in enumerate(columns):
+        numbers = all(line[at][:1] in "0123456789+-" for line in lines)
         table.add_column(heading, justify="right" if numbers else "left")
     for line in lines:
         table.add_row(*map(Text, line))
