@@ -190,7 +190,8 @@ def report(
     found = {name: _figures(phase, peak) for name, phase in phases.items()}
     rows = [{"load": name, **figures} for name, figures in found.items()]
     title = "tlt bench overload: open-loop load against the peak of a closed loop"
-    show(console, title, OVERLOAD, rows)
+    memory = {"frontend MiB": "{frontend_mib}", "engine MiB": "{engine_mib}"}
+    show(console, title, {**OVERLOAD, **memory}, rows)
     sent = sum(sum(phase.ends.values()) for phase in phases.values())
     ended, refused = sum(counts.ended.values()), sum(counts.refused.values())
     exactly_once = (
