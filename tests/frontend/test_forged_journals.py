@@ -139,6 +139,11 @@ def test_the_reason_names_what_no_server_writes(change: dict[str, Any], reason: 
     assert reason in flaw(HEADER, [msgspec.structs.replace(OUTPUTS[0], **change)])
 
 
+def test_journal_of_another_format_is_refused_by_number() -> None:
+    later = msgspec.structs.replace(HEADER, format=2)
+    assert flaw(later, OUTPUTS) == "its format is 2, and this server's is 1"
+
+
 def test_a_prompt_or_sampling_that_no_request_can_have_is_named() -> None:
     (item,) = HEADER.items
     request = item.requests[0]

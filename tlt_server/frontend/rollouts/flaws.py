@@ -11,7 +11,7 @@ import msgspec
 from tlt_client.fields import MAX_INT32, MAX_SEED
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.requests import SamplingFields
-from tlt_server.frontend.rollouts.journal import Header, KeptItem
+from tlt_server.frontend.rollouts.journal import FORMAT, Header, KeptItem
 from tlt_server.grammars.forms import check_grammar
 from tlt_server.packed import PackedIds
 from tlt_server.records import GenerateRequest, Sampling, StepOutput
@@ -28,6 +28,8 @@ SAME = [
 
 def flaw(header: Header, outputs: Sequence[StepOutput]) -> str:
     """Return the first thing that no server would have written; empty if there is none."""
+    if header.format != FORMAT:
+        return f"its format is {header.format}, and this server's is {FORMAT}"
     requests = [request for item in header.items for request in item.requests]
     ids = {request.id for request in requests}
     if not header.items or not all(item.requests for item in header.items):

@@ -28,6 +28,7 @@ from tlt_server.private import private_file
 from tlt_server.records import GenerateRequest, StepOutput
 
 FRAME = 8
+FORMAT = 1  # raise it with each change of a record: a field that is not known is read over
 
 
 class KeptItem(Struct, frozen=True):
@@ -69,6 +70,7 @@ class Header(Struct, frozen=True, kw_only=True, tag="rollout"):
     boot: str = ""
     boot_s: float = 0.0
     fingerprint: Fingerprint | None = None  # the engine's
+    format: int = 1  # absent from the first journals
     items: list[KeptItem]
 
     @property

@@ -40,6 +40,7 @@ from tlt_server.frontend.http.replies import unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.rollouts.clocks import now
 from tlt_server.frontend.rollouts.journal import (
+    FORMAT,
     Grown,
     Header,
     Journal,
@@ -181,6 +182,7 @@ class Rollouts:
         kept = await asyncio.to_thread(lambda: [KeptItem.of(item) for item in batch.items])
         created = now()
         header = Header(
+            format=FORMAT,
             id=f"r-{secrets.token_hex(16)}",
             model=self._model,
             detached=detached,
