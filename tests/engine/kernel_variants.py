@@ -73,7 +73,11 @@ def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None,
             continue
         strategies = {
             key: strategy
-            for strategy in (policy.strategies(decoding, prompts=chunks > 0) if decoding else [OFF])
+            for strategy in (
+                policy.strategies(range(decoding, decoding + 1), prompts=chunks > 0)
+                if decoding
+                else [OFF]
+            )
             for key in shapes.step(decoding, strategy, chunks, chunks)[1:]
         }
         for strategy, rows, variant in product(

@@ -33,10 +33,11 @@ from tlt_server.engine.gpu.buckets import (
 )
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.records import OFF, Strategy
+from tlt_server.records import OFF, Pin, Strategy
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import ladder
+from tlt_server.speculation.policies.pinned import Pinned
 
 LADDER = ladder(("eagle", "history"), "cuda")
 DEEPEST = 20
@@ -69,11 +70,15 @@ def used_by(policy: Policy, shapes: Shapes) -> set[DraftKey | ExtendKey]:
     used: set[DraftKey | ExtendKey] = set()
     for decoding in range(shapes.max_running + 1):
         if decoding:
-            for strategy in policy.strategies(decoding, prompts=False):
+            for strategy in policy.strategies(range(decoding, decoding + 1), prompts=False):
                 used |= keys_of(shapes, decoding, strategy)
         mixed = {
             (arm.drafter, arm.depth, arm.width, shapes.step(decoding, arm).extend): arm
-            for arm in (policy.strategies(decoding, prompts=True) if decoding else [OFF])
+            for arm in (
+                policy.strategies(range(decoding, decoding + 1), prompts=True)
+                if decoding
+                else [OFF]
+            )
         }
         for arm in mixed.values():
             for prompt_rows in range(1, 2 * PROMPT_SIZES[-1], 48):
@@ -93,6 +98,14 @@ def test_whatever_a_policy_can_choose_is_captured_and_nothing_else(
     captured = shapes.captured(policy.strategies)
     assert set(captured) == used_by(policy, shapes)
     assert len(captured) == len(set(captured))
+
+
+@pytest.mark.parametrize("pinned", [(6, 7), (5, 8), (1, 200), (18, 18)])
+def test_pins_between_two_sizes_of_batches_are_captured(pinned: tuple[int, int]) -> None:
+    shapes = Shapes(20, DEEPEST)
+    pin = Pin(*pinned, Strategy("eagle", 6, 2, 11))
+    policy = Pinned(policy_of("beg", shapes), (pin,))
+    assert {*shapes.captured(policy.strategies)} >= used_by(policy, shapes)
 
 
 def test_captures_are_a_sum_not_a_product() -> None:
@@ -275,7 +288,9 @@ def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
             *(
                 shapes.step(decoding, arm, rows, 1).extend
                 for arm in (
-                    [*policy.strategies(decoding, prompts=True)][:12] if decoding else [OFF]
+                    [*policy.strategies(range(decoding, decoding + 1), prompts=True)][:12]
+                    if decoding
+                    else [OFF]
                 )
                 for rows in (1, 30, 100, 300, 2048)
             ),

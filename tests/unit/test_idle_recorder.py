@@ -19,11 +19,11 @@ from tlt_server.records import OFF, Strategy, parse_strategy
 LONGER, WIDER = parse_strategy("eagle:4x1x4"), parse_strategy("eagle:4x2x8")
 
 
-def short(requests: int, *, prompts: bool) -> Iterable[Strategy]:
+def short(requests: range, *, prompts: bool) -> Iterable[Strategy]:
     return OFF, LONGER
 
 
-def wide(requests: int, *, prompts: bool) -> Iterable[Strategy]:
+def wide(requests: range, *, prompts: bool) -> Iterable[Strategy]:
     return OFF, LONGER, WIDER
 
 

@@ -94,7 +94,7 @@ def test_every_policy_keeps_the_protocol(name):
     batches = [rng.choice([1, 3, 8, 50, 300]) for _ in range(400)]
     world.run(policy, batches, prefill_every=5)
     for batch, used in zip(batches, world.used, strict=True):
-        assert used in {*policy.strategies(batch, prompts=False)}
+        assert used in {*policy.strategies(range(batch, batch + 1), prompts=False)}
     assert all(isinstance(value, float) for value in policy.gauges().values())
     assert policy.choose(context(4, speculable=0)) == OFF  # no request wants speculation
     policy.choose(StepContext(0, 512, 0.0, 0))  # a step of prompts only
@@ -109,8 +109,8 @@ def test_fixed_uses_its_strategy_and_an_operator_may_cap_it():
     policy = Pinned(Fixed(LADDER.arms[3]), limit(8))
     assert policy.choose(context(8)) == LADDER.arms[3]
     assert policy.choose(context(9)) == OFF and limit(0) == ()
-    assert {*policy.strategies(8, prompts=False)} == {OFF, LADDER.arms[3]}
-    assert {*policy.strategies(9, prompts=False)} == {OFF}
+    assert {*policy.strategies(range(8, 9), prompts=False)} == {OFF, LADDER.arms[3]}
+    assert {*policy.strategies(range(9, 10), prompts=False)} == {OFF}
     assert Fixed(OFF).choose(context(1)) == OFF
 
 

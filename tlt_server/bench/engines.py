@@ -81,7 +81,7 @@ class ReadyFor:
         on_progress: OnProgress,
         quiet: Quiet,
     ) -> Equipped:
-        def wider(requests: int, *, prompts: bool) -> Iterable[Strategy]:
+        def wider(requests: range, *, prompts: bool) -> Iterable[Strategy]:
             return (*reach(requests, prompts=prompts), *self._strategies)
 
         return self._device.equip(live, memory, wider, page_table_SP, on_progress, quiet)

@@ -51,7 +51,7 @@ class StepProfile:
         engine, started_s = self._engine, time.perf_counter()
         until = started_s + self._left_s / len(self._batches)
         size, context = self._batches.pop(0)
-        strategies = _some(engine.policy.strategies(size, prompts=False))
+        strategies = _some(engine.policy.strategies(range(size, size + 1), prompts=False))
         with nothing_learnt(engine):
             self.measured += _measure(
                 engine, strategies, size, context, self._vocab_size, self._generated, until
@@ -86,7 +86,7 @@ def warm_up(engine: Engine, arms: Iterable[Strategy], vocab_size: int, max_model
     are loaded and memory is taken before a request waits for it.
     """
     length = max(1, min(8, max_model_len - 8))
-    reached = engine.policy.strategies(1, prompts=False)
+    reached = engine.policy.strategies(range(1, 2), prompts=False)
     by_drafter = {strategy.drafter: strategy for strategy in (*arms, *reached)}
     for i, strategy in enumerate(by_drafter.values()):
         engine.policy = Fixed(strategy)

@@ -24,7 +24,7 @@ POINTS = (0.0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 9, 12, 15, 20, 
 class Reach(Protocol):
     """The strategies that a policy may choose, as `Policy.strategies`."""
 
-    def __call__(self, requests: int, *, prompts: bool) -> Iterable[Strategy]: ...
+    def __call__(self, requests: range, *, prompts: bool) -> Iterable[Strategy]: ...
 
 
 class Recordings(Protocol):

@@ -254,17 +254,16 @@ class Shapes:
         ]
 
     def captured(self, reach: Reach) -> list[DraftKey | ExtendKey]:
-        """Keys of all steps that the policy may ask for with the fewest and the most requests of
-        each bucket, of pure decode steps and of those that read short prompts, the largest first.
+        """Keys of all steps that the policy may ask for, of pure decode steps and of those that
+        read short prompts, the largest first.
         """
         keys: dict[DraftKey | ExtendKey, None] = {}
         for prompts, batches in ((False, self.batches), (True, self.with_prompts)):
             below = -1  # a batch of one more is the first that a bucket serves
             for batch in batches:
-                asked = {OFF: None}
-                for requests in range(max(1, below + 1), batch + 1, max(1, batch - below - 1)):
-                    asked |= dict.fromkeys(reach(requests, prompts=prompts))
-                for strategy in asked:
+                requests = range(max(1, below + 1), batch + 1)
+                reached = reach(requests, prompts=prompts) if requests else ()
+                for strategy in dict.fromkeys((OFF, *reached)):
                     keys |= dict.fromkeys(self._keys(batch, strategy, prompts=prompts))
                 below = batch
         return sorted(keys, key=_size, reverse=True)

@@ -45,9 +45,9 @@ class Policy(Protocol):
 
     def observe(self, cycle: Cycle) -> None: ...
 
-    def strategies(self, requests: int, *, prompts: bool) -> Iterable[Strategy]:
-        """Return all that it may choose for this number of decoding requests, with or without
-        prompts in the step. A device prepares for these.
+    def strategies(self, requests: range, *, prompts: bool) -> Iterable[Strategy]:
+        """Return all that it may choose for these numbers of decoding requests, which a device pads
+        to one size, with or without prompts in the step. A device prepares for these.
         """
 
     def gauges(self) -> Mapping[str, float]: ...

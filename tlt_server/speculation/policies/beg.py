@@ -67,9 +67,11 @@ class Beg:
         if arm in self._ladder.of_group(index):
             self._window(index, arm, context).append(cycle.emitted / cycle.step_s)
 
-    def strategies(self, requests: int, *, prompts: bool) -> Iterator[Strategy]:
+    def strategies(self, requests: range, *, prompts: bool) -> Iterator[Strategy]:
         yield OFF
-        yield from self._ladder.of_group(self._ladder.group(requests))
+        first, last = self._ladder.group(requests[0]), self._ladder.group(requests[-1])
+        for index in range(first, last + 1):
+            yield from self._ladder.of_group(index)
 
     def gauges(self) -> Mapping[str, float]:
         return {

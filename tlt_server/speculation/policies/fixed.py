@@ -24,7 +24,7 @@ class Fixed:
     def observe(self, cycle: Cycle) -> None:
         """Nothing to learn."""
 
-    def strategies(self, requests: int, *, prompts: bool) -> Iterable[Strategy]:
+    def strategies(self, requests: range, *, prompts: bool) -> Iterable[Strategy]:
         return OFF, self.strategy
 
     def gauges(self) -> Mapping[str, float]:

@@ -207,14 +207,15 @@ class Goodput:
     def observe(self, cycle: Cycle) -> None:
         """Nothing to learn: the engine's knowledge has it already."""
 
-    def strategies(self, requests: int, *, prompts: bool) -> Iterator[Strategy]:
-        decode_V = self._sizes.decode_rows(requests, prompts=prompts)
+    def strategies(self, requests: range, *, prompts: bool) -> Iterator[Strategy]:
+        decode_V = self._sizes.decode_rows(requests[-1], prompts=prompts)
         yield OFF
         for d, outlook in enumerate(self._outlooks):
             for i, j in np.argwhere(_sensible(outlook, decode_V) & self._allowed[d]):
                 tree = TreeShape(d, outlook.depths[i], outlook.widths[j])
-                for rows in decode_V[1:]:
-                    yield self._of_rows(tree, int(rows), requests, prompts=prompts)
+                for count in dict.fromkeys((requests[0], requests[-1])):
+                    for rows in decode_V[1:]:
+                        yield self._of_rows(tree, int(rows), count, prompts=prompts)
 
     def gauges(self) -> Mapping[str, float]:
         return {

@@ -21,7 +21,7 @@ class Off:
     def observe(self, cycle: Cycle) -> None:
         """Nothing to learn."""
 
-    def strategies(self, requests: int, *, prompts: bool) -> Iterable[Strategy]:
+    def strategies(self, requests: range, *, prompts: bool) -> Iterable[Strategy]:
         return (OFF,)
 
     def gauges(self) -> Mapping[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tlt_server.records import OFF, Cycle, Pin, StepContext, Strategy
 from tlt_server.speculation.policies import Policy
@@ -36,11 +36,12 @@ class Pinned:
     def observe(self, cycle: Cycle) -> None:
         self.policy.observe(cycle)
 
-    def strategies(self, requests: int, *, prompts: bool) -> Iterable[Strategy]:
-        strategy = pinned_at(self._pins, requests)
-        if strategy is None:
-            return self.policy.strategies(requests, prompts=prompts)
-        return OFF, strategy
+    def strategies(self, requests: range, *, prompts: bool) -> Iterator[Strategy]:
+        yield OFF
+        pinned = {count: pinned_at(self._pins, count) for count in requests}
+        yield from dict.fromkeys(strategy for strategy in pinned.values() if strategy)
+        if free := [count for count, strategy in pinned.items() if strategy is None]:
+            yield from self.policy.strategies(range(free[0], free[-1] + 1), prompts=prompts)
 
     def gauges(self) -> Mapping[str, float]:
         return self.policy.gauges()
