@@ -76,13 +76,19 @@ class ClearCache(Struct, frozen=True, tag="clear_cache"):
 
 class SetPolicy(Struct, frozen=True, tag="set_policy"):
     """Replace the policy in force, its arms and the pins, between steps; `strategy` is for `fixed`.
-    Takes effect without flushing KV, and what was learnt stays.
+    Takes effect without flushing KV, and what was learnt stays, once the kernels of its strategies
+    are prepared. With an `id` it is answered by one `ControlReport`, then or when it is refused.
     """
 
     policy: str
     strategy: Strategy | None = None
     arms: Arms | None = None  # None: all
     pins: tuple[Pin, ...] = ()
+    id: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy} with {self.strategy.name}" if self.strategy else self.policy
 
 
 MAX_TEXTS, MAX_TEXT_BYTES = 64, 2**19  # limits of `Recompute`

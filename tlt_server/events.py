@@ -192,10 +192,13 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
 
 
 class ControlReport(Struct, frozen=True, tag="control_report"):
-    """The answer to one control command, which is done unless there is an error."""
+    """The answer to one control command or change of the policy, which is done unless there is an
+    error.
+    """
 
     id: str
     error: tuple[str, str] | None = None  # (code, message)
+    detail: str = ""  # what a policy finds prepared
 
 
 class BufferReport(Struct, frozen=True, kw_only=True, tag="buffer"):

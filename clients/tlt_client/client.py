@@ -205,7 +205,8 @@ class Client:
         pins: Sequence[Mapping[str, Any]] = (),
     ) -> Mapping[str, Any]:
         """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`,
-        `goodput`) between two steps; this never changes a token.
+        `goodput`) between two steps; this never changes a token. Where the answer names it under
+        `preparing`, its kernels are still compiled: `strategy` tells when it is in force.
 
         `arms`: drafters and strategies that the policy may choose from. `pins`: strategies that
         hold in its place, such as {"batch": [1, 8], "strategy": "eagle:7x1x8"}.

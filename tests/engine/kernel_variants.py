@@ -1,35 +1,40 @@
-"""Run by itself, without Triton's interpreter: names the kernel variants that steps need and start
-has not loaded, as JSON. No GPU.
+"""Run by itself, without Triton's interpreter: names the kernel variants that steps need and that
+neither a start nor a preparation of their policy has loaded, as JSON. No GPU.
 
-Triton tells its cache hook of every variant that is launched; the hook says that it has been seen
-to, so nothing is compiled or run, and the engine computes nonsense of the right shapes.
+Launches are only listed, so nothing is compiled or run, and the engine computes nonsense of the
+right shapes.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tlt_kernels.gpu import gemm, gemm_stream
+from tlt_kernels.gpu.variants import Variant, listed
+from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.interpreter import Interpreted
+from tlt_server.engine.gpu import strategy_kernels
 from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
+from tlt_server.engine.gpu.compiling import Compiled
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import rehearse
 from tlt_server.engine.gpu.reports import MIN_BEST
 from tlt_server.engine.gpu.runner import GpuRunner
+from tlt_server.engine.gpu.strategy_kernels import StrategyKernels
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import OFF
+from tlt_server.records import OFF, Pin, Strategy, parse_strategy
 from tlt_server.speculation.policies import Policy
 
 MAX_ROWS = 4096  # per step, as on a GPU
@@ -91,58 +96,126 @@ def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None,
             yield shape.draft, shape.extend
 
 
-def main(drafter: str, max_running: int, max_loras: int, dtype: str) -> None:
-    found: dict[str, None] = {}
+class Ahead:
+    """Stands for the processes that compile and for what brings kernels onto a GPU."""
 
-    def see(**told: Any) -> bool:
-        found[f"{told['fn'].name} {told['key']}"] = None
-        return True
+    def compiler(self, variants: Sequence[Variant]) -> Ahead:
+        self.count = len(variants)
+        return self
 
-    driver.set_active(Hopper())
-    triton.knobs.runtime.jit_cache_hook = see
-    gemm._hindrance = lambda dtype, device: (
-        "" if dtype == torch.bfloat16 else f"the type is {dtype}"
-    )
-    gemm_stream.multiprocessors = lambda device: 132
-    settings = EngineSettings(
+    def end(self, on_progress: Callable[[int, int], None]) -> Compiled:
+        return Compiled(self.count, "")
+
+    def remember(self, found: Mapping[Variant, str]) -> None:
+        pass
+
+    def stop(self) -> None:
+        raise AssertionError("nothing fails")
+
+
+FEW = "eagle:7x4x16", "eagle:12x8x33", "history:7x4x16"
+MANY = (
+    *FEW,
+    *(f"{name}:{tree}" for name in ("eagle", "history") for tree in ("1x1x64", "3x8x9", "12x3x64")),
+    "history:64x32x256",  # the largest
+)
+
+
+def commands(names: Iterable[str], max_running: int) -> list[SetPolicy]:
+    """Return policies that a start is not prepared for."""
+    inner = max(1, max_running - 1)
+    return [
+        *(SetPolicy("fixed", parse_strategy(name)) for name in names),
+        SetPolicy("off", pins=(Pin(inner, inner, Strategy("eagle", 5, 2, 7)),)),
+        SetPolicy("beg"),
+        SetPolicy("goodput"),
+    ]
+
+
+def launch_all(passes: Passes, policy: Policy) -> None:
+    """Launch all that steps under a policy launch."""
+    passed: set[DraftKey | ExtendKey | None] = {None}
+    for draft, key in dict.fromkeys(reachable(passes.shapes, policy)):
+        extend = passes.extend(key)
+        if not key.plain:
+            extend.select(None)
+        if draft is not None:
+            drafted = passes.draft(draft)
+            if draft not in passed:
+                passes.work(drafted)()
+                passes.cap_rows(draft)
+            extend.select(drafted.nodes, drafted.own_columns)
+            passes.learn(extend, drafted)
+        if key not in passed:
+            passes.work(extend)()
+            if key.structured:
+                extend.run_second()
+            for best in (0, MIN_BEST, 8 * MIN_BEST):
+                extend.report(torch.zeros(1, dtype=torch.int32), best, raw=True)
+                extend.score_prompt(0, 3 * best + 1, best)
+        passed |= {draft, key}
+
+
+def lacking(passes: Passes, policy: Policy, ready: Iterable[Variant]) -> list[str]:
+    with listed() as found:
+        launch_all(passes, policy)
+    return [f"{each.kernel} {each.specialization}" for each in found.keys() - {*ready}]
+
+
+def settings_of(drafter: str, policy: str, max_running: int, max_loras: int) -> EngineSettings:
+    return EngineSettings(
         model=str(TARGET),
         drafter=str(DRAFTER) if drafter == "eagle" else drafter,
+        policy=policy,
         device="interpreter",
-        dtype=dtype,
+        dtype="bfloat16",
         max_running=max_running,
         max_loras=max_loras,
         max_lora_rank=8 if max_loras else 0,
         max_rows=MAX_ROWS,
         kv_memory_mb=64,
     )
-    engine, _ = assemble(settings, make_device=Pretended)
-    runner, policy = engine.runner, engine.policy
+
+
+def main(drafter: str, policy: str, max_running: int, max_loras: int, sets: list[str]) -> None:
+    driver.set_active(Hopper())
+    gemm._hindrance = lambda dtype, device: (
+        "" if dtype == torch.bfloat16 else f"the type is {dtype}"
+    )
+    gemm_stream.multiprocessors = lambda device: 132
+    ready: dict[Variant, None] = {}
+    strategy_kernels.load = lambda variant: ready.setdefault(variant)
+    with listed():
+        settings = settings_of(drafter, policy, max_running, max_loras)
+        engine, _ = assemble(settings, make_device=Pretended)
+    runner = engine.runner
     assert isinstance(runner, GpuRunner)
-    passes = runner.passes
+    shapes, passes, told = runner.shapes, runner.passes, dict[str, dict[str, Any]]()
     with torch.inference_mode():
-        rehearse(runner, runner.shapes.at_start(MAX_ROWS, policy.strategies))
-        at_start = len(found)
-        passed: set[DraftKey | ExtendKey | None] = {None}
-        for draft, key in dict.fromkeys(reachable(runner.shapes, policy)):
-            extend = passes.extend(key)
-            if not key.plain:
-                extend.select(None)
-            if draft is not None:
-                drafted = passes.draft(draft)
-                if draft not in passed:
-                    passes.work(drafted)()
-                extend.select(drafted.nodes)
-                passes.learn(extend, drafted)
-            if key not in passed:
-                passes.work(extend)()
-                if key.structured:
-                    extend.run_second()
-                for best in (0, MIN_BEST, 8 * MIN_BEST):
-                    extend.report(torch.zeros(1, dtype=torch.int32), best, raw=True)
-                    extend.score_prompt(0, 3 * best + 1, best)
-            passed |= {draft, key}
-    print(json.dumps({"at_start": at_start, "later": [*found][at_start:]}))
+        keys = shapes.at_start(MAX_ROWS, engine.policy.strategies)
+        with listed() as found:
+            rehearse(runner, keys)
+        ready |= found
+        told["start"] = {"ready": len(ready), "lacks": lacking(passes, engine.policy, ready)}
+        strategies = StrategyKernels(runner, Ahead(), keys)
+        for command in commands(sets, max_running) if sets else ():
+            asked, before = engine.changes._make_policy(command), len(ready)
+            preparation = strategies(asked.strategies)
+            while preparation and not preparation.advance():
+                pass
+            told[f"{command.policy} {command.strategy and command.strategy.name}"] = {
+                "ready": len(ready) - before,
+                "lacks": lacking(passes, asked, ready),
+                "again": strategies(asked.strategies) is not None,
+            }
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(
+        sys.argv[1],
+        sys.argv[2],
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+        {"few": [*FEW], "many": [*MANY]}.get(sys.argv[5], []),
+    )

@@ -163,14 +163,20 @@ def test_commands_that_fail_are_refused(
     inner = engine.engine
     monkeypatch.setattr(inner.pushes, "_apply", broken)
     monkeypatch.setattr(inner.halt, "_do", broken)
-    monkeypatch.setattr(inner._commands, "_set_policy", broken)
-    for command in (SetPolicy("off"), ClearCache("c"), Pause("p"), Resume("r"), Abort(["unknown"])):
+    monkeypatch.setattr(inner.changes, "_prepare", broken)
+    for command in (
+        SetPolicy("off", id="o"),
+        ClearCache("c"),
+        Pause("p"),
+        Resume("r"),
+        Abort(["unknown"]),
+    ):
         inner.send(command)
     inner.send(LookAtWeights("w"))
     engine.step()
     assert engine.reports["w"].result == "engine_failed"
     reports = inner.control_reports()
-    assert [report.id for report in reports] == ["c", "p", "r"]
+    assert [report.id for report in reports] == ["c", "p", "r", "o"]
     assert {report.error[0] for report in reports if report.error} == {"engine_failed"}
     engine.finish()
     assert same(engine, plain, "r0", "r1", "r2")
@@ -184,13 +190,14 @@ def test_commands_that_are_not_valid_end_what_they_name(
     unread: list[Any] = [
         Submit([msgspec.structs.replace(ASKED[0], id="good"), impossible]),
         Pause("p", "sometimes"),  # type: ignore[arg-type]
+        SetPolicy(7, id="o"),  # type: ignore[arg-type]
         LookAtWeights("w", "yes"),  # type: ignore[arg-type]
         Recompute([b""]),
     ]
     for command in unread:
         inner.receive(encode(command))
     engine.step()
-    assert [report.id for report in inner.control_reports()] == ["p"]
+    assert [report.id for report in inner.control_reports()] == ["p", "o"]
     assert engine.reports["w"].result == "engine_failed"
     found = ends(engine)
     assert (found["good"], found["bad"]) == ("error", "error") and same(engine, plain, "r0", "r1")

@@ -9,8 +9,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+def variants(*arguments: str) -> dict[str, Any]:
+    """Return what `kernel_variants` tells: of the start, then of each policy that is set."""
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.engine.kernel_variants", *arguments],
+        env=compiling,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    told: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return told
 
 
 @pytest.mark.parametrize(
@@ -24,19 +39,26 @@ import pytest
 def test_every_kernel_variant_that_default_steps_launch_is_loaded_at_start(
     drafter: str, max_running: str, max_loras: str, least: int
 ) -> None:
-    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.engine.kernel_variants"),
-            *(drafter, max_running, max_loras, "bfloat16"),
-        ],
-        env=compiling,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert told["at_start"] > least and told["later"] == []
+    told = variants(drafter, "goodput", max_running, max_loras, "none")["start"]
+    assert told["ready"] > least and told["lacks"] == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "max_running", "max_loras", "sets"),
+    [
+        ("off", "1", "0", "few"),
+        pytest.param("off", "7", "1", "many", marks=pytest.mark.long),
+        pytest.param("goodput", "7", "0", "many", marks=pytest.mark.long),
+    ],
+)
+def test_a_policy_in_force_lacks_no_kernel_variant(
+    policy: str, max_running: str, max_loras: str, sets: str
+) -> None:
+    start, *asked = variants("eagle", policy, max_running, max_loras, sets).values()
+    assert start["lacks"] == [] and len(asked) > 5
+    assert sum(each["ready"] for each in asked) > 20, "the start has prepared all of them"
+    assert [each["lacks"] for each in asked] == [[]] * len(asked)
+    assert not any(each["again"] for each in asked)
 
 
 @pytest.mark.long

@@ -18,6 +18,10 @@ import zmq
 from tlt_server.engine import ranks
 from tlt_server.engine.exchange import gloo
 from tlt_server.engine.exchange.gloo import GlooExchange
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.orders import GpuOrder, LaunchOrder, ListKernels, LoadKernels
+from tlt_server.engine.gpu.passes import Rehearsed
 from tlt_server.engine.orders import Envelope, ExtendRows, Keep, decoded, encoded
 from tlt_server.engine.ranks import Ranks, _ended
 from tlt_server.errors import EngineFailed
@@ -40,6 +44,19 @@ def test_arrays_arrive_as_they_were_sent() -> None:
         mine, theirs = getattr(found, name), getattr(sent, name)
         assert np.array_equal(mine, theirs) and mine.dtype == theirs.dtype, name
         assert mine.shape == theirs.shape and mine.flags.writeable, name
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        LoadKernels(),
+        ListKernels(Rehearsed(None, (ExtendKey(4, 16, 48, 16, filtered=True),))),
+        ListKernels(Rehearsed(DraftKey("eagle", 4, 3, 2), (ExtendKey(4, 16), ExtendKey(4, 32)))),
+    ],
+)
+def test_orders_about_kernels_arrive_as_they_were_sent(sent: ListKernels | LoadKernels) -> None:
+    found = decoded(encoded(Envelope("a", 1, False, sent)), "a", 1, GpuOrder).order
+    assert found == sent and isinstance(found, LaunchOrder)
 
 
 @pytest.mark.parametrize(

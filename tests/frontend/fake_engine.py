@@ -74,6 +74,7 @@ DIES, FAILS, HANGS = (
     291,
     292,
 )  # the engine ends; this request ends with an error; it never gives a token
+UNPREPARED = "eagle:9x1x10"  # its kernels cannot be compiled
 LATE = 293  # it is not begun in time
 INFO = EngineInfo(
     model="fake",
@@ -168,6 +169,7 @@ class FakeEngine:
     submitted: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     policies: list[SetPolicy] = field(default_factory=list)
+    prepares: bool = True  # each policy, at once
     switches: list[Switch] = field(default_factory=lambda: [Switch(1.5, "off", "", "start", 1)])
     weight_commands: list[WeightCommand] = field(default_factory=list)
     weights: WeightState = WeightState(target="v0")
@@ -229,7 +231,9 @@ class FakeEngine:
                             if id in self.running:
                                 self.running[id].aborted = command.finish_reason
                     case SetPolicy():
-                        self.policies.append(command)
+                        self.policies.append(msgspec.structs.replace(command, id=""))
+                        if self.prepares:
+                            await self._events.send(encode(self._prepared(command)))
                     case Stop():
                         return 0
                     case Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
@@ -255,6 +259,13 @@ class FakeEngine:
                 beat_s = time.monotonic()
                 await self._events.send(encode(Heartbeat()))
         return 0
+
+    @staticmethod
+    def _prepared(command: SetPolicy) -> ControlReport:
+        """Refuse one strategy, and say of others that they are in force."""
+        if command.strategy and command.strategy.name == UNPREPARED:
+            return ControlReport(command.id, ("unavailable", "its kernels are not compiled"))
+        return ControlReport(command.id, detail=f"{command.name} is prepared")
 
     async def _control(self, command: ControlCommand) -> None:
         match command:

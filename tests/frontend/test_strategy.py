@@ -10,10 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.frontend.fake_engine import UNPREPARED
 from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_server.commands import SetPolicy
+from tlt_server.frontend.dialects import strategy
 from tlt_server.records import OFF, Arms, Pin, Strategy, Switch
 from tlt_server.speculation.policies.arms import ladder
 
@@ -67,7 +69,7 @@ def test_what_the_choice_rests_on_is_shown(model: Path) -> None:
 def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: LiveServer) -> None:
     assert client.set_strategy("fixed", "eagle:7x4x16")["strategy"] == "eagle:7x4x16"
     assert client.set_strategy("off")["policy"] == "off"
-    assert client.set_strategy("off")["prepared"] == "all strategies"
+    assert client.set_strategy("off")["prepared"] == "off is prepared"
     assert client.set_strategy("beg")["strategy"] is None
     until(lambda: len(server.engine.policies) == 4)
     assert server.engine.policies == [
@@ -77,6 +79,38 @@ def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: Liv
         SetPolicy("beg"),
     ]
     assert client.strategy()["policy"] == "beg"
+
+
+def test_a_policy_in_preparation_is_named_and_the_one_before_shown(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategy, "PATIENCE_S", 0.0)
+    with (
+        live_server(model, engine={"drafter": "eagle", "prepares": False}) as server,
+        Client(server.url) as client,
+    ):
+        assert client.strategy()["preparing"] is None
+        state = client.set_strategy("fixed", "eagle:7x4x16")
+        assert (state["policy"], state["strategy"]) == ("off", None)
+        assert state["preparing"] == "fixed with eagle:7x4x16"
+        until(lambda: server.engine.policies)
+        server.call(lambda: setattr(server.engine, "dies", True))
+        until(lambda: len(server.engines) == 2 and not server.client.failure)
+        until(lambda: server.engine.policies)
+        assert server.engine.policies == [SetPolicy("fixed", Strategy("eagle", 7, 4, 16))]
+        assert client.strategy()["preparing"] == "fixed with eagle:7x4x16"
+        server.call(lambda: setattr(server.engine, "prepares", True))
+        client.set_strategy("beg")
+        until(lambda: client.strategy()["policy"] == "beg")
+        state = client.strategy()
+        assert (state["prepared"], state["preparing"]) == ("beg is prepared", None)
+
+
+def test_a_policy_that_cannot_be_prepared_is_an_error(client: Client, server: LiveServer) -> None:
+    before = client.set_strategy("beg")
+    answer = httpx.put(f"{server.url}/strategy", json={"policy": "fixed", "strategy": UNPREPARED})
+    assert answer.status_code == 503 and "not compiled" in answer.json()["error"]["message"]
+    assert client.strategy() == before and before["preparing"] is None
 
 
 def test_arms_and_pins_reach_the_engine_and_are_unset_by_the_next_policy(

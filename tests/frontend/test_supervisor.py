@@ -198,7 +198,7 @@ def test_what_can_resume_is_submitted_again_in_order_before_anything_new(
     second = Collected(server, request("d", (67,), 10**6))
     until(lambda: "short" not in first.submission.open and len(server.engine.running) == 4)
     until(lambda: {"a", "b"} <= {output.id for output in first.outputs})
-    server.call(lambda: server.client.set_policy(SetPolicy("off")))
+    server.run(server.client.set_policy(SetPolicy("off")))
     server.call(server.may_launch.clear)
     server.call(lambda: setattr(server.engine, "dies", True))
     assert plain.ends() == {"c": ("error", "engine_failed")}

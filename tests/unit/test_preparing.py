@@ -15,7 +15,7 @@ from tlt_kernels.gpu.variants import Unloaded, Variant
 from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.engine.gpu.kernel_start import _load
+from tlt_server.engine.gpu.kernel_start import load_all
 from tlt_server.engine.gpu.preparing import capture, record
 
 DRAFT, STEP = DraftKey("eagle", 4, 3, 1), ExtendKey(4, 16)
@@ -141,7 +141,7 @@ def test_kernels_that_cannot_be_loaded_ahead_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A record may have come from elsewhere, and names no module but those of the kernels."""
-    _load([Variant("os", "system", "true"), Variant("tlt_kernels.gpu.gather", "nothing", "{}")])
+    load_all([Variant("os", "system", "true"), Variant("tlt_kernels.gpu.gather", "nothing", "{}")])
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and "2 of 2 kernels" in message
     assert "os has no kernels of ours" in message

@@ -7,6 +7,7 @@ One engine at a time: drop the one before, then `release`, then the next finds t
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -14,14 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tlt_server.commands import SetPolicy
 from tlt_server.engine.devices import Device, Equipped, Memory, Quiet, make_device
+from tlt_server.engine.loop import Engine
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.settings import DecidedSettings
+from tlt_server.errors import from_code
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
 from tlt_server.records import Strategy
 from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Changed, Live
+
+POLL_S = 0.005  # between two parts of a preparation
 
 
 def release() -> None:
@@ -30,6 +36,20 @@ def release() -> None:
         gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def adopt(engine: Engine, policy: SetPolicy) -> None:
+    """Put a policy in force in an idle engine, once its kernels are prepared. Raises the engine's
+    error.
+    """
+    engine.send(msgspec.structs.replace(policy, id="policy"))
+    while not (reports := engine.control_reports()):
+        engine.step()
+        if engine.changes.stage:
+            time.sleep(POLL_S)
+    for report in reports:
+        if report.error:
+            raise from_code(*report.error)
 
 
 class LoadedOnce:
@@ -55,7 +75,6 @@ class ReadyFor:
         self._device, self._strategies = device, strategies
         self.name, self.warms_up, self.device = device.name, device.warms_up, device.device
         self.sizes, self.recordings = device.sizes, device.recordings
-        self.prepared = device.prepared
         self.compile, self.free = device.compile, device.free
 
     @property

@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 
 from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
-from tlt_server.bench.engines import LoadedOnce, ReadyFor, release
+from tlt_server.bench.engines import LoadedOnce, ReadyFor, adopt, release
 from tlt_server.bench.exact_kill import Bits, SaidBits, digest_of, run_until_killed
 from tlt_server.bench.exact_plan import (
     ADAPTERS,
@@ -305,7 +305,7 @@ def prepare(
     if version:
         bring(engine, version)
     policy, strategy = engines.plan.arms[str(configuration["arm"])]
-    engine.send(SetPolicy(policy, strategy))
+    adopt(engine, SetPolicy(policy, strategy))
     engine.send(ClearCache("exact"))
     engine.step()
     assert [report.error for report in engine.control_reports()] == [None]

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         for turn, (workload, work) in product(range(rounds), workloads.items()):
             expected: dict[str, list[int]] = {}
             for name, arm in arms.items():
-                engines[arm.numerics].send(arm.policy)
+                engines[arm.numerics].adopt(arm.policy)
                 requests = renamed(work.requests, f"{turn}{name}")
                 tokens, figures = rollout(engines[arm.numerics], requests, work.running)
                 seen.setdefault((workload, name), []).append(figures)

@@ -56,6 +56,7 @@ FIXED = {
 WORKLOADS = {"cpu": ("64",), "cuda": ("64", "256", "512", "full 64", "full 256")}
 SEEDS = (21, 22, 23, 24, 25)  # not those that anything was tuned on
 DEFAULT = "goodput"
+PREPARING_S = 0.2  # between two looks whether a policy is in force
 COUNTERS = {  # metric and label, by figure of a row
     "step_s": ("tlt_measured_step_seconds_total", "kind"),
     "predicted_s": ("tlt_predicted_step_seconds_total", "kind"),
@@ -170,6 +171,8 @@ def set_policy(client: Client, command: SetPolicy) -> None:
     """Put a policy in force. `StartupError`: the server does not have it."""
     try:
         client.set_strategy(command.policy, command.strategy.name if command.strategy else None)
+        while client.strategy()["preparing"]:
+            time.sleep(PREPARING_S)
     except InvalidRequest as error:
         raise StartupError(f"--policy {policy_name(command)}: {error.message}") from None
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tlt_server.bench.columns import STRUCTURES
-from tlt_server.bench.engines import LoadedOnce
+from tlt_server.bench.engines import LoadedOnce, adopt
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     with steps(console, 1 + len(batches) * len(strategies)) as step:
         engine, info = assemble(settings, make_device=LoadedOnce().device)
         for strategy in strategies:
-            engine.send(SetPolicy("fixed", strategy) if strategy.drafter else SetPolicy("off"))
+            named = SetPolicy("fixed", strategy) if strategy.drafter else SetPolicy("off")
+            adopt(engine, named)
             for batch in batches:
                 step(f"{strategy.name}, batch {batch}")
                 requests = random_requests(batch, PROMPT, new, seed=args.seed)

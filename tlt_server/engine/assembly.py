@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+import msgspec
+
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
@@ -23,6 +25,7 @@ from tlt_server.engine.knowledge_file import KnowledgeFile, code
 from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.phases import OnPhase, OnProgress, Phases
+from tlt_server.engine.policy_changes import PolicyChanges
 from tlt_server.engine.profiling import StepProfile, nothing_learnt, warm_up
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.running import RunningSet
@@ -160,8 +163,9 @@ def assemble(
             engine.measure = None if policy.measures else profile.advance
             detail.append(f"{len(profile.measured)} steps")
     equipped.ready()
-    info = _describe(
-        choice, gpu, device, live, memory, equipped, max_model_len, phase.seconds, lost
+    info = msgspec.structs.replace(
+        _describe(choice, gpu, device, live, memory, equipped, max_model_len, phase.seconds, lost),
+        prepared=equipped.prepared(policy.strategies),
     )
     return engine, info
 
@@ -235,12 +239,17 @@ def _connect(
         knowledge,
         KnowledgeFile(Path(settings.state_dir) if settings.state_dir else None, made_by),
         switches,
-        make_policy,
+        PolicyChanges(
+            make_policy,
+            equipped.prepare,
+            equipped.prepared,
+            lambda: not (gate.asleep or pushes.busy),
+            scheduler.faults,
+        ),
         make_sequence,
         pushes,
         Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
         equipped.record,
-        equipped.prepared,
         recorder,
         structures,
         lambda: activity is not None and activity.runs,
@@ -304,7 +313,6 @@ def _describe(
         gpu=gpu.description if device.name == "cuda" else "",
         products=equipped.matmuls,  # the name on the wire
         graphs=settings.graphs,
-        prepared=device.prepared,
         choices=choice.reasons,
         threads=settings.threads,
         phases=phases,

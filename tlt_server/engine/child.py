@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 import zmq
 
-from tlt_server.commands import Command, Stop
+from tlt_server.commands import Command, SetPolicy, Stop
 from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed, from_code
-from tlt_server.events import EngineInfo, Event, Failed, Phase, Ready, decode_event
+from tlt_server.events import ControlReport, EngineInfo, Event, Failed, Phase, Ready, decode_event
 from tlt_server.exits import exit_of
 from tlt_server.models.environment import library_environment
 from tlt_server.records import encode
@@ -100,6 +101,15 @@ class EngineChild:
 
     def send(self, command: Command) -> None:
         self._commands.send(encode(command))
+
+    def adopt(self, policy: SetPolicy) -> None:
+        """Return when the policy is in force. Raises the engine's error."""
+        self.send(msgspec.structs.replace(policy, id="policy"))
+        for event in self.events():
+            if isinstance(event, ControlReport):
+                if event.error:
+                    raise from_code(*event.error)
+                return
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the engine as they come, without end."""

@@ -31,7 +31,7 @@ from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.records import GenerateRequest, StepOutput, last_output
 
-CONTROL = {command.__struct_config__.tag for command in get_args(ControlCommand)}
+CONTROL = {command.__struct_config__.tag for command in (*get_args(ControlCommand), SetPolicy)}
 
 
 class Commands:
@@ -70,7 +70,7 @@ class Commands:
             ids = [request["id"] for request in fields.get("requests", ())]
             self._unread += [last_output(id, "error", (error.code, error.message)) for id in ids]
             if fields["type"] in CONTROL:
-                self._halt.report(fields["id"], error)
+                self._halt.report(fields.get("id", ""), error)
             elif "id" in fields:
                 self._pushes.reports.refuse(fields["id"], error)
 
@@ -101,9 +101,8 @@ class Commands:
                     if self._recomputing is not None:
                         self._recomputing.ask(command)
                 return []
-            case SetPolicy(policy):
-                with self._faults.containing(f"a change to policy {policy!r}"):
-                    self._set_policy(command)
+            case SetPolicy():
+                self._set_policy(command)
                 return []
             case Stop(drain):
                 self.stopping = True

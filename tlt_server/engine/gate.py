@@ -57,6 +57,11 @@ class StepGate:
         """Return True if sequences wait for a resume or a wake-up."""
         return not self._reasons.isdisjoint(BY_OPERATOR)
 
+    @property
+    def asleep(self) -> bool:
+        """Return True if memory is given back, so that nothing may use it."""
+        return not self._reasons.isdisjoint({Reason.KV_ASLEEP, Reason.WEIGHTS_ASLEEP})
+
     def held_for(self, reason: Reason) -> bool:
         return reason in self._reasons
 

@@ -11,12 +11,13 @@ from typing import Protocol
 
 import msgspec
 
-from tlt_server.commands import Command, SetPolicy
+from tlt_server.commands import Command
 from tlt_server.engine.batch import Batch
 from tlt_server.engine.commands import Commands
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.knowledge_file import KnowledgeFile
+from tlt_server.engine.policy_changes import PolicyChanges
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.recompute import Recomputing
 from tlt_server.engine.runner import Finished
@@ -61,31 +62,29 @@ class Engine:
         knowledge: Knowledge,
         knowledge_file: KnowledgeFile,
         switches: SwitchLog,
-        make_policy: Callable[[SetPolicy], Policy],
+        changes: PolicyChanges,
         make_sequence: Callable[[GenerateRequest], Sequence],
         pushes: WeightPushes,
         halt: Halt,
         record: Callable[[Reach], bool],
-        prepared: Callable[[Reach], str],
         recorder: Recorder | None,
         structures: Structures,
         training: Callable[[], bool],
     ) -> None:
-        """`record`, `prepared`: see `devices.Equipped`. `recorder`: where sequences are kept for
-        training. `training`: whether a drafter is being trained now.
+        """`record`: see `devices.Equipped`. `recorder`: where sequences are kept for training.
+        `training`: whether a drafter is being trained now.
         """
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
         self.pushes, self.halt, self.faults = pushes, halt, scheduler.faults
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.switches = switches
-        self.canary, self._make_policy, self._record = canary, make_policy, record
-        self._prepared = prepared
+        self.canary, self.changes, self._record = canary, changes, record
         self._training, self._structures = training, structures
         self._recorder, self._recomputing = recorder, None
         if recorder and recorder.capture:
             self._recomputing = Recomputing(scheduler, recorder.capture, make_sequence)
         self._commands = Commands(
-            gate, scheduler, pushes, halt, make_sequence, self._set_policy, self._recomputing
+            gate, scheduler, pushes, halt, make_sequence, changes.ask, self._recomputing
         )
         # Measures some steps for policies that predict their time; None: that has been done.
         self.measure: Callable[[], bool] | None = None
@@ -103,6 +102,9 @@ class Engine:
     def step(self) -> list[StepOutput]:
         started = self._last_end if self.last_cycle else time.perf_counter()
         outputs = self._commands.apply()  # only between steps
+        if change := self.changes.advance():
+            self.policy = change.policy
+            self.switches.policy_replaced(change.command.pins)
         if self._recorder and self._recorder.due:
             outputs += settle(self.scheduler, self.runner)
             with self.faults.containing("the table of the drafter that is recorded"):
@@ -188,10 +190,10 @@ class Engine:
         return self.pushes.take_reports()
 
     def control_reports(self) -> list[ControlReport]:
-        """Take the answers to control commands since the last call. What they ended is among the
-        outputs of the last step.
+        """Take the answers to control commands, and to changes of the policy, since the last call.
+        What they ended is among the outputs of the last step.
         """
-        return self.halt.take_reports()
+        return self.halt.take_reports() + self.changes.take_reports()
 
     def gauges(self) -> dict[str, float]:
         """Return the figures; without those that cannot be told."""
@@ -204,6 +206,7 @@ class Engine:
         return {
             **self.scheduler.gauges(),
             **self.policy.gauges(),
+            **self.changes.gauges(),
             **self.knowledge.gauges(),
             **self.canary.gauges(),
             **self.runner.gauges(),
@@ -211,19 +214,6 @@ class Engine:
             **(self._recorder.gauges() if self._recorder else {}),
             **(self._recomputing.gauges() if self._recomputing else {}),
         }
-
-    def _set_policy(self, command: SetPolicy) -> None:
-        try:
-            self.policy = self._make_policy(command)
-            self.switches.policy_replaced(command.pins)
-            named = f" with {command.strategy.name}" if command.strategy else ""
-            prepared = self._prepared(self.policy.strategies)
-            print(f"tlt: policy {command.policy}{named} is in force: {prepared}", file=sys.stderr)
-        except TltError as error:  # the frontend checks first, so this has no asker to answer
-            print(
-                f"tlt: policy {command.policy!r} is refused, {error.message}; the one in use stays",
-                file=sys.stderr,
-            )
 
 
 def settle(scheduler: Scheduler, runner: Runner) -> list[StepOutput]:

@@ -38,7 +38,7 @@ from tlt_server.started import StartedFile
 NICENESS = 5  # after the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
 HEARTBEAT_S = 1.0  # from this thread, so that a loop which hangs falls silent
-BUSY_POLL_MS = 5  # an idle engine looks this often whether a push is staged, a grammar compiled
+BUSY_POLL_MS = 5  # an idle engine looks this often whether a push is staged, something compiled
 
 
 def serve(
@@ -70,7 +70,8 @@ def serve(
         if idle:
             engine.knowledge_file.save_now_and_then(engine.knowledge)
         compiling = engine.compiling
-        patience_ms = BUSY_POLL_MS if engine.pushes.busy or compiling else IDLE_POLL_MS
+        busy = engine.pushes.busy or compiling or engine.changes.stage
+        patience_ms = BUSY_POLL_MS if busy else IDLE_POLL_MS
         timeout_ms = patience_ms if (idle or compiling) and not more else 0
         while commands.poll(timeout_ms):
             engine.receive(commands.recv())

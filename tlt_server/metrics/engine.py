@@ -46,6 +46,10 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
         "tlt_structures_held_back",
         "Compiled grammars whose sequences wait for memory.",
     ),
+    "policy_preparing": (
+        "tlt_policy_preparing",
+        "1 while the kernels of a policy are compiled or loaded, which is then put in force.",
+    ),
     "pages_cached": (
         "tlt_pages_cached",
         "KV pages without a user that the prefix index could still serve.",

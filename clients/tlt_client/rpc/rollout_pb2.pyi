@@ -441,7 +441,7 @@ class Pin(_message.Message):
     def __init__(self, batch: _Optional[_Iterable[int]] = ..., strategy: _Optional[str] = ...) -> None: ...
 
 class StrategyState(_message.Message):
-    __slots__ = ("policy", "strategy", "in_force", "expected_tokens_per_s", "arms", "pins", "policies", "drafters", "cost_error", "outlook_ratio", "calibration_error", "switches", "prepared")
+    __slots__ = ("policy", "strategy", "in_force", "expected_tokens_per_s", "arms", "pins", "policies", "drafters", "cost_error", "outlook_ratio", "calibration_error", "switches", "prepared", "preparing")
     class OutlookRatioEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -469,6 +469,7 @@ class StrategyState(_message.Message):
     CALIBRATION_ERROR_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
+    PREPARING_FIELD_NUMBER: _ClassVar[int]
     policy: str
     strategy: str
     in_force: str
@@ -482,7 +483,8 @@ class StrategyState(_message.Message):
     calibration_error: _containers.ScalarMap[str, float]
     switches: _containers.RepeatedCompositeFieldContainer[Switch]
     prepared: str
-    def __init__(self, policy: _Optional[str] = ..., strategy: _Optional[str] = ..., in_force: _Optional[str] = ..., expected_tokens_per_s: _Optional[float] = ..., arms: _Optional[_Iterable[str]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., policies: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Iterable[str]] = ..., cost_error: _Optional[float] = ..., outlook_ratio: _Optional[_Mapping[str, float]] = ..., calibration_error: _Optional[_Mapping[str, float]] = ..., switches: _Optional[_Iterable[_Union[Switch, _Mapping]]] = ..., prepared: _Optional[str] = ...) -> None: ...
+    preparing: str
+    def __init__(self, policy: _Optional[str] = ..., strategy: _Optional[str] = ..., in_force: _Optional[str] = ..., expected_tokens_per_s: _Optional[float] = ..., arms: _Optional[_Iterable[str]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., policies: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Iterable[str]] = ..., cost_error: _Optional[float] = ..., outlook_ratio: _Optional[_Mapping[str, float]] = ..., calibration_error: _Optional[_Mapping[str, float]] = ..., switches: _Optional[_Iterable[_Union[Switch, _Mapping]]] = ..., prepared: _Optional[str] = ..., preparing: _Optional[str] = ...) -> None: ...
 
 class Switch(_message.Message):
     __slots__ = ("time_s", "strategy", "before", "reason", "batch")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from tlt_server.bench.engines import adopt
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.batch import Batch
@@ -87,7 +88,7 @@ def play(
     outputs: list[list[int]] = [[] for _ in requests]
     ends = [""] * len(requests)
     cycles: list[TimedCycle] = []
-    engine.send(command)
+    adopt(engine, command)
     known = engine.knowledge.record() if engine.knowledge.cost.trained else None
     started = time.perf_counter()
     engine.send(Submit(requests))

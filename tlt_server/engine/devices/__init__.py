@@ -21,6 +21,7 @@ from tlt_kernels.cpu.compiled import cache_directory, compile_all
 from tlt_server.engine.capture import StateSource
 from tlt_server.engine.loop import Runner
 from tlt_server.engine.phases import OnProgress
+from tlt_server.engine.policy_changes import Prepare
 from tlt_server.engine.scheduler import unpadded
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
@@ -71,6 +72,8 @@ class Equipped(NamedTuple):
     room: Callable[[int, int], int] = unpadded
     # Record one step that may come under a policy, while none runs; False: there is none to record.
     record: Callable[[Reach], bool] = lambda reach: False
+    # Return how to prepare what a policy's steps launch; None where it is prepared.
+    prepare: Prepare = lambda reach: None
     # Describe what the first steps under a policy find prepared.
     prepared: Callable[[Reach], str] = lambda reach: "all of its kernels are compiled"
     # The engine has warmed up: a rank that falls silent from now on compiles nothing.
@@ -111,7 +114,6 @@ class Device(Protocol):
     device: torch.device
     sizes: Sizes  # the sizes that steps are padded to
     recordings: Recordings | None  # None: a device that records nothing
-    prepared: str  # strategies that a step can use without a delay, for `GET /strategy`
 
     @property
     def numerics(self) -> str:

@@ -55,7 +55,6 @@ class CpuDevice:
     warms_up = True
     sizes = AnySize()
     recordings = None
-    prepared = "all strategies: their kernels were compiled at the start"
     device = torch.device("cpu")
 
     def __init__(self, settings: DecidedSettings) -> None:

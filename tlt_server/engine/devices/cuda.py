@@ -39,6 +39,7 @@ from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted, widen
 from tlt_server.engine.gpu.runner import RING, GpuRunner
+from tlt_server.engine.gpu.strategy_kernels import StrategyKernels
 from tlt_server.engine.gpu.texts import Texts
 from tlt_server.engine.gpu.window_sizes import exchange_bytes, window_sizes
 from tlt_server.engine.orders import Allocate, Install
@@ -70,10 +71,6 @@ class CudaDevice:
     name = "cuda"
     warms_up = True
     prompts = CAPTURED
-    prepared = (
-        "those that the policy of the start may choose; the first step with another one loads its "
-        "kernels, and its graphs are recorded then or in idle time"
-    )
 
     def __init__(self, settings: DecidedSettings, device: torch.device | None = None) -> None:
         self._settings = settings
@@ -297,6 +294,7 @@ class CudaDevice:
             gemm.in_use(dtype, self.device, intermediate),
             self.sizes.room,
             idle,
+            StrategyKernels(runner, self._kernels, keys) if self._kernels else lambda reach: None,
             idle.prepared,
             self._orders.ready,
             self._orders.confirm,

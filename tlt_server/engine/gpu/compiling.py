@@ -13,7 +13,9 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 from tlt_kernels.gpu.variants import Variant
 from tlt_server.machine import host_memory
@@ -28,6 +30,13 @@ SILENT_S = 120.0  # without a kernel done, the process is given up
 def worker_count() -> int:
     """Return the processes that this machine has cores and memory for."""
     return max(1, min(available_processors(), host_memory().available // WORKER_BYTES, MAX_WORKERS))
+
+
+class Compiled(NamedTuple):
+    """The work of a compiler that has ended."""
+
+    done: int
+    why: str  # not all are compiled; empty: all are
 
 
 class ParallelCompiler:
@@ -73,24 +82,36 @@ class ParallelCompiler:
         """Return how many are compiled, when no more will be. What is missing is one line on
         stderr.
         """
-        errors: dict[int, str] = {}
-        for index, error in self._lines(silent_s):
-            errors[index] = error
-            on_progress(len(errors), self._count)
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, 9)
-        self._process.wait()
-        compiled = sum(not error for error in errors.values())
-        if compiled < self._count:
-            why = next(filter(None, errors.values()), f"status {self._process.returncode}")
+        compiled, why = self.end(on_progress, silent_s)
+        if why:
             print(
                 f"tlt: {self._count - compiled} of {self._count} kernels were not compiled ahead "
-                f"({why[:200]}); the engine compiles them itself, which takes longer",
+                f"({why}); the engine compiles them itself, which takes longer",
                 file=sys.stderr,
             )
         return compiled
 
-    def _lines(self, silent_s: float):  # type: ignore[no-untyped-def]
+    def end(self, on_progress: Callable[[int, int], None], silent_s: float = SILENT_S) -> Compiled:
+        """Return what is compiled, when no more will be."""
+        errors: dict[int, str] = {}
+        for index, error in self._lines(silent_s):
+            errors[index] = error
+            on_progress(len(errors), self._count)
+        self.stop()
+        self._process.wait()
+        compiled = sum(not error for error in errors.values())
+        if compiled == self._count:
+            return Compiled(compiled, "")
+        why = next(filter(None, errors.values()), f"status {self._process.returncode}")
+        return Compiled(compiled, why[:200])
+
+    def stop(self) -> None:
+        """Kill the process and its workers, which ends a wait for it."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):  # it has ended since
+                os.killpg(self._process.pid, 9)
+
+    def _lines(self, silent_s: float) -> Iterator[tuple[int, str]]:
         """Yield what the process reports, until it has ended or is silent for too long."""
         stdout = self._process.stdout
         assert stdout is not None

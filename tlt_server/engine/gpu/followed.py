@@ -17,6 +17,7 @@ from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey, Reported
 from tlt_server.engine.gpu.flight import AwaitedOutcome
 from tlt_server.engine.gpu.orders import RunStep
+from tlt_server.engine.gpu.passes import Rehearsed
 from tlt_server.engine.gpu.ring import PinnedBuffer
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class Followers(Protocol):
     def finish_step(self, step: RunStep, word_M: Words) -> None: ...
 
     def record(self, key: DraftKey | ExtendKey) -> None: ...
+
+    def list_kernels(self, passes: Rehearsed) -> None: ...
+
+    def load_kernels(self) -> None:
+        """Let them load what they have listed."""
 
     def forget(self, slots: list[int]) -> None: ...
 
@@ -89,6 +95,10 @@ class NoFollowers:
     def finish_step(self, step: RunStep, word_M: Words) -> None: ...
 
     def record(self, key: DraftKey | ExtendKey) -> None: ...
+
+    def list_kernels(self, passes: Rehearsed) -> None: ...
+
+    def load_kernels(self) -> None: ...
 
     def forget(self, slots: list[int]) -> None: ...
 

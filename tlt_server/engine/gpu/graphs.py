@@ -77,6 +77,11 @@ class GraphPool:
             self._record(key, work, time.perf_counter())
 
     @property
+    def quiet(self) -> bool:
+        """Return True if the whole device may be waited for."""
+        return self._quiet()
+
+    @property
     def open(self) -> bool:
         """Return True if anything may be recorded now."""
         return self._stream is not None and not self._full and self._quiet()

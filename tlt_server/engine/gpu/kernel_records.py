@@ -16,14 +16,20 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
 from tlt_server.private import private_directory, private_file
 
+if TYPE_CHECKING:  # it loads Triton, which `tlt cache` does not need
+    from tlt_kernels.gpu.variants import Variant
+
 FOLDER = "tlt"
 MAX_BYTES = 64 * 2**20
+# A record grows up to this while its engine serves: more kernels would take a start too long.
+MAX_KERNELS = 1024
 _recorded = count()  # starts of this process
 
 
@@ -141,6 +147,21 @@ def write_record(cache: Path, record: KernelRecord) -> None:
         print(f"tlt: {path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
+def extend_record(cache: Path, name: str, found: Mapping[Variant, str]) -> None:
+    """Add kernels to a record, if there is one and it has room. `found`: the hash of each."""
+    record = read_record(cache, name)
+    if record is None:
+        return
+    added = _recorded_kernels(found)
+    kernels = tuple(dict.fromkeys((*record.kernels, *added)))
+    if len(record.kernels) < len(kernels) <= MAX_KERNELS:
+        write_record(cache, msgspec.structs.replace(record, kernels=kernels))
+
+
+def _recorded_kernels(found: Mapping[Variant, str]) -> list[RecordedKernel]:
+    return [RecordedKernel(*variant, entry_name(digest)) for variant, digest in found.items()]
+
+
 @contextmanager
 def recorded(
     cache: Path, known: KernelRecord | None, toolchain: Mapping[str, str], engine: str
@@ -155,8 +176,7 @@ def recorded(
     if next(_recorded):
         return  # what this process has loaded before was not seen to be loaded
     before = dict.fromkeys(known.kernels) if known else {}
-    loaded_now = (RecordedKernel(*variant, entry_name(found[variant])) for variant in found)
-    kernels = tuple(before | dict.fromkeys(loaded_now))
+    kernels = tuple(before | dict.fromkeys(_recorded_kernels(found)))
     record = KernelRecord(dict(toolchain), engine, True, kernels)
     if known is None or not known.started or set(known.kernels) != set(kernels):
         write_record(cache, record)

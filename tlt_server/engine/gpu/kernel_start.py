@@ -8,7 +8,7 @@ is captured, all of its kernels are loaded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -20,10 +20,11 @@ import msgspec
 import torch
 
 from tlt_kernels.gpu.variants import Variant, load
-from tlt_server.engine.gpu.compiling import ParallelCompiler
+from tlt_server.engine.gpu.compiling import ParallelCompiler, worker_count
 from tlt_server.engine.gpu.kernel_records import (
     KernelRecord,
     cache_directory,
+    extend_record,
     read_record,
     record_name,
     recorded,
@@ -53,7 +54,7 @@ class KernelStart:
             self._compiler = ParallelCompiler(self._target) if first else None
         elif self._known.started and self._known.complete(self._cache):
             thread = ThreadPoolExecutor(1, initializer=_on_gpu_of_process())
-            self._loading = thread.submit(_load, _variants(self._known))
+            self._loading = thread.submit(load_all, _variants(self._known))
             thread.shutdown(wait=False)
         else:
             self._compiler = ParallelCompiler(self._target, _variants(self._known))
@@ -73,7 +74,15 @@ class KernelStart:
                 self._compiler.compile(variants)
         if self._compiler is not None:
             self.compiled = self._compiler.wait(on_progress)
-        _load(variants)
+        load_all(variants)
+
+    def compiler(self, variants: Sequence[Variant]) -> ParallelCompiler:
+        """Start to compile these next to an engine that serves, with half of the processes."""
+        return ParallelCompiler(self._target, variants, workers=max(1, worker_count() // 2))
+
+    def remember(self, found: Mapping[Variant, str]) -> None:
+        """Let the next start of this engine load these, too. `found`: as `variants.loaded` does."""
+        extend_record(self._cache, record_name(self._toolchain, self._engine), found)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -93,7 +102,7 @@ def _variants(record: KernelRecord) -> list[Variant]:
     return [Variant(k.module, k.kernel, k.specialization) for k in record.kernels]
 
 
-def _load(variants: Sequence[Variant]) -> None:
+def load_all(variants: Sequence[Variant]) -> None:
     """Load these kernels. One that cannot be loaded is left to its first launch; how many there are
     is one line on stderr.
     """

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey, Reported
+from tlt_server.engine.gpu.passes import Rehearsed
 from tlt_server.engine.orders import Allocate, Array, Install, MemoryOrder
 
 Key = DraftKey | ExtendKey
@@ -67,6 +68,16 @@ class RecordStep(Struct, frozen=True, tag="record"):
     extend: ExtendKey | None
 
 
+class ListKernels(Struct, frozen=True, tag="list"):
+    """List the kernels of these passes that this rank has not loaded: nothing is launched."""
+
+    passes: Rehearsed
+
+
+class LoadKernels(Struct, frozen=True, tag="kernels"):
+    """Load what was listed; rank 0 has had it compiled."""
+
+
 class ForgetTexts(Struct, frozen=True, tag="forget"):
     slots: list[int]
 
@@ -104,7 +115,7 @@ class SetDrafterTable(Struct, frozen=True, tag="drafter"):
     survival_K: Array
 
 
-StepOrder = UploadWords | TakeOver | RunStep | FinishStep | RecordStep | ForgetTexts
+LaunchOrder = UploadWords | TakeOver | RunStep | FinishStep | RecordStep | ListKernels | LoadKernels
 TableOrder = WriteTable | RenewTable | SetDrafterTable
-StartOrder = ReportMemory | Allocate | Equip | Begin
-GpuOrder = StepOrder | TableOrder | Install | SwapModels | Settle | StartOrder | MemoryOrder
+MakeOrder = ReportMemory | Allocate | Equip | Begin | Install | SwapModels
+GpuOrder = LaunchOrder | ForgetTexts | TableOrder | MakeOrder | Settle | MemoryOrder

@@ -7,6 +7,7 @@ request.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.ring import PinnedBuffer
 from tlt_server.engine.gpu.state import DeviceState
+
+
+class Rehearsed(NamedTuple):
+    """Passes that are rehearsed at once: a draft, with what steps launch between it and each of the
+    extend passes, or extend passes alone.
+    """
+
+    draft: DraftKey | None
+    extends: tuple[ExtendKey, ...]
 
 
 class Passes:

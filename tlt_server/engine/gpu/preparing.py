@@ -5,7 +5,7 @@ failure of one leaves no other waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
@@ -15,7 +15,7 @@ from tlt_server.engine.devices import CAPTURING, COMPILING
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
 from tlt_server.engine.gpu.kernel_start import KernelStart
-from tlt_server.engine.gpu.passes import Passes
+from tlt_server.engine.gpu.passes import Passes, Rehearsed
 from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.engine.phases import OnProgress
 from tlt_server.models.gpu.swapping import Stored, compile_swaps
@@ -73,12 +73,29 @@ def load_exchange(networks: Iterable[object]) -> None:
 
 def rehearse(runner: StepRunner, keys: Keys) -> None:
     """Launch all that steps of these keys launch, once, and capture nothing."""
-    passes = runner.passes
     with runner.at_rest():
-        for key in keys:
-            _launch(passes, key)
-        _between(passes, keys)
+        for rehearsed in rehearsals(keys):
+            _rehearse(runner.passes, rehearsed)
         runner.rehearse()
+
+
+def rehearsals(keys: Keys) -> Iterator[Rehearsed]:
+    """Yield the passes that steps of these keys launch."""
+    extends = [key for key in keys if isinstance(key, ExtendKey) and not key.plain]
+    for key in keys:
+        if isinstance(key, ExtendKey):
+            yield Rehearsed(None, (key,))
+        else:
+            yield Rehearsed(key, tuple(each for each in extends if each.batch == key.batch))
+
+
+def unloaded(passes: Passes, rehearsed: Rehearsed) -> list[Variant]:
+    """Return the kernels of these passes that are not loaded. No kernel of ours is launched, so
+    requests may run.
+    """
+    with listed() as found:
+        _rehearse(passes, rehearsed)
+    return [*found]
 
 
 def capture(runner: StepRunner, keys: Keys, on_key: Callable[[int, int], None]) -> None:
@@ -144,11 +161,15 @@ def _launch(passes: Passes, key: DraftKey | ExtendKey) -> None:
         passes.cap_rows(key)
 
 
-def _between(passes: Passes, keys: Keys) -> None:
-    """Launch what steps launch between a draft and an extend pass."""
-    extends = [key for key in keys if isinstance(key, ExtendKey) and not key.plain]
-    for key in keys:
-        for extend in (passes.extend(other) for other in extends if other.batch == key.batch):
-            if isinstance(key, DraftKey):
-                extend.select(passes.draft(key).nodes)
-                passes.learn(extend, passes.draft(key))
+def _rehearse(passes: Passes, rehearsed: Rehearsed) -> None:
+    """Launch all that steps of these passes launch."""
+    if rehearsed.draft is None:
+        for key in rehearsed.extends:
+            _launch(passes, key)
+        return
+    _launch(passes, rehearsed.draft)
+    drafted = passes.draft(rehearsed.draft)
+    for key in rehearsed.extends:
+        extend = passes.extend(key)
+        extend.select(drafted.nodes, drafted.own_columns)
+        passes.learn(extend, drafted)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tlt_kernels.gpu.upload import Upload
+from tlt_kernels.gpu.variants import Variant
 from tlt_server.engine.devices import DEVICES
 from tlt_server.engine.devices.choice import gpu_split
 from tlt_server.engine.gpu.agreement import Agreement
@@ -24,7 +25,7 @@ from tlt_server.engine.gpu.drafts import DraftKey, DraftPass
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.joining import RankGroup, join
-from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
+from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest, load_all
 from tlt_server.engine.gpu.kv import GpuKV
 from tlt_server.engine.gpu.maker import GpuMaker, Lent
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs
@@ -34,6 +35,9 @@ from tlt_server.engine.gpu.orders import (
     FinishStep,
     ForgetTexts,
     GpuOrder,
+    LaunchOrder,
+    ListKernels,
+    LoadKernels,
     RecordStep,
     RenewTable,
     ReportMemory,
@@ -46,7 +50,7 @@ from tlt_server.engine.gpu.orders import (
     WriteTable,
 )
 from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.preparing import record
+from tlt_server.engine.gpu.preparing import record, unloaded
 from tlt_server.engine.gpu.reports import REHEARSED, REHEARSED_KEYS
 from tlt_server.engine.gpu.ring import PinnedRing
 from tlt_server.engine.gpu.window_sizes import window_sizes
@@ -93,6 +97,7 @@ class GpuRank:
         self._uploads: PinnedRing | None = None
         self._masks: PinnedRing | None = None
         self._begun: tuple[Extend, DraftPass | None] | None = None  # a step that awaits masks
+        self._listed: dict[Variant, None] = {}  # kernels that are not loaded yet
 
     @property
     def passes(self) -> Passes:
@@ -107,7 +112,7 @@ class GpuRank:
     @torch.inference_mode()
     def follow(self, order: Any) -> str:
         match order:
-            case UploadWords() | TakeOver() | RunStep() | FinishStep() | RecordStep():
+            case _ if isinstance(order, LaunchOrder):
                 with torch.cuda.stream(self._stream):
                     self._launch(order)
             case Install(key):
@@ -134,7 +139,7 @@ class GpuRank:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _launch(self, order: UploadWords | TakeOver | RunStep | FinishStep | RecordStep) -> None:
+    def _launch(self, order: LaunchOrder) -> None:
         match order:
             case UploadWords(word_U):
                 self._send(word_U)
@@ -148,6 +153,11 @@ class GpuRank:
                 key = draft or extend
                 assert key is not None
                 record(self.passes, key)
+            case ListKernels(passes):
+                self._listed |= dict.fromkeys(unloaded(self.passes, passes))
+            case LoadKernels():
+                load_all([*self._listed])
+                self._listed.clear()
 
     def _send(self, word_U: Array) -> None:
         assert self._uploads is not None

@@ -21,6 +21,7 @@ from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey, Reported
 from tlt_server.engine.gpu.joining import RankGroup, join
 from tlt_server.engine.gpu.orders import RunStep
+from tlt_server.engine.gpu.passes import Rehearsed
 from tlt_server.engine.gpu.ring import PinnedBuffer
 from tlt_server.engine.ranks import Ranks
 from tlt_server.engine.settings import DecidedSettings
@@ -123,6 +124,12 @@ class GpuRanks(Ranks):
             self.order(told.RecordStep(key, None))
         else:
             self.order(told.RecordStep(None, key))
+
+    def list_kernels(self, passes: Rehearsed) -> None:
+        self.order(told.ListKernels(passes))
+
+    def load_kernels(self) -> None:
+        self.order(told.LoadKernels())
 
     def forget(self, slots: list[int]) -> None:
         self.order(told.ForgetTexts(slots))

@@ -20,6 +20,7 @@ import torch
 from tlt_kernels.gpu.accept import EntryOutcomes, fields
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload
+from tlt_kernels.gpu.variants import Variant
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.asked import edits_of, limits_rows
 from tlt_server.engine.gpu.capture import StateCapture
@@ -28,8 +29,8 @@ from tlt_server.engine.gpu.drafts.tables import DeviceTable
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
 from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
-from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.preparing import record
+from tlt_server.engine.gpu.passes import Passes, Rehearsed
+from tlt_server.engine.gpu.preparing import record, unloaded
 from tlt_server.engine.gpu.reports import REHEARSED_KEYS, AskedReports, Reporter
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.structured import StructureMasks
@@ -157,6 +158,14 @@ class GpuRunner:
         with self.at_rest():
             self.followers.record(key)
             record(self.passes, key)
+
+    def list_kernels(self, passes: Rehearsed) -> list[Variant]:
+        """Return the kernels of these passes that are not loaded, between two steps. The other
+        ranks list their own.
+        """
+        self.followers.list_kernels(passes)
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            return unloaded(self.passes, passes)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tlt_client.fields import MAX_INT32
 from tlt_server.commands import SetPolicy
-from tlt_server.errors import InvalidRequest, StartupError, Unavailable
+from tlt_server.errors import Conflict, EngineFailed, InvalidRequest, StartupError, Unavailable
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, shown
@@ -33,6 +33,7 @@ from tlt_server.wording import nearest
 # A strategy that is set while serving may not be larger: it would gain nothing and stall a step.
 LIMITS = {"depth": MAX_DEPTH, "width": MAX_WIDTH, "rows": MAX_ROWS}
 MAX_ARMS, MAX_PINS = 64, 16
+PATIENCE_S = 30.0  # for the kernels of a policy
 RATIO = "outlook_ratio_"  # begins the names of the gauges of drafters
 
 Batches = Annotated[
@@ -110,7 +111,14 @@ class StrategyState(Struct, frozen=True, kw_only=True):
         ),
     ]
     prepared: Annotated[
-        str, Meta(description="the strategies that a step can use at once, without a delay")
+        str, Meta(description="what the policy in force found prepared, and what was loaded for it")
+    ]
+    preparing: Annotated[
+        str | None,
+        Meta(
+            description="the policy that was set last, while its kernels are compiled and loaded; "
+            "null: it is in force"
+        ),
     ]
     policies: Annotated[list[str], Meta(description="policies that can be set")]
     drafters: Annotated[list[str], Meta(description="drafters that are loaded")]
@@ -146,19 +154,22 @@ async def look(service: Service, request: Request) -> Response:
     takes=PolicyFields,
     example={"policy": "off"},
     gives=StrategyState,
-    raises=(Unavailable,),
+    raises=(Conflict, EngineFailed, Unavailable),
 )
 async def replace(service: Service, request: Request) -> Response:
     """Replace the policy, its arms and the pins between two steps; what is absent is unset.
 
     No token changes and no running request is disturbed: a strategy decides how many of the
-    fixed tokens one pass reveals.
+    fixed tokens one pass reveals. The kernels of its strategies are compiled and loaded first,
+    while the policy before chooses. The answer comes when it is in force, or after 30 s, or while
+    memory sleeps at once, with `preparing`. 409: another policy was set meanwhile.
     """
     service.engine.check_running()
     asked = await service.bodies.read(PolicyFields, await request.body())
     service.engine.check_running()  # again, since reading the body may take long
     assert service.engine.info is not None
-    service.engine.set_policy(_parse(asked, service.engine.info))
+    policy = _parse(asked, service.engine.info)
+    await service.engine.set_policy(policy, PATIENCE_S)
     return json_response(_state(service))
 
 
@@ -166,7 +177,8 @@ def _state(service: Service) -> StrategyState:
     engine, config = service.engine, service.config
     assert engine.info is not None
     info, gauges = engine.info, engine.gauges
-    policy = engine.policy or SetPolicy(config.policy, config.strategy)
+    policies = engine.policies
+    policy = policies.in_force or SetPolicy(config.policy, config.strategy)
     ratios = {name: gauges[RATIO + name] for name in info.drafters if RATIO + name in gauges}
     return StrategyState(
         policy=policy.policy,
@@ -179,7 +191,8 @@ def _state(service: Service) -> StrategyState:
             for pin in (*policy.pins, *limit(config.sd_max_batch))
             if pin.first <= info.max_running
         ],
-        prepared=info.prepared,
+        prepared=policies.prepared,
+        preparing=policies.preparing.name if policies.preparing else None,
         policies=list(POLICIES),
         drafters=info.drafters,
         cost_error=gauges.get("cost_error"),

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from tlt_server.commands import Command, ControlCommand, WeightCommand
+from tlt_server.commands import Command, ControlCommand, SetPolicy, WeightCommand
 from tlt_server.errors import TltError, Unavailable
 from tlt_server.events import ControlReport, WeightReport
 
@@ -29,7 +29,7 @@ class Answers(Generic[Report]):
     def __contains__(self, id: str) -> bool:
         return id in self._awaited
 
-    async def ask(self, command: WeightCommand | ControlCommand) -> Report:
+    async def ask(self, command: WeightCommand | ControlCommand | SetPolicy) -> Report:
         """Send the command and return its answer. A caller that goes away does not stop what it
         asked for.
         """

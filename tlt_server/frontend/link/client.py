@@ -44,6 +44,7 @@ from tlt_server.frontend.link.answers import Answers
 from tlt_server.frontend.link.changes import Changes
 from tlt_server.frontend.link.link import Death, EngineLink
 from tlt_server.frontend.link.pause import PauseState
+from tlt_server.frontend.link.policies import PolicyState
 from tlt_server.frontend.link.sequences import OpenSequences
 from tlt_server.frontend.link.starting import StartState
 from tlt_server.frontend.link.submission import Submission
@@ -87,7 +88,7 @@ class EngineClient:
         self.versions = WantedVersions()
         self.pauses = PauseState(self.command_id, self._control, self.changes.tell)
         self.info: EngineInfo | None = None  # report of the last epoch that was ready
-        self.policy: SetPolicy | None = None  # None: the one that the engine was started with
+        self.policies = PolicyState(self.command_id, self._control_answers.ask)
         self.last_cycle: Cycle | None = None
         self.drafted: deque[Cycle] = deque(maxlen=DRAFTED)  # the last steps that verified drafts
         self.gauges: Mapping[str, float] = {}  # the last that the engine sent
@@ -139,6 +140,7 @@ class EngineClient:
 
     def _controlled(self, report: ControlReport) -> None:
         self.pauses.answered(report)
+        self.policies.answered(report)
         self.activity.sleeps(bool(self.pauses.asleep))
         if report.error is not None and report.id not in self._control_answers:
             # the client has gone, or a new epoch got a command that was standing
@@ -186,8 +188,8 @@ class EngineClient:
             self._metrics.engine_ready(info)
         self.versions.begin(info, unanswered=self._unanswered)
         self._unanswered = False
-        if self.policy is not None:
-            self._send(self.policy)
+        if policy := self.policies.begin(info.prepared):
+            self._send(policy)
         for command in self.pauses.standing():
             self._send(command)
         if not self.versions.lost:
@@ -330,12 +332,9 @@ class EngineClient:
     def command_id(self) -> str:
         return f"c{next(self._command_ids)}"
 
-    def set_policy(self, policy: SetPolicy) -> None:
-        """Replace the policy before the engine's next step. Commands keep their order, so what is
-        submitted later runs under it.
-        """
-        self._send(policy)
-        self.policy = policy
+    async def set_policy(self, policy: SetPolicy, patience_s: float = 0.0) -> None:
+        """Ask as `PolicyState` does; without patience while sleeping memory prevents preparing."""
+        await self.policies.ask(policy, 0.0 if self.pauses.asleep else patience_s)
 
     def recompute(self, wanted: Recompute) -> None:
         """Let the engine compute the states of these texts again, of those that fit it."""

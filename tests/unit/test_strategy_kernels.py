@@ -1,0 +1,183 @@
+"""The kernels of a policy that is not in force are listed and loaded between steps, in parts, and
+compiled by others meanwhile; a failure is typed, and what quiet forbids waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.waiting import until
+from tlt_kernels.gpu.variants import Variant
+from tlt_server.engine.gpu import strategy_kernels
+from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
+from tlt_server.engine.gpu.compiling import Compiled
+from tlt_server.engine.gpu.passes import Rehearsed
+from tlt_server.engine.gpu.preparing import rehearsals
+from tlt_server.engine.gpu.strategy_kernels import KernelPreparation, StrategyKernels
+from tlt_server.errors import Unavailable
+from tlt_server.records import OFF, Strategy, parse_strategy
+
+CHAIN, TREE = parse_strategy("eagle:4x1x4"), parse_strategy("eagle:4x2x8")
+
+
+class Gpu:
+    """A runner, its graphs and followers, the kernels of its start, and a compiler, which note what
+    is asked of them in order. Each draft needs two kernels that are not loaded.
+    """
+
+    def __init__(self) -> None:
+        self.graphs = self.followers = self
+        self.shapes, self.quiet = Shapes(2, MIN_DEPTH), True
+        self.asked: list[str] = []
+        self.listed: list[Rehearsed] = []
+        self.remembered: list[Variant] = []
+        self.ended: Compiled | None = None
+        self.stopped = False
+        self.now_s = 0.0
+
+    def list_kernels(self, passes: Rehearsed) -> list[Variant]:
+        self.asked.append("list")
+        self.listed.append(passes)
+        self.now_s += 0.004
+        if passes.draft is None:
+            return []
+        return [Variant("kernels", name, str(passes.draft.batch)) for name in ("grow", "graft")]
+
+    def load_kernels(self) -> None:
+        self.asked.append("others load")
+
+    def compiler(self, variants: Sequence[Variant]) -> Gpu:
+        self.asked.append(f"compile {len(variants)}")
+        return self
+
+    def end(self, on_progress: Callable[[int, int], None]) -> Compiled:
+        on_progress(1, 4)
+        until(lambda: self.ended is not None)
+        assert self.ended is not None
+        return self.ended
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def remember(self, found: Mapping[Variant, str]) -> None:
+        self.asked.append("remember")
+
+    def load(self, variant: Variant) -> None:
+        self.asked.append("load")
+        self.now_s += 0.004
+
+
+def reaching(*strategies: Strategy) -> Any:
+    def reach(requests: range, *, prompts: bool) -> Iterable[Strategy]:
+        return OFF, *strategies
+
+    return reach
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(strategy_kernels, "load", gpu.load)
+    return gpu
+
+
+def started(gpu: Gpu, *strategies: Strategy) -> StrategyKernels:
+    """Return what a start with these strategies has prepared."""
+    keys = gpu.shapes.captured(reaching(*strategies))
+    return StrategyKernels(gpu, gpu, keys)  # type: ignore[arg-type]
+
+
+def preparing(gpu: Gpu, *strategies: Strategy) -> KernelPreparation:
+    found = started(gpu)(reaching(*strategies))
+    assert found is not None
+    found._clock = lambda: gpu.now_s
+    return found
+
+
+def rehearsed(preparation: KernelPreparation) -> KernelPreparation:
+    while "rehearsed" in preparation.stage:
+        assert not preparation.advance()
+    return preparation
+
+
+def test_a_policy_of_the_start_lacks_nothing(gpu: Gpu) -> None:
+    strategies = started(gpu, CHAIN, TREE)
+    assert strategies(reaching(CHAIN)) is strategies(reaching(TREE)) is None
+    assert strategies(reaching()) is None and not gpu.asked
+
+
+def test_kernels_are_compiled_next_to_steps_then_loaded_in_parts(gpu: Gpu) -> None:
+    strategies = started(gpu)
+    preparation = strategies(reaching(CHAIN))
+    assert preparation is not None
+    preparation._clock = lambda: gpu.now_s
+    assert preparation.stage.startswith("0 of ")
+    assert not preparation.advance() and gpu.asked == ["list"] * 2, "a part takes 5 ms"
+    rehearsed(preparation)
+    lists = gpu.asked.count("list")
+    assert gpu.asked[lists:] == ["compile 4"] and lists > 4
+    for _ in range(3):
+        assert not preparation.advance(), "steps go on while others compile"
+    until(lambda: preparation.stage == "1 of 4 kernels are compiled")
+    gpu.ended = Compiled(4, "")
+    while not preparation.advance():
+        pass
+    assert gpu.asked[lists + 1 :] == ["others load", *["load"] * 4, "remember"]
+    assert preparation.taken == "4 kernels were compiled or loaded for it"
+    assert strategies(reaching(CHAIN)) is None
+    wider = strategies(reaching(TREE))
+    assert wider is not None, "others are not prepared by it"
+
+
+def test_every_pass_of_a_policy_is_rehearsed_with_its_drafts(gpu: Gpu) -> None:
+    rehearsed(preparing(gpu, CHAIN, TREE))
+    of_start = {*rehearsals(gpu.shapes.captured(reaching()))}
+    assert {*gpu.listed} == {*rehearsals(gpu.shapes.captured(reaching(CHAIN, TREE)))} - of_start
+    pairs = [passes for passes in gpu.listed if passes.draft]
+    assert all(passes.extends for passes in pairs) and len(pairs) == 4
+
+
+def test_nothing_waits_for_the_device_while_it_is_not_quiet(gpu: Gpu) -> None:
+    preparation = preparing(gpu, CHAIN)
+    gpu.quiet = False
+    assert not preparation.advance() and not gpu.asked
+    gpu.quiet = True
+    assert not rehearsed(preparation).advance()
+    gpu.quiet, gpu.ended = False, Compiled(4, "")
+    asked = [*gpu.asked]
+    assert not preparation.advance() and gpu.asked == asked
+
+
+def test_kernels_that_do_not_compile_refuse_the_policy(gpu: Gpu) -> None:
+    strategies = started(gpu)
+    preparation = strategies(reaching(CHAIN))
+    assert preparation is not None
+    gpu.ended = Compiled(1, "out of registers")
+    with pytest.raises(Unavailable, match="3 of 4 kernels .*out of registers"):
+        until(preparation.advance)
+    assert "load" not in gpu.asked and strategies(reaching(CHAIN)) is not None
+    preparation.stop()
+    assert gpu.stopped
+
+
+@pytest.mark.parametrize(
+    ("error", "typed"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), Unavailable),
+        (RuntimeError("CUDA error: an illegal address"), RuntimeError),
+    ],
+)
+def test_a_gpu_without_room_refuses_the_policy(
+    error: RuntimeError, typed: type[Exception], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(variant: Variant) -> None:
+        raise error
+
+    monkeypatch.setattr(strategy_kernels, "load", fails)
+    gpu.ended = Compiled(4, "")
+    with pytest.raises(typed, match="no room" if typed is Unavailable else "illegal"):
+        until(preparing(gpu, CHAIN).advance)

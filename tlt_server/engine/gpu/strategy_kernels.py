@@ -1,0 +1,188 @@
+"""Prepares the kernels of a policy's strategies while another policy is in force.
+
+Between two steps a rehearsal lists what the passes launch and is not loaded. Other processes
+compile it while steps go on, then it is loaded, again between steps. All ranks list and load in the
+order of their steps, so none is ahead of another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import Thread
+from typing import Protocol
+
+from tlt_kernels.gpu.variants import Variant, load, loaded
+from tlt_server.engine.gpu.buckets import Shapes
+from tlt_server.engine.gpu.compiling import Compiled
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.followed import Followers
+from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.passes import Rehearsed
+from tlt_server.engine.gpu.preparing import Keys, rehearsals
+from tlt_server.engine.gpu.refusals import BUSY
+from tlt_server.errors import Unavailable
+from tlt_server.speculation.sizes import Reach
+from tlt_server.weights.storage import ran_out
+
+PART_S = 0.005  # time that a part between two steps takes; one pass or kernel may take longer
+
+
+class Lister(Protocol):
+    """The runner of rank 0."""
+
+    shapes: Shapes
+    graphs: GraphPool
+    followers: Followers
+
+    def list_kernels(self, passes: Rehearsed) -> list[Variant]: ...
+
+
+class KernelCompiler(Protocol):
+    """Processes that compile; see `ParallelCompiler`."""
+
+    def end(self, on_progress: Callable[[int, int], None]) -> Compiled: ...
+
+    def stop(self) -> None: ...
+
+
+class Kernels(Protocol):
+    """The kernels that a start has compiled; see `KernelStart`."""
+
+    def compiler(self, variants: Sequence[Variant]) -> KernelCompiler: ...
+
+    def remember(self, found: Mapping[Variant, str]) -> None: ...
+
+
+class StrategyKernels:
+    """The passes whose kernels are loaded. A call returns how to prepare a policy's others; None
+    where it lacks none.
+    """
+
+    def __init__(self, runner: Lister, kernels: Kernels, at_start: Keys) -> None:
+        self.runner, self.kernels = runner, kernels
+        self._ready: set[tuple[DraftKey | None, ExtendKey | None]] = set()
+        self.prepared(rehearsals(at_start))
+
+    def __call__(self, reach: Reach) -> KernelPreparation | None:
+        lacking = [*self._lacking(rehearsals(self.runner.shapes.captured(reach)))]
+        return KernelPreparation(self, lacking) if lacking else None
+
+    def prepared(self, passes: Iterable[Rehearsed]) -> None:
+        for draft, extends in passes:
+            self._ready |= {(draft, key) for key in (None, *extends)}
+
+    def _lacking(self, passes: Iterable[Rehearsed]) -> Iterable[Rehearsed]:
+        for draft, extends in passes:
+            left = tuple(key for key in extends if (draft, key) not in self._ready)
+            if left or (draft, None) not in self._ready:
+                yield Rehearsed(draft, left)
+
+
+class KernelPreparation:
+    """The kernels of one policy, from the list to the last one loaded."""
+
+    def __init__(
+        self,
+        strategies: StrategyKernels,
+        lacking: list[Rehearsed],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._strategies, self._lacking, self._clock = strategies, lacking, clock
+        self._rehearsed = 0
+        self._found: dict[Variant, None] = {}
+        self._compiling: _Compiling | None = None
+        self._unloaded: list[Variant] | None = None  # None: not compiled yet
+        self._hashes: dict[Variant, str] = {}
+
+    @property
+    def stage(self) -> str:
+        """Describe what is under way."""
+        of = len(self._lacking)
+        if self._rehearsed < of:
+            return f"{self._rehearsed} of {of} passes are rehearsed"
+        if self._compiling is None or self._unloaded is not None:
+            return f"{len(self._found)} kernels are being loaded"
+        return f"{self._compiling.done} of {len(self._found)} kernels are compiled"
+
+    @property
+    def taken(self) -> str:
+        return f"{len(self._found)} kernels were compiled or loaded for it"
+
+    def advance(self) -> bool:
+        """Do a part between two steps. Return whether every kernel is loaded. `Unavailable` where
+        one cannot be compiled, or the GPU has no room.
+        """
+        runner = self._strategies.runner
+        if not runner.graphs.quiet:  # loading may wait for all that the GPU does
+            return False
+        try:
+            return self._advance(runner)
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            raise Unavailable(
+                f"the GPU has no room for the kernels of this policy; {BUSY}, then set it again"
+            ) from None
+
+    def _advance(self, runner: Lister) -> bool:
+        until_s = self._clock() + PART_S
+        while self._rehearsed < len(self._lacking):
+            found = runner.list_kernels(self._lacking[self._rehearsed])
+            self._found |= dict.fromkeys(found)
+            self._rehearsed += 1
+            if self._clock() >= until_s:
+                return False
+        if self._found and not self._is_compiled():
+            return False
+        if self._unloaded is None:
+            runner.followers.load_kernels()
+            self._unloaded = [*self._found][::-1]
+        with loaded() as hashes:
+            while self._unloaded:
+                load(self._unloaded.pop())
+                if self._clock() >= until_s:
+                    break
+        self._hashes |= hashes
+        if self._unloaded:
+            return False
+        self._strategies.prepared(self._lacking)
+        self._strategies.kernels.remember(self._hashes)
+        return True
+
+    def _is_compiled(self) -> bool:
+        if self._compiling is None:
+            self._compiling = _Compiling(self._strategies.kernels.compiler([*self._found]))
+        ended = self._compiling.ended
+        if ended is not None and ended.why:
+            of = len(self._found)
+            raise Unavailable(
+                f"{of - ended.done} of {of} kernels of this policy are not compiled "
+                f"({ended.why}); set it again once that is mended"
+            )
+        return ended is not None
+
+    def stop(self) -> None:
+        """Give up."""
+        if self._compiling is not None:
+            self._compiling.compiler.stop()
+
+
+class _Compiling:
+    """A compiler that a thread waits for."""
+
+    def __init__(self, compiler: KernelCompiler) -> None:
+        self.compiler, self.done = compiler, 0
+        self.ended: Compiled | None = None
+        Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        ended = Compiled(0, "the compiler's reports cannot be read")
+        try:
+            ended = self.compiler.end(self._progressed)
+        finally:
+            self.ended = ended
+
+    def _progressed(self, done: int, of: int) -> None:
+        self.done = done

@@ -1,0 +1,146 @@
+"""Changes of the policy. A policy is put in force between two steps, once the kernels of its
+strategies are prepared; until then the one before chooses and steps go on.
+
+Each command that has an id is answered by one `ControlReport`. A newer command takes the place of
+one that is still being prepared.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from tlt_server.commands import SetPolicy
+from tlt_server.errors import Conflict, TltError
+from tlt_server.events import ControlReport
+from tlt_server.faults import Containment
+from tlt_server.speculation.policies import Policy
+from tlt_server.speculation.sizes import Reach
+
+
+class Preparation(Protocol):
+    """The kernels that a policy's strategies need and the device has not loaded."""
+
+    @property
+    def stage(self) -> str:
+        """Describe what is under way."""
+
+    @property
+    def taken(self) -> str:
+        """Describe what was prepared, once it is."""
+
+    def advance(self) -> bool:
+        """Do a part between two steps. Return whether all of it is prepared."""
+
+    def stop(self) -> None:
+        """Give up."""
+
+
+Prepare = Callable[[Reach], Preparation | None]  # None: nothing is lacking
+
+
+class Change(NamedTuple):
+    command: SetPolicy
+    policy: Policy
+    preparation: Preparation | None
+    asked_s: float
+
+
+class PolicyChanges:
+    def __init__(
+        self,
+        make_policy: Callable[[SetPolicy], Policy],
+        prepare: Prepare,
+        prepared: Callable[[Reach], str],
+        may_prepare: Callable[[], bool],
+        faults: Containment,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`prepared`: see `devices.Equipped`. `may_prepare`: whether the device may be used between
+        two steps, with memory that is there and next to no push.
+        """
+        self._make_policy, self._prepare, self._prepared = make_policy, prepare, prepared
+        self._may_prepare, self._faults, self._clock = may_prepare, faults, clock
+        self._change: Change | None = None
+        self._reports: list[ControlReport] = []
+
+    @property
+    def stage(self) -> str:
+        """Describe the preparation under way; empty where there is none."""
+        change = self._change
+        return change.preparation.stage if change and change.preparation else ""
+
+    def gauges(self) -> dict[str, float]:
+        return {"policy_preparing": float(bool(self.stage))}
+
+    def ask(self, command: SetPolicy) -> None:
+        """Begin a change. One that is refused leaves a preparation under way as it is."""
+        try:
+            policy = self._make_policy(command)
+            preparation = self._prepare(policy.strategies)
+        except Exception as error:
+            self._refuse(command, self._faults.typed(error, f"a change to policy {command.name}"))
+            return
+        if before := self._change:
+            self._replace(before)
+        self._change = Change(command, policy, preparation, self._clock())
+        if preparation is not None:
+            print(
+                f"tlt: policy {command.name} is being prepared; the one before stays until its "
+                "kernels are loaded",
+                file=sys.stderr,
+            )
+
+    def advance(self) -> Change | None:
+        """Prepare a part, between two steps. Return a change that takes effect now."""
+        change = self._change
+        if change is None or (change.preparation and not self._may_prepare()):
+            return None
+        command, policy, preparation, asked_s = change
+        try:
+            if preparation and not preparation.advance():
+                return None
+            described = self._prepared(policy.strategies)
+        except Exception as error:
+            self._change = None
+            if preparation:
+                preparation.stop()
+            self._refuse(command, self._faults.typed(error, f"policy {command.name}"))
+            return None
+        self._change = None
+        if preparation:
+            described = f"{preparation.taken}, in {self._clock() - asked_s:.1f} s; {described}"
+        print(f"tlt: policy {command.name} is in force: {described}", file=sys.stderr)
+        self._report(command, described)
+        return change
+
+    def take_reports(self) -> list[ControlReport]:
+        """Take the answers since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _replace(self, change: Change) -> None:
+        """Answer a change that a newer one follows before it took effect."""
+        if change.preparation is None:  # it would have been in force for no step
+            self._report(change.command, "")
+            return
+        change.preparation.stop()
+        error = Conflict(
+            f"policy {change.command.name} was still being prepared when another was set; see GET "
+            "/strategy"
+        )
+        self._refuse(change.command, error)
+
+    def _refuse(self, command: SetPolicy, error: TltError) -> None:
+        print(
+            f"tlt: policy {command.name} is refused, {error.message}; the one in use stays",
+            file=sys.stderr,
+        )
+        if command.id:
+            self._reports.append(ControlReport(command.id, (error.code, error.message)))
+
+    def _report(self, command: SetPolicy, detail: str) -> None:
+        if command.id:
+            self._reports.append(ControlReport(command.id, detail=detail))
