@@ -97,7 +97,7 @@ class Driven:
             self.sent.update(request.id for request in command.requests)
             for request in command.requests:
                 self.requests.setdefault(request.id, []).append(request)
-        elif (id := getattr(command, "id", None)) is not None:
+        elif id := getattr(command, "id", ""):
             self.asked[id] = type(command).__name__
         self.engine.send(command)
 

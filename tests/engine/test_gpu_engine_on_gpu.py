@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable
 from tests.engine.tiny import Shape, write_eagle1
 from tests.unit.test_distribution import P_LOWEST, p_value
+from tlt_server.bench.engines import adopt
 from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.gpu.extend import Extend
@@ -100,7 +101,7 @@ def bits(
     policy: str = "off",
     strategy: Strategy | None = None,
 ) -> Bits:
-    engine.engine.send(SetPolicy(policy, strategy))
+    adopt(engine.engine, SetPolicy(policy, strategy))
     said = engine.run(*asked)
     return {
         id: (tokens, np.array(logprobs, np.float32).tobytes())
@@ -270,7 +271,7 @@ def test_a_push_while_graphs_run_is_marked_at_the_token(
     ]
     for r in long:
         engine.said.pop(r.id, None)
-    engine.engine.send(SetPolicy("fixed", Strategy("eagle", 7, 1, 8)))
+    adopt(engine.engine, SetPolicy("fixed", Strategy("eagle", 7, 1, 8)))
     assert (
         engine.push(root / "new", "v2", in_flight="continue", commit=False).result == "staged"
     )  # staging takes longer than they run

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.engine.pushing import Pushable
+from tlt_server.bench.engines import adopt
 from tlt_server.bench.exact_plan import LINES, SCHEMA, WORDS
 from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
@@ -95,7 +96,7 @@ def test_no_strategy_changes_a_bit_and_every_output_is_a_text_of_its_grammar(
             if r.sampling.structured_outputs == SCHEMA:
                 assert "steps" in json.loads(tokenizer.decode(ids))
     for strategy in STRATEGIES:
-        engine.engine.send(SetPolicy("fixed", strategy))
+        adopt(engine.engine, SetPolicy("fixed", strategy))
         for _ in range(2):  # launch by launch, then captured
             engine.run(*requests())
             assert bits(engine) == plain, strategy.name

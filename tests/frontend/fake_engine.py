@@ -170,6 +170,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     policies: list[SetPolicy] = field(default_factory=list)
     prepares: bool = True  # each policy, at once
+    preparing: str = ""  # the command that is not answered
     switches: list[Switch] = field(default_factory=lambda: [Switch(1.5, "off", "", "start", 1)])
     weight_commands: list[WeightCommand] = field(default_factory=list)
     weights: WeightState = WeightState(target="v0")
@@ -232,6 +233,10 @@ class FakeEngine:
                                 self.running[id].aborted = command.finish_reason
                     case SetPolicy():
                         self.policies.append(msgspec.structs.replace(command, id=""))
+                        if self.preparing:
+                            error = "conflict", "another policy was set"
+                            await self._events.send(encode(ControlReport(self.preparing, error)))
+                        self.preparing = "" if self.prepares else command.id
                         if self.prepares:
                             await self._events.send(encode(self._prepared(command)))
                     case Stop():

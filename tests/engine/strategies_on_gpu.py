@@ -1,0 +1,125 @@
+"""Run by itself: starts an engine with a policy, then sets eight strategies while requests run, and
+tells as JSON what each took, and which kernels were loaded within steps: `python -m
+tests.engine.strategies_on_gpu off cuda`. In a process of its own, since kernels stay loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from tests.engine.pushing import Pushable
+from tlt_kernels.gpu.variants import Variant, loaded
+from tlt_server.commands import SetPolicy
+from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine.batch import Batch
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import GenerateRequest, Strategy, parse_strategy
+
+NAMES = (
+    *("eagle:7x4x16", "eagle:5x3x12", "eagle:1x1x64", "eagle:12x8x33", "eagle:9x1x10"),
+    *("history:8x2x9", "history:7x1x8", "history:12x3x64"),
+)
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"top_p": 0.9},
+    {"repetition_penalty": 1.05},
+    {"logprobs": 3, "prompt_logprobs": 1},
+)
+RUNNING, TOKENS = 24, 48
+
+
+class Watched:
+    """An engine that notes which kernels its steps load."""
+
+    def __init__(self, policy: str, device: str) -> None:
+        self.engine = Pushable(
+            EngineSettings(
+                model=str(TARGET),
+                drafter=str(DRAFTER),
+                policy=policy,
+                device=device,
+                dtype="bfloat16" if device == "cuda" else "float32",
+                kv_memory_mb=1024,
+                max_model_len=512,
+                max_running=RUNNING,
+            )
+        )
+        self.steps, self.loaded = 0, dict[Variant, str]()
+        self.launch = self.engine.engine.runner.launch
+        self.engine.engine.runner.launch = self.watch  # type: ignore[method-assign]
+
+    def watch(self, batch: Batch, strategy: Strategy) -> None:
+        self.steps += 1
+        with loaded() as found:
+            self.launch(batch, strategy)
+        self.loaded |= found
+
+    def set(self, strategy: Strategy) -> dict[str, Any]:
+        """Set a strategy while requests run; tell what that took."""
+        inner, steps = self.engine.engine, self.steps
+        began_s = last_s = time.perf_counter()
+        slowest_s = 0.0
+        inner.send(SetPolicy("fixed", strategy, id=strategy.name))
+        while not (reports := inner.control_reports()):
+            if inner.scheduler.idle:
+                self.engine.submit(*requests(f"{strategy.name}-{self.steps}"))
+            self.engine.step()
+            now_s = time.perf_counter()
+            slowest_s, last_s = max(slowest_s, now_s - last_s), now_s
+        [report] = reports
+        assert report.error is None, report.error
+        return {
+            "seconds": round(time.perf_counter() - began_s, 2),
+            "steps": self.steps - steps,
+            "slowest_ms": round(1e3 * slowest_s, 1),
+            "said": report.detail,
+        }
+
+    def run(self) -> list[Any]:
+        """Return the tokens and log-probs of a batch, whose sizes go down to one request."""
+        self.engine.finish()
+        self.engine.said.clear()
+        said = self.engine.run(*requests("r"))
+        return [said[id] for id in sorted(said)]
+
+
+def requests(name: str) -> list[GenerateRequest]:
+    asked = problems_as_requests(TARGET, RUNNING, group=4, seed=0, max_tokens=TOKENS)
+    return [
+        msgspec.structs.replace(
+            each,
+            id=f"{name}-{i:02}",
+            sampling=msgspec.convert(
+                {
+                    **msgspec.structs.asdict(each.sampling),
+                    **KINDS[i % len(KINDS)],
+                    "max_tokens": TOKENS - i,
+                },
+                type(each.sampling),
+            ),
+        )
+        for i, each in enumerate(asked)
+    ]
+
+
+def main(policy: str, device: str) -> None:
+    watched = Watched(policy, device)
+    plain, told = watched.run(), dict[str, Any]()
+    for name in NAMES:
+        took, before = watched.set(parse_strategy(name)), len(watched.loaded)
+        same = watched.run() == plain
+        in_steps = [each.kernel for each in [*watched.loaded][before:]]
+        told[name] = {**took, "same": same, "loaded_in_steps": in_steps}
+        print(name, told[name], file=sys.stderr)
+    start = [each.kernel for each in watched.loaded]
+    print(json.dumps({"strategies": told, "loaded_in_steps": start}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
