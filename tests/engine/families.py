@@ -10,7 +10,7 @@ from tests.mostly_long import mostly_long
 from tests.tokenizers import FAMILIES
 
 ALPHABET = "alphabet"  # a token is one character
-SHAPE, EOS = Shape(vocab=300), 256  # of every family
+SHAPE, EOS = Shape(vocab=300), 256  # every family has both
 # Marks that are tokens of their own, called special or not, find what other families would.
 CASES = [ALPHABET, *mostly_long(FAMILIES, "qwen3", "special marks")]
 
