@@ -50,8 +50,10 @@ def test_arrays_arrive_as_they_were_sent() -> None:
     "sent",
     [
         LoadKernels(),
-        ListKernels(Rehearsed(None, (ExtendKey(4, 16, 48, 16, filtered=True),))),
-        ListKernels(Rehearsed(DraftKey("eagle", 4, 3, 2), (ExtendKey(4, 16), ExtendKey(4, 32)))),
+        ListKernels(Rehearsed(None, (ExtendKey(4, 16, 48, 16, filtered=True),)), True),
+        ListKernels(
+            Rehearsed(DraftKey("eagle", 4, 3, 2), (ExtendKey(4, 16), ExtendKey(4, 32))), True
+        ),
     ],
 )
 def test_orders_about_kernels_arrive_as_they_were_sent(sent: ListKernels | LoadKernels) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.engine.gpu_engine import checkpoints, on_cpu, request
@@ -134,6 +135,17 @@ def test_a_newer_policy_takes_the_place_of_one_being_prepared(engine: Pushable) 
     engine.step()
     assert "other" in answers(engine) and not second.stopped
     engine.finish()
+
+
+def test_the_same_policy_again_waits_with_the_first(engine: Pushable) -> None:
+    only = Prepared(3)
+    prepares(engine, only)
+    engine.engine.send(SET)
+    engine.step()
+    engine.engine.send(msgspec.structs.replace(SET, id="again"))
+    engine.submit(ASKED[0])
+    engine.step(3)
+    assert not only.stopped and answers(engine).keys() == {"tree", "again"}
 
 
 def test_policies_that_lack_nothing_all_succeed(engine: Pushable) -> None:

@@ -322,6 +322,19 @@ def test_memory_of_lexers_goes_to_sequences_that_run_in_turns_of_owners() -> Non
     assert admitted() == ["d0"], "the last one goes on in any case"
 
 
+def test_many_new_lexers_in_a_step_are_not_each_compared_with_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lexers, looks, share_out = Lexers(limit=100 * LEAST_BYTES), [], Lexers._share_out
+    monkeypatch.setattr(Lexers, "_share_out", lambda self: looks.append(1) or share_out(self))
+    waiting = [Lexer(Future, f"k{i % 3}") for i in range(1000)]
+    for lexer in waiting:
+        lexer.join(lexer)
+        lexers.add(lexer)
+        lexers.admits(lexer)
+    assert len(looks) < 20 and sum(lexer.admitted for lexer in waiting) == 100
+
+
 def test_an_error_of_drafts_is_not_the_error_of_what_comes_instead(structures: Structures) -> None:
     grammar = Grammar(kind="regex", text="b{1,2}|a~")  # no token has a tilde
     structure = begun(structures, grammar)

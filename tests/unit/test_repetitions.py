@@ -11,6 +11,7 @@ import pytest
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.grammars.forms import check_grammar, grammar_of
+from tlt_server.grammars.lark_repetitions import _tokens
 from tlt_server.records import Grammar
 
 REFUSED = [
@@ -127,3 +128,15 @@ def test_long_lists_in_a_schema_are_let_in_next_to_and_inside_each_other() -> No
 def test_grammars_inside_each_other_have_a_limit() -> None:
     with pytest.raises(InvalidRequest, match="more than 64 grammars inside each other"):
         grammar_of("grammar", "start: %lark {" * 1000)
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_counts_multiply_to_numbers_of_any_length(kind: str) -> None:
+    regex = "a" + "{999999999}" * 500
+    with pytest.raises(InvalidRequest, match="multiply to 1000000000000;"):
+        grammar_of(kind, regex if kind == "regex" else f"start: /{regex}/")
+
+
+@pytest.mark.parametrize("opened", ['"' + r"\"" * 60_000, "/" + r"\/" * 60_000])
+def test_a_text_that_never_closes_is_read_once(opened: str) -> None:
+    assert len([*_tokens(f"start: {opened}")]) == 2  # name and colon

@@ -39,7 +39,7 @@ class Gpu:
         self.stopped = False
         self.now_s = 0.0
 
-    def list_kernels(self, passes: Rehearsed) -> list[Variant]:
+    def list_kernels(self, passes: Rehearsed, *, first: bool) -> list[Variant]:
         self.asked.append("list")
         self.listed.append(passes)
         self.now_s += 0.004

@@ -173,6 +173,7 @@ class Lexers:
         self._all = weakref.WeakSet[Lexer]()
         self._asked = 0  # times since memory was shared out
         self._patience = SELDOM  # times until that is done again
+        self._held = Counter[str]()  # bytes by owner, as they were shared out
 
     def __len__(self) -> int:
         """Return how many are kept for new sequences."""
@@ -205,12 +206,17 @@ class Lexers:
     def keep(self, grammar: Grammar, lexer: Lexer) -> None:
         """Keep the new lexer of a sequence for others."""
         self._use(grammar, lexer)
-        self.add(lexer)
-
-    def add(self, lexer: Lexer) -> None:
-        """Count a new lexer, which a sequence has joined."""
         self._all.add(lexer)
         self._share_out()
+
+    def add(self, lexer: Lexer) -> None:
+        """Count a new lexer, which a sequence has joined. Many may come in one step, so this looks
+        at what is held by the others as it was shared out.
+        """
+        self._all.add(lexer)
+        lexer.admitted = self._fits(lexer, self._held)
+        if lexer.admitted:
+            self._held[lexer.owner] += lexer.need
 
     def admits(self, lexer: Lexer) -> bool:
         """Return True if a lexer may hold memory now. Asked for every sequence in every step, so
@@ -231,17 +237,20 @@ class Lexers:
 
     def _share_out(self) -> None:
         self._asked, self._patience = 0, max(SELDOM, len(self._all))
-        held = Counter[str]()
+        held = self._held = Counter[str]()
         for lexer in self._order():
-            mine, need = held[lexer.owner], lexer.need
-            fits = held.total() + need <= self._limit
-            fits = fits and (not mine or mine + need <= self._limit // 2)
-            lexer.admitted = fits or not held.total()
+            lexer.admitted = self._fits(lexer, held)
             if lexer.admitted:
-                held[lexer.owner] += need
+                held[lexer.owner] += lexer.need
             elif lexer.nbytes:
                 self._give_back(lexer)
         self._forget_unused(held)
+
+    def _fits(self, lexer: Lexer, held: Counter[str]) -> bool:
+        """Return True if a lexer fits next to what is held, by owner; one always does."""
+        mine, everything = held[lexer.owner], held.total()
+        fits = everything + lexer.need <= self._limit
+        return (fits and (not mine or mine + lexer.need <= self._limit // 2)) or not everything
 
     def _order(self) -> list[Lexer]:
         """Return the lexers of sequences, the one that is admitted first at first."""

@@ -2,7 +2,7 @@
 strategies are prepared; until then the one before chooses and steps go on.
 
 Each command that has an id is answered by one `ControlReport`. A newer command takes the place of
-one that is still being prepared.
+one that is still being prepared, and the same command again waits with it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from tlt_server.commands import SetPolicy
 from tlt_server.errors import Conflict, TltError
@@ -46,6 +48,7 @@ class Change(NamedTuple):
     policy: Policy
     preparation: Preparation | None
     asked_s: float
+    ids: list[str]  # every command that asks for it
 
 
 class PolicyChanges:
@@ -77,15 +80,20 @@ class PolicyChanges:
 
     def ask(self, command: SetPolicy) -> None:
         """Begin a change. One that is refused leaves a preparation under way as it is."""
+        before = self._change
+        if before is not None and _bare(before.command) == _bare(command):
+            before.ids.append(command.id)
+            return
         try:
             policy = self._make_policy(command)
             preparation = self._prepare(policy.strategies)
         except Exception as error:
-            self._refuse(command, self._faults.typed(error, f"a change to policy {command.name}"))
+            typed = self._faults.typed(error, f"a change to policy {command.name}")
+            self._refuse(command, [command.id], typed)
             return
-        if before := self._change:
+        if before is not None:
             self._replace(before)
-        self._change = Change(command, policy, preparation, self._clock())
+        self._change = Change(command, policy, preparation, self._clock(), [command.id])
         if preparation is not None:
             print(
                 f"tlt: policy {command.name} is being prepared; the one before stays until its "
@@ -98,7 +106,7 @@ class PolicyChanges:
         change = self._change
         if change is None or (change.preparation and not self._may_prepare()):
             return None
-        command, policy, preparation, asked_s = change
+        command, policy, preparation, asked_s, ids = change
         try:
             if preparation and not preparation.advance():
                 return None
@@ -107,13 +115,13 @@ class PolicyChanges:
             self._change = None
             if preparation:
                 preparation.stop()
-            self._refuse(command, self._faults.typed(error, f"policy {command.name}"))
+            self._refuse(command, ids, self._faults.typed(error, f"policy {command.name}"))
             return None
         self._change = None
         if preparation:
             described = f"{preparation.taken}, in {self._clock() - asked_s:.1f} s; {described}"
         print(f"tlt: policy {command.name} is in force: {described}", file=sys.stderr)
-        self._report(command, described)
+        self._report(ids, detail=described)
         return change
 
     def take_reports(self) -> list[ControlReport]:
@@ -124,23 +132,28 @@ class PolicyChanges:
     def _replace(self, change: Change) -> None:
         """Answer a change that a newer one follows before it took effect."""
         if change.preparation is None:  # it would have been in force for no step
-            self._report(change.command, "")
+            self._report(change.ids)
             return
         change.preparation.stop()
         error = Conflict(
             f"policy {change.command.name} was still being prepared when another was set; see GET "
             "/strategy"
         )
-        self._refuse(change.command, error)
+        self._refuse(change.command, change.ids, error)
 
-    def _refuse(self, command: SetPolicy, error: TltError) -> None:
+    def _refuse(self, command: SetPolicy, ids: list[str], error: TltError) -> None:
         print(
             f"tlt: policy {command.name} is refused, {error.message}; the one in use stays",
             file=sys.stderr,
         )
-        if command.id:
-            self._reports.append(ControlReport(command.id, (error.code, error.message)))
+        self._report(ids, (error.code, error.message))
 
-    def _report(self, command: SetPolicy, detail: str) -> None:
-        if command.id:
-            self._reports.append(ControlReport(command.id, detail=detail))
+    def _report(
+        self, ids: list[str], error: tuple[str, str] | None = None, detail: str = ""
+    ) -> None:
+        self._reports += [ControlReport(id, error, detail=detail) for id in ids if id]
+
+
+def _bare(command: SetPolicy) -> SetPolicy:
+    """Return a command without its id."""
+    return msgspec.structs.replace(command, id="")

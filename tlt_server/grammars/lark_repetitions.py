@@ -29,6 +29,7 @@ _TOKEN = re.compile(
     r"""(?P<skip>(?:\#|//)[^\n]*|[ \t\r]+)
     |(?P<text>"(?:\\.|[^"\\\n])*"i?)
     |(?P<regex>/(?:\\.|[^/\\])+/[imslux]*)
+    |(?P<open>"(?:\\.|[^"\\\n])*|/(?:\\.|[^/\\])*)
     |(?P<special><[^<>\s]+>)
     |(?P<name>[!?]*[A-Za-z_][\w-]*)
     |(?P<number>[0-9]+)
@@ -67,7 +68,7 @@ def _tokens(lark: str) -> Iterator[_Token]:
         elif text in ("%json", "%regex", "%llguidance"):
             at = _after_json(lark, at)
             yield _Token("special", text, ANYTHING)
-        elif kind != "skip":
+        elif kind not in ("skip", "open"):  # what never closes is not Lark's form
             yield _Token(kind, text, CountedPart(nullable=False, first=TOKEN))
 
 

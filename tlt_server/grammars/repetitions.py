@@ -17,6 +17,7 @@ from typing import NamedTuple
 from tlt_server.errors import InvalidRequest
 
 MOST = 10_000  # product of counts, where one repetition is inside another
+HIGHEST = 10**12  # to which products are counted
 # Sets of characters: a bit for each one of ASCII, one for all others, one for tokens by their id.
 OTHER, TOKEN = 1 << 128, 1 << 129
 ALL = (TOKEN << 1) - 1
@@ -75,7 +76,7 @@ class CountedPart(NamedTuple):
         """`most`: None is any number. `strict`: all counts multiply."""
         count = max(1, least if most is None else most)
         told_apart = not (strict or self.nullable or self.first & self.tail)
-        product, nested = self.product * count, self.nested
+        product, nested = min(self.product * count, HIGHEST), self.nested
         if told_apart:
             product = max(self.product, count)
         elif self.product > 1 and count > 1:

@@ -69,9 +69,12 @@ class RecordStep(Struct, frozen=True, tag="record"):
 
 
 class ListKernels(Struct, frozen=True, tag="list"):
-    """List the kernels of these passes that this rank has not loaded: nothing is launched."""
+    """List the kernels of these passes that this rank has not loaded: nothing is launched. `first`:
+    a preparation begins, so forget the list of one that was given up.
+    """
 
     passes: Rehearsed
+    first: bool
 
 
 class LoadKernels(Struct, frozen=True, tag="kernels"):

@@ -153,7 +153,9 @@ class GpuRank:
                 key = draft or extend
                 assert key is not None
                 record(self.passes, key)
-            case ListKernels(passes):
+            case ListKernels(passes, first):
+                if first:
+                    self._listed.clear()
                 self._listed |= dict.fromkeys(unloaded(self.passes, passes))
             case LoadKernels():
                 load_all([*self._listed])

@@ -125,8 +125,8 @@ class GpuRanks(Ranks):
         else:
             self.order(told.RecordStep(None, key))
 
-    def list_kernels(self, passes: Rehearsed) -> None:
-        self.order(told.ListKernels(passes))
+    def list_kernels(self, passes: Rehearsed, *, first: bool) -> None:
+        self.order(told.ListKernels(passes, first))
 
     def load_kernels(self) -> None:
         self.order(told.LoadKernels())

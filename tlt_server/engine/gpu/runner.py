@@ -159,11 +159,11 @@ class GpuRunner:
             self.followers.record(key)
             record(self.passes, key)
 
-    def list_kernels(self, passes: Rehearsed) -> list[Variant]:
+    def list_kernels(self, passes: Rehearsed, *, first: bool) -> list[Variant]:
         """Return the kernels of these passes that are not loaded, between two steps. The other
-        ranks list their own.
+        ranks list their own; `first` clears what they have listed.
         """
-        self.followers.list_kernels(passes)
+        self.followers.list_kernels(passes, first=first)
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             return unloaded(self.passes, passes)
 

@@ -36,7 +36,7 @@ class Lister(Protocol):
     graphs: GraphPool
     followers: Followers
 
-    def list_kernels(self, passes: Rehearsed) -> list[Variant]: ...
+    def list_kernels(self, passes: Rehearsed, *, first: bool) -> list[Variant]: ...
 
 
 class KernelCompiler(Protocol):
@@ -129,7 +129,8 @@ class KernelPreparation:
     def _advance(self, runner: Lister) -> bool:
         until_s = self._clock() + PART_S
         while self._rehearsed < len(self._lacking):
-            found = runner.list_kernels(self._lacking[self._rehearsed])
+            passes = self._lacking[self._rehearsed]
+            found = runner.list_kernels(passes, first=not self._rehearsed)
             self._found |= dict.fromkeys(found)
             self._rehearsed += 1
             if self._clock() >= until_s:
