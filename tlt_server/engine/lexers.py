@@ -173,7 +173,7 @@ class Lexers:
         self._all = weakref.WeakSet[Lexer]()
         self._asked = 0  # times since memory was shared out
         self._patience = SELDOM  # times until that is done again
-        self._held = Counter[str]()  # bytes by owner, as they were shared out
+        self._held = Counter[str]()  # bytes of sequences by owner, as they were shared out
 
     def __len__(self) -> int:
         """Return how many are kept for new sequences."""
@@ -210,13 +210,15 @@ class Lexers:
         self._share_out()
 
     def add(self, lexer: Lexer) -> None:
-        """Count a new lexer, which a sequence has joined. Many may come in one step, so this looks
-        at what is held by the others as it was shared out.
+        """Count a new lexer, which a sequence has joined. Many may come in one step, so memory is
+        shared out again only for one that did not fit when it last was, and not for each of them.
         """
         self._all.add(lexer)
         lexer.admitted = self._fits(lexer, self._held)
         if lexer.admitted:
             self._held[lexer.owner] += lexer.need
+        elif self._asked * SELDOM >= len(self._all):
+            self._share_out()
 
     def admits(self, lexer: Lexer) -> bool:
         """Return True if a lexer may hold memory now. Asked for every sequence in every step, so
@@ -244,7 +246,7 @@ class Lexers:
                 held[lexer.owner] += lexer.need
             elif lexer.nbytes:
                 self._give_back(lexer)
-        self._forget_unused(held)
+        self._forget_unused(held.copy())
 
     def _fits(self, lexer: Lexer, held: Counter[str]) -> bool:
         """Return True if a lexer fits next to what is held, by owner; one always does."""
