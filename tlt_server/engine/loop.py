@@ -165,7 +165,7 @@ class Engine:
     def use_idle_time(self) -> bool:
         """Read the tokenizer, measure a batch of steps, begin to recompute states that a trainer
         waits for, which the steps do, or record one graph that a later step may need, if nothing
-        else is to be done: some tens or hundreds of milliseconds. Tell whether there may be more.
+        else is to be done: some tens or hundreds of milliseconds. Return True if there may be more.
         """
         if not (self.idle and self.scheduler.idle and not self.pushes.busy):
             return False

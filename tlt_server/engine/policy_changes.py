@@ -62,7 +62,7 @@ class PolicyChanges:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`prepared`: see `devices.Equipped`. `may_prepare`: whether the device may be used between
-        two steps, with memory that is there and next to no push.
+        two steps, that is while no memory sleeps and no push is under way.
         """
         self._make_policy, self._prepare, self._prepared = make_policy, prepare, prepared
         self._may_prepare, self._faults, self._clock = may_prepare, faults, clock
@@ -74,6 +74,11 @@ class PolicyChanges:
         """Describe the preparation under way; empty where there is none."""
         change = self._change
         return change.preparation.stage if change and change.preparation else ""
+
+    @property
+    def due(self) -> bool:
+        """Return True if a part can be prepared now."""
+        return bool(self.stage) and self._may_prepare()
 
     def gauges(self) -> dict[str, float]:
         return {"policy_preparing": float(bool(self.stage))}

@@ -70,7 +70,7 @@ def serve(
         if idle:
             engine.knowledge_file.save_now_and_then(engine.knowledge)
         compiling = engine.compiling
-        busy = engine.pushes.busy or compiling or engine.changes.stage
+        busy = engine.pushes.busy or compiling or engine.changes.due
         patience_ms = BUSY_POLL_MS if busy else IDLE_POLL_MS
         timeout_ms = patience_ms if (idle or compiling) and not more else 0
         while commands.poll(timeout_ms):

@@ -189,9 +189,7 @@ class Structure:
                 continue
             caught_up = self._read == len(self._committed)
             self._committed.append(token)
-            if not caught_up:
-                continue
-            if not self._ahead:
+            if not (caught_up and self._ahead):
                 continue
             text = self._ahead.get((token,))
             self._ahead = {

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from tlt_server.private import private_directory, private_file
 
-if TYPE_CHECKING:  # it loads Triton, which `tlt cache` does not need
+if TYPE_CHECKING:  # it loads Triton, which `tlt doctor` does not need
     from tlt_kernels.gpu.variants import Variant
 
 FOLDER = "tlt"
