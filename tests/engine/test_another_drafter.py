@@ -59,7 +59,7 @@ def requests() -> list[GenerateRequest]:
     return [request(i, 4 + i, max_tokens=12, temperature=0.0) for i in range(2)]
 
 
-def test_the_cpu_engine_drafts_with_it(settings: EngineSettings) -> None:
+def test_cpu_engine_drafts_with_a_new_drafter(settings: EngineSettings) -> None:
     engine = Pushable(on_cpu(replace(settings, drafter="oracle")))
     assert engine.info.drafter == "oracle"
     engine.run(*requests())
@@ -76,7 +76,7 @@ def test_the_cpu_engine_drafts_with_it(settings: EngineSettings) -> None:
 
 
 @pytest.mark.long
-def test_the_gpu_engine_drafts_with_it(settings: EngineSettings) -> None:
+def test_gpu_engine_drafts_with_a_new_drafter(settings: EngineSettings) -> None:
     engine = Pushable(replace(settings, drafter="oracle"))
     assert engine.info.drafter == "oracle"
     engine.run(*requests())

@@ -14,7 +14,6 @@ from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.engine.sizing import kv_pages, served_length
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.eagle import EagleNetwork
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.loader import check_files, empty_target, unread
 from tlt_server.models.numerics import Numerics
@@ -71,7 +70,6 @@ def check_drafter(settings: EngineSettings, network: DrafterNetwork, device: str
     loader.check(network, directory)
     loader.calibration(directory)
     if device == "cpu" and settings.tensor_parallel > 1:
-        assert isinstance(network, EagleNetwork)
         check_own_head(network, directory)
 
 

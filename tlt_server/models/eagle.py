@@ -49,7 +49,7 @@ class EagleNetwork:
 
     vocabulary_map = VOCABULARY_MAP  # tensors of a checkpoint that are no parameters
     joined_width: int  # X / H
-    own_head = True  # whether it reads no head of the target
+    part = None  # whole: ranks of a CPU share no drafter
 
     def __init__(self, described: Described, target: Decoder) -> None:
         config, numerics = described.config, target.numerics
@@ -59,6 +59,7 @@ class EagleNetwork:
         self.draft_vocab_size, self.max_position = described.draft_vocab_size, config.max_position
         self.kv_layers, self.kv_heads, self.head_dim = 1, config.kv_heads, config.head_dim
         self.own_embedding = described.own_embedding
+        self.own_head = described.architecture.own_head
         self.embedding_VH = (
             torch.zeros(target.vocab_size, hidden) if self.own_embedding else target.embedding_VH
         )
@@ -204,7 +205,6 @@ class Eagle1(EagleNetwork):
 
     vocabulary_map = frozenset[str]()
     joined_width = 1
-    own_head = False
 
     def __init__(self, described: Described, target: Decoder) -> None:
         hidden = described.config.hidden_size

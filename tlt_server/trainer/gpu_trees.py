@@ -41,8 +41,7 @@ class GpuTrees:
         self, staged: StagedResponses, weights: DraftWeights, *, max_requests: int, max_rows: int
     ) -> None:
         """`max_rows`: draft rows of one proposal."""
-        network = weights.network
-        assert isinstance(network, GpuEagleNetwork)
+        network: GpuEagleNetwork = weights.network
         config, placement = network.config, network.placement
         self.calibration, self._network, self._staged = weights.calibration, network, staged
         self._device = placement.device

@@ -18,6 +18,7 @@ from torch import Tensor
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_server.models.adapters import AdapterWeights
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.draft_part import DrafterPart
 from tlt_server.models.shards import Stored, tensors_of
 from tlt_server.records import LoadedAdapter
 from tlt_server.weights.checksums import digest, live_sums, origin_of
@@ -43,7 +44,12 @@ class DrafterNetwork(Protocol):
     config: ModelConfig
     draft_vocab_size: int
     own_embedding: bool
+    own_head: bool  # False: it drafts with the target's
     vocabulary_map: frozenset[str]  # tensors that it is set by: d2t and t2d, or none
+
+    @property
+    def part(self) -> DrafterPart | None:
+        """Return a GPU rank's part of it; None on a CPU, where it is whole."""
 
     @property
     def target_ids(self) -> Tensor:
@@ -53,6 +59,11 @@ class DrafterNetwork(Protocol):
 
     def blank(self, target: Any, *, own_embedding: bool) -> Self:
         """Make the same network next to `target`, with storage of its own."""
+
+    def follow(self, target: Any) -> None:
+        """Draft for this target from now on, on all ranks: read its embedding, and its head,
+        unless the drafter has its own.
+        """
 
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None: ...
 

@@ -30,23 +30,16 @@ from tlt_server.machine import host_memory
 from tlt_server.models.adapted import AdapterSlots
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.eagle import EagleNetwork
 from tlt_server.models.loader import empty_target, load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split
 from tlt_server.registry import load_object
 from tlt_server.samples.captured import FLOAT32, state_bytes
 from tlt_server.speculation.drafters import DRAFTERS
-from tlt_server.speculation.drafters.cpu import (
-    CpuDrafter,
-    DraftSetup,
-    DraftWeights,
-    Following,
-    Sleeper,
-)
+from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import AnySize, Reach
-from tlt_server.weights.parts import Changed, Drafter, Live, Target
+from tlt_server.weights.parts import Changed, Drafter, DrafterNetwork, Live, Target
 from tlt_server.weights.storage import Free, disk_free
 
 
@@ -194,7 +187,7 @@ class CpuDevice:
         return Free(available, available, disk_free(self._settings.state_dir))
 
 
-def check_own_head(network: EagleNetwork, directory: Path) -> None:
+def check_own_head(network: DrafterNetwork, directory: Path) -> None:
     """`StartupError` for a drafter of several ranks that reads the target's head."""
     if not network.own_head:
         raise StartupError(
@@ -259,6 +252,5 @@ def _draft_weights(live: Live) -> DraftWeights | None:
     """
     if live.drafter is None:
         return None
-    assert isinstance(live.drafter.network, Following)
     live.drafter.network.follow(live.target.network)
     return DraftWeights(live.drafter.network, deepcopy(live.drafter.calibration))

@@ -53,14 +53,13 @@ from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder, shards
-from tlt_server.models.gpu.eagle import GpuEagleNetwork, spread_drafter
+from tlt_server.models.gpu.eagle import spread_drafter
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.sums import OWN_SUMS
 from tlt_server.models.loader import eos_token_ids, fill_target
 from tlt_server.models.shards import rank_config, tensors_of
 from tlt_server.models.split import Split
-from tlt_server.speculation.drafters.cpu import Following
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Live, Target
@@ -159,7 +158,7 @@ class CudaDevice:
         networks: list[GpuDecoder | DrafterNetwork] = [target, *([drafter] if drafter else [])]
         stored = [each for network in networks for each in network.parameters().values()]
         values = sum(tensors_of(each)[0].numel() for each in stored)
-        part = drafter.part if isinstance(drafter, GpuEagleNetwork) else None
+        part = drafter.part if drafter else None
         width = target.feature_width
         exchange = exchange_bytes(settings, target.config, self.sizes)
         return Needs.of(settings, target.own_config, drafter, values, width, part, exchange)
@@ -224,14 +223,9 @@ class CudaDevice:
         self._orders.order(Install(key_of(target)), wait=True)
         if drafter is None:
             return
-        assert isinstance(drafter, Following)
         drafter.follow(target)
-        if self._ranks is None:
-            return
-        assert isinstance(drafter, GpuEagleNetwork)
-        for network, of in zip(drafter.peers, target.peers, strict=True):
-            network.follow(of)
-        self._orders.order(Install(key_of(drafter)), wait=True)
+        if self._ranks is not None:
+            self._orders.order(Install(key_of(drafter)), wait=True)
 
     def equip(
         self,
@@ -276,9 +270,9 @@ class CudaDevice:
         compiled = self._kernels.compiled if self._kernels else 0
         ahead = f", {compiled} kernels compiled ahead" if compiled else ""
         detail = f"{taken}{ahead}" if graphs.captures else "launched kernel by kernel"
-        network = live.drafter.network if live.drafter else None
-        if self._ranks is not None and isinstance(network, GpuEagleNetwork):
-            shared = network.part.split.of > 1
+        part = live.drafter.network.part if live.drafter else None
+        if self._ranks is not None and part is not None:
+            shared = part.split.of > 1
             detail += f"; the drafter is {'shared by' if shared else 'whole on'} all ranks"
         dtype, intermediate = self._maker.placement.dtype, model.own_config.intermediate_size
         idle = IdleRecorder(runner, self.recordings)

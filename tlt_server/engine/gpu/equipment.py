@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.maker import Lent
 from tlt_server.engine.gpu.orders import SetDrafterTable, Settle, SwapModels
 from tlt_server.engine.gpu.runner import GpuRunner
@@ -50,7 +49,7 @@ class GpuEquipment:
 
     def _install_drafter(self, changed: Drafter) -> None:
         for drafts in self.runner.passes.drafters.values():
-            if isinstance(drafts, EagleDrafts):
+            if drafts.network is not None:
                 self._swap(drafts.network, changed.network)
                 assert isinstance(changed.calibration, Calibration)
                 table = changed.calibration

@@ -41,7 +41,6 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import MATMULS
 from tlt_server.models.gpu.sums import RankSums
@@ -224,7 +223,7 @@ class GpuMaker:
 
 def own_config(network: DrafterNetwork) -> ModelConfig:
     """Return the shape of this rank's part of a drafter's layer: the whole where none is shared."""
-    return network.part.layer if isinstance(network, GpuEagleNetwork) else network.config
+    return network.part.layer if network.part else network.config
 
 
 class Lent:

@@ -82,6 +82,7 @@ class GpuEagleNetwork:
             described.draft_vocab_size,
             described.own_embedding,
         )
+        self.own_head = described.architecture.own_head
         self.vocab_size = target.vocab_size
         # The same network of the other ranks, in the process that loads and pushes for all.
         self.split: Split = WHOLE
@@ -112,9 +113,11 @@ class GpuEagleNetwork:
         self.target_ids_C.copy_(torch.arange(count, dtype=torch.int32))
 
     def follow(self, target: GpuDecoder) -> None:
-        """Read what this network has not itself from this target."""
+        """Read what this network has not itself from this target, on all ranks."""
         if not self.own_embedding:
             self.embedding_VH = target.embedding_VH
+        for network, of in zip(self.peers, target.peers, strict=True):
+            network.follow(of)
 
     @property
     def target_ids(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self
 
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
@@ -20,14 +20,6 @@ class DraftWeights(NamedTuple):
 
     network: Any
     calibration: Any
-
-
-@runtime_checkable
-class Following(Protocol):
-    """A drafter's network on the CPU, which may share the target's embedding."""
-
-    def follow(self, target: Any) -> None:
-        """Draft for this target from now on."""
 
 
 class Sleeper(Protocol):

@@ -16,8 +16,8 @@ from tlt_server.speculation.drafters import DRAFTERS, drafter_in
 
 
 class Loader(Protocol):
-    """`ModelError` where a directory cannot be used. A network is a `weights.parts.DrafterNetwork`,
-    on a CPU also a `drafters.cpu.Following`.
+    """`ModelError` where a directory cannot be used. A network is a
+    `weights.parts.DrafterNetwork`.
     """
 
     def feature_layers(self, directory: Path, target: ModelConfig) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.records import DraftLimits
 from tlt_server.speculation.drafters import DRAFTERS
-from tlt_server.weights.parts import Drafter
+from tlt_server.weights.parts import Drafter, DrafterNetwork
 
 
 class DraftKey(NamedTuple):
@@ -73,6 +73,10 @@ class Follower(Protocol):
 
 
 class GpuDrafter(Follower, Protocol):
+    @property
+    def network(self) -> DrafterNetwork | None:
+        """Return the network that a push exchanges; None where it drafts without one."""
+
     @classmethod
     def make(cls, state: DeviceState, storage: NetworkStorage | None) -> Self: ...
 

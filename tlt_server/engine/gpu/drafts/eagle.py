@@ -9,6 +9,7 @@ Legend: R rows, G gap edges, H hidden, F features.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 import torch
@@ -106,9 +107,9 @@ class EagleDrafts:
 
 
 def _of(drafter: Drafter) -> tuple[GpuEagleNetwork, OnlineTable]:
-    network, table = drafter.network, drafter.calibration
-    assert isinstance(network, GpuEagleNetwork) and isinstance(table, OnlineTable)
-    return network, table
+    table = drafter.calibration
+    assert isinstance(table, OnlineTable)
+    return cast(GpuEagleNetwork, drafter.network), table  # made by this drafter's loader
 
 
 class EaglePass:

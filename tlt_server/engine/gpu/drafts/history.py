@@ -21,6 +21,8 @@ from tlt_server.weights.parts import Drafter
 
 
 class HistoryDrafts:
+    network = None
+
     def __init__(self, state: DeviceState) -> None:
         self.state, self.calibration = (
             state,
