@@ -88,7 +88,7 @@ class EngineClient:
         self.versions = WantedVersions()
         self.pauses = PauseState(self.command_id, self._control, self.changes.tell)
         self.info: EngineInfo | None = None  # report of the last epoch that was ready
-        self.policies = PolicyState(self.command_id, self._control_answers.ask)
+        self.policies = PolicyState(self.command_id, self._send)
         self.last_cycle: Cycle | None = None
         self.drafted: deque[Cycle] = deque(maxlen=DRAFTED)  # the last steps that verified drafts
         self.gauges: Mapping[str, float] = {}  # the last that the engine sent
@@ -140,7 +140,8 @@ class EngineClient:
 
     def _controlled(self, report: ControlReport) -> None:
         self.pauses.answered(report)
-        self.policies.answered(report)
+        if self.policies.answered(report):
+            return
         self.activity.sleeps(bool(self.pauses.asleep))
         if report.error is not None and report.id not in self._control_answers:
             # the client has gone, or a new epoch got a command that was standing
@@ -169,12 +170,15 @@ class EngineClient:
         with self.faults.containing("the figures of an engine that is gone"):
             self._metrics.engine_gone()
         self._unanswered |= bool(self._weight_answers)
-        for answers in (self._weight_answers, self._control_answers):
-            answers.fail(
-                lambda: EngineFailed(
-                    f"{reason}; GET /weights says what is live once the engine is back"
-                )
+        self._weight_answers.fail(
+            lambda: EngineFailed(
+                f"{reason}; GET /weights says what is live once the engine is back"
             )
+        )
+        self._control_answers.fail(
+            lambda: EngineFailed(f"{reason}; ask again once the engine is back")
+        )
+        self.policies.died(reason)
         resumable = self._sequences.died(death.started, EngineFailed(reason))
         self.changes.tell()
         return resumable
@@ -188,8 +192,7 @@ class EngineClient:
             self._metrics.engine_ready(info)
         self.versions.begin(info, unanswered=self._unanswered)
         self._unanswered = False
-        if policy := self.policies.begin(info.prepared):
-            self._send(policy)
+        self.policies.begin(info.prepared)
         for command in self.pauses.standing():
             self._send(command)
         if not self.versions.lost:
@@ -243,11 +246,9 @@ class EngineClient:
         self._weight_answers.fail(  # not a 503, after which clients send it again
             lambda: EngineFailed(f"{reason}; once it is back GET /weights says what is live")
         )
-        self._control_answers.fail(
-            lambda: Unavailable(
-                f"{reason}; ask again once it is back, or ask another replica", retry_after_s=5
-            )
-        )
+        refused = f"{reason}; ask again once it is back, or ask another replica"
+        for answers in (self._control_answers, self.policies.answers):
+            answers.fail(lambda: Unavailable(refused, retry_after_s=5))
 
     # sequences
 

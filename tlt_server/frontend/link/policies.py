@@ -1,61 +1,141 @@
-"""The policy in force and the one that the engine prepares, as the engine's answers say. The last
-policy that was asked for holds over restarts: each epoch prepares it again.
+"""The policy in force and the one that the engine prepares, as the engine's answers say. Both hold
+over restarts: each epoch prepares the one in force again, then the one under way. One that was
+being prepared at two deaths may be their cause, and is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
+import structlog
 
-from tlt_server.commands import SetPolicy
-from tlt_server.errors import from_code
+from tlt_server.commands import Command, SetPolicy
+from tlt_server.errors import Conflict, EngineFailed, from_code
 from tlt_server.events import ControlReport
+from tlt_server.frontend.link.answers import Answers
+
+MAX_DEATHS = 2
+
+log = structlog.get_logger()
 
 
 class PolicyState:
-    def __init__(
-        self, command_id: Callable[[], str], ask: Callable[[SetPolicy], Awaitable[ControlReport]]
-    ) -> None:
-        """`ask` sends a command before it waits for its answer."""
-        self._command_id, self._ask = command_id, ask
-        self._asked: dict[str, SetPolicy] = {}  # without an answer, the newest last
+    def __init__(self, command_id: Callable[[], str], send: Callable[[Command], bool]) -> None:
+        """`send` returns whether there is an engine that may take the command."""
+        self._command_id, self._send = command_id, send
+        self.answers = Answers[ControlReport](self._sent)
+        self._asked: dict[str, SetPolicy] = {}  # sent and without an answer, the newest last
+        self._kept: SetPolicy | None = None  # the last one in force, of any epoch
+        self._next: SetPolicy | None = None  # to be sent once the one in force is there again
+        self._deaths: dict[SetPolicy, int] = {}  # while it was being prepared
         self.in_force: SetPolicy | None = None  # None: the one that the engine was started with
         self.prepared = ""  # what the policy in force found prepared
 
     @property
     def preparing(self) -> SetPolicy | None:
-        """Return the policy that the engine prepares."""
-        return next(reversed(self._asked.values()), None)
+        """Return the policy that is prepared, or waits for that."""
+        return self._next or next(reversed(self._asked.values()), None)
 
     async def ask(self, policy: SetPolicy, patience_s: float) -> None:
         """Return when the policy is in force, or after `patience_s`. Raises the engine's error."""
         command = msgspec.structs.replace(policy, id=self._command_id())
-        self._asked[command.id] = command
-        answer = asyncio.ensure_future(self._ask(command))
+        answer = asyncio.ensure_future(self.answers.ask(command))
         answer.add_done_callback(_take_error)
         done, _ = await asyncio.wait({answer}, timeout=patience_s)
-        if not done:
-            return
-        if answer.exception() is not None:
-            self._asked.pop(command.id, None)
-        report = answer.result()
-        if report.error is not None:
+        if done and (report := answer.result()).error is not None:
             raise from_code(*report.error)
 
-    def answered(self, report: ControlReport) -> None:
-        """Take the answer to a policy, also when its caller has gone."""
+    def answered(self, report: ControlReport) -> bool:
+        """Take the answer to a policy, also when its caller has gone; False for other answers."""
         command = self._asked.pop(report.id, None)
-        if command is not None and report.error is None:
-            self.in_force, self.prepared = command, report.detail
+        if command is None:
+            return False
+        if _bare(command) not in map(_bare, self._asked.values()):
+            self._deaths.pop(_bare(command), None)
+        if report.error is None:
+            self.in_force, self.prepared, self._kept = command, report.detail, command
+        elif command.id not in self.answers:
+            log.warning("policy_refused", policy=command.name, message=report.error[1])
+        self.answers.settle(report)
+        if self._next is not None and not self._asked:
+            command, self._next = self._next, None
+            self._give(command)
+        return True
 
-    def begin(self, prepared: str) -> SetPolicy | None:
-        """Begin an epoch, which starts with its own policy. Return what it is to be sent."""
-        command = self.preparing or self.in_force
-        self._asked = {command.id: command} if command else {}
-        self.in_force, self.prepared = None, prepared
-        return command
+    def died(self, reason: str) -> None:
+        """End every wait, and keep what the next epoch is sent."""
+        asked, dropped = {_bare(each): each for each in self._asked.values()}, set[str]()
+        for bare, command in asked.items():
+            self._deaths[bare] = self._deaths.get(bare, 0) + 1
+            if self._deaths[bare] < MAX_DEATHS:
+                continue
+            dropped.add(command.name)
+            log.error("policy_dropped", policy=command.name, deaths=MAX_DEATHS, reason=reason)
+            if self._kept is not None and _bare(self._kept) == bare:
+                self._kept = None
+        left = [each for each in asked.values() if self._deaths[_bare(each)] < MAX_DEATHS]
+        kept = _bare(self._kept) if self._kept else None
+        self._next = self._next or next(
+            (each for each in reversed(left) if _bare(each) != kept), None
+        )
+        self._deaths = {bare: count for bare, count in self._deaths.items() if count < MAX_DEATHS}
+        self._asked = {}
+        self.answers.fail(lambda: _cut_off(reason, dropped))
+
+    def begin(self, prepared: str) -> None:
+        """Begin an epoch, which starts with its own policy: send the one that was in force, then
+        the one that was under way.
+        """
+        self.in_force, self.prepared, self._asked = None, prepared, {}
+        first, later = self._kept, self._next
+        if first is None:
+            first, later = later, None
+        self._next = later
+        if first is not None:
+            self._give(first)
+
+    def _sent(self, command: Command) -> bool:
+        """Send a policy, or let it wait for the one that was in force, whose preparation it would
+        end. A newer one takes its place.
+        """
+        assert isinstance(command, SetPolicy)
+        again = self._kept is not None and self.in_force is None and self._kept.id in self._asked
+        if not again:
+            self._asked[command.id] = command
+            if not self._send(command):
+                del self._asked[command.id]
+                return False
+            return True
+        if self._next is not None:
+            error = Conflict(
+                f"policy {self._next.name} had not been prepared when another was set; see GET "
+                "/strategy"
+            )
+            self.answers.settle(ControlReport(self._next.id, (error.code, error.message)))
+        self._next = command
+        return True
+
+    def _give(self, command: SetPolicy) -> None:
+        self._asked[command.id] = command
+        self._send(command)
+
+
+def _bare(command: SetPolicy) -> SetPolicy:
+    """Return a command without its id."""
+    return msgspec.structs.replace(command, id="")
+
+
+def _cut_off(reason: str, dropped: set[str]) -> EngineFailed:
+    then = "GET /strategy says which policy is in force once the engine is back"
+    if dropped:
+        names = ", ".join(sorted(dropped))
+        then = (
+            f"policy {names} was being prepared at {MAX_DEATHS} deaths of the engine and is "
+            f"dropped; {then}"
+        )
+    return EngineFailed(f"{reason}; {then}")
 
 
 def _take_error(answer: asyncio.Future[ControlReport]) -> None:
