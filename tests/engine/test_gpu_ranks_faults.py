@@ -29,10 +29,13 @@ from tlt_server.engine.gpu import ranks
 from tlt_server.engine.gpu.agreement import WORDS, Agreement
 from tlt_server.engine.gpu.flight import Flight, newest_tokens
 from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.orders import Begin, ReportMemory, Settle
+from tlt_server.engine.gpu.orders import Begin, ListKernels, LoadKernels, ReportMemory, Settle
+from tlt_server.engine.gpu.passes import Rehearsed
+from tlt_server.engine.gpu.rank import GpuRank
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.gpu.ring import PinnedBuffer
-from tlt_server.engine.orders import Drop
+from tlt_server.engine.orders import Drop, RankAnswer
+from tlt_server.engine.rank_answers import RankAnswers
 from tlt_server.engine.shared_models import SharedSplit
 from tlt_server.errors import EngineFailed
 from tlt_server.models.config import ModelConfig
@@ -92,6 +95,53 @@ def test_a_step_is_awaited_while_another_thread_works() -> None:
     waiting.wait(Outcome())  # type: ignore[arg-type]
     thread.join()
     assert turns > 5 * WAIT_S / 0.005, "one turn per interval of the interpreter's lock"
+
+
+class Inbox:
+    """The answers of rank 1 that have come."""
+
+    def __init__(self) -> None:
+        self.answers: list[RankAnswer] = []
+
+    def poll(self, timeout_ms: int) -> bool:
+        return bool(self.answers)
+
+    def recv(self) -> bytes:
+        return msgspec.msgpack.encode(self.answers.pop(0))
+
+
+def test_kernels_of_other_ranks_are_not_waited_for_and_their_lack_of_room_is_told() -> None:
+    ranks, inbox = Stepping(""), Inbox()
+    ranks._answers = RankAnswers(inbox, 1, lambda: None)  # type: ignore[arg-type]
+    ranks._lock, ranks._epoch, ranks._sent = threading.RLock(), "a", 0
+    ranks._orders, ranks._models, ranks._saved = [], deque(), deque()
+    ranks._freed, ranks._preparing = [], deque()
+    assert ranks.prepared()
+    ranks.list_kernels(Rehearsed(None, ()), first=True)
+    ranks.load_kernels(3, last=False)
+    assert not ranks.prepared()
+    inbox.answers.append(RankAnswer(1, 1))
+    assert not ranks.prepared()
+    inbox.answers.append(RankAnswer(1, 2))
+    assert ranks.prepared()
+    for _ in range(2):
+        ranks.load_kernels(3, last=False)
+    inbox.answers += [RankAnswer(1, number, exhausted="no room") for number in (3, 4)]
+    with pytest.raises(torch.OutOfMemoryError, match="rank 1 is out of memory"):
+        ranks.prepared()
+    ranks.drop_kernels()
+    assert ranks.prepared(), "a later preparation was told of an earlier one's lack of room"
+
+
+@pytest.mark.parametrize("order", [ListKernels(Rehearsed(None, ()), False), LoadKernels(1, True)])
+def test_a_rank_without_room_for_kernels_answers_so(order: ListKernels | LoadKernels) -> None:
+    def full(*asked: object, **how: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    rank = GpuRank.__new__(GpuRank)
+    rank._kernels = SimpleNamespace(add=full, load=full)  # type: ignore[assignment]
+    with pytest.raises(torch.OutOfMemoryError):
+        rank._launch(order)
 
 
 def newest_of(group: Stepping, event: Any) -> dict[Any, list[int]]:

@@ -20,7 +20,14 @@ from tlt_server.engine.exchange import gloo
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.engine.gpu.orders import GpuOrder, LaunchOrder, ListKernels, LoadKernels
+from tlt_server.engine.gpu.orders import (
+    DropKernels,
+    GpuOrder,
+    KernelOrder,
+    LaunchOrder,
+    ListKernels,
+    LoadKernels,
+)
 from tlt_server.engine.gpu.passes import Rehearsed
 from tlt_server.engine.orders import Envelope, ExtendRows, Keep, decoded, encoded
 from tlt_server.engine.ranks import Ranks, _ended
@@ -49,14 +56,15 @@ def test_arrays_arrive_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        LoadKernels(),
+        LoadKernels(3, False),
+        DropKernels(),
         ListKernels(Rehearsed(None, (ExtendKey(4, 16, 48, 16, filtered=True),)), True),
         ListKernels(
             Rehearsed(DraftKey("eagle", 4, 3, 2), (ExtendKey(4, 16), ExtendKey(4, 32))), True
         ),
     ],
 )
-def test_orders_about_kernels_arrive_as_they_were_sent(sent: ListKernels | LoadKernels) -> None:
+def test_orders_about_kernels_arrive_as_they_were_sent(sent: KernelOrder) -> None:
     found = decoded(encoded(Envelope("a", 1, False, sent)), "a", 1, GpuOrder).order
     assert found == sent and isinstance(found, LaunchOrder)
 

@@ -4,6 +4,7 @@ fails.
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import subprocess
 import sys
@@ -30,22 +31,23 @@ DONE = "for i in range(len(lines) - 1): print(json.dumps([i, '']), flush=True)\n
 def started(tmp_path: Path, script: str, variants: list[Variant] | None = None) -> ParallelCompiler:
     (tmp_path / "compiler.py").write_text(READ + script)
     command = (sys.executable, str(tmp_path / "compiler.py"))
-    return ParallelCompiler(TARGET, variants, workers=3, command=command)
+    return ParallelCompiler(TARGET, variants, workers=3, niceness=10, command=command)
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_variants_reach_the_compiler_at_once_or_when_they_are_known(
     known: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = f"open({str(tmp_path / 'told')!r}, 'w').write('\\n'.join([sys.argv[1], *lines]))\n"
+    told = "'\\n'.join([sys.argv[1], sys.argv[3], *lines])"
+    script = f"open({str(tmp_path / 'told')!r}, 'w').write({told})\n"
     compiler = started(tmp_path, script + DONE, VARIANTS if known else None)
     if not known:
         compiler.compile(VARIANTS)
     progress: list[tuple[int, int]] = []
     assert compiler.wait(lambda done, of: progress.append((done, of))) == 3
     assert progress == [(1, 3), (2, 3), (3, 3)]
-    workers, target, *lines = (tmp_path / "told").read_text().splitlines()
-    assert workers == "3" and target == '["cuda", 90, 32]'
+    workers, niceness, target, *lines = (tmp_path / "told").read_text().splitlines()
+    assert (workers, niceness) == ("3", "10") and target == '["cuda", 90, 32]'
     assert lines[0] == '["tlt_kernels.gpu.growth", "_grow", "{\\"depth\\": 0}"]'
     assert len(lines) == 3 and capfd.readouterr().err == ""
 
@@ -101,6 +103,17 @@ def test_a_compiler_and_its_workers_end_with_an_engine_that_is_killed(tmp_path: 
         finally:
             process.kill()
     until(lambda: not any(map(command, pids.read_text().split())))
+
+
+def test_niceness_is_raised_and_never_lowered() -> None:
+    said = (
+        "import os; from tlt_kernels.gpu.compiler import be_nice\n"
+        "be_nice(10); print(os.nice(0)); os.nice(12); print(os.nice(0))\n"
+        "be_nice(10); print(os.nice(0))"
+    )
+    ran = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    first, before, after = map(int, ran.stdout.split())
+    assert first == max(10, os.nice(0)) and before == after == min(19, first + 12)
 
 
 def test_a_kernel_is_found_by_its_name() -> None:

@@ -5,7 +5,7 @@ that does not last ends captures, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.kernel_start import load_all
-from tlt_server.engine.gpu.preparing import capture, record
+from tlt_server.engine.gpu.preparing import KernelList, capture, record
 
 DRAFT, STEP = DraftKey("eagle", 4, 3, 1), ExtendKey(4, 16)
 LONG_PROMPT = ExtendKey(4, 4, 4096, 1)
@@ -135,6 +135,43 @@ def test_memory_that_does_not_last_ends_captures_and_nothing_else(
     if type(error) is RuntimeError:
         with pytest.raises(RuntimeError, match="illegal"):
             record(runner, DRAFT)  # type: ignore[arg-type]
+
+
+class Listed:
+    """Passes, of which each draft needs a kernel, and those that a graph holds."""
+
+    def __init__(self) -> None:
+        self.made: set[object] = {STEP}
+        self.dropped: set[object] = set()
+
+    def drop(self, keys: set[object]) -> None:
+        self.dropped |= keys
+
+
+def test_a_list_is_loaded_in_parts_and_gives_back_what_it_made(
+    listed: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, brought = Listed(), list[object]()
+    kernels = KernelList(passes)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        preparing, "_rehearse", lambda *made: setattr(passes, "made", {STEP, DRAFT})
+    )
+    monkeypatch.setattr(preparing, "load", brought.append)
+    monkeypatch.setattr(preparing, "listed", lambda: nullcontext(dict.fromkeys("abcde")))
+    assert kernels.add(DRAFT) == [*"abcde"]  # type: ignore[arg-type]
+    kernels.load(2, last=False)
+    assert brought == [*"ab"]
+    kernels.load(1, last=True)
+    assert brought == [*"abcde"], "what is left at the last part"
+    kernels.drop()
+    assert passes.dropped == {DRAFT}
+
+
+def test_a_kernel_that_is_not_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = KernelList(Listed())  # type: ignore[arg-type]
+    kernels._found = {Variant("os", "system", "true"): None}
+    with pytest.raises(ValueError, match="os has no kernels of ours"):
+        kernels.load(1, last=False)
 
 
 def test_kernels_that_cannot_be_loaded_ahead_are_one_line(

@@ -36,7 +36,7 @@ class Gpu:
         self.listed: list[Rehearsed] = []
         self.remembered: list[Variant] = []
         self.ended: Compiled | None = None
-        self.stopped = False
+        self.stopped, self.others_ready, self.others_fail = False, True, False
         self.now_s = 0.0
 
     def list_kernels(self, passes: Rehearsed, *, first: bool) -> list[Variant]:
@@ -47,8 +47,16 @@ class Gpu:
             return []
         return [Variant("kernels", name, str(passes.draft.batch)) for name in ("grow", "graft")]
 
-    def load_kernels(self) -> None:
-        self.asked.append("others load")
+    def load_kernels(self, count: int, *, last: bool) -> None:
+        self.asked.append(f"others load {count}{' and the rest' if last else ''}")
+
+    def drop_kernels(self) -> None:
+        self.asked.append("drop")
+
+    def prepared(self) -> bool:
+        if self.others_fail:
+            raise torch.OutOfMemoryError("rank 1 is out of memory")
+        return self.others_ready
 
     def compiler(self, variants: Sequence[Variant]) -> Gpu:
         self.asked.append(f"compile {len(variants)}")
@@ -126,7 +134,11 @@ def test_kernels_are_compiled_next_to_steps_then_loaded_in_parts(gpu: Gpu) -> No
     gpu.ended = Compiled(4, "")
     while not preparation.advance():
         pass
-    assert gpu.asked[lists + 1 :] == ["others load", *["load"] * 4, "remember"]
+    others = ["others load 2", "others load 2 and the rest"]
+    assert gpu.asked[lists + 1 :] == [
+        *("load", "load", others[0]),
+        *("load", "load", others[1], "remember"),
+    ]
     assert preparation.taken == "4 kernels were compiled or loaded for it"
     assert strategies(reaching(CHAIN)) is None
     wider = strategies(reaching(TREE))
@@ -150,6 +162,31 @@ def test_nothing_waits_for_the_device_while_it_is_not_quiet(gpu: Gpu) -> None:
     gpu.quiet, gpu.ended = False, Compiled(4, "")
     asked = [*gpu.asked]
     assert not preparation.advance() and gpu.asked == asked
+
+
+def test_no_part_begins_before_the_other_ranks_have_done_theirs(gpu: Gpu) -> None:
+    preparation = preparing(gpu, CHAIN)
+    gpu.ended = Compiled(4, "")
+    until(lambda: preparation.advance() or "others load 2" in gpu.asked)
+    gpu.others_ready, asked = False, [*gpu.asked]
+    assert not preparation.advance() and gpu.asked == asked
+    gpu.others_ready = True
+    until(preparation.advance)
+
+
+def test_another_rank_without_room_refuses_the_policy(gpu: Gpu) -> None:
+    preparation = preparing(gpu, CHAIN)
+    assert not preparation.advance()
+    gpu.others_fail = True
+    with pytest.raises(Unavailable, match="no room for the kernels of this policy"):
+        preparation.advance()
+    preparation.stop()
+    assert gpu.asked[-1] == "drop"
+
+
+def test_a_preparation_that_has_not_begun_drops_nothing(gpu: Gpu) -> None:
+    preparing(gpu, CHAIN).stop()
+    assert not gpu.asked
 
 
 def test_kernels_that_do_not_compile_refuse_the_policy(gpu: Gpu) -> None:

@@ -1,5 +1,5 @@
 """Compiles kernel variants in parallel, into Triton's cache: a process of its own, which needs no
-GPU and starts none: `python -m tlt_kernels.gpu.compiler WORKERS PARENT`.
+GPU and starts none: `python -m tlt_kernels.gpu.compiler WORKERS PARENT NICENESS`.
 
 Its input is a target in the first line, then a variant a line, as JSON. When all of it is there,
 the process forks into workers, and writes a line for each variant that is done: `[index, error]`. A
@@ -85,8 +85,14 @@ def _compile(index: int, lines: list[str]) -> None:
     os.write(1, (json.dumps([index, error[:400]]) + "\n").encode())
 
 
+def be_nice(least: int) -> None:
+    """Raise this process' niceness to `least`; that of the process that started it stays."""
+    os.nice(max(0, least - os.nice(0)))
+
+
 def main() -> None:
     end_with(int(sys.argv[2]))
+    be_nice(int(sys.argv[3]))
     for module in pkgutil.iter_modules(import_module(PACKAGE).__path__, f"{PACKAGE}."):
         import_module(module.name)
     triton_key()  # hashes Triton's files, which no worker should do again

@@ -46,10 +46,11 @@ class ParallelCompiler:
         variants: Sequence[Variant] | None = None,
         *,
         workers: int | None = None,
+        niceness: int = 0,
         command: Sequence[str] = COMMAND,
     ) -> None:
         """Start a process that compiles for `target` (backend, capability, threads of a warp).
-        Without variants it gets ready and waits for them.
+        Without variants it gets ready and waits for them. `niceness`: the least it has.
         """
         self._target, self._count = target, len(variants or ())
         file = None
@@ -60,7 +61,7 @@ class ParallelCompiler:
         # Its libraries must start no threads, because it forks.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [*command, str(workers or worker_count()), str(os.getpid())],
+            [*command, str(workers or worker_count()), str(os.getpid()), str(niceness)],
             stdin=subprocess.PIPE if file is None else file,
             stdout=subprocess.PIPE,
             env=environment,

@@ -49,8 +49,16 @@ class Followers(Protocol):
 
     def list_kernels(self, passes: Rehearsed, *, first: bool) -> None: ...
 
-    def load_kernels(self) -> None:
-        """Let them load what they have listed."""
+    def load_kernels(self, count: int, *, last: bool) -> None:
+        """Let them load as many of what they have listed; at `last` all that is left."""
+
+    def drop_kernels(self) -> None:
+        """Let them give back what listing has made."""
+
+    def prepared(self) -> bool:
+        """Return True once they have listed and loaded all that was asked, without a wait.
+        `torch.OutOfMemoryError` where one had no room.
+        """
 
     def forget(self, slots: list[int]) -> None: ...
 
@@ -98,7 +106,12 @@ class NoFollowers:
 
     def list_kernels(self, passes: Rehearsed, *, first: bool) -> None: ...
 
-    def load_kernels(self) -> None: ...
+    def load_kernels(self, count: int, *, last: bool) -> None: ...
+
+    def drop_kernels(self) -> None: ...
+
+    def prepared(self) -> bool:
+        return True
 
     def forget(self, slots: list[int]) -> None: ...
 

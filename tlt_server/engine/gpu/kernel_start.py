@@ -35,6 +35,7 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 
 WARP = 32
+NICENESS = 10  # next to an engine that serves
 FEW = 4  # kernels that one process compiles before another is ready to
 _starts = count()  # starts of this process
 
@@ -47,6 +48,7 @@ class KernelStart:
         self.compiled = 0
         self._compiler: ParallelCompiler | None = None
         self._loading: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1)  # one at a time, since each reads what is there
         self._target = ("cuda", int(self._toolchain["capability"].replace(".", "")), WARP)
         first = not next(_starts)
         if self._known is None:
@@ -77,12 +79,18 @@ class KernelStart:
         load_all(variants)
 
     def compiler(self, variants: Sequence[Variant]) -> ParallelCompiler:
-        """Start to compile these next to an engine that serves, with half of the processes."""
-        return ParallelCompiler(self._target, variants, workers=max(1, worker_count() // 2))
+        """Start to compile these next to an engine that serves, with half of the processes, which
+        let it run first.
+        """
+        workers = max(1, worker_count() // 2)
+        return ParallelCompiler(self._target, variants, workers=workers, niceness=NICENESS)
 
     def remember(self, found: Mapping[Variant, str]) -> None:
-        """Let the next start of this engine load these, too. `found`: as `variants.loaded` does."""
-        extend_record(self._cache, record_name(self._toolchain, self._engine), found)
+        """Let the next start of this engine load these, too, without a wait for the disk. `found`:
+        as `variants.loaded` does.
+        """
+        name = record_name(self._toolchain, self._engine)
+        self._writer.submit(extend_record, self._cache, name, found)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

@@ -78,7 +78,16 @@ class ListKernels(Struct, frozen=True, tag="list"):
 
 
 class LoadKernels(Struct, frozen=True, tag="kernels"):
-    """Load what was listed; rank 0 has had it compiled."""
+    """Load the next of what was listed, which rank 0 has had compiled; at `last` all that is
+    left.
+    """
+
+    count: int
+    last: bool
+
+
+class DropKernels(Struct, frozen=True, tag="drop_kernels"):
+    """Give back what listing has made: the preparation was given up."""
 
 
 class ForgetTexts(Struct, frozen=True, tag="forget"):
@@ -118,7 +127,8 @@ class SetDrafterTable(Struct, frozen=True, tag="drafter"):
     survival_K: Array
 
 
-LaunchOrder = UploadWords | TakeOver | RunStep | FinishStep | RecordStep | ListKernels | LoadKernels
+KernelOrder = ListKernels | LoadKernels | DropKernels
+LaunchOrder = UploadWords | TakeOver | RunStep | FinishStep | RecordStep | KernelOrder
 TableOrder = WriteTable | RenewTable | SetDrafterTable
 MakeOrder = ReportMemory | Allocate | Equip | Begin | Install | SwapModels
 GpuOrder = LaunchOrder | ForgetTexts | TableOrder | MakeOrder | Settle | MemoryOrder

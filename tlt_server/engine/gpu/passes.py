@@ -6,7 +6,7 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from tlt_kernels.gpu.upload import apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, Follower, GpuDrafter
-from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
+from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf, graphs_of
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.ring import PinnedBuffer
 from tlt_server.engine.gpu.state import DeviceState
@@ -82,6 +82,20 @@ class Passes:
         if key not in self._drafts:
             self._drafts[key] = self.drafters[key.drafter].draft_pass(key)
         return self._drafts[key]
+
+    @property
+    def made(self) -> set[DraftKey | ExtendKey]:
+        """Return the keys of the passes whose buffers are kept."""
+        return {*self.extends, *self._drafts}
+
+    def drop(self, keys: Iterable[DraftKey | ExtendKey]) -> None:
+        """Give the buffers of these passes back, except those that a graph holds."""
+        for key in keys:
+            if not any(graph in self.graphs for graph in graphs_of(key)):
+                if isinstance(key, ExtendKey):
+                    self.extends.pop(key, None)
+                else:
+                    self._drafts.pop(key, None)
 
     def keeps(self, key: DraftKey | ExtendKey) -> bool:
         return isinstance(key, DraftKey) or self.shapes.keeps(key)

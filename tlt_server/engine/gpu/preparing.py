@@ -89,13 +89,31 @@ def rehearsals(keys: Keys) -> Iterator[Rehearsed]:
             yield Rehearsed(key, tuple(each for each in extends if each.batch == key.batch))
 
 
-def unloaded(passes: Passes, rehearsed: Rehearsed) -> list[Variant]:
-    """Return the kernels of these passes that are not loaded. No kernel of ours is launched, so
-    requests may run.
-    """
-    with listed() as found:
-        _rehearse(passes, rehearsed)
-    return [*found]
+class KernelList:
+    """The kernels of a policy that one rank has not loaded, in the order of their passes."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes, self._before = passes, passes.made
+        self._found: dict[Variant, None] = {}
+        self._loaded = 0
+
+    def add(self, rehearsed: Rehearsed) -> list[Variant]:
+        """List what these passes lack. No kernel of ours is launched, so requests may run."""
+        with listed() as found:
+            _rehearse(self._passes, rehearsed)
+        self._found |= found
+        return [*found]
+
+    def load(self, count: int, *, last: bool) -> None:
+        """Load the next ones, at `last` all that is left."""
+        end = None if last else self._loaded + count
+        for variant in [*self._found][self._loaded : end]:
+            load(variant)
+            self._loaded += 1
+
+    def drop(self) -> None:
+        """Give back the buffers that listing has made."""
+        self._passes.drop(self._passes.made - self._before)
 
 
 def capture(runner: StepRunner, keys: Keys, on_key: Callable[[int, int], None]) -> None:

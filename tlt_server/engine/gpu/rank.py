@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from tlt_kernels.gpu.upload import Upload
-from tlt_kernels.gpu.variants import Variant
 from tlt_server.engine.devices import DEVICES
 from tlt_server.engine.devices.choice import gpu_split
 from tlt_server.engine.gpu.agreement import Agreement
@@ -25,16 +24,18 @@ from tlt_server.engine.gpu.drafts import DraftKey, DraftPass
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.joining import RankGroup, join
-from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest, load_all
+from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import GpuKV
 from tlt_server.engine.gpu.maker import GpuMaker, Lent
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs
 from tlt_server.engine.gpu.orders import (
     Begin,
+    DropKernels,
     Equip,
     FinishStep,
     ForgetTexts,
     GpuOrder,
+    KernelOrder,
     LaunchOrder,
     ListKernels,
     LoadKernels,
@@ -50,7 +51,7 @@ from tlt_server.engine.gpu.orders import (
     WriteTable,
 )
 from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.preparing import record, unloaded
+from tlt_server.engine.gpu.preparing import KernelList, record
 from tlt_server.engine.gpu.reports import REHEARSED, REHEARSED_KEYS
 from tlt_server.engine.gpu.ring import PinnedRing
 from tlt_server.engine.gpu.window_sizes import window_sizes
@@ -63,6 +64,7 @@ from tlt_server.models.gpu.swapping import swap_networks
 from tlt_server.models.loader import eos_token_ids
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.weights.parts import Drafter
+from tlt_server.weights.storage import ran_out
 
 UPLOADS = 8  # buffers of words that may be on their way
 
@@ -97,7 +99,7 @@ class GpuRank:
         self._uploads: PinnedRing | None = None
         self._masks: PinnedRing | None = None
         self._begun: tuple[Extend, DraftPass | None] | None = None  # a step that awaits masks
-        self._listed: dict[Variant, None] = {}  # kernels that are not loaded yet
+        self._kernels: KernelList  # for the policy under preparation
 
     @property
     def passes(self) -> Passes:
@@ -153,13 +155,24 @@ class GpuRank:
                 key = draft or extend
                 assert key is not None
                 record(self.passes, key)
+            case ListKernels() | LoadKernels() | DropKernels():
+                try:
+                    self._prepare(order)
+                except RuntimeError as error:
+                    if not ran_out(error):
+                        raise
+                    raise torch.OutOfMemoryError(str(error)) from None
+
+    def _prepare(self, order: KernelOrder) -> None:
+        match order:
             case ListKernels(passes, first):
                 if first:
-                    self._listed.clear()
-                self._listed |= dict.fromkeys(unloaded(self.passes, passes))
-            case LoadKernels():
-                load_all([*self._listed])
-                self._listed.clear()
+                    self._kernels = KernelList(self.passes)
+                self._kernels.add(passes)
+            case LoadKernels(count, last):
+                self._kernels.load(count, last=last)
+            case DropKernels():
+                self._kernels.drop()
 
     def _send(self, word_U: Array) -> None:
         assert self._uploads is not None

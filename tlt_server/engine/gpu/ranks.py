@@ -5,7 +5,9 @@ the runner tells them.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,7 @@ class GpuRanks(Ranks):
         """`EngineFailed` or `StartupError` where one cannot start."""
         self._device, self._sizes, self._by = device, sizes, settings.exchange
         self._equipping = 0
+        self._preparing: deque[int] = deque()  # orders of a policy's kernels without an answer
         self._step = 0  # the order of the newest one
         self.words = WORDS * settings.tensor_parallel
         super().__init__(settings, config)
@@ -126,10 +129,22 @@ class GpuRanks(Ranks):
             self.order(told.RecordStep(None, key))
 
     def list_kernels(self, passes: Rehearsed, *, first: bool) -> None:
-        self.order(told.ListKernels(passes, first))
+        self._preparing.append(self._send(told.ListKernels(passes, first), asks=True))
 
-    def load_kernels(self) -> None:
-        self.order(told.LoadKernels())
+    def load_kernels(self, count: int, *, last: bool) -> None:
+        self._preparing.append(self._send(told.LoadKernels(count, last), asks=True))
+
+    def drop_kernels(self) -> None:
+        while self._preparing:  # they are a part late at most
+            with suppress(torch.OutOfMemoryError):
+                self.answered(self._preparing.popleft())
+        self.order(told.DropKernels())
+
+    def prepared(self) -> bool:
+        with self._lock:
+            while self._preparing and self._answers.complete(self._preparing[0]):
+                self.answered(self._preparing.popleft())
+        return not self._preparing
 
     def forget(self, slots: list[int]) -> None:
         self.order(told.ForgetTexts(slots))

@@ -30,7 +30,7 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
 from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
 from tlt_server.engine.gpu.passes import Passes, Rehearsed
-from tlt_server.engine.gpu.preparing import record, unloaded
+from tlt_server.engine.gpu.preparing import KernelList, record
 from tlt_server.engine.gpu.reports import REHEARSED_KEYS, AskedReports, Reporter
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.structured import StructureMasks
@@ -85,6 +85,7 @@ class GpuRunner:
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self.texts = texts
         self._capture = capture
+        self._kernels = KernelList(passes)  # for the policy under preparation
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
         self._writing: Writing | None = None  # what the device has not been told yet
@@ -164,8 +165,15 @@ class GpuRunner:
         ranks list their own; `first` clears what they have listed.
         """
         self.followers.list_kernels(passes, first=first)
+        if first:
+            self._kernels = KernelList(self.passes)
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            return unloaded(self.passes, passes)
+            return self._kernels.add(passes)
+
+    def drop_kernels(self) -> None:
+        """Give back on all ranks what listing has made."""
+        self.followers.drop_kernels()
+        self._kernels.drop()
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Prepares the kernels of a policy's strategies while another policy is in force.
 
 Between two steps a rehearsal lists what the passes launch and is not loaded. Other processes
-compile it while steps go on, then it is loaded, again between steps. All ranks list and load in the
-order of their steps, so none is ahead of another.
+compile it while steps go on, then it is loaded, again between steps. All ranks list and load in
+parts of the same size, and the next part waits until the others have done theirs.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Lister(Protocol):
     followers: Followers
 
     def list_kernels(self, passes: Rehearsed, *, first: bool) -> list[Variant]: ...
+
+    def drop_kernels(self) -> None: ...
 
 
 class KernelCompiler(Protocol):
@@ -90,10 +92,11 @@ class KernelPreparation:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._strategies, self._lacking, self._clock = strategies, lacking, clock
-        self._rehearsed = 0
+        self._begun, self._rehearsed = False, 0
         self._found: dict[Variant, None] = {}
         self._compiling: _Compiling | None = None
         self._unloaded: list[Variant] | None = None  # None: not compiled yet
+        self._all_told = False  # the others know of the last part
         self._hashes: dict[Variant, str] = {}
 
     @property
@@ -127,9 +130,11 @@ class KernelPreparation:
             ) from None
 
     def _advance(self, runner: Lister) -> bool:
+        if not runner.followers.prepared():
+            return False
         until_s = self._clock() + PART_S
         while self._rehearsed < len(self._lacking):
-            passes = self._lacking[self._rehearsed]
+            passes, self._begun = self._lacking[self._rehearsed], True
             found = runner.list_kernels(passes, first=not self._rehearsed)
             self._found |= dict.fromkeys(found)
             self._rehearsed += 1
@@ -138,19 +143,26 @@ class KernelPreparation:
         if self._found and not self._is_compiled():
             return False
         if self._unloaded is None:
-            runner.followers.load_kernels()
             self._unloaded = [*self._found][::-1]
-        with loaded() as hashes:
-            while self._unloaded:
-                load(self._unloaded.pop())
-                if self._clock() >= until_s:
-                    break
-        self._hashes |= hashes
-        if self._unloaded:
+        if not self._all_told:
+            self._load(self._unloaded, until_s)
+        if not (self._all_told and runner.followers.prepared()):
             return False
         self._strategies.prepared(self._lacking)
         self._strategies.kernels.remember(self._hashes)
         return True
+
+    def _load(self, unloaded: list[Variant], until_s: float) -> None:
+        count = 0
+        with loaded() as hashes:
+            while unloaded:
+                load(unloaded.pop())
+                count += 1
+                if self._clock() >= until_s:
+                    break
+        self._hashes |= hashes
+        self._all_told = not unloaded
+        self._strategies.runner.followers.load_kernels(count, last=self._all_told)
 
     def _is_compiled(self) -> bool:
         if self._compiling is None:
@@ -165,9 +177,11 @@ class KernelPreparation:
         return ended is not None
 
     def stop(self) -> None:
-        """Give up."""
+        """Give up, and give back what the rehearsals have made."""
         if self._compiling is not None:
             self._compiling.compiler.stop()
+        if self._begun:
+            self._strategies.runner.drop_kernels()
 
 
 class _Compiling:
