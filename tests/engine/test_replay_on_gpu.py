@@ -28,8 +28,8 @@ from tlt_server.samples.sample import Sample, decode_sample, sample_set
 from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import replay
-from tlt_server.trainer.captured import CapturedFeatures
 from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
+from tlt_server.trainer.features import CapturedFeatures
 from tlt_server.trainer.handed import gpu_frame
 from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.replay import ReplayedDrafter, ReplayedTrees

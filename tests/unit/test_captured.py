@@ -19,7 +19,7 @@ from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, sample_set
 from tlt_server.samples.samples import Responses
 from tlt_server.samples.segments import recorded
-from tlt_server.trainer.captured import CapturedFeatures
+from tlt_server.trainer.features import CapturedFeatures
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recorded import RecordedDocuments
 from tlt_server.trainer.state_store import StateStore, recompute_of

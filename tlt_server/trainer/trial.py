@@ -28,8 +28,8 @@ from tlt_server.samples.samples import Responses, SampleSet
 from tlt_server.samples.segments import Recorded
 from tlt_server.trainer import figures
 from tlt_server.trainer.adoption_test import AdoptionTest
-from tlt_server.trainer.captured import CapturedFeatures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
+from tlt_server.trainer.features import CapturedFeatures
 from tlt_server.trainer.handed import PAGE_SIZE, Handed, digest_of
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.plans import PinnedPlan
