@@ -1,4 +1,4 @@
-"""Objectives: what a drafter is trained to match, one file and one table line each.
+"""Objectives: what a drafter is trained to match, one class and one table line each.
 
 An objective says how far a branch is unrolled, how its steps are weighted, and what a slot costs.
 Each may add one acceptance term over the whole draft vocabulary.
@@ -14,15 +14,17 @@ from torch import Tensor
 
 from tlt_server.registry import Registry
 from tlt_server.trainer import losses
+from tlt_server.trainer.losses import soft_cross_entropy, top_cross_entropy
 
 OBJECTIVES = Registry(
     "objective",
     {
-        "eagle": "tlt_server.trainer.objectives.eagle:EagleObjective",
-        "hass": "tlt_server.trainer.objectives.hass:HassObjective",
-        "eagle3": "tlt_server.trainer.objectives.eagle3:Eagle3Objective",
+        "eagle": "tlt_server.trainer.objectives:EagleObjective",
+        "hass": "tlt_server.trainer.objectives:HassObjective",
+        "eagle3": "tlt_server.trainer.objectives:Eagle3Objective",
     },
 )
+HASS_LIKELIEST = 10  # tokens of the target whose cross-entropy HASS adds
 Acceptance = Literal["none", "total-variation", "shared-noise"]
 ACCEPTANCES: dict[str, tuple[str, str]] = {
     "none": ("", "no further term"),
@@ -39,6 +41,40 @@ class Objective(Protocol):
     def token_loss(self, logits_NC: Tensor, teacher_NC: Tensor) -> Tensor:
         """Loss of each slot's logits, [N]; `teacher_NC` are probabilities."""
         ...
+
+
+class EagleObjective:
+    """EAGLE (arXiv 2401.15077): one step; smooth-L1 1.0 on the next feature, soft cross-entropy
+    0.1. On an EAGLE-3 network the feature is the next slot's fused g, which takes no gradient.
+    """
+
+    steps, decay, feature_weight = 1, 1.0, 1.0
+
+    def token_loss(self, logits_NC: Tensor, teacher_NC: Tensor) -> Tensor:
+        return 0.1 * soft_cross_entropy(logits_NC, teacher_NC)
+
+
+class HassObjective:
+    """HASS (arXiv 2408.15766): EAGLE's losses aligned over three unrolled steps, whose slots read
+    the drafter's own features as in drafting, and cross-entropy over the target's ten likeliest
+    tokens.
+    """
+
+    steps, decay, feature_weight = 3, 1.0, 1.0
+
+    def token_loss(self, logits_NC: Tensor, teacher_NC: Tensor) -> Tensor:
+        return 0.1 * soft_cross_entropy(logits_NC, teacher_NC) + top_cross_entropy(
+            logits_NC, teacher_NC, HASS_LIKELIEST
+        )
+
+
+class Eagle3Objective:
+    """EAGLE-3 (arXiv 2503.01840): training-time test over seven steps, soft cross-entropy alone."""
+
+    steps, decay, feature_weight = 7, 0.8, 0.0
+
+    def token_loss(self, logits_NC: Tensor, teacher_NC: Tensor) -> Tensor:
+        return soft_cross_entropy(logits_NC, teacher_NC)
 
 
 class WithAcceptance:
