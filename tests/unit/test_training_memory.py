@@ -16,10 +16,11 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import training_share
 from tlt_server.errors import StartupError
 from tlt_server.machine import HostMemory
+from tlt_server.models.draft_checkpoint import ARCHITECTURES
 from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
 from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS, TrainingShape
 from tlt_server.trainer.attend import trunk_of
-from tlt_server.trainer.network import NETWORKS
+from tlt_server.trainer.network import trainable_class
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Pack
 from tlt_server.trainer.unroll import forward
@@ -43,13 +44,13 @@ def at_7b(architecture: str) -> TrainingShape:
 
 
 @pytest.mark.parametrize("architecture", [EAGLE3, EAGLE1])
-def test_trained_values_and_steps_are_those_of_the_trainer(architecture: str) -> None:
+def test_memory_plan_counts_values_and_steps_of_the_trainer(architecture: str) -> None:
     shape = at_7b(architecture)
     config = replace(CONFIG, architecture=architecture, layers=1)
-    network = NETWORKS[architecture](config, 32_000, device="meta")
+    network = trainable_class(architecture)(config, 32_000, device="meta")
     values = sum(weight.numel() for weight in network.weights.values())
     assert shape.trained == pytest.approx(values, rel=1e-4)  # but for the norms
-    assert shape.steps == make_objective("eagle" if architecture == EAGLE1 else "eagle3").steps
+    assert shape.steps == make_objective(ARCHITECTURES[architecture].objective).steps
 
 
 def test_a_7b_models_drafter_is_trained_in_16_gib() -> None:
@@ -69,7 +70,7 @@ def test_a_budget_holds_the_largest_pack_that_fits() -> None:
 def kept_bytes(architecture: str, slots: int, compute: torch.dtype) -> int:
     """Return the bytes that two unrolled steps keep for their gradients."""
     config = replace(SMALL, architecture=architecture, layers=1)
-    network = NETWORKS[architecture](config, DRAFTED, compute=compute)
+    network = trainable_class(architecture)(config, DRAFTED, compute=compute)
     for weight in network.weights.values():
         weight.normal_(0, 0.1).requires_grad_()
     hidden, features = config.hidden_size, 1 if architecture == EAGLE1 else 3
@@ -148,7 +149,7 @@ def test_a_share_that_is_not_there_is_refused_with_a_remedy(
 
 def test_the_trainers_packs_are_as_long_as_its_memory_holds() -> None:
     config = replace(SMALL, architecture=EAGLE3)
-    network = NETWORKS[EAGLE3](config, DRAFTED)
+    network = trainable_class(EAGLE3)(config, DRAFTED)
     shape = TrainingShape.of(config, DRAFTED, on_gpu=False)
     nowhere, nothing = Path("nowhere"), cast(Any, None)
     for memory, slots in ((0, CPU_SLOTS), (shape.device_bytes(256), 256)):

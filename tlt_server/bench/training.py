@@ -33,7 +33,7 @@ from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer import checkpoint
 from tlt_server.trainer.gpu_prefill import GpuPrefill
-from tlt_server.trainer.network import NETWORKS
+from tlt_server.trainer.network import trainable_class
 from tlt_server.trainer.objectives import OBJECTIVES, make_objective
 from tlt_server.trainer.pack import (
     Cursor,
@@ -115,7 +115,7 @@ class TrainingBench:
 
     def trainer(self, objective: str, architecture: str = EAGLE3) -> Trainer:
         on_gpu, vocab = self.device.type == "cuda", self.config.vocab_size
-        network = NETWORKS[architecture](
+        network = trainable_class(architecture)(
             replace(self.config, architecture=architecture),
             vocab if architecture == EAGLE1 else self.draft_vocab,
             compute=torch.bfloat16 if on_gpu else torch.float32,

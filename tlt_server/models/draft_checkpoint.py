@@ -31,6 +31,9 @@ class Architecture(NamedTuple):
 
     cpu: str  # "module:Class"
     gpu: str
+    trained: str  # "module:Class" of the same network with trainable weights
+    # Name, in `trainer.objectives`, by which the trainer of a server trains it.
+    objective: str
     features: Callable[[Raw, ModelConfig, str], tuple[int, ...]]
     # False: it drafts with the target's embedding and head, over the whole vocabulary. Copies of
     # these in a checkpoint are not read.
@@ -74,12 +77,16 @@ ARCHITECTURES = {
     EAGLE3: Architecture(
         "tlt_server.models.eagle:Eagle3",
         "tlt_server.models.gpu.eagle:GpuEagle3",
+        "tlt_server.trainer.network:TrainableEagle3",
+        "eagle3",
         _three_layers,
         own_head=True,
     ),
     EAGLE1: Architecture(
         "tlt_server.models.eagle:Eagle1",
         "tlt_server.models.gpu.eagle:GpuEagle1",
+        "tlt_server.trainer.network:TrainableEagle1",
+        "eagle",
         _last_hidden,
         own_head=False,
     ),

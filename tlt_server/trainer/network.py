@@ -1,5 +1,5 @@
 """Drafters as trainable tensors, in the checkpoint layouts that `models.eagle` serves: EAGLE-3, and
-EAGLE-1 with EAGLE-2. `NETWORKS` has one row per network.
+EAGLE-1 with EAGLE-2. `draft_checkpoint.ARCHITECTURES` names the class of each.
 
 Parameters are float32 and carry the published names; matmuls run in `compute`, norms, rotations and
 the residual stream in float32. In inference the logits are those of the serving network on the same
@@ -24,9 +24,15 @@ from torch.nn import functional
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.draft_checkpoint import describe, feature_layers, fill_drafter, target_ids
-from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
+from tlt_server.models.draft_checkpoint import (
+    ARCHITECTURES,
+    describe,
+    feature_layers,
+    fill_drafter,
+    target_ids,
+)
 from tlt_server.models.rope import rotary_table
+from tlt_server.registry import load_object
 from tlt_server.trainer.mixed import gated, linear
 
 
@@ -268,7 +274,10 @@ class TrainableEagle1(TrainableDrafter):
         return {}
 
 
-NETWORKS: dict[str, type[TrainableDrafter]] = {EAGLE3: TrainableEagle3, EAGLE1: TrainableEagle1}
+def trainable_class(architecture: str) -> type[TrainableDrafter]:
+    """Return the class of a network of `ARCHITECTURES`."""
+    found: type[TrainableDrafter] = load_object(ARCHITECTURES[architecture].trained)
+    return found
 
 
 def load_trainable(
@@ -286,7 +295,7 @@ def load_trainable(
             f"{directory}: a drafter with 'norm_before_residual' true is not trained; serve it as "
             "it is, or train another drafter"
         )
-    network = NETWORKS[described.config.architecture](
+    network = trainable_class(described.config.architecture)(
         described.config,
         described.draft_vocab_size,
         own_embedding=described.own_embedding,

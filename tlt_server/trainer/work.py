@@ -19,7 +19,7 @@ import torch
 
 from tlt_server.errors import StartupError
 from tlt_server.machine import resident_bytes
-from tlt_server.models.draft_layouts import EAGLE1
+from tlt_server.models.draft_checkpoint import ARCHITECTURES
 from tlt_server.models.training_memory import TrainingShape
 from tlt_server.samples.segments import Recorded
 from tlt_server.samples.tables import read_tables
@@ -299,9 +299,8 @@ class DrafterWork:
     def _build(self, handed: Handed) -> Trainer:
         device = torch.device(self._settings.device)
         network = handed.trainable(device, torch.bfloat16 if device.type == "cuda" else torch.float)
-        objective = make_objective(
-            "eagle" if network.config.architecture == EAGLE1 else "eagle3", "total-variation"
-        )
+        kind = ARCHITECTURES[network.config.architecture]
+        objective = make_objective(kind.objective, "total-variation")
         rate = default_rate(handed.frame.hidden_size)
         frozen = network.frozen(handed.embedding_VH, handed.head_CH)
         trainer = Trainer(network, frozen, objective, AdamWSettings(lr=rate))
