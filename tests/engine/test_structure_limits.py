@@ -31,7 +31,7 @@ from tlt_server.engine.lexers import (
     Lexers,
 )
 from tlt_server.engine.structures import Structure, Structures
-from tlt_server.grammars import compiler
+from tlt_server.grammars import KEPT, compiler
 from tlt_server.grammars.compiler import FUEL
 from tlt_server.records import Grammar
 
@@ -333,6 +333,32 @@ def test_many_new_lexers_in_a_step_are_not_each_compared_with_all(
         lexers.add(lexer)
         lexers.admits(lexer)
     assert len(looks) < 200 and sum(lexer.admitted for lexer in waiting) == 100
+
+
+def test_many_new_grammars_in_a_step_are_not_each_compared_with_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lexers, compared = Lexers(limit=100 * LEAST_BYTES), [0]
+    fits = Lexers._fits
+
+    def counted(self: Lexers, *asked: Any) -> bool:
+        compared[0] += 1
+        return fits(self, *asked)
+
+    monkeypatch.setattr(Lexers, "_fits", counted)
+    waiting, counts = list[Lexer](), list[int]()
+    for count in (1000, 1000):
+        for _ in range(count):
+            lexer = Lexer(Future, f"k{len(waiting) % 3}")
+            lexer.join(lexer)  # type: ignore[arg-type]
+            lexers.keep(Grammar(kind="regex", text=f"a{{{len(waiting)}}}"), lexer)
+            waiting.append(lexer)
+        counts.append(compared[0])
+    first, both = counts
+    assert both < 2.5 * first and both < 100 * len(waiting), "as many again cost as much again"
+    assert len(lexers) == KEPT
+    lexers._share_out()
+    assert sum(lexer.admitted for lexer in waiting) == 100
 
 
 def test_a_new_lexer_takes_the_memory_of_unused_ones() -> None:

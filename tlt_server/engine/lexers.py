@@ -171,7 +171,7 @@ class Lexers:
         self._limit, self._clock = limit, clock
         self._kept: OrderedDict[Grammar, Lexer] = OrderedDict()  # used longest ago first
         self._all = weakref.WeakSet[Lexer]()
-        self._asked = 0  # times since memory was shared out
+        self._asked = self._new = 0  # times since memory was shared out
         self._patience = SELDOM  # times until that is done again
         self._held = Counter[str]()  # bytes of sequences by owner, as they were shared out
 
@@ -204,10 +204,16 @@ class Lexers:
         return found
 
     def keep(self, grammar: Grammar, lexer: Lexer) -> None:
-        """Keep the new lexer of a sequence for others."""
+        """Keep the new lexer of a sequence for others. Memory is shared out again after as many new
+        ones as are a part of all, so that it costs each of many as much as each of few.
+        """
         self._use(grammar, lexer)
-        self._all.add(lexer)
-        self._share_out()
+        self.add(lexer)
+        self._new += 1
+        if self._new * SELDOM >= len(self._all):
+            self._share_out()
+        elif len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
 
     def add(self, lexer: Lexer) -> None:
         """Count a new lexer, which a sequence has joined. Many may come in one step, so memory is
@@ -238,7 +244,7 @@ class Lexers:
             del self._kept[grammar]
 
     def _share_out(self) -> None:
-        self._asked, self._patience = 0, max(SELDOM, len(self._all))
+        self._asked, self._new, self._patience = 0, 0, max(SELDOM, len(self._all))
         held = self._held = Counter[str]()
         for lexer in self._order():
             lexer.admitted = self._fits(lexer, held)
