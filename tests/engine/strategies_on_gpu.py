@@ -1,5 +1,5 @@
-"""Run by itself: starts an engine with a policy, then sets eight strategies while requests run, and
-tells as JSON what each took, and which kernels were loaded within steps: `python -m
+"""Run by itself: starts an engine with a policy, then sets ten others while requests run, and tells
+as JSON what each took, and which kernels were loaded within steps: `python -m
 tests.engine.strategies_on_gpu off cuda`. In a process of its own, since kernels stay loaded.
 """
 
@@ -18,12 +18,13 @@ from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.batch import Batch
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Strategy, parse_strategy
+from tlt_server.records import DraftLimits, GenerateRequest, Strategy, parse_strategy
 
 NAMES = (
     *("eagle:7x4x16", "eagle:5x3x12", "eagle:1x1x64", "eagle:12x8x33", "eagle:9x1x10"),
     *("history:8x2x9", "history:7x1x8", "history:12x3x64"),
 )
+CHOOSING = "beg", "goodput"
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.0},
@@ -31,6 +32,14 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.05},
     {"logprobs": 3, "prompt_logprobs": 1},
 )
+# In batches of their own, since one of a kind decides how a whole step is computed.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"min_p": 0.1},
+    {"bad_words": ((5, 6), (7,))},
+    {"structured_outputs": {"kind": "regex", "text": "([0-9]|[a-z ]){1,60}"}},
+)
+LIMITS = DraftLimits(max_depth=2, max_rows=3)
+POLICIES = *(SetPolicy("fixed", parse_strategy(name)) for name in NAMES), *map(SetPolicy, CHOOSING)
 RUNNING, TOKENS = 24, 48
 
 
@@ -60,15 +69,15 @@ class Watched:
             self.launch(batch, strategy)
         self.loaded |= found
 
-    def set(self, strategy: Strategy) -> dict[str, Any]:
-        """Set a strategy while requests run; tell what that took."""
+    def set(self, policy: SetPolicy) -> dict[str, Any]:
+        """Set a policy while requests run; tell what that took."""
         inner, steps = self.engine.engine, self.steps
         began_s = last_s = time.perf_counter()
         slowest_s = 0.0
-        inner.send(SetPolicy("fixed", strategy, id=strategy.name))
+        inner.send(msgspec.structs.replace(policy, id=policy.name))
         while not (reports := inner.control_reports()):
             if inner.scheduler.idle:
-                self.engine.submit(*requests(f"{strategy.name}-{self.steps}"))
+                self.engine.submit(*requests(f"{policy.name}-{self.steps}"))
             self.engine.step()
             now_s = time.perf_counter()
             slowest_s, last_s = max(slowest_s, now_s - last_s), now_s
@@ -82,23 +91,28 @@ class Watched:
         }
 
     def run(self) -> list[Any]:
-        """Return the tokens and log-probs of a batch, whose sizes go down to one request."""
+        """Return the tokens and log-probs of batches, whose sizes go down to one request."""
         self.engine.finish()
-        self.engine.said.clear()
-        said = self.engine.run(*requests("r"))
-        return [said[id] for id in sorted(said)]
+        found = []
+        for name, kinds in (("r", KINDS), *((f"o{i}", (each,)) for i, each in enumerate(OTHERS))):
+            self.engine.said.clear()
+            said = self.engine.run(*requests(name, kinds))
+            found += [said[id] for id in sorted(said)]
+        return found
 
 
-def requests(name: str) -> list[GenerateRequest]:
+def requests(name: str, kinds: tuple[dict[str, Any], ...] = KINDS) -> list[GenerateRequest]:
+    """Return a batch of these kinds in turn. Every seventh request limits its drafts."""
     asked = problems_as_requests(TARGET, RUNNING, group=4, seed=0, max_tokens=TOKENS)
     return [
         msgspec.structs.replace(
             each,
             id=f"{name}-{i:02}",
+            sd=LIMITS if i % 7 == 3 else True,
             sampling=msgspec.convert(
                 {
                     **msgspec.structs.asdict(each.sampling),
-                    **KINDS[i % len(KINDS)],
+                    **kinds[i % len(kinds)],
                     "max_tokens": TOKENS - i,
                 },
                 type(each.sampling),
@@ -111,10 +125,10 @@ def requests(name: str) -> list[GenerateRequest]:
 def main(policy: str, device: str) -> None:
     watched = Watched(policy, device)
     plain, told = watched.run(), dict[str, Any]()
-    for name in NAMES:
-        took, before = watched.set(parse_strategy(name)), len(watched.loaded)
+    for each in POLICIES:
+        took, before = watched.set(each), len(watched.loaded)
         same = watched.run() == plain
-        in_steps = [each.kernel for each in [*watched.loaded][before:]]
+        in_steps, name = [variant.kernel for variant in [*watched.loaded][before:]], each.name
         told[name] = {**took, "same": same, "loaded_in_steps": in_steps}
         print(name, told[name], file=sys.stderr)
     start = [each.kernel for each in watched.loaded]

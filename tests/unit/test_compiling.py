@@ -19,13 +19,13 @@ import tlt_kernels.gpu
 from tests.processes import command
 from tests.waiting import until
 from tlt_kernels.gpu.variants import Variant
-from tlt_server.engine.gpu.compiling import ParallelCompiler
+from tlt_server.engine.gpu.compiling import Compiled, ParallelCompiler
 from tlt_server.engine.gpu.kernel_records import record_name, toolchain
 
 TARGET = ("cuda", 90, 32)
 VARIANTS = [Variant("tlt_kernels.gpu.growth", "_grow", f'{{"depth": {i}}}') for i in range(3)]
 READ = "import json, sys, time\nlines = sys.stdin.read().splitlines()\n"
-DONE = "for i in range(len(lines) - 1): print(json.dumps([i, '']), flush=True)\n"
+DONE = "for i in range(len(lines) - 1): print(json.dumps([i, '', True]), flush=True)\n"
 
 
 def started(tmp_path: Path, script: str, variants: list[Variant] | None = None) -> ParallelCompiler:
@@ -55,9 +55,14 @@ def test_variants_reach_the_compiler_at_once_or_when_they_are_known(
 @pytest.mark.parametrize(
     ("script", "compiled", "says", "silent_s"),
     [
-        ("print(json.dumps([0, '']))\nprint(json.dumps([1, 'no memory']))", 1, "no memory", 60),
-        ("print(json.dumps([0, '']))\nsys.exit(7)", 1, "status 7", 60),
-        ("print(json.dumps([0, '']), flush=True)\ntime.sleep(60)", 1, "status -9", 4),
+        (
+            "print(json.dumps([0, '', True]))\nprint(json.dumps([1, 'no memory', False]))",
+            1,
+            "no memory",
+            60,
+        ),
+        ("print(json.dumps([0, '', True]))\nsys.exit(7)", 1, "status 7", 60),
+        ("print(json.dumps([0, '', True]), flush=True)\ntime.sleep(60)", 1, "status -9", 4),
         ("sys.exit(1)", 0, "status 1", 60),
     ],
 )
@@ -73,6 +78,12 @@ def test_a_start_goes_on_without_its_compiler_and_says_so_in_one_line(
     assert compiler.wait(lambda done, of: None, silent_s=silent_s) == compiled
     [line] = capfd.readouterr().err.splitlines()
     assert f"{3 - compiled} of 3 kernels were not compiled ahead ({says})" in line
+
+
+def test_kernels_that_a_cache_had_are_not_counted_as_compiled(tmp_path: Path) -> None:
+    script = "for i in range(3): print(json.dumps([i, '', i == 1]), flush=True)\n"
+    compiler = started(tmp_path, script, VARIANTS)
+    assert compiler.end(lambda done, of: None) == Compiled(3, "", 1)
 
 
 def test_a_compiler_that_has_ended_before_it_is_asked_is_noticed(

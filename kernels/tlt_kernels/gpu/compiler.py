@@ -2,7 +2,8 @@
 GPU and starts none: `python -m tlt_kernels.gpu.compiler WORKERS PARENT NICENESS`.
 
 Its input is a target in the first line, then a variant a line, as JSON. When all of it is there,
-the process forks into workers, and writes a line for each variant that is done: `[index, error]`. A
+the process forks into workers, and writes a line for each variant that is done: `[index, error,
+compiled]`, where `compiled` is false of one that Triton's cache had. A
 variant without a line ended its worker; the others are compiled all the same. The process
 and its workers end with the one that started it, PARENT.
 """
@@ -16,6 +17,7 @@ import sys
 import traceback
 from importlib import import_module
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.cache import triton_key
@@ -77,12 +79,13 @@ def _fork(tasks: int, lines: list[str]) -> None:
 
 
 def _compile(index: int, lines: list[str]) -> None:
-    error = ""
+    error, compiled = "", list[bool]()
+    knobs.compilation.listener = lambda **told: compiled.append(not told["cache_hit"])
     try:
         compile_variant(*json.loads(lines[index]))
     except Exception as failed:
         error = traceback.format_exception_only(failed)[-1].strip()
-    os.write(1, (json.dumps([index, error[:400]]) + "\n").encode())
+    os.write(1, (json.dumps([index, error[:400], any(compiled)]) + "\n").encode())
 
 
 def be_nice(least: int) -> None:

@@ -37,6 +37,7 @@ class Compiled(NamedTuple):
 
     done: int
     why: str  # not all are compiled; empty: all are
+    new: int = 0  # compiled now, not found in a cache
 
 
 class ParallelCompiler:
@@ -83,7 +84,7 @@ class ParallelCompiler:
         """Return how many are compiled, when no more will be. What is missing is one line on
         stderr.
         """
-        compiled, why = self.end(on_progress, silent_s)
+        compiled, why, _ = self.end(on_progress, silent_s)
         if why:
             print(
                 f"tlt: {self._count - compiled} of {self._count} kernels were not compiled ahead "
@@ -95,16 +96,17 @@ class ParallelCompiler:
     def end(self, on_progress: Callable[[int, int], None], silent_s: float = SILENT_S) -> Compiled:
         """Return what is compiled, when no more will be."""
         errors: dict[int, str] = {}
-        for index, error in self._lines(silent_s):
-            errors[index] = error
+        new = 0
+        for index, error, compiled in self._lines(silent_s):
+            errors[index], new = error, new + compiled
             on_progress(len(errors), self._count)
         self.stop()
         self._process.wait()
-        compiled = sum(not error for error in errors.values())
-        if compiled == self._count:
-            return Compiled(compiled, "")
+        done = sum(not error for error in errors.values())
+        if done == self._count:
+            return Compiled(done, "", new)
         why = next(filter(None, errors.values()), f"status {self._process.returncode}")
-        return Compiled(compiled, why[:200])
+        return Compiled(done, why[:200], new)
 
     def stop(self) -> None:
         """Kill the process and its workers, which ends a wait for it."""
@@ -112,7 +114,7 @@ class ParallelCompiler:
             with suppress(ProcessLookupError):  # it has ended since
                 os.killpg(self._process.pid, 9)
 
-    def _lines(self, silent_s: float) -> Iterator[tuple[int, str]]:
+    def _lines(self, silent_s: float) -> Iterator[tuple[int, str, bool]]:
         """Yield what the process reports, until it has ended or is silent for too long."""
         stdout = self._process.stdout
         assert stdout is not None
@@ -125,8 +127,8 @@ class ParallelCompiler:
                     return
                 *lines, rest = (rest + read).split(b"\n")
                 for line in lines:
-                    index, error = json.loads(line)
-                    yield index, error
+                    index, error, compiled = json.loads(line)
+                    yield index, error, compiled
 
     def _input(self, variants: Sequence[Variant]) -> bytes:
         return "\n".join([json.dumps(self._target), *map(json.dumps, variants)]).encode()

@@ -111,7 +111,9 @@ class KernelPreparation:
 
     @property
     def taken(self) -> str:
-        return f"{len(self._found)} kernels were compiled or loaded for it"
+        ended = self._compiling.ended if self._compiling else None
+        new = ended.new if ended else 0
+        return f"{new} kernels were compiled for it and {len(self._found)} loaded"
 
     def advance(self) -> bool:
         """Do a part between two steps. Return whether every kernel is loaded. `Unavailable` where
