@@ -21,16 +21,16 @@ from tlt_server.attention.rows import Rows
 from tlt_server.errors import ModelError, StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.draft_checkpoint import describe, feature_layers, fill_drafter
+from tlt_server.models.draft_checkpoint import describe, fill_drafter
 from tlt_server.models.draft_layouts import DraftLayout, read_layout
 from tlt_server.models.eagle import EagleNetwork
-from tlt_server.models.loader import empty_target, read_tensors, tensor_files
-from tlt_server.models.numerics import Numerics
+from tlt_server.models.loader import read_tensors, tensor_files
 from tlt_server.registry import load_object
 from tlt_server.trainer.export_layouts import EXPORTS, Origin
+from tlt_server.trainer.handed import PAGE_SIZE, cpu_frame
 from tlt_server.trainer.model_card import Card, model_card
 
-CALIBRATION, PAGE, ROWS = "calibration.json", 16, 40
+CALIBRATION, ROWS = "calibration.json", 40
 
 
 class Exported(NamedTuple):
@@ -79,21 +79,10 @@ def export(
 
 def _frame(target: Path, drafter: Path) -> Decoder:
     """The target without storage, apart from the embedding and the head, which drafters share."""
-    config = ModelConfig.read(target)
-    with torch.device("meta"):
-        frame = empty_target(
-            target,
-            config=config,
-            numerics=Numerics("strict"),
-            page_size=PAGE,
-            feature_layers=feature_layers(drafter, config),
-        )
-    frame.embedding_VH = _read(target, "model.embed_tokens.weight").float()
-    tied = config.tied_embeddings
-    frame.head_HV = (frame.embedding_VH if tied else _read(target, "lm_head.weight").float()).t()
-    if not tied:
-        frame.head_HV = frame.head_HV.contiguous()
-    return frame
+    tied = ModelConfig.read(target).tied_embeddings
+    embedding_VH = _read(target, "model.embed_tokens.weight")
+    head_VH = embedding_VH if tied else _read(target, "lm_head.weight")
+    return cpu_frame(target, drafter, embedding_VH, head_VH, leaves=1)
 
 
 def _read(directory: Path, name: str) -> Tensor:
@@ -204,7 +193,7 @@ def _probed(network: EagleNetwork, frame: Decoder) -> Iterator[tuple[str, Tensor
     random = torch.Generator().manual_seed(0)
     token_R = torch.randint(0, frame.vocab_size, (2 * ROWS,), generator=random)
     features_RF = torch.randn(ROWS, frame.feature_width, generator=random)
-    cache = network.make_cache(-(-2 * ROWS // PAGE) + 1, PAGE, 0)
+    cache = network.make_cache(-(-2 * ROWS // PAGE_SIZE) + 1, PAGE_SIZE, 0)
     g_RH = network.fuse(features_RF)
     half = ROWS // 2
     network.store_only(_rows(token_R[:half], 1), g_RH[:half], cache)
@@ -225,6 +214,6 @@ def _rows(token_R: Tensor, start: int) -> Rows:
         position_R,
         torch.zeros(count, dtype=torch.int32),
         torch.tensor([start + count], dtype=torch.int32),
-        torch.arange(-(-2 * ROWS // PAGE) + 1, dtype=torch.int32)[None],
+        torch.arange(-(-2 * ROWS // PAGE_SIZE) + 1, dtype=torch.int32)[None],
         torch.full((count, 0), -1, dtype=torch.int32),
     )

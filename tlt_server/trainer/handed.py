@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import Served, feature_layers
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import StrictMatmuls
@@ -125,7 +126,7 @@ def _cost(file: Path, drafter: str) -> CostModel | None:
 
 def cpu_frame(
     model: Path, drafter: Path, embedding_VH: Tensor, head_CH: Tensor, leaves: int
-) -> Frame:
+) -> Decoder:
     config = ModelConfig.read(model)
     with torch.device("meta"):
         frame = empty_target(
