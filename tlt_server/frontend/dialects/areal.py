@@ -10,24 +10,19 @@ import asyncio
 from typing import Annotated
 
 from msgspec import Meta, Struct
-from starlette.requests import Request
-from starlette.responses import Response
 
 from tlt_server.commands import Manifest
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
-    Forbidden,
     NotFound,
     PushFailed,
     TltError,
     WeightsRefused,
 )
 from tlt_server.events import WeightReport
-from tlt_server.frontend.dialects.replies.errors import GONE
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields, Tolerant
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import (
     Address,
@@ -88,54 +83,33 @@ def failed(error: TltError) -> ArealOutcome:
     return ArealOutcome(False, error.message)
 
 
-ROUTES = Routes(error_shape=failed)
-PUSHED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
+ROUTES = Routes(error_shape=failed, empty=AnyFields)
+PUSHED = (NotFound, Conflict, WeightsRefused, PushFailed)
 
 
-@ROUTES.post(
-    "/areal_pause_generation",
-    needs="operate",
-    takes=AnyFields,
-    optional_body=True,
-    gives=ArealOutcome,
-    raises=GONE,
-)
-async def pause(service: Service, request: Request) -> Response:
+@ROUTES.post("/areal_pause_generation", needs="operate")
+async def pause(service: Service) -> ArealOutcome:
     """End running sequences with what they have; new requests wait for
     POST /areal_continue_generation.
     """
-    await service.bodies.of(request, AnyFields)
     await service.engine.pauses.pause("abort", refuse=False, clear_cache=True)
-    return json_response(ArealOutcome(True, "Generation paused and all requests aborted"))
+    return ArealOutcome(True, "Generation paused and all requests aborted")
 
 
-@ROUTES.post(
-    "/areal_continue_generation",
-    needs="operate",
-    takes=AnyFields,
-    optional_body=True,
-    gives=ArealOutcome,
-    raises=GONE,
-)
-async def resume(service: Service, request: Request) -> Response:
+@ROUTES.post("/areal_continue_generation", needs="operate")
+async def resume(service: Service) -> ArealOutcome:
     """Start what has waited, and take new requests."""
-    await service.bodies.of(request, AnyFields)
     await service.engine.pauses.resume()
-    return json_response(ArealOutcome(True, "Generation continued"))
+    return ArealOutcome(True, "Generation continued")
 
 
 @ROUTES.post(
-    "/areal_update_weights",
-    needs="push-weights",
-    takes=DirectoryPush,
-    example={"model_path": "step-7"},
-    gives=ArealOutcome,
-    raises=PUSHED,
+    "/areal_update_weights", needs="push-weights", example={"model_path": "step-7"}, raises=PUSHED
 )
-async def from_disk(service: Service, request: Request) -> Response:
+async def from_disk(service: Service, body: Unread[DirectoryPush]) -> ArealOutcome:
     """Push weights from a directory; running sequences end with what they have."""
     with service.session.pushing() as update:
-        asked = await service.bodies.of(request, DirectoryPush)
+        asked = await body.read()
         report = await update.push(
             Manifest(role=update.role, labelled=True, path=asked.model_path, in_flight="abort")
         )
@@ -145,7 +119,6 @@ async def from_disk(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/areal_init_weights_update_group",
     needs="push-weights",
-    takes=GroupOfRanks,
     example={
         "master_address": "127.0.0.1",
         "master_port": "29500",
@@ -154,14 +127,12 @@ async def from_disk(service: Service, request: Request) -> Response:
         "backend": "gloo",
         "group_name": "areal-0",
     },
-    gives=ArealOutcome,
-    raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE),
+    raises=(Conflict, WeightsRefused, ChannelBroken),
 )
-async def join(service: Service, request: Request) -> Response:
+async def join(service: Service, asked: GroupOfRanks) -> ArealOutcome:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
     have joined.
     """
-    asked = await service.bodies.of(request, GroupOfRanks)
     await service.broadcasts.join(
         asked.group_name,
         asked.backend,
@@ -171,40 +142,30 @@ async def join(service: Service, request: Request) -> Response:
         asked.world_size,
         prefixed=True,
     )
-    return json_response(ArealOutcome(True, "the group is joined"))
+    return ArealOutcome(True, "the group is joined")
 
 
 @ROUTES.post(
     "/areal_set_update_weight_meta",
     needs="push-weights",
-    takes=DescribedTensors,
     example={"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]]},
-    gives=ArealOutcome,
 )
-async def describe(service: Service, request: Request) -> Response:
+async def describe(service: Service, asked: DescribedTensors) -> ArealOutcome:
     """Describe the tensors that the next POST /areal_update_weights_xccl receives."""
-    asked = await service.bodies.of(request, DescribedTensors)
     tensors = await asyncio.to_thread(described, asked.names, asked.dtypes, asked.shapes)
     service.broadcasts.described = (asked.group_name, tensors)
-    return json_response(ArealOutcome(True, f"{len(tensors)} tensors are described"))
+    return ArealOutcome(True, f"{len(tensors)} tensors are described")
 
 
-@ROUTES.post(
-    "/areal_update_weights_xccl",
-    needs="push-weights",
-    takes=AnyFields,
-    optional_body=True,
-    gives=ArealOutcome,
-    raises=(ChannelBroken, *PUSHED),
-)
-async def from_group(service: Service, request: Request) -> Response:
+@ROUTES.post("/areal_update_weights_xccl", needs="push-weights", raises=(ChannelBroken, *PUSHED))
+async def from_group(service: Service, body: Unread[AnyFields]) -> ArealOutcome:
     """Receive the tensors that were described; running sequences end with what they have.
 
     They become live once no tensor of the model is missing.
     """
     with service.session.pushing() as update:
         service.engine.check_running()
-        await service.bodies.of(request, AnyFields)
+        await body.read()
         if service.broadcasts.described is None:
             raise Conflict(
                 "no tensors are described; POST /areal_set_update_weight_meta before this"
@@ -215,5 +176,5 @@ async def from_group(service: Service, request: Request) -> Response:
     return _outcome(report)
 
 
-def _outcome(report: WeightReport) -> Response:
-    return json_response(ArealOutcome(True, f"{report.result}: version {label_of(report.version)}"))
+def _outcome(report: WeightReport) -> ArealOutcome:
+    return ArealOutcome(True, f"{report.result}: version {label_of(report.version)}")

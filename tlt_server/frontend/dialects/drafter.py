@@ -12,15 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tlt_server.errors import (
-    Conflict,
-    EngineFailed,
-    InvalidRequest,
-    ModelError,
-    PushFailed,
-    StorageFailed,
-    Unavailable,
-)
+from tlt_server.errors import Conflict, InvalidRequest, ModelError, PushFailed, StorageFailed
 from tlt_server.frontend.dialects.replies.drafter import (
     BufferState,
     DrafterState,
@@ -31,9 +23,8 @@ from tlt_server.frontend.dialects.replies.drafter import (
 )
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import NoFields, Strict
+from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.http.queries import count
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.service import Service
 from tlt_server.records import Cycle
@@ -85,20 +76,19 @@ class TrainingPause(Strict, frozen=True, kw_only=True):
     ] = None
 
 
-@ROUTES.get("/drafter", needs="operate", gives=DrafterState, raises=(Unavailable,))
-async def look(service: Service, request: Request) -> Response:
+@ROUTES.get("/drafter", needs="operate")
+async def look(service: Service) -> DrafterState:
     """Show the drafters with their acceptance of late, and what is recorded to train one."""
     service.engine.check_running()
     info, trainer = service.engine.info, service.trainer
     assert info is not None
-    state = DrafterState(
+    return DrafterState(
         target_version=info.weight_version,
         drafters=[_served(service, name) for name in info.drafters],
         training=service.config.drafter_training,
         trainer=trainer_status(trainer) if trainer else None,
         buffer=_buffer(service, trainer) if trainer else None,
     )
-    return json_response(state)
 
 
 @ROUTES.get(
@@ -150,20 +140,12 @@ async def samples(service: Service, request: Request) -> Response:
     return StreamingResponse(_slices(found.data), media_type=media, headers=headers)
 
 
-@ROUTES.post(
-    "/drafter/train",
-    needs="operate",
-    takes=NoFields,
-    optional_body=True,
-    gives=TrainerStatus,
-    raises=(Conflict, Unavailable),
-)
-async def train(service: Service, request: Request) -> Response:
+@ROUTES.post("/drafter/train", needs="operate", raises=(Conflict,))
+async def train(service: Service) -> TrainerStatus:
     """Begin a round of training now, without waiting for more sequences; with `drafter_training`
     idle once the engine is idle. 409 while a round is on its way, in a pause, and where nothing can
     be trained.
     """
-    await service.bodies.of(request, NoFields)
     trainer = service.spot_trainer()
     state = trainer.spot.state
     if state == TrainerState.PAUSED:
@@ -177,80 +159,44 @@ async def train(service: Service, request: Request) -> Response:
             f"a round is on its way ({state}); wait for its end, which GET /drafter shows"
         )
     await trainer.order("train")
-    return json_response(trainer_status(trainer))
+    return trainer_status(trainer)
 
 
-@ROUTES.post(
-    "/drafter/pause",
-    needs="operate",
-    takes=TrainingPause,
-    optional_body=True,
-    gives=TrainerStatus,
-    raises=(Conflict, Unavailable),
-)
-async def pause(service: Service, request: Request) -> Response:
+@ROUTES.post("/drafter/pause", needs="operate", raises=(Conflict,))
+async def pause(service: Service, asked: TrainingPause) -> TrainerStatus:
     """Train and adopt nothing until POST /drafter/resume, or for a time; what is half done is kept.
     A drafter that is being pushed has been taken or refused before the answer comes. With `for_s`
     nothing changes where the trainer is paused already, by an operator or after a fault.
     """
-    asked = await service.bodies.of(request, TrainingPause)
     trainer = service.spot_trainer()
     await (trainer.order("pause") if asked.for_s is None else trainer.hold(asked.for_s))
-    return json_response(trainer_status(trainer))
+    return trainer_status(trainer)
 
 
-@ROUTES.post(
-    "/drafter/resume",
-    needs="operate",
-    takes=NoFields,
-    optional_body=True,
-    gives=TrainerStatus,
-    raises=(Conflict, Unavailable),
-)
-async def resume(service: Service, request: Request) -> Response:
+@ROUTES.post("/drafter/resume", needs="operate", raises=(Conflict,))
+async def resume(service: Service) -> TrainerStatus:
     """Go on after a pause, an operator's or one after a fault. A repeated call changes nothing."""
-    await service.bodies.of(request, NoFields)
     trainer = service.spot_trainer()
     await trainer.order("resume")
-    return json_response(trainer_status(trainer))
+    return trainer_status(trainer)
 
 
-@ROUTES.post(
-    "/drafter/rollback",
-    needs="operate",
-    takes=NoFields,
-    optional_body=True,
-    gives=PushReply,
-    raises=(Conflict, PushFailed, EngineFailed, Unavailable),
-)
-async def rollback(service: Service, request: Request) -> Response:
+@ROUTES.post("/drafter/rollback", needs="operate", raises=(Conflict, PushFailed))
+async def rollback(service: Service) -> PushReply:
     """Make the drafter before the live one live again; the target stays. Training goes on from it,
     so pause the trainer first to keep it.
     """
-    await service.bodies.of(request, NoFields)
     return outcome(await service.adoption.roll_back())
 
 
-@ROUTES.post(
-    "/drafter/export",
-    needs="operate",
-    takes=ExportFields,
-    gives=ExportReply,
-    raises=(Conflict, PushFailed, StorageFailed, EngineFailed, Unavailable),
-)
-async def export(service: Service, request: Request) -> Response:
+@ROUTES.post("/drafter/export", needs="operate", raises=(Conflict, PushFailed, StorageFailed))
+async def export(service: Service, asked: ExportFields) -> ExportReply:
     """Write the live drafter below the state directory, in the layout of another engine. It is read
     back and compared before it is there.
     """
-    asked = await service.bodies.of(request, ExportFields)
     found = await service.exports.write(asked.name, asked.layout)
-    return json_response(
-        ExportReply(
-            directory=str(found.directory),
-            layout=asked.layout,
-            version=found.version,
-            said=found.said,
-        )
+    return ExportReply(
+        directory=str(found.directory), layout=asked.layout, version=found.version, said=found.said
     )
 
 

@@ -29,7 +29,6 @@ from tlt_server.frontend.dialects.replies.drafter import CandidateState, candida
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.queries import count, word
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.kept import CURRENT, WEIGHTS, Current
 from tlt_server.samples.excerpt import SampleFiles
@@ -98,13 +97,9 @@ ROUTES = Routes()
 
 
 @ROUTES.post(
-    "/drafter/samples",
-    needs="operate",
-    takes_bytes=OCTETS,
-    gives=SamplesTaken,
-    raises=(InvalidRequest, Conflict, StorageFailed, Unavailable),
+    "/drafter/samples", needs="operate", takes_bytes=OCTETS, raises=(Conflict, StorageFailed)
 )
-async def add(service: Service, request: Request) -> Response:
+async def add(service: Service, request: Request) -> SamplesTaken:
     """Keep sequences that another server of the same target recorded: the body is a reply of GET
     /drafter/samples. The trainer process takes them soon.
     """
@@ -122,19 +117,13 @@ async def add(service: Service, request: Request) -> Response:
         raise StorageFailed(f"the sequences cannot be kept: {error}") from None
     if put.refused and not put.sequences:
         raise InvalidRequest(f"no sequence of the body fits: {'; '.join(put.refusals)}")
-    return json_response(
-        SamplesTaken(sequences=put.sequences, refused=put.refused, refusals=put.refusals)
-    )
+    return SamplesTaken(sequences=put.sequences, refused=put.refused, refusals=put.refusals)
 
 
 @ROUTES.get(
-    "/drafter/files",
-    needs="operate",
-    parameters=(OF,),
-    gives=DrafterFiles,
-    raises=(InvalidRequest, NotFound, Conflict, Unavailable),
+    "/drafter/files", needs="operate", parameters=(OF,), raises=(InvalidRequest, NotFound, Conflict)
 )
-async def files(service: Service, request: Request) -> Response:
+async def files(service: Service, request: Request) -> DrafterFiles:
     """List the files of the live drafter, so that other servers can be given it, or of the
     trainer's last candidate, so that a client can push it with its next target. A candidate that
     was not adopted is listed, too, with the reason; its files go when the next one is written.
@@ -142,13 +131,11 @@ async def files(service: Service, request: Request) -> Response:
     drafter = await _asked(service, request)
     info = service.engine.info
     assert info is not None
-    return json_response(
-        DrafterFiles(
-            version=drafter.version,
-            target_version=info.weight_version,
-            files=drafter.files,
-            candidate=drafter.candidate,
-        )
+    return DrafterFiles(
+        version=drafter.version,
+        target_version=info.weight_version,
+        files=drafter.files,
+        candidate=drafter.candidate,
     )
 
 
@@ -157,7 +144,7 @@ async def files(service: Service, request: Request) -> Response:
     needs="operate",
     parameters=(NAME, OF, VERSION, START),
     text=OCTETS,
-    raises=(InvalidRequest, NotFound, Conflict, Unavailable),
+    raises=(InvalidRequest, NotFound, Conflict),
 )
 async def file(service: Service, request: Request) -> Response:
     """Return 8 MiB of a file of such a drafter, or what is left of it after `start`."""

@@ -10,19 +10,15 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
 
 from tlt_client.fields import ShortName
 from tlt_client.wire import AbortReply, EngineState
 from tlt_server.commands import InFlight, Memory
-from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
-from tlt_server.frontend.dialects.replies.errors import GONE
+from tlt_server.errors import Conflict, EngineFailed, InvalidRequest, StorageFailed
 from tlt_server.frontend.generation.requests import NAMES
-from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.fields import NoFields, Strict
-from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.http.fields import Strict
+from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
 
 MAX_MEMORY = 16  # names in one call
@@ -92,111 +88,67 @@ class NativeAbort(Strict, frozen=True, kw_only=True):
 ROUTES = Routes()
 
 
-@ROUTES.post(
-    "/engine/pause",
-    needs="operate",
-    takes=NativePause,
-    optional_body=True,
-    gives=EngineState,
-    raises=(Conflict, *GONE),
-)
-async def pause(service: Service, request: Request) -> Response:
+@ROUTES.post("/engine/pause", needs="operate", raises=(Conflict,))
+async def pause(service: Service, asked: NativePause) -> EngineState:
     """Stop generating until POST /engine/resume.
 
     Answers once the pause holds; with `drain`, once every accepted sequence has ended.
     """
-    asked = await service.bodies.of(request, NativePause)
     await service.engine.pauses.pause(
         asked.in_flight, refuse=asked.new_requests == "refuse", clear_cache=asked.clear_cache
     )
     return _state(service)
 
 
-@ROUTES.post(
-    "/engine/resume",
-    needs="operate",
-    takes=NoFields,
-    optional_body=True,
-    gives=EngineState,
-    raises=GONE,
-)
-async def resume(service: Service, request: Request) -> Response:
+@ROUTES.post("/engine/resume", needs="operate")
+async def resume(service: Service) -> EngineState:
     """Go on with what was paused or has waited, and take new requests."""
-    await service.bodies.of(request, NoFields)
     await service.engine.pauses.resume()
     return _state(service)
 
 
-@ROUTES.post(
-    "/engine/sleep",
-    needs="operate",
-    takes=NativeSleep,
-    optional_body=True,
-    gives=EngineState,
-    raises=(Conflict, StorageFailed, *GONE),
-)
-async def sleep(service: Service, request: Request) -> Response:
+@ROUTES.post("/engine/sleep", needs="operate", raises=(Conflict, StorageFailed))
+async def sleep(service: Service, asked: NativeSleep) -> EngineState:
     """Give memory back until POST /engine/wake; new requests get a 503 until all is awake.
 
     The KV is given back in any case, as nothing can compute it without weights. Weights come
     back bit for bit. With the weights the trainer process gives its memory back: 503 where it has
     not in time, though the engine sleeps.
     """
-    asked = await service.bodies.of(request, NativeSleep)
     await service.sleep(asked.memory or ALL_MEMORY, asked.in_flight)
     return _state(service)
 
 
-@ROUTES.post(
-    "/engine/wake",
-    needs="operate",
-    takes=NativeWake,
-    optional_body=True,
-    gives=EngineState,
-    raises=GONE,
-)
-async def wake(service: Service, request: Request) -> Response:
+@ROUTES.post("/engine/wake", needs="operate")
+async def wake(service: Service, asked: NativeWake) -> EngineState:
     """Take memory again; generation goes on once all is awake and no pause holds."""
-    asked = await service.bodies.of(request, NativeWake)
     await service.engine.pauses.wake(asked.memory or ALL_MEMORY)
     return _state(service)
 
 
-@ROUTES.post(
-    "/engine/clear_cache",
-    needs="operate",
-    takes=NativeClear,
-    optional_body=True,
-    gives=EngineState,
-    raises=(Conflict, *GONE),
-)
-async def clear_cache(service: Service, request: Request) -> Response:
+@ROUTES.post("/engine/clear_cache", needs="operate", raises=(Conflict,))
+async def clear_cache(service: Service, asked: NativeClear) -> EngineState:
     """Forget every cached prefix. Running sequences keep their own KV, which serves no other
     request from then on.
     """
-    await service.engine.pauses.clear_cache(
-        unless_held=(await service.bodies.of(request, NativeClear)).unless_held
-    )
+    await service.engine.pauses.clear_cache(unless_held=asked.unless_held)
     return _state(service)
 
 
 @ROUTES.post(
     "/engine/abort",
     needs="data",
-    takes=NativeAbort,
     example={"ids": ["question-7"]},
     changes=True,
-    gives=AbortReply,
-    raises=(Forbidden, *GONE),
+    raises=(EngineFailed,),
 )
-async def abort(service: Service, request: Request) -> Response:
+async def abort(service: Service, asked: NativeAbort, caller: Caller) -> AbortReply:
     """End items with what they have; their replies say finish_reason "abort".
 
     An id that is not open has ended already. Another key's items, and all of them, need the
     scope operate.
     """
     service.engine.check_running()
-    asked = await service.bodies.of(request, NativeAbort)
     if asked.all is False:
         raise InvalidRequest("all is False; it must be True: leave it out to name ids")
     if (asked.ids is None) == (asked.all is None):
@@ -204,16 +156,14 @@ async def abort(service: Service, request: Request) -> Response:
             f"ids is {'absent' if asked.ids is None else 'given'} and so is all; give exactly one "
             "of them"
         )
-    return json_response(AbortReply(service.abort(asked.ids, caller_of(request))))
+    return AbortReply(service.abort(asked.ids, caller))
 
 
-def _state(service: Service) -> Response:
+def _state(service: Service) -> EngineState:
     pauses = service.engine.pauses
     refuses, paused = pauses.refusing or bool(pauses.asleep), pauses.paused
-    return json_response(
-        EngineState(
-            paused=paused,
-            new_requests="refuse" if refuses else "wait" if paused else "run",
-            asleep=sorted(pauses.asleep),
-        )
+    return EngineState(
+        paused=paused,
+        new_requests="refuse" if refuses else "wait" if paused else "run",
+        asleep=sorted(pauses.asleep),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -101,8 +101,6 @@ EXAMPLE = {
     parameters=(IDEMPOTENCY_KEY,),
     takes=NativeRequest | GenerateFields,
     example=EXAMPLE,
-    gives=Reply,
-    gives_instead=(Generated, list[Generated]),
     gives_also_at=tuple({400, *(error.http_status for error in ITEM_ERRORS)}),
     others={202: RolloutStatus},
     headers={"X-Rollout-Id": "The rollout, of a batch that is detached or has an Idempotency-Key."},
@@ -117,7 +115,9 @@ EXAMPLE = {
     ),
     raises=(Conflict, QueueFull, Overloaded, *ITEM_ERRORS),
 )
-async def generate(service: Service, request: Request) -> Response:
+async def generate(
+    service: Service, request: Request
+) -> Annotated[Response, Reply, Generated, list[Generated]]:
     """Generate n choices for each prompt of a batch.
 
     The whole batch is admitted, or none of it. The reply has one entry per item, in order: choices

@@ -14,12 +14,11 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import Unavailable
 from tlt_server.events import Phase
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
 from tlt_server.frontend.dialects.replies.status import Status
-from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.link.starting import UnderWay
 from tlt_server.frontend.service import Service
@@ -41,29 +40,29 @@ CONFIG_FORMAT = Parameter(
 )
 
 
-@ROUTES.get("/health", needs="open", gives=Status, raises=(Unavailable,))
-async def healthy(service: Service, request: Request) -> Response:
+@ROUTES.get("/health", needs="open")
+async def healthy(service: Service) -> Status:
     """Check that only a pause or a sleep that a client asked for may keep requests out."""
     service.engine.check_serving()
-    return json_response(Status())
+    return Status()
 
 
-@ROUTES.get("/readyz", needs="open", gives=Status, raises=(Unavailable,))
-async def ready(service: Service, request: Request) -> Response:
+@ROUTES.get("/readyz", needs="open")
+async def ready(service: Service) -> Status:
     """Check that a request sent now would be taken."""
     service.engine.check_available()
-    return json_response(Status())
+    return Status()
 
 
-@ROUTES.get("/livez", needs="open", gives=Status, raises=(Unavailable,))
-async def live(service: Service, request: Request) -> Response:
+@ROUTES.get("/livez", needs="open")
+async def live(service: Service) -> Status:
     """Check that this process works and its engine has not gone for good."""
     service.engine.check_alive()
-    return json_response(Status())
+    return Status()
 
 
-@ROUTES.get("/startupz", needs="open", gives=Startup, gives_also_at=(503,))
-async def started(service: Service, request: Request) -> Response:
+@ROUTES.get("/startupz", needs="open", gives_also_at=(503,))
+async def started(service: Service) -> Annotated[Response, Startup]:
     """Show how long each start-up phase took, and which one is under way; the status is 503 until
     the engine is ready.
     """
@@ -79,7 +78,7 @@ async def metrics(service: Service, request: Request) -> Response:
     return Response(shown.text, media_type=shown.media_type)
 
 
-@ROUTES.get("/server_info", needs="any", parameters=(CONFIG_FORMAT,), gives=ServerInfo)
-async def info(service: Service, request: Request) -> Response:
+@ROUTES.get("/server_info", needs="any", parameters=(CONFIG_FORMAT,))
+async def info(service: Service, caller: Caller) -> ServerInfo:
     """Describe this server: model, engine, limits and settings."""
-    return json_response(server_info(service, caller_of(request)))
+    return server_info(service, caller)

@@ -6,6 +6,8 @@ None of them needs the engine, so results can be fetched while it restarts.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,8 +17,9 @@ from tlt_server.frontend.dialects.replies.items import EndedItems
 from tlt_server.frontend.generation.delivery import while_connected
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.queries import seconds
-from tlt_server.frontend.http.replies import json_response, sliced_response
+from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
 
@@ -33,40 +36,34 @@ WAIT_S = Parameter(
 ROUTES = Routes()
 
 
-@ROUTES.get("/rollouts", needs="data", gives=RolloutList)
-async def every(service: Service, request: Request) -> Response:
+@ROUTES.get("/rollouts", needs="data")
+async def every(service: Service, caller: Caller) -> RolloutList:
     """List the kept rollouts that this key started, oldest first, without prompts and results.
 
     A key with the scope operate gets all of them.
     """
-    return json_response(
-        RolloutList(
-            [
-                RolloutSummary(
-                    rollout.header.id,
-                    rollout.status,
-                    rollout.header.detached,
-                    rollout.header.created_s,
-                    rollout.done_s,
-                    rollout.bytes,
-                    _progress(rollout),
-                    rollout.header.owner,
-                )
-                for rollout in service.rollouts
-                if caller_of(request).sees(rollout.header.owner)
-            ]
-        )
+    return RolloutList(
+        [
+            RolloutSummary(
+                rollout.header.id,
+                rollout.status,
+                rollout.header.detached,
+                rollout.header.created_s,
+                rollout.done_s,
+                rollout.bytes,
+                _progress(rollout),
+                rollout.header.owner,
+            )
+            for rollout in service.rollouts
+            if caller.sees(rollout.header.owner)
+        ]
     )
 
 
 @ROUTES.get(
-    "/rollouts/{id}",
-    needs="data",
-    parameters=(ID, WAIT_S),
-    gives=RolloutReply,
-    raises=(InvalidRequest, NotFound),
+    "/rollouts/{id}", needs="data", parameters=(ID, WAIT_S), raises=(InvalidRequest, NotFound)
 )
-async def fetch(service: Service, request: Request) -> Response:
+async def fetch(service: Service, request: Request) -> Annotated[Response, RolloutReply]:
     """Fetch the results of a rollout so far, and whether it is done.
 
     With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching
@@ -96,19 +93,12 @@ async def fetch(service: Service, request: Request) -> Response:
     return await while_connected(request, when_done())
 
 
-@ROUTES.delete(
-    "/rollouts/{id}",
-    needs="data",
-    parameters=(ID,),
-    changes=True,
-    gives=RolloutStatus,
-    raises=(NotFound,),
-)
-async def delete(service: Service, request: Request) -> Response:
+@ROUTES.delete("/rollouts/{id}", needs="data", parameters=(ID,), changes=True, raises=(NotFound,))
+async def delete(service: Service, request: Request) -> RolloutStatus:
     """Abort the sequences of a rollout that still run, and forget it."""
     rollout = service.rollouts.find(request.path_params["id"], caller_of(request))
     service.rollouts.delete(rollout)
-    return json_response(RolloutStatus(rollout.header.id, "deleted"))
+    return RolloutStatus(rollout.header.id, "deleted")
 
 
 def _progress(rollout: KeptRollout) -> Progress:

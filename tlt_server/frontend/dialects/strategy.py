@@ -12,15 +12,13 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tlt_client.fields import MAX_INT32
 from tlt_server.commands import SetPolicy
-from tlt_server.errors import Conflict, EngineFailed, InvalidRequest, StartupError, Unavailable
+from tlt_server.errors import Conflict, InvalidRequest, StartupError
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, shown
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.records import OFF, Arms, Pin, Strategy, Switch, parse_strategy
 from tlt_server.speculation.drafters import DRAFTERS
@@ -141,22 +139,17 @@ class StrategyState(Struct, frozen=True, kw_only=True):
 ROUTES = Routes()
 
 
-@ROUTES.get("/strategy", needs="operate", gives=StrategyState, raises=(Unavailable,))
-async def look(service: Service, request: Request) -> Response:
+@ROUTES.get("/strategy", needs="operate")
+async def look(service: Service) -> StrategyState:
     """Show which policy chooses, which strategy the last step used, and why."""
     service.engine.check_running()
-    return json_response(_state(service))
+    return _state(service)
 
 
 @ROUTES.put(
-    "/strategy",
-    needs="operate",
-    takes=PolicyFields,
-    example={"policy": "off"},
-    gives=StrategyState,
-    raises=(Conflict, EngineFailed, Unavailable),
+    "/strategy", needs="operate", takes=PolicyFields, example={"policy": "off"}, raises=(Conflict,)
 )
-async def replace(service: Service, request: Request) -> Response:
+async def replace(service: Service, request: Request) -> StrategyState:
     """Replace the policy, its arms and the pins between two steps; what is absent is unset.
 
     No token changes and no running request is disturbed: a strategy decides how many of the
@@ -170,7 +163,7 @@ async def replace(service: Service, request: Request) -> Response:
     assert service.engine.info is not None
     policy = _parse(asked, service.engine.info)
     await service.engine.set_policy(policy, PATIENCE_S)
-    return json_response(_state(service))
+    return _state(service)
 
 
 def _state(service: Service) -> StrategyState:

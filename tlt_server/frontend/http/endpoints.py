@@ -1,27 +1,47 @@
-"""A route and the facts about it, declared by a decorator above its handler.
+"""A route and the facts about it, declared by its handler's annotations and a decorator above it.
 
-Handlers parse with `takes` and encode `gives`, so `openapi.document` describes the types in use.
-Its sentences are the handlers' docstrings and the descriptions of the fields.
+A handler gets the service, then by their types what else it names: the body, its caller, or the
+request. Its body is read and its reply encoded by the annotated types, which `openapi.document`
+describes. Sentences are the handlers' docstrings and the descriptions of the fields.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from inspect import isclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
+import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from tlt_server.errors import TltError
-from tlt_server.frontend.http.keys import Needs
-from tlt_server.frontend.http.replies import error_reply
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.fields import NoFields
+from tlt_server.frontend.http.keys import Caller, Needs
+from tlt_server.frontend.http.replies import error_reply, json_response
 
-Handler = Callable[[Any, Request], Awaitable[Response]]  # the first argument is the service
+Handler = Callable[..., Awaitable[Any]]  # the first argument is the service
 Declared = TypeVar("Declared", bound=Handler)
+Body = TypeVar("Body")
+Read = Callable[[Any, Any, Request], Awaitable[Any]]  # service, type, request -> body
 Shape = Callable[[TltError], Any]  # error -> body of its reply
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
@@ -35,24 +55,39 @@ class Parameter(NamedTuple):
     schema: Mapping[str, Any] = {"type": "string"}
 
 
+class Unread(Generic[Body]):
+    """A body that its handler reads once the state of the server allows it."""
+
+    def __init__(self, read: Callable[[], Awaitable[Body]]) -> None:
+        self.read = read
+
+
 class About(TypedDict, total=False):
-    """The facts that a route may state; each has a default in `Endpoint`."""
+    """The facts that a decorator may state; each has a default in `Endpoint`."""
 
     parameters: tuple[Parameter, ...]
-    takes: Any  # struct, or a union of structs, of the JSON body
+    takes: Any  # struct, or a union of structs, of a JSON body that no annotation names
     takes_bytes: str  # media type of a body that is not JSON
-    optional_body: bool
+    optional_body: bool  # by default true for one struct without required fields
     changes: bool  # whether it changes state; if so it is audited
     example: Mapping[str, Any]  # body that the route accepts
-    gives: Any  # msgspec type of the reply, or `str` for a text
     text: str  # media type of a reply that is a text
-    gives_instead: tuple[Any, ...]  # further types of the reply
     gives_also_at: tuple[int, ...]  # further statuses that have the reply; 200 always has it
     others: Mapping[int, Any]  # status -> type of another reply
     headers: Mapping[str, str]  # name -> sentence, of headers that a reply may have
     streams: tuple[tuple[str, Any], ...]  # name and type of the server-sent events
-    raises: tuple[type[TltError], ...]  # errors of the handler, beyond those of every route
+    raises: tuple[
+        type[TltError], ...
+    ]  # errors of the handler, beyond those of `openapi`'s defaults
     error_shape: Shape
+    read: Read  # reads the body
+    empty: type[Struct]  # the body of a POST or PUT whose handler takes none
+
+
+async def read_json(service: Any, kind: type[Body], request: Request) -> Body:
+    """Return the body, of which an empty one means an empty object."""
+    body: Body = await service.bodies.of(request, kind)
+    return body
 
 
 class Endpoint(Route):
@@ -66,30 +101,58 @@ class Endpoint(Route):
     def __init__(
         self, method: str, path: str, handler: Handler, *, needs: Needs, **about: Unpack[About]
     ) -> None:
-        async def serve(request: Request) -> Response:
-            return await handler(request.app.state.service, request)
-
-        super().__init__(path, serve, methods=[method])
+        super().__init__(path, self._serve, methods=[method])
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self.path = self.path_format  # as clients read it, without the names of patterns
         self._slashed = ":path}" in path  # a name may have slashes
         self.method, self.handler, self.needs = method, handler, needs
+        hints = get_type_hints(handler, include_extras=True)
+        self.gives, *self.gives_instead = _replies(hints.pop("return"))
+        self._arguments = {name: hint for name, hint in hints.items() if name != "service"}
         self.parameters = about.get("parameters", ())
-        self.takes = about.get("takes")
         self.takes_bytes = about.get("takes_bytes", "")
-        self.optional_body = about.get("optional_body", False)
+        self._read = about.get("read", read_json)
+        annotated = [*filter(None, map(_body, self._arguments.values()))]
+        named = about.get("takes")
+        has_body = method in ("POST", "PUT") and not self.takes_bytes
+        self._ignored = about.get("empty", NoFields) if has_body else None
+        self._ignored = None if annotated or named else self._ignored
+        self.takes = [*annotated, named or self._ignored][0] if has_body else None
+        self.optional_body = about.get("optional_body", _is_optional(self.takes))
         admin = needs in ("push-weights", "operate")
         self.changes = about.get("changes", admin and method != "GET")
         self.example = about.get("example")
-        self.gives = about.get("gives", str)
         self.text = about.get("text", "text/plain")
-        self.gives_instead = about.get("gives_instead", ())
         self.gives_also_at = about.get("gives_also_at", ())
         self.others: Mapping[int, Any] = about.get("others", NOTHING)
         self.headers: Mapping[str, str] = about.get("headers", NOTHING)
         self.streams = about.get("streams", ())
         self.raises = about.get("raises", ())
         self.error_shape = about.get("error_shape", error_reply)
+
+    async def _serve(self, request: Request) -> Response:
+        service = request.app.state.service
+        if self._ignored is not None:
+            await self._read(service, self._ignored, request)
+        given = {
+            name: await self._argument(hint, service, request)
+            for name, hint in self._arguments.items()
+        }
+        reply = await self.handler(service, **given)
+        if isinstance(reply, Response):
+            return reply
+        if isinstance(reply, str):
+            return Response(reply, media_type=self.text)
+        return json_response(reply)
+
+    async def _argument(self, hint: Any, service: Any, request: Request) -> Any:
+        if hint is Request:
+            return request
+        if hint is Caller:
+            return caller_of(request)
+        if get_origin(hint) is Unread:
+            return Unread(lambda: self._read(service, _body(hint), request))
+        return await self._read(service, hint, request)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match as routes do, but an escaped slash never parts a path: it belongs to a name."""
@@ -98,16 +161,38 @@ class Endpoint(Route):
         return super().matches(scope)
 
 
+def _body(hint: Any) -> Any:
+    """Return the type of the body that an argument stands for, or None."""
+    if get_origin(hint) is Unread:
+        return get_args(hint)[0]
+    return hint if isclass(hint) and issubclass(hint, Struct) else None
+
+
+def _replies(hint: Any) -> tuple[Any, ...]:
+    """Return the types of the replies, which the annotation of a whole response names."""
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[1:]
+    return (str if hint is Response else hint,)
+
+
+def _is_optional(takes: Any) -> bool:
+    if not (isclass(takes) and issubclass(takes, Struct)):
+        return False
+    required = any(field.required for field in msgspec.structs.fields(takes))
+    one_of: Any = getattr(takes, "exactly_one", None)
+    return not required and not one_of
+
+
 class Routes(list[Endpoint]):
     """The routes of one dialect, in the order in which their handlers stand.
 
     The decorators leave the handler as it is, so one handler may have several routes.
     """
 
-    def __init__(self, *, error_shape: Shape = error_reply) -> None:
-        """`error_shape` is that of the routes that name none."""
+    def __init__(self, **about: Unpack[About]) -> None:
+        """`about`: facts of the routes that do not state them."""
         super().__init__()
-        self._error_shape = error_shape
+        self._about = about
 
     def get(
         self, path: str, *, needs: Needs, **about: Unpack[About]
@@ -132,10 +217,10 @@ class Routes(list[Endpoint]):
     def _declare(
         self, method: str, path: str, needs: Needs, about: About
     ) -> Callable[[Declared], Declared]:
-        shaped: About = {"error_shape": self._error_shape, **about}
+        facts: About = {**self._about, **about}
 
         def declare(handler: Declared) -> Declared:
-            self.append(Endpoint(method, path, handler, needs=needs, **shaped))
+            self.append(Endpoint(method, path, handler, needs=needs, **facts))
             return handler
 
         return declare

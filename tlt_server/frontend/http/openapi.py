@@ -20,6 +20,7 @@ from msgspec import UNSET, Struct
 from tlt_client.fields import MAX_INT32
 from tlt_server import __version__
 from tlt_server.errors import (
+    EngineFailed,
     Forbidden,
     InvalidRequest,
     Overloaded,
@@ -235,8 +236,12 @@ def _responses(endpoint: Endpoint, gives: dict[Any, Any], keyed: bool) -> dict[s
 
 
 def _in_front(endpoint: Endpoint, keyed: bool) -> Iterator[type[TltError]]:
-    """Yield the errors that are raised before a handler is called, or while it reads the body."""
+    """Yield the errors that are raised before a handler is called, while it reads the body, or by
+    every command to the engine.
+    """
     yield Unavailable  # too many connections
+    if endpoint.needs in ("operate", "push-weights"):
+        yield EngineFailed
     if endpoint.needs != "open" and keyed:
         yield Unauthenticated
     if endpoint.needs != "open":

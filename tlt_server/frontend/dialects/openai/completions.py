@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -44,11 +44,10 @@ ROUTES = Routes(error_shape=failure)
         "seed": 7,
         "return_token_ids": True,
     },
-    gives=Completion,
     streams=(("message", Completion), ("message", Failure), ("message", Literal["[DONE]"])),
     raises=(NotFound, *UNFINISHED),
 )
-async def completions(service: Service, request: Request) -> Response:
+async def completions(service: Service, request: Request) -> Annotated[Response, Completion]:
     """Complete one prompt or a batch of prompts, given as text or token ids.
 
     Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream` the reply
@@ -73,11 +72,10 @@ async def completions(service: Service, request: Request) -> Response:
     needs="data",
     takes=ChatRequest,
     example={"messages": QUESTION, "max_completion_tokens": 64, "logprobs": True},
-    gives=ChatCompletion,
     streams=(("message", ChatCompletion), ("message", Failure), ("message", Literal["[DONE]"])),
     raises=(NotFound, *UNFINISHED),
 )
-async def chat(service: Service, request: Request) -> Response:
+async def chat(service: Service, request: Request) -> Annotated[Response, ChatCompletion]:
     """Answer a conversation, put into the model's chat template with tools and
     chat_template_kwargs.
 
@@ -107,10 +105,9 @@ async def chat(service: Service, request: Request) -> Response:
     needs="data",
     takes=ChatRequest,
     example={"messages": QUESTION},
-    gives=Rendered,
     raises=(NotFound, *UNFINISHED),
 )
-async def render(service: Service, request: Request) -> Response:
+async def render(service: Service, request: Request) -> Annotated[Response, Rendered]:
     """Return the prompt that a chat completion would have, and generate nothing."""
     asked, info = await read(service, request, ChatRequest)
     ready = await prepared(service, request, asked, info, asked.words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tlt_server.errors import NotFound
 from tlt_server.frontend.dialects.models import unknown
@@ -11,31 +10,28 @@ from tlt_server.frontend.dialects.openai.replies import Model, Models, failure
 from tlt_server.frontend.dialects.replies.server_info import model_path
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes(error_shape=failure)
 NAME = Parameter("name", "path", "a name of the model, as `GET /v1/models` lists it")
 
 
-@ROUTES.get("/v1/models", needs="data", gives=Models)
-async def models(service: Service, request: Request) -> Response:
+@ROUTES.get("/v1/models", needs="data")
+async def models(service: Service, request: Request) -> Models:
     """List the names of the served model, with the limit on its prompt plus output.
 
     A key that may push weights or operate also sees the model's directory, which is a name too.
     """
-    return json_response(Models([*_models(service, request).values()]))
+    return Models([*_models(service, request).values()])
 
 
-@ROUTES.get(
-    "/v1/models/{name:path}", needs="data", parameters=(NAME,), gives=Model, raises=(NotFound,)
-)
-async def model(service: Service, request: Request) -> Response:
+@ROUTES.get("/v1/models/{name:path}", needs="data", parameters=(NAME,), raises=(NotFound,))
+async def model(service: Service, request: Request) -> Model:
     """Describe the served model, by one of its names."""
     found = _models(service, request).get(request.path_params["name"])
     if found is None:
         raise unknown(service, request.path_params["name"])
-    return json_response(found)
+    return found
 
 
 def _models(service: Service, request: Request) -> dict[str, Model]:

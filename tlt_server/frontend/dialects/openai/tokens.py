@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,27 +19,25 @@ from tlt_server.frontend.dialects.openai.requests import (
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import About, Routes
-from tlt_server.frontend.http.replies import json_response, sliced_response
+from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes(error_shape=failure)
 TOKENIZING: About = {
     "takes": TokenizeRequest,
     "example": {"messages": QUESTION},
-    "gives": Tokens,
     "raises": (NotFound, Unavailable),
 }
 DETOKENIZING: About = {
     "takes": DetokenizeRequest,
     "example": {"tokens": [17, 18, 19]},
-    "gives": Detokenized,
     "raises": (NotFound, Unavailable),
 }
 
 
 @ROUTES.post("/v1/tokenize", needs="data", **TOKENIZING)
 @ROUTES.post("/tokenize", needs="data", **TOKENIZING)
-async def tokenize(service: Service, request: Request) -> Response:
+async def tokenize(service: Service, request: Request) -> Annotated[Response, Tokens]:
     """Return the token ids of a text, or of a conversation put into the chat template. This works
     in a pause and a sleep too.
     """
@@ -63,23 +63,22 @@ async def tokenize(service: Service, request: Request) -> Response:
     )
 
 
-@ROUTES.get("/tokenizer_info", needs="data", gives=TokenizerInfo)
-async def tokenizer_info(service: Service, request: Request) -> Response:
+@ROUTES.get("/tokenizer_info", needs="data")
+async def tokenizer_info(service: Service) -> TokenizerInfo:
     """Name the special tokens and the chat template."""
     tokens, template = service.text.tokens, service.text.template_for(tools=False)
-    info = TokenizerInfo(
+    return TokenizerInfo(
         chat_template=template.source if template is not None else None,
         bos_token=tokens.get("bos_token"),
         eos_token=tokens.get("eos_token"),
         pad_token=tokens.get("pad_token"),
         unk_token=tokens.get("unk_token"),
     )
-    return json_response(info)
 
 
 @ROUTES.post("/v1/detokenize", needs="data", **DETOKENIZING)
 @ROUTES.post("/detokenize", needs="data", **DETOKENIZING)
-async def detokenize(service: Service, request: Request) -> Response:
+async def detokenize(service: Service, request: Request) -> Annotated[Response, Detokenized]:
     """Return the text of token ids, special tokens included. This works in a pause and a sleep
     too.
     """

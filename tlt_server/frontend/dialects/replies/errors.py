@@ -21,7 +21,6 @@ from tlt_server.errors import (
     Unavailable,
 )
 
-GONE = (EngineFailed, Unavailable)  # the engine does not answer
 UNFINISHED = (  # a request is not admitted, or does not end with a result
     QueueFull,
     Overloaded,

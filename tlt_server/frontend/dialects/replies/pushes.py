@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal, cast
 
 from msgspec import Meta, Struct
-from starlette.responses import Response
 
 from tlt_server.events import WeightReport
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.labels import label_of
 
 PushState = Literal[
@@ -39,19 +37,17 @@ class PushReply(Struct, frozen=True):
     pause_ms: Annotated[float, Meta(description="how long the commit kept the loop from stepping")]
 
 
-def outcome(report: WeightReport, *, labelled: bool = False) -> Response:
+def outcome(report: WeightReport, *, labelled: bool = False) -> PushReply:
     """Return the reply that describes the report of the engine. `labelled`: it calls versions by
     their labels.
     """
     called = label_of if labelled else str
-    return json_response(
-        PushReply(
-            cast(PushState, report.result),
-            called(report.version),
-            report.role,
-            called(report.state.target),
-            report.checksums,
-            report.phases,
-            report.pause_ms,
-        )
+    return PushReply(
+        cast(PushState, report.result),
+        called(report.version),
+        report.role,
+        called(report.state.target),
+        report.checksums,
+        report.phases,
+        report.pause_ms,
     )

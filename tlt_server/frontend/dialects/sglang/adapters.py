@@ -2,73 +2,44 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from tlt_server.errors import (
-    Conflict,
-    Forbidden,
-    NotFound,
-    PushFailed,
-    UnsafeChannel,
-    WeightsRefused,
-)
-from tlt_server.frontend.dialects.replies.errors import GONE
+from tlt_server.errors import Conflict, NotFound, PushFailed, UnsafeChannel, WeightsRefused
 from tlt_server.frontend.dialects.sglang.replies import LoadedAdapters, outcome_of
 from tlt_server.frontend.dialects.sglang.requests import read
 from tlt_server.frontend.dialects.sglang.weight_requests import SglangLoad, SglangUnload
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import AnyFields
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 
-ROUTES = Routes(error_shape=outcome_of)
-REFUSED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
+ROUTES = Routes(error_shape=outcome_of, read=read, empty=AnyFields)
+REFUSED = (NotFound, Conflict, WeightsRefused, PushFailed)
 
 
 @ROUTES.post(
     "/load_lora_adapter",
     needs="push-weights",
-    takes=SglangLoad,
     example={"lora_name": "math", "lora_path": "adapters/math"},
-    gives=LoadedAdapters,
     raises=REFUSED,
 )
-async def load(service: Service, request: Request) -> Response:
+async def load(service: Service, asked: SglangLoad) -> LoadedAdapters:
     """Load a LoRA adapter in PEFT's layout from a directory below the weight root, in place of the
     one that has the name. Requests name it as their lora_path.
     """
-    asked = await read(service, SglangLoad, request)
     report = await service.adapters.load(asked.lora_name, asked.lora_path)
-    return json_response(LoadedAdapters(report.state.adapters))
+    return LoadedAdapters(report.state.adapters)
 
 
 @ROUTES.post(
-    "/unload_lora_adapter",
-    needs="push-weights",
-    takes=SglangUnload,
-    example={"lora_name": "math"},
-    gives=LoadedAdapters,
-    raises=REFUSED,
+    "/unload_lora_adapter", needs="push-weights", example={"lora_name": "math"}, raises=REFUSED
 )
-async def unload(service: Service, request: Request) -> Response:
+async def unload(service: Service, asked: SglangUnload) -> LoadedAdapters:
     """Unload a LoRA adapter. The reply comes when its last request has ended."""
-    asked = await read(service, SglangUnload, request)
     report = await service.adapters.unload(asked.lora_name)
-    return json_response(LoadedAdapters(report.state.adapters))
+    return LoadedAdapters(report.state.adapters)
 
 
-@ROUTES.post(
-    "/load_lora_adapter_from_tensors",
-    needs="push-weights",
-    takes=AnyFields,
-    optional_body=True,
-    gives=LoadedAdapters,
-    raises=(UnsafeChannel,),
-)
-async def from_tensors(service: Service, request: Request) -> Response:
+@ROUTES.post("/load_lora_adapter_from_tensors", needs="push-weights", raises=(UnsafeChannel,))
+async def from_tensors(service: Service) -> LoadedAdapters:
     """Refuse, always: the body is a pickle, and to read a pickle is to run it."""
-    await read(service, AnyFields, request)
     raise UnsafeChannel(
         "load_lora_adapter_from_tensors carries pickled tensors, and reading a pickle runs what it "
         "says; write safetensors below the weight root and POST /load_lora_adapter, or push with "

@@ -6,14 +6,15 @@ GET /server_info, which several dialects share, is in `dialects.operate`.
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server import __version__
-from tlt_server.errors import Unavailable
+from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.events import EngineInfo
-from tlt_server.frontend.dialects.replies.errors import GONE, UNFINISHED, failure_naming
+from tlt_server.frontend.dialects.replies.errors import UNFINISHED, failure_naming
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
 from tlt_server.frontend.dialects.replies.status import Status
 from tlt_server.frontend.dialects.sglang.replies import Loads, LoadsReply, ModelInfo, VersionReply
@@ -23,6 +24,7 @@ from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.reading.asking import unless
 from tlt_server.frontend.service import Service
@@ -35,14 +37,14 @@ INCLUDE = Parameter(
 )
 
 
-@ROUTES.get("/get_server_info", needs="any", gives=ServerInfo)
-async def about(service: Service, request: Request) -> Response:
+@ROUTES.get("/get_server_info", needs="any")
+async def about(service: Service, caller: Caller) -> ServerInfo:
     """Describe this server, as GET /server_info does."""
-    return json_response(server_info(service, caller_of(request)))
+    return server_info(service, caller)
 
 
-@ROUTES.get("/health_generate", needs="data", gives=Status, raises=UNFINISHED)
-async def health_generate(service: Service, request: Request) -> Response:
+@ROUTES.get("/health_generate", needs="data", raises=UNFINISHED)
+async def health_generate(service: Service, request: Request) -> Annotated[Response, Status]:
     """Check that a token can be made, by making one.
 
     The status is 503 while generation is paused or asleep, also if that starts meanwhile.
@@ -71,36 +73,33 @@ async def _made(generation: Generation) -> Response:
     raise Unavailable("the token was aborted before it was made; ask again", retry_after_s=1)
 
 
-@ROUTES.get("/model_info", needs="any", gives=ModelInfo, raises=GONE)
-@ROUTES.get("/get_model_info", needs="any", gives=ModelInfo, raises=GONE)
-async def model_info(service: Service, request: Request) -> Response:
+@ROUTES.get("/model_info", needs="any", raises=(EngineFailed,))
+@ROUTES.get("/get_model_info", needs="any", raises=(EngineFailed,))
+async def model_info(service: Service, caller: Caller) -> ModelInfo:
     """Name the served model and the version of its weights."""
-    model = server_info(service, caller_of(request)).model_path
-    return json_response(
-        ModelInfo(
-            model_path=model,
-            tokenizer_path=model,
-            weight_version=label_of(_info(service).weight_version),
-            served_model_name=service.config.served_model_name,
-        )
+    model = server_info(service, caller).model_path
+    return ModelInfo(
+        model_path=model,
+        tokenizer_path=model,
+        weight_version=label_of(_info(service).weight_version),
+        served_model_name=service.config.served_model_name,
     )
 
 
-@ROUTES.get("/get_weight_version", needs="any", gives=VersionReply, raises=GONE)
-async def weight_version(service: Service, request: Request) -> Response:
+@ROUTES.get("/get_weight_version", needs="any", raises=(EngineFailed,))
+async def weight_version(service: Service) -> VersionReply:
     """Name the version of the target that is live."""
-    return json_response(VersionReply(label_of(_info(service).weight_version)))
+    return VersionReply(label_of(_info(service).weight_version))
 
 
 @ROUTES.get(
     "/v1/loads",
     needs="any",
     parameters=(INCLUDE,),
-    gives=LoadsReply,
-    raises=GONE,
+    raises=(EngineFailed,),
     error_shape=failure_naming(()),
 )
-async def loads(service: Service, request: Request) -> Response:
+async def loads(service: Service) -> LoadsReply:
     """Count the sequences that are open, run and wait, and the KV positions in use."""
     own, gauges = _info(service), service.engine.gauges
     positions = own.pages * own.page_size
@@ -114,7 +113,7 @@ async def loads(service: Service, request: Request) -> Response:
         max_running_requests=own.max_running,
         token_usage=used / positions,
     )
-    return json_response(LoadsReply(timestamp=time.time(), version=__version__, loads=[one]))
+    return LoadsReply(timestamp=time.time(), version=__version__, loads=[one])
 
 
 def _info(service: Service) -> EngineInfo:

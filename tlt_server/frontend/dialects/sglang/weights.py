@@ -7,6 +7,7 @@ POST /update_weights and /update_weight_version, which several dialects share, a
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,14 +16,12 @@ from tlt_server.commands import Manifest, ReadWeights
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
-    Forbidden,
     InvalidRequest,
     NotFound,
     PushFailed,
     UnsafeChannel,
     WeightsRefused,
 )
-from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.sglang.replies import Outcome, Rows, outcome_of, rows_of
 from tlt_server.frontend.dialects.sglang.requests import read
 from tlt_server.frontend.dialects.sglang.weight_requests import (
@@ -34,7 +33,7 @@ from tlt_server.frontend.dialects.sglang.weight_requests import (
     ReadFields,
     SglangGroup,
 )
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Parameter, Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.http.replies import error_reply, json_response
 from tlt_server.frontend.service import Service
@@ -42,57 +41,38 @@ from tlt_server.frontend.weights.broadcasts import described
 from tlt_server.frontend.weights.checker import CheckFields
 from tlt_server.labels import label_of
 
-ROUTES = Routes(error_shape=outcome_of)
-PUSHED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
+ROUTES = Routes(error_shape=outcome_of, read=read, empty=AnyFields)
+PUSHED = (NotFound, Conflict, WeightsRefused, PushFailed)
 
 
-@ROUTES.post(
-    "/begin_weight_update",
-    needs="push-weights",
-    takes=BeginFields,
-    optional_body=True,
-    gives=Outcome,
-    raises=(NotFound, Conflict, *GONE),
-)
-async def begin(service: Service, request: Request) -> Response:
+@ROUTES.post("/begin_weight_update", needs="push-weights", raises=(NotFound, Conflict))
+async def begin(service: Service, asked: BeginFields) -> Outcome:
     """Start a weight update; what is pushed until POST /end_weight_update becomes live then."""
     service.engine.check_running()
-    await service.session.begin((await read(service, BeginFields, request)).selector)
-    return json_response(Outcome(message="Weight update begun."))
+    await service.session.begin(asked.selector)
+    return Outcome(message="Weight update begun.")
 
 
-@ROUTES.post(
-    "/end_weight_update",
-    needs="push-weights",
-    takes=AnyFields,
-    optional_body=True,
-    gives=Outcome,
-    raises=PUSHED,
-)
-async def end(service: Service, request: Request) -> Response:
+@ROUTES.post("/end_weight_update", needs="push-weights", raises=PUSHED)
+async def end(service: Service) -> Outcome:
     """Make what was pushed since the update started live, in one commit between two steps."""
-    await read(service, AnyFields, request)
     report = await service.session.end()
-    return json_response(
-        Outcome(message="Weight update ended.", new_version=label_of(report.state.target))
-    )
+    return Outcome(message="Weight update ended.", new_version=label_of(report.state.target))
 
 
 @ROUTES.post(
     "/update_weights_from_disk",
     needs="push-weights",
-    takes=DiskFields,
     example={"model_path": "step-7", "weight_version": "7"},
-    gives=Outcome,
     raises=PUSHED,
 )
-async def from_disk(service: Service, request: Request) -> Response:
+async def from_disk(service: Service, body: Unread[DiskFields]) -> Outcome:
     """Push weights from a directory.
 
     They are verified first, then become live between two steps, or at the end of the open update.
     """
     with service.session.pushing() as update:
-        asked = await read(service, DiskFields, request)
+        asked = await body.read()
         report = await update.push(
             Manifest(
                 role=update.role,
@@ -102,19 +82,16 @@ async def from_disk(service: Service, request: Request) -> Response:
                 in_flight=asked.in_flight,
             )
         )
-    return json_response(
-        Outcome(
-            message=f"{report.result}: version {label_of(report.version)}",
-            num_paused_requests=len(service.engine) if service.engine.pauses.paused else 0,
-            new_version=label_of(report.state.target),
-        )
+    return Outcome(
+        message=f"{report.result}: version {label_of(report.version)}",
+        num_paused_requests=len(service.engine) if service.engine.pauses.paused else 0,
+        new_version=label_of(report.state.target),
     )
 
 
 @ROUTES.post(
     "/init_weights_update_group",
     needs="push-weights",
-    takes=SglangGroup,
     example={
         "master_address": "127.0.0.1",
         "master_port": "29500",
@@ -123,14 +100,12 @@ async def from_disk(service: Service, request: Request) -> Response:
         "group_name": "slime-pp_0",
         "backend": "gloo",
     },
-    gives=Outcome,
-    raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE),
+    raises=(Conflict, WeightsRefused, ChannelBroken),
 )
-async def join(service: Service, request: Request) -> Response:
+async def join(service: Service, asked: SglangGroup) -> Outcome:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
     have joined.
     """
-    asked = await read(service, SglangGroup, request)
     await service.broadcasts.join(
         asked.group_name,
         asked.backend,
@@ -140,21 +115,14 @@ async def join(service: Service, request: Request) -> Response:
         asked.world_size,
         prefixed=True,
     )
-    return json_response(Outcome(message="Succeeded to initialize the weight update group."))
+    return Outcome(message="Succeeded to initialize the weight update group.")
 
 
-@ROUTES.post(
-    "/destroy_weights_update_group",
-    needs="push-weights",
-    takes=LeaveFields,
-    optional_body=True,
-    gives=Outcome,
-    raises=(Conflict, *GONE),
-)
-async def leave(service: Service, request: Request) -> Response:
+@ROUTES.post("/destroy_weights_update_group", needs="push-weights", raises=(Conflict,))
+async def leave(service: Service, asked: LeaveFields) -> Outcome:
     """Leave a process group; it is no error if the group is not joined."""
-    await service.broadcasts.leave((await read(service, LeaveFields, request)).group_name)
-    return json_response(Outcome(message="Succeeded to destroy the weight update group."))
+    await service.broadcasts.leave(asked.group_name)
+    return Outcome(message="Succeeded to destroy the weight update group.")
 
 
 @ROUTES.post(
@@ -167,10 +135,9 @@ async def leave(service: Service, request: Request) -> Response:
         "shapes": [[64]],
         "group_name": "slime-pp_0",
     },
-    gives=Outcome,
     raises=(ChannelBroken, *PUSHED),
 )
-async def from_distributed(service: Service, request: Request) -> Response:
+async def from_distributed(service: Service, request: Request) -> Outcome:
     """Receive the named tensors from the group.
 
     They become live once no tensor of the model is missing, or at the end of the open update.
@@ -190,26 +157,17 @@ async def from_distributed(service: Service, request: Request) -> Response:
             version=asked.weight_version or "",
             in_flight=asked.in_flight,
         )
-    return json_response(
-        Outcome(
-            message=f"{report.result}: version {label_of(report.version)}",
-            new_version=label_of(report.state.target),
-        )
+    return Outcome(
+        message=f"{report.result}: version {label_of(report.version)}",
+        new_version=label_of(report.state.target),
     )
 
 
-@ROUTES.post(
-    "/update_weights_from_tensor",
-    needs="push-weights",
-    takes=AnyFields,
-    optional_body=True,
-    gives=Outcome,
-    raises=(UnsafeChannel,),
-)
-async def from_tensor(service: Service, request: Request) -> Response:
+@ROUTES.post("/update_weights_from_tensor", needs="push-weights", raises=(UnsafeChannel,))
+async def from_tensor(service: Service, body: Unread[AnyFields]) -> Outcome:
     """Refuse, always: the body is a pickle, and to read a pickle is to run it."""
     with service.session.pushing():
-        await read(service, AnyFields, request)
+        await body.read()
         raise UnsafeChannel(
             "update_weights_from_tensor carries pickled tensors, and reading a pickle runs what it "
             "says; write safetensors below the weight root and POST /update_weights_from_disk, or "
@@ -217,21 +175,13 @@ async def from_tensor(service: Service, request: Request) -> Response:
         )
 
 
-@ROUTES.post(
-    "/weights_checker",
-    needs="push-weights",
-    takes=CheckFields,
-    optional_body=True,
-    gives=Outcome,
-    raises=(Conflict, *GONE),
-)
-async def check(service: Service, request: Request) -> Response:
+@ROUTES.post("/weights_checker", needs="push-weights", raises=(Conflict,))
+async def check(service: Service, asked: CheckFields) -> Annotated[Response, Outcome]:
     """Compute checksums of all live weights, or compare them with a baseline or with those that
     were remembered; 409 if any differs.
 
     After `reset_tensors` a tensor differs from everything until it is pushed again.
     """
-    asked = await read(service, CheckFields, request)
     sums, wrong = await service.checker.check(asked)
     if asked.resets:
         return json_response(Outcome(message="reset: all differs until it is pushed again"))
@@ -255,10 +205,8 @@ async def check(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/get_weights_by_name",
     needs="push-weights",
-    takes=ReadFields,
     example={"name": "model.norm.weight", "truncate_size": 4},
-    gives=Rows,
-    raises=(NotFound, Conflict, *GONE),
+    raises=(NotFound, Conflict),
     error_shape=error_reply,
 )
 @ROUTES.get(
@@ -273,16 +221,14 @@ async def check(service: Service, request: Request) -> Response:
             {"type": "integer", "default": 100},
         ),
     ),
-    gives=Rows,
-    raises=(InvalidRequest, NotFound, Conflict, *GONE),
+    raises=(InvalidRequest, NotFound, Conflict),
     error_shape=error_reply,
 )
-async def read_weights(service: Service, request: Request) -> Response:
+async def read_weights(service: Service, asked: ReadFields) -> Annotated[Response, Rows]:
     """Read the first rows of a live tensor, as numbers; 409 while the weights change or sleep.
 
     The name of a drafter's tensor begins with `draft.`.
     """
-    asked = await read(service, ReadFields, request)
     report = await service.session.ask(
         ReadWeights(service.engine.command_id(), asked.name, asked.truncate_size)
     )

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-
-from tlt_server.errors import (
-    Conflict,
-    Forbidden,
-    InvalidRequest,
-    NotFound,
-    PushFailed,
-    WeightsRefused,
-)
-from tlt_server.frontend.dialects.replies.errors import GONE
+from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed, WeightsRefused
 from tlt_server.frontend.dialects.vllm_rl.replies import fault
 from tlt_server.frontend.dialects.vllm_rl.requests import VllmLoad, VllmUnload
 from tlt_server.frontend.http.endpoints import Routes
@@ -21,22 +10,19 @@ from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes(error_shape=fault)
-REFUSED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
+REFUSED = (NotFound, Conflict, WeightsRefused, PushFailed)
 
 
 @ROUTES.post(
     "/v1/load_lora_adapter",
     needs="push-weights",
-    takes=VllmLoad,
     example={"lora_name": "math", "lora_path": "adapters/math"},
-    gives=str,
     raises=REFUSED,
 )
-async def load(service: Service, request: Request) -> Response:
+async def load(service: Service, asked: VllmLoad) -> str:
     """Load a LoRA adapter in PEFT's layout from a directory below the weight root. Requests name it
     as their model.
     """
-    asked = await service.bodies.of(request, VllmLoad)
     service.engine.check_running()
     info = service.engine.info
     if info is not None and asked.lora_name in info.adapters and not asked.load_inplace:
@@ -45,19 +31,13 @@ async def load(service: Service, request: Request) -> Response:
             "true to replace it, or unload it first"
         )
     await service.adapters.load(asked.lora_name, asked.lora_path)
-    return PlainTextResponse(f"Success: LoRA adapter {asked.lora_name!r} added successfully.")
+    return f"Success: LoRA adapter {asked.lora_name!r} added successfully."
 
 
 @ROUTES.post(
-    "/v1/unload_lora_adapter",
-    needs="push-weights",
-    takes=VllmUnload,
-    example={"lora_name": "math"},
-    gives=str,
-    raises=REFUSED,
+    "/v1/unload_lora_adapter", needs="push-weights", example={"lora_name": "math"}, raises=REFUSED
 )
-async def unload(service: Service, request: Request) -> Response:
+async def unload(service: Service, asked: VllmUnload) -> str:
     """Unload a LoRA adapter. The reply comes when its last request has ended."""
-    asked = await service.bodies.of(request, VllmUnload)
     await service.adapters.unload(asked.lora_name)
-    return PlainTextResponse(f"Success: LoRA adapter {asked.lora_name!r} removed successfully.")
+    return f"Success: LoRA adapter {asked.lora_name!r} removed successfully."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,10 +38,9 @@ PREFIX = "generate-tokens-"  # vLLM puts it before the names of these requests
         "token_ids": [17, 18, 19],
         "sampling_params": {"max_tokens": 8, "logprobs": 1, "seed": 7},
     },
-    gives=TokensReply,
     raises=(NotFound, *UNFINISHED),
 )
-async def generate(service: Service, request: Request) -> Response:
+async def generate(service: Service, request: Request) -> Annotated[Response, TokensReply]:
     """Generate from token ids. Unknown fields are ignored, and null means absent."""
     service.engine.check_available()
     body = await request.body()

@@ -5,11 +5,9 @@ them.
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tlt_server.commands import InFlight, Memory
-from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
-from tlt_server.frontend.dialects.replies.errors import GONE
+from tlt_server.errors import Conflict, EngineFailed, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.vllm_rl.replies import (
     IsPaused,
     IsSleeping,
@@ -20,13 +18,12 @@ from tlt_server.frontend.dialects.vllm_rl.replies import (
 )
 from tlt_server.frontend.dialects.vllm_rl.requests import VllmAbort
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Parameter, Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.http.queries import flag, word, words
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 
-ROUTES = Routes(error_shape=fault)
+ROUTES = Routes(error_shape=fault, empty=AnyFields)
 MODES: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "continue"}
 LEVELS: dict[str, list[Memory]] = {"0": [], "1": ["kv_cache"], "2": ["weights", "kv_cache"]}
 TAGS: dict[str, list[Memory]] = {"weights": ["weights"], "kv_cache": ["kv_cache"], "scheduling": []}
@@ -56,66 +53,48 @@ TAG_LIST = Parameter(
 )
 
 
-@ROUTES.post(
-    "/pause",
-    needs="operate",
-    parameters=(MODE, CLEAR_CACHE),
-    takes=AnyFields,
-    optional_body=True,
-    gives=Paused,
-    raises=GONE,
-)
-async def pause(service: Service, request: Request) -> Response:
+@ROUTES.post("/pause", needs="operate", parameters=(MODE, CLEAR_CACHE))
+async def pause(service: Service, request: Request) -> Paused:
     """Stop generating until POST /resume.
 
     `abort` ends running sequences with what they have, `wait` replies when they have ended; both
     refuse new requests with 503. `keep` freezes running sequences with their KV, and new requests
     wait.
     """
-    await service.bodies.of(request, AnyFields)
     mode = word(request, "mode", MODES, "abort")
     clear = flag(request, "clear_cache", default=True)
     await service.engine.pauses.pause(
         MODES[mode], refuse=mode != "keep", clear_cache=clear and mode != "keep"
     )
-    return json_response(Paused("paused"))
+    return Paused("paused")
 
 
-@ROUTES.post(
-    "/resume", needs="operate", takes=AnyFields, optional_body=True, gives=Paused, raises=GONE
-)
-async def resume(service: Service, request: Request) -> Response:
+@ROUTES.post("/resume", needs="operate")
+async def resume(service: Service) -> Paused:
     """Continue what was frozen, start what has waited, and take new requests."""
-    await service.bodies.of(request, AnyFields)
     await service.engine.pauses.resume()
-    return json_response(Paused("resumed"))
+    return Paused("resumed")
 
 
-@ROUTES.get("/is_paused", needs="any", gives=IsPaused)
-async def is_paused(service: Service, request: Request) -> Response:
+@ROUTES.get("/is_paused", needs="any")
+async def is_paused(service: Service) -> IsPaused:
     """Return whether a pause holds."""
-    return json_response(IsPaused(service.engine.pauses.paused))
+    return IsPaused(service.engine.pauses.paused)
 
 
 @ROUTES.post(
     "/inference/v1/abort_requests",
     needs="data",
-    takes=VllmAbort,
     optional_body=True,
     changes=True,
-    gives=VllmAborted,
-    raises=(Forbidden, *GONE),
+    raises=(EngineFailed,),
 )
 @ROUTES.post(
-    "/abort_requests",
-    needs="data",
-    takes=VllmAbort,
-    optional_body=True,
-    changes=True,
-    gives=VllmAborted,
-    raises=(Forbidden, *GONE),
+    "/abort_requests", needs="data", optional_body=True, changes=True, raises=(EngineFailed,)
 )
-async def abort_requests(service: Service, request: Request) -> Response:
+async def abort_requests(
+    service: Service, body: Unread[VllmAbort], request: Request
+) -> VllmAborted:
     """End requests with what they have; their replies have the finish_reason "abort".
 
     Without a body this ends everything that is open. To end another key's requests, or all of
@@ -123,104 +102,72 @@ async def abort_requests(service: Service, request: Request) -> Response:
     """
     service.engine.check_running()
     if not await request.body():
-        return json_response(VllmAborted(service.abort(None, caller_of(request))))
+        return VllmAborted(service.abort(None, caller_of(request)))
     try:
-        names = (await service.bodies.of(request, VllmAbort)).request_ids
+        names = (await body.read()).request_ids
     except InvalidRequest as error:
         raise InvalidRequest(
             f"{error.message}; name requests in request_ids, or send no body to abort all"
         ) from None
-    return json_response(VllmAborted(service.abort(names, caller_of(request))))
+    return VllmAborted(service.abort(names, caller_of(request)))
 
 
-@ROUTES.post(
-    "/reset_prefix_cache",
-    needs="operate",
-    takes=AnyFields,
-    optional_body=True,
-    gives=Succeeded,
-    raises=GONE,
-)
-async def reset_prefix_cache(service: Service, request: Request) -> Response:
+@ROUTES.post("/reset_prefix_cache", needs="operate")
+async def reset_prefix_cache(service: Service) -> Succeeded:
     """Forget every cached prefix.
 
     Running sequences continue with their own KV, which then serves no other request.
     """
-    await service.bodies.of(request, AnyFields)
     await service.engine.pauses.clear_cache(unless_held=False)
-    return json_response(Succeeded())
+    return Succeeded()
 
 
-@ROUTES.post("/reset_mm_cache", needs="operate", takes=AnyFields, optional_body=True)
-@ROUTES.post("/reset_encoder_cache", needs="operate", takes=AnyFields, optional_body=True)
-async def reset_none(service: Service, request: Request) -> Response:
+@ROUTES.post("/reset_mm_cache", needs="operate")
+@ROUTES.post("/reset_encoder_cache", needs="operate")
+async def reset_none(service: Service) -> str:
     """Do nothing: this server reads text, so there is no such cache."""
-    await service.bodies.of(request, AnyFields)
-    return Response(media_type="text/plain")
+    return ""
 
 
-@ROUTES.post(
-    "/sleep",
-    needs="operate",
-    parameters=(LEVEL, MODE),
-    takes=AnyFields,
-    optional_body=True,
-    raises=(Conflict, StorageFailed, *GONE),
-)
-async def sleep(service: Service, request: Request) -> Response:
+@ROUTES.post("/sleep", needs="operate", parameters=(LEVEL, MODE), raises=(Conflict, StorageFailed))
+async def sleep(service: Service, request: Request) -> str:
     """Give memory back: level 1 the KV, level 2 the weights of target and drafter too.
 
     New requests get 503 until all is awake. `abort` ends running sequences, `wait` lets them end
     first, and `keep` drops their KV: they continue with the same tokens after POST /wake_up. Level
     0 is a pause in which new requests wait, until POST /wake_up or /resume.
     """
-    await service.bodies.of(request, AnyFields)
     level, mode = word(request, "level", LEVELS, "1"), word(request, "mode", MODES, "abort")
     if LEVELS[level]:
         await service.sleep(LEVELS[level], "recompute" if mode == "keep" else MODES[mode])
     else:
         await service.engine.pauses.pause(MODES[mode], refuse=False, clear_cache=False)
-    return Response(media_type="text/plain")
+    return ""
 
 
-@ROUTES.post(
-    "/release_kv_cache_memory",
-    needs="operate",
-    takes=AnyFields,
-    optional_body=True,
-    raises=(Conflict, StorageFailed, *GONE),
-)
-async def release_kv(service: Service, request: Request) -> Response:
+@ROUTES.post("/release_kv_cache_memory", needs="operate", raises=(Conflict, StorageFailed))
+async def release_kv(service: Service) -> str:
     """Give the KV's memory back. What runs continues with the same tokens after POST /wake_up."""
-    await service.bodies.of(request, AnyFields)
     await service.sleep(["kv_cache"])
-    return Response(media_type="text/plain")
+    return ""
 
 
-@ROUTES.post(
-    "/wake_up",
-    needs="operate",
-    parameters=(TAG_LIST,),
-    takes=AnyFields,
-    optional_body=True,
-    raises=GONE,
-)
-async def wake_up(service: Service, request: Request) -> Response:
+@ROUTES.post("/wake_up", needs="operate", parameters=(TAG_LIST,))
+async def wake_up(service: Service, request: Request) -> str:
     """Take memory again, without tags all of it, with the same bits in the weights as before.
 
     The tag `scheduling` ends a pause, and so does a call without tags where no memory is given
     back.
     """
-    await service.bodies.of(request, AnyFields)
     asked, pauses = words(request, "tags", TAGS), service.engine.pauses
     resumes = "scheduling" in asked or not (asked or pauses.asleep)
     await pauses.wake([memory for tag in asked or TAGS for memory in TAGS[tag]])
     if resumes:
         await pauses.resume()
-    return Response(media_type="text/plain")
+    return ""
 
 
-@ROUTES.get("/is_sleeping", needs="any", gives=IsSleeping)
-async def is_sleeping(service: Service, request: Request) -> Response:
+@ROUTES.get("/is_sleeping", needs="any")
+async def is_sleeping(service: Service) -> IsSleeping:
     """Return whether any memory is given back."""
-    return json_response(IsSleeping(bool(service.engine.pauses.asleep)))
+    return IsSleeping(bool(service.engine.pauses.asleep))

@@ -6,18 +6,16 @@ POST /update_weights, which several dialects share, is in `dialects.weights`.
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
-    Forbidden,
+    EngineFailed,
     InvalidRequest,
     NotFound,
     PushFailed,
     WeightsRefused,
 )
-from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.vllm_rl.replies import (
     CheckReply,
@@ -39,7 +37,6 @@ from tlt_server.frontend.dialects.vllm_rl.requests import (
 )
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import AnyFields, shown
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.checker import CheckFields
 from tlt_server.frontend.weights.session import Selector
@@ -47,22 +44,21 @@ from tlt_server.frontend.weights.transfer import GROUP, BroadcasterFields, InitF
 from tlt_server.labels import label_of
 from tlt_server.wording import nearest
 
-ROUTES = Routes(error_shape=fault)
-JOINS = (Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE)
+ROUTES = Routes(error_shape=fault, empty=AnyFields)
+JOINS = (Conflict, WeightsRefused, ChannelBroken)
 RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")
 INCLUDE_DP = Parameter("include_dp", "query", "accepted and without effect: there is one replica")
 
 
-@ROUTES.get("/get_world_size", needs="any", parameters=(INCLUDE_DP,), gives=WorldSize)
-async def world_size(service: Service, request: Request) -> Response:
+@ROUTES.get("/get_world_size", needs="any", parameters=(INCLUDE_DP,))
+async def world_size(service: Service) -> WorldSize:
     """Count the ranks of this server that take weights."""
-    return json_response(WorldSize())
+    return WorldSize()
 
 
 @ROUTES.post(
     "/init_weight_transfer_engine",
     needs="push-weights",
-    takes=InitFields,
     example={
         "init_info": {
             "master_address": "127.0.0.1",
@@ -72,21 +68,19 @@ async def world_size(service: Service, request: Request) -> Response:
             "backend": "gloo",
         }
     },
-    gives=VllmDone,
     raises=JOINS,
 )
-async def init_transfer(service: Service, request: Request) -> Response:
+async def init_transfer(service: Service, asked: InitFields) -> VllmDone:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
     have joined.
     """
-    await service.transfer.join((await service.bodies.of(request, InitFields)).init_info)
-    return json_response(VllmDone("Weight transfer initialized"))
+    await service.transfer.join(asked.init_info)
+    return VllmDone("Weight transfer initialized")
 
 
 @ROUTES.post(
     "/init_broadcaster",
     needs="push-weights",
-    takes=BroadcasterFields,
     example={
         "host": "127.0.0.1",
         "port": 29500,
@@ -94,65 +88,39 @@ async def init_transfer(service: Service, request: Request) -> Response:
         "inference_world_size": 1,
         "backend": "gloo",
     },
-    gives=VllmDone,
     raises=JOINS,
 )
-async def init_broadcaster(service: Service, request: Request) -> Response:
+async def init_broadcaster(service: Service, asked: BroadcasterFields) -> VllmDone:
     """Join the trainer's process group, in which `rank_offset` counts servers only. The reply comes
     once all ranks have joined.
     """
-    await service.transfer.join((await service.bodies.of(request, BroadcasterFields)).info())
-    return json_response(VllmDone("Weight transfer initialized"))
+    await service.transfer.join(asked.info())
+    return VllmDone("Weight transfer initialized")
 
 
-@ROUTES.post(
-    "/shutdown_weight_transfer_engine",
-    needs="push-weights",
-    takes=AnyFields,
-    optional_body=True,
-    gives=VllmDone,
-    raises=(Conflict, *GONE),
-)
-async def shut_transfer(service: Service, request: Request) -> Response:
+@ROUTES.post("/shutdown_weight_transfer_engine", needs="push-weights", raises=(Conflict,))
+async def shut_transfer(service: Service) -> VllmDone:
     """Leave the trainer's process group; it is no error if none is joined."""
-    await service.bodies.of(request, AnyFields)
     await service.broadcasts.leave(GROUP)
-    return json_response(VllmDone("Weight transfer engine shut down"))
+    return VllmDone("Weight transfer engine shut down")
 
 
-@ROUTES.post(
-    "/start_weight_update",
-    needs="push-weights",
-    takes=StartFields,
-    optional_body=True,
-    gives=VllmDone,
-    raises=(NotFound, Conflict, *GONE),
-)
-async def start(service: Service, request: Request) -> Response:
+@ROUTES.post("/start_weight_update", needs="push-weights", raises=(NotFound, Conflict))
+async def start(service: Service, asked: StartFields) -> VllmDone:
     """Start an update of the target's weights; what is pushed until POST /finish_weight_update
     becomes live then.
     """
-    return await _start(service, request, "target")
+    await _begin(service, asked, "target")
+    return VllmDone("Weight update started")
 
 
-@ROUTES.post(
-    "/start_draft_weight_update",
-    needs="push-weights",
-    takes=StartFields,
-    optional_body=True,
-    gives=VllmDone,
-    raises=(NotFound, Conflict, *GONE),
-)
-async def start_draft(service: Service, request: Request) -> Response:
+@ROUTES.post("/start_draft_weight_update", needs="push-weights", raises=(NotFound, Conflict))
+async def start_draft(service: Service, asked: StartFields) -> VllmDone:
     """Start an update of the drafter's weights, as POST /start_weight_update does for the
     target.
     """
-    return await _start(service, request, "draft")
-
-
-async def _start(service: Service, request: Request, selector: Selector) -> Response:
-    await _begin(service, await service.bodies.of(request, StartFields), selector)
-    return json_response(VllmDone("Weight update started"))
+    await _begin(service, asked, "draft")
+    return VllmDone("Weight update started")
 
 
 async def _begin(service: Service, asked: StartFields, selector: Selector) -> None:
@@ -168,14 +136,10 @@ async def _begin(service: Service, asked: StartFields, selector: Selector) -> No
 @ROUTES.post(
     "/finish_weight_update",
     needs="push-weights",
-    takes=FinishFields,
-    optional_body=True,
-    gives=PushReply,
-    raises=(NotFound, Conflict, WeightsRefused, PushFailed, *GONE),
+    raises=(NotFound, Conflict, WeightsRefused, PushFailed),
 )
-async def finish(service: Service, request: Request) -> Response:
+async def finish(service: Service, asked: FinishFields) -> PushReply:
     """Make what was pushed since the update started live, in one commit between two steps."""
-    asked = await service.bodies.of(request, FinishFields)
     return outcome(await service.session.end(asked.weight_version or ""), labelled=True)
 
 
@@ -184,10 +148,9 @@ async def finish(service: Service, request: Request) -> Response:
     needs="push-weights",
     takes=RpcStart | RpcUpdate | RpcFinish,
     example={"method": "skyrl_start_weight_update"},
-    gives=Results,
-    raises=(NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *GONE),
+    raises=(NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed),
 )
-async def collective_rpc(service: Service, request: Request) -> Response:
+async def collective_rpc(service: Service, request: Request) -> Results:
     """Start, continue or finish a weight update under the names by which SkyRL calls it; no other
     method is called.
     """
@@ -209,49 +172,38 @@ async def collective_rpc(service: Service, request: Request) -> Response:
                 f"method is {shown(unknown)}{nearest(unknown, RPC)}; this server calls "
                 f"{', '.join(RPC)} only"
             )
-    return json_response(Results([None]))
+    return Results([None])
 
 
 @ROUTES.post(
     "/update_weight_version",
     needs="push-weights",
-    takes=VersionFields,
     example={"new_version": "step-8"},
-    gives=Renamed,
-    raises=(Conflict, PushFailed, *GONE),
+    raises=(Conflict, PushFailed),
 )
-async def rename(service: Service, request: Request) -> Response:
+async def rename(service: Service, asked: VersionFields) -> Renamed:
     """Name the version that the open update pushes, or else the live one; its content stays."""
-    label = (await service.bodies.of(request, VersionFields)).new_version
-    await service.session.rename(label)
-    return json_response(Renamed(label, f"Weight version updated to {label}"))
+    await service.session.rename(asked.new_version)
+    return Renamed(asked.new_version, f"Weight version updated to {asked.new_version}")
 
 
-@ROUTES.get("/weight_info", needs="any", gives=WeightInfo, raises=GONE)
-async def info(service: Service, request: Request) -> Response:
+@ROUTES.get("/weight_info", needs="any", raises=(EngineFailed,))
+async def info(service: Service) -> WeightInfo:
     """Return the versions that are live."""
     state = (await service.session.look()).state
-    return json_response(WeightInfo(label_of(state.target), label_of(state.drafter)))
+    return WeightInfo(label_of(state.target), label_of(state.drafter))
 
 
-@ROUTES.post(
-    "/weight_checker",
-    needs="push-weights",
-    takes=CheckFields,
-    optional_body=True,
-    gives=CheckReply,
-    raises=(Conflict, *GONE),
-)
-async def check(service: Service, request: Request) -> Response:
+@ROUTES.post("/weight_checker", needs="push-weights", raises=(Conflict,))
+async def check(service: Service, asked: CheckFields) -> CheckReply:
     """Compute checksums of all live weights, or compare them with a baseline.
 
     After `reset` a tensor differs from everything until it is pushed again, so that a push which
     was lost is found; what is served stays.
     """
-    asked = await service.bodies.of(request, CheckFields)
     sums, mismatches = await service.checker.check(asked)
     if asked.resets:
-        return json_response(CheckReply(status="reset"))
+        return CheckReply(status="reset")
     if mismatches is None:
-        return json_response(CheckReply(checksums=sums))
-    return json_response(CheckReply(match=not mismatches, mismatches=mismatches))
+        return CheckReply(checksums=sums)
+    return CheckReply(match=not mismatches, mismatches=mismatches)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tlt_client.arguments import VERSION_MUST, is_version
 from tlt_server.errors import Conflict, Forbidden, InvalidRequest, NotFound, StorageFailed
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import shown
-from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.ranges import span
 from tlt_server.frontend.weights.uploads import PartStatus, Uploads
@@ -41,10 +39,9 @@ CONTENT_RANGE = Parameter(
     needs="push-weights",
     parameters=(*PART, CONTENT_RANGE),
     takes_bytes="application/octet-stream",
-    gives=PartStatus,
-    raises=(Forbidden, Conflict, StorageFailed),
+    raises=(Conflict, StorageFailed),
 )
-async def put(service: Service, request: Request) -> Response:
+async def put(service: Service, request: Request) -> PartStatus:
     """Send one part of a version: a safetensors file or a drafter's calibration.json, whole or in
     ranges from its beginning.
 
@@ -57,17 +54,13 @@ async def put(service: Service, request: Request) -> Response:
         request.headers.get("content-range", ""), int(length) if length is not None else None
     )
     owner = caller_of(request).name
-    return json_response(
-        await opened(service).write(version, part, start, total, request.stream(), owner)
-    )
+    return await opened(service).write(version, part, start, total, request.stream(), owner)
 
 
-@ROUTES.get(
-    PART_PATH, needs="push-weights", parameters=PART, gives=PartStatus, raises=(Forbidden, NotFound)
-)
-async def part_status(service: Service, request: Request) -> Response:
+@ROUTES.get(PART_PATH, needs="push-weights", parameters=PART, raises=(NotFound,))
+async def part_status(service: Service, request: Request) -> PartStatus:
     """Show how much of a part has come, to continue after a broken connection."""
-    return json_response(opened(service).status(*_part(request)))
+    return opened(service).status(*_part(request))
 
 
 def opened(service: Service) -> Uploads:

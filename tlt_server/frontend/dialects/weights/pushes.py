@@ -13,19 +13,15 @@ from typing import Annotated
 from msgspec import Meta
 from msgspec.structs import asdict, replace
 from starlette.requests import Request
-from starlette.responses import Response
 
 from tlt_client.arguments import ADAPTER_MUST, is_adapter
 from tlt_server.commands import AbortWeights, CommitWeights, Manifest, RollbackWeights
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
-    EngineFailed,
-    Forbidden,
     InvalidRequest,
     NotFound,
     PushFailed,
-    Unavailable,
     WeightsRefused,
     from_code,
 )
@@ -40,15 +36,13 @@ from tlt_server.frontend.dialects.weights.requests import (
     RollbackFields,
 )
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import NoFields, shown
-from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.session import Update, UpdateStatus, succeeded
 from tlt_server.frontend.weights.transfer import UpdateFields
 from tlt_server.frontend.weights.uploads import Uploads, UploadStatus
 
 ROUTES = Routes()
-GONE = (EngineFailed, Unavailable)
 ADAPTER = Parameter("name", "path", "the adapter's name")
 ENDS = Parameter(
     "in_flight",
@@ -75,10 +69,9 @@ class WeightsReply(WeightState, frozen=True, kw_only=True):
     needs="push-weights",
     takes=ManifestFields | DirectoryFields | UpdateFields,
     example={"version": "step-7", "path": "step-7"},
-    gives=PushReply,
-    raises=(Forbidden, NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *GONE),
+    raises=(NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed),
 )
-async def push(service: Service, request: Request) -> Response:
+async def push(service: Service, request: Request) -> PushReply:
     """Push weights: stage and verify them while the engine runs, commit between two steps.
 
     Nothing live changes until everything is verified. A repeated push of the same version and
@@ -133,10 +126,9 @@ def _may_pass(report: WeightReport) -> bool:
     "/adapters/{name:path}",
     needs="push-weights",
     parameters=(ADAPTER, ENDS),
-    gives=PushReply,
-    raises=(InvalidRequest, NotFound, Conflict, *GONE),
+    raises=(InvalidRequest, NotFound, Conflict),
 )
-async def unload(service: Service, request: Request) -> Response:
+async def unload(service: Service, request: Request) -> PushReply:
     """Unload a LoRA adapter. New requests for it are refused at once; the reply comes when its last
     request has ended, or was ended after drain_timeout_s.
     """
@@ -150,32 +142,22 @@ async def unload(service: Service, request: Request) -> Response:
     return outcome(await service.adapters.unload(name, "abort" if ends else "drain"))
 
 
-@ROUTES.get("/weights", needs="push-weights", gives=WeightsReply, raises=GONE)
-async def look(service: Service, request: Request) -> Response:
+@ROUTES.get("/weights", needs="push-weights")
+async def look(service: Service) -> WeightsReply:
     """Show which versions are live, kept for a rollback, and being pushed."""
     state = (await service.session.look()).state
-    return json_response(
-        WeightsReply(
-            **asdict(state),
-            uploads=service.uploads.listed() if service.uploads is not None else [],
-            update=service.session.status,
-        )
+    return WeightsReply(
+        **asdict(state),
+        uploads=service.uploads.listed() if service.uploads is not None else [],
+        update=service.session.status,
     )
 
 
-@ROUTES.post(
-    "/weights/rollback",
-    needs="push-weights",
-    takes=RollbackFields,
-    optional_body=True,
-    gives=PushReply,
-    raises=(Conflict, PushFailed, *GONE),
-)
-async def rollback(service: Service, request: Request) -> Response:
+@ROUTES.post("/weights/rollback", needs="push-weights", raises=(Conflict, PushFailed))
+async def rollback(service: Service, asked: RollbackFields) -> PushReply:
     """Make the previous version live again, bit for bit. `unchanged`: it is live already. A drafter
     that the server trained and adopted itself is not a push to undo (POST /drafter/rollback).
     """
-    asked = await service.bodies.of(request, RollbackFields)
     return outcome(
         await service.session.ask(
             RollbackWeights(service.engine.command_id(), asked.to, asked.in_flight, asked.role)
@@ -183,19 +165,11 @@ async def rollback(service: Service, request: Request) -> Response:
     )
 
 
-@ROUTES.post(
-    "/weights/abort",
-    needs="push-weights",
-    takes=NoFields,
-    optional_body=True,
-    gives=PushReply,
-    raises=(NotFound, *GONE),
-)
-async def abort_any(service: Service, request: Request) -> Response:
+@ROUTES.post("/weights/abort", needs="push-weights", raises=(NotFound,))
+async def abort_any(service: Service) -> PushReply:
     """End the open push, with or without a name; one that still gathers tensors may have none.
     Nothing live changes.
     """
-    await service.bodies.of(request, NoFields)
     return outcome(await service.session.ask(AbortWeights(service.engine.command_id())))
 
 
@@ -203,16 +177,12 @@ async def abort_any(service: Service, request: Request) -> Response:
     "/weights/{version}/commit",
     needs="push-weights",
     parameters=(VERSION,),
-    takes=NoFields,
-    optional_body=True,
-    gives=PushReply,
-    raises=(NotFound, Conflict, WeightsRefused, PushFailed, *GONE),
+    raises=(NotFound, Conflict, WeightsRefused, PushFailed),
 )
-async def commit(service: Service, request: Request) -> Response:
+async def commit(service: Service, request: Request) -> PushReply:
     """Make a staged push live. If the version's last push is live already, nothing changes, so the
     call may be repeated.
     """
-    await service.bodies.of(request, NoFields)
     command = CommitWeights(service.engine.command_id(), version_in(request))
     return outcome(await service.session.ask(command))
 
@@ -221,19 +191,15 @@ async def commit(service: Service, request: Request) -> Response:
     "/weights/{version}/abort",
     needs="push-weights",
     parameters=(VERSION,),
-    takes=PushAbort,
-    optional_body=True,
-    gives=PushReply,
-    raises=(Forbidden, NotFound, Conflict, *GONE),
+    raises=(NotFound, Conflict),
 )
-async def abort(service: Service, request: Request) -> Response:
+async def abort(service: Service, asked: PushAbort, request: Request) -> PushReply:
     """End a push that is not committed, and forget its parts that came by http; nothing live
     changes.
 
     With upload_only a push that has started continues, also one of another sender. A sender takes
     back what it has sent this way.
     """
-    asked = await service.bodies.of(request, PushAbort)
     version = version_in(request)
     if asked.upload_only:
         if not opened(service).forget(version):
@@ -251,4 +217,4 @@ async def abort(service: Service, request: Request) -> Response:
             if not dropped:
                 raise
     state = (await service.session.look()).state
-    return json_response(PushReply("aborted", version, "", state.target, {}, {}, 0.0))
+    return PushReply("aborted", version, "", state.target, {}, {}, 0.0)

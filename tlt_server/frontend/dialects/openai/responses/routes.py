@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator
+from typing import Annotated
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,7 +37,7 @@ from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Token
 from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import NoFields, shown
+from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.queries import count, word
 from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
 from tlt_server.frontend.service import Service
@@ -52,11 +53,10 @@ ID = Parameter("id", "path", "id of a response that is kept")
     needs="data",
     takes=ResponseRequest,
     example={"input": "Compute 3*4+5.", "max_output_tokens": 64},
-    gives=ModelResponse,
     streams=tuple((name, ResponseEvent) for name in EVENTS),
     raises=(NotFound, *UNFINISHED),
 )
-async def create(service: Service, request: Request) -> Response:
+async def create(service: Service, request: Request) -> Annotated[Response, ModelResponse]:
     """Answer a conversation given as items, or continue one by `previous_response_id`.
 
     With `stream` the reply is typed events with numbers. Unknown fields are ignored, and null means
@@ -89,28 +89,21 @@ async def create(service: Service, request: Request) -> Response:
     return await reply(request, _whole(growing, generation, keep), generation)
 
 
-@ROUTES.get(
-    "/v1/responses/{id}", needs="data", parameters=(ID,), gives=ModelResponse, raises=(NotFound,)
-)
-async def fetch(service: Service, request: Request) -> Response:
+@ROUTES.get("/v1/responses/{id}", needs="data", parameters=(ID,), raises=(NotFound,))
+async def fetch(service: Service, request: Request) -> Annotated[Response, ModelResponse]:
     """Return a response that is kept."""
     kept = service.responses.find(request.path_params["id"], caller_of(request))
     return Response(kept.body, media_type="application/json")
 
 
 @ROUTES.delete(
-    "/v1/responses/{id}",
-    needs="data",
-    parameters=(ID,),
-    changes=True,
-    gives=Deleted,
-    raises=(NotFound,),
+    "/v1/responses/{id}", needs="data", parameters=(ID,), changes=True, raises=(NotFound,)
 )
-async def delete(service: Service, request: Request) -> Response:
+async def delete(service: Service, request: Request) -> Deleted:
     """Forget a response. Those that continue it stay."""
     id = request.path_params["id"]
     service.responses.delete(id, caller_of(request))
-    return json_response(Deleted(id))
+    return Deleted(id)
 
 
 @ROUTES.get(
@@ -122,10 +115,9 @@ async def delete(service: Service, request: Request) -> Response:
         Parameter("order", "query", "`asc`, or absent or `desc`: the newest first"),
         Parameter("after", "query", "id of the item after which the list begins"),
     ),
-    gives=InputItems,
     raises=(NotFound, InvalidRequest),
 )
-async def input_items(service: Service, request: Request) -> Response:
+async def input_items(service: Service, request: Request) -> Annotated[Response, InputItems]:
     """List the items from which a response that is kept was made, those before it included."""
     caller = caller_of(request)
     kept = service.responses.find(request.path_params["id"], caller)
@@ -150,25 +142,17 @@ async def input_items(service: Service, request: Request) -> Response:
 
 
 @ROUTES.post(
-    "/v1/responses/{id}/cancel",
-    needs="data",
-    parameters=(ID,),
-    takes=NoFields,
-    optional_body=True,
-    changes=True,
-    gives=CancelledResponse,
-    raises=(NotFound, InvalidRequest),
+    "/v1/responses/{id}/cancel", needs="data", parameters=(ID,), changes=True, raises=(NotFound,)
 )
-async def cancel(service: Service, request: Request) -> Response:
+async def cancel(service: Service, request: Request) -> CancelledResponse:
     """End a response that is under way with what it has; its stream gets the end."""
-    await service.bodies.of(request, NoFields)
     id, caller = request.path_params["id"], caller_of(request)
     if not id.startswith(PREFIX) or not service.abort([id], caller):
         service.responses.find(id, caller)
         raise InvalidRequest(
             f"the response {id[:100]} has ended; only one that is under way can be cancelled"
         )
-    return json_response(CancelledResponse(id))
+    return CancelledResponse(id)
 
 
 async def _whole(growing: GrowingResponse, generation: Generation, keep: Keep) -> Response:
