@@ -4,6 +4,7 @@ fails.
 
 from __future__ import annotations
 
+import json
 import os
 import pkgutil
 import subprocess
@@ -138,3 +139,35 @@ def test_what_kernels_depend_on_can_be_written_down() -> None:
     found = toolchain()
     assert msgspec.json.decode(msgspec.json.encode(found)) == found
     assert record_name(found, "a") != record_name(found, "b")
+
+
+HASHES = """
+import json, pkgutil
+from importlib import import_module
+from triton.runtime.jit import JITCallable
+import tlt_kernels.gpu as kernels
+
+found = {}
+for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    for value in vars(import_module(module.name)).values():
+        if isinstance(value, JITCallable):
+            found[f"{value.__module__}.{value.__name__}"] = value
+
+def keys(order):
+    for each in found.values():
+        each.hash, each.used_global_vals = None, {}
+    return {name: found[name].cache_key for name in order}
+
+forwards, backwards = keys([*found]), keys([*found][::-1])
+print(json.dumps([len(found), [name for name in found if forwards[name] != backwards[name]]]))
+"""
+
+
+def test_keys_of_kernels_do_not_depend_on_what_was_hashed_before() -> None:
+    """Triton's cache then has a kernel that another process compiled."""
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", HASHES], env=compiling, capture_output=True, text=True, check=True
+    )
+    count, differing = json.loads(ran.stdout)
+    assert count > 100 and differing == []
