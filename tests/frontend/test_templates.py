@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -277,6 +278,20 @@ def test_a_lost_process_of_templates_starts_again(model: Path) -> None:
         with pytest.raises(Unavailable, match="send this one again"):
             await running
         assert await render("on") == "on"
+
+    run(model, work)
+    assert not descendants(os.getpid(), b"templates")
+
+
+def test_a_process_of_templates_that_is_ending_is_replaced(model: Path) -> None:
+    """A socket is closed before the end of its process can be seen."""
+
+    async def work(reader: Reader, render: Render) -> None:
+        await render("ready")
+        renderer = reader.renderer
+        assert (pid := renderer.pid) and renderer._control is not None
+        renderer._control.shutdown(socket.SHUT_WR)
+        assert await render("on") == "on" and renderer.pid != pid
 
     run(model, work)
     assert not descendants(os.getpid(), b"templates")

@@ -74,7 +74,7 @@ class Renderer:
             self._control.close()
         if self._process is not None:
             self._process.kill()
-            self._process.wait()  # it is dead, so this does not wait
+            self._process.wait()  # it is dying, so this does not take long
         self._control = self._process = None
 
     @contextlib.asynccontextmanager
@@ -118,9 +118,17 @@ class Renderer:
 
     def _fork(self) -> socket.socket:
         """Return the socket of a new process for one template."""
-        if self._ended:
+        found = None if self._ended else self._asked()
+        if found is None:
             self.close()
             self._control, self._process = self._launch()
+            found = self._asked()
+        if found is None:
+            raise _gone()
+        return found
+
+    def _asked(self) -> socket.socket | None:
+        """Ask the process that forks; None if it has ended, which `poll` may not see yet."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -128,7 +136,7 @@ class Renderer:
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
             except OSError:
                 ours.close()
-                raise _gone() from None
+                return None
         return ours
 
     def _launch(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
