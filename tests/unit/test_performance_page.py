@@ -259,7 +259,7 @@ def test_figures_stand_in_their_section_and_answer_goals() -> None:
         "|ipc|15.2|2.00|7.6|",
         "|256 clients at once, whole replies, against one batch, speculation off, x|0.88 / 0.95|"
         "[0.900](../benchmarks/results/load-h200.json)|reached|",
-        "|off|streamed|11250|0.50x|10.0|",
+        "|off|streamed||11250|0.50x|10.0|",
         "|delay by an interrupted trainer|4.0|18.5|",
         "server 5 / 0 / 0",
     ):

@@ -68,6 +68,7 @@ REPLAY = {
 LOAD = {
     "policy": "{policy}",
     "way": "{way}",
+    "logprobs": "{logprobs:d}",
     "tokens/s": "{tokens_per_s!n}",
     "of one batch": "{of_batch:.2f}x",
     "frontend, us per token": "{frontend_us_per_token:.1f}",
