@@ -14,9 +14,23 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from triton import knobs
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITFunction
 
 PACKAGE = "tlt_kernels.gpu"
+
+_merge = DependenciesFinder._update_hash
+
+
+def _hash_first(finder: Any, function: Any) -> None:
+    """Hash a called function before its globals are merged into the caller's. Triton merges first,
+    so a kernel's key in its cache depends on what the process hashed before, and another process
+    compiles the kernel again.
+    """
+    _ = function.cache_key
+    _merge(finder, function)
+
+
+DependenciesFinder._update_hash = _hash_first
 
 
 class Variant(NamedTuple):
