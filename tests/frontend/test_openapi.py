@@ -17,6 +17,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 from tests.frontend.live_server import LiveServer, live_server
+from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.dialects.openai.responses.replies import EVENTS
 
 OPEN = {"/health", "/readyz", "/livez", "/startupz", "/ping", "/"}
@@ -118,6 +119,25 @@ SHAPES = {  # dialect -> types of its errors
     "areal": ["ArealOutcome"],
 }
 PUSHES = {"/update_weights", "/update_weight_version", "/update_weights_from_disk"}
+NEVER_ASK = {  # routes for operators and trainers that send the engine no command
+    ("get", "/metrics"),
+    ("get", "/strategy"),
+    ("get", "/drafter"),
+    ("post", "/drafter/train"),
+    ("post", "/drafter/pause"),
+    ("post", "/drafter/resume"),
+    ("get", "/drafter/samples"),
+    ("post", "/drafter/samples"),
+    ("get", "/drafter/files"),
+    ("get", "/drafter/files/{name}"),
+    ("post", "/reset_mm_cache"),
+    ("post", "/reset_encoder_cache"),
+    ("post", "/areal_set_update_weight_meta"),
+    ("post", "/update_weights_from_tensor"),
+    ("post", "/load_lora_adapter_from_tensors"),
+    ("put", "/weights/{version}/{part}"),
+    ("get", "/weights/{version}/{part}"),
+}
 GENERATES = {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"}
 
 
@@ -281,6 +301,27 @@ def test_every_status_is_listed_with_the_errors_that_have_it(document: dict[str,
         startup["200"]["content"]["application/json"]["schema"]
         in startup["503"]["content"]["application/json"]["schema"]["anyOf"]
     )
+
+
+def test_engine_failed_is_listed_where_the_engine_is_asked(document: dict[str, Any]) -> None:
+    listed = {
+        (method, path)
+        for method, path, about in operations(document)
+        if "engine_failed" in about["responses"].get("500", {}).get("description", "")
+    }
+    tables = {name: DIALECTS.resolve(name) for name in DIALECTS}
+    commands = {
+        (route.method.lower(), route.path)
+        for table in tables.values()
+        for route in table
+        if route.needs in ("operate", "push-weights")
+    }
+    assert commands > NEVER_ASK and listed & commands == commands - NEVER_ASK
+    assert {path for _, path in listed - commands} == GENERATES | {
+        "/inference/v1/generate",
+        "/health_generate",
+        "/weight_info",
+    }
 
 
 def test_with_keys_all_but_the_probes_may_answer_401(model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import DIES
-from tests.frontend.live_server import live_server
+from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import Client
 from tlt_server.errors import Unavailable
@@ -19,6 +19,19 @@ from tlt_server.frontend.link.starting import StartState
 from tlt_server.metrics import Metrics
 
 COMPILING = "compiling kernels, once per machine (3 of 22)"
+COMMANDS = (
+    "/engine/abort",
+    "/abort_request",
+    "/abort_requests",
+    "/inference/v1/abort_requests",
+    "/begin_weight_update",
+    "/start_weight_update",
+    "/start_draft_weight_update",
+    "/update_weights",
+    "/update_weights_from_distributed",
+    "/areal_update_weights_xccl",
+    "/v1/load_lora_adapter",
+)
 
 
 def test_phase_under_way_is_named_with_progress_and_time() -> None:
@@ -47,13 +60,18 @@ def test_requests_before_the_first_start_learn_the_phase() -> None:
         assert f"the engine is starting; now {COMPILING}" in refused.value.message
 
 
+def lose_engine(server: LiveServer) -> None:
+    """Let the engine die, and none start before `may_launch` is set."""
+    server.call(server.may_launch.clear)
+    with Client(server.url, timeout_s=30) as client:
+        client.generate([{"token_ids": [DIES]}])
+    until(lambda: "launching the engine" in httpx.get(f"{server.url}/readyz").text)
+
+
 def test_probes_and_requests_learn_the_phase_of_a_restart(model: Path) -> None:
     with live_server(model, max_restarts=100, restart_window_s=1.0) as server:
         assert httpx.get(f"{server.url}/startupz").json()["under_way"] is None
-        server.call(server.may_launch.clear)
-        with Client(server.url, timeout_s=30) as client:
-            client.generate([{"token_ids": [DIES]}])
-        until(lambda: "launching the engine" in httpx.get(f"{server.url}/readyz").text)
+        lose_engine(server)
         for done in (0, 3):
             event = PhaseProgress("compile kernels", done, 22)
             server.call(lambda event=event: server.supervisor._take(event))
@@ -67,3 +85,15 @@ def test_probes_and_requests_learn_the_phase_of_a_restart(model: Path) -> None:
         assert "compiling kernels, once per machine (0 of 22)" in server.said.getvalue()
         server.call(server.may_launch.set)
         until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+
+
+def test_commands_without_an_engine_get_503_before_400(model: Path) -> None:
+    with live_server(model, max_restarts=100, restart_window_s=1.0) as server:
+        assert {httpx.post(server.url + path, content="[").status_code for path in COMMANDS} == {
+            400
+        }
+        lose_engine(server)
+        for path in COMMANDS:
+            answer = httpx.post(server.url + path, content="[")
+            assert answer.status_code == 503 and "the engine" in answer.text, path
+        server.call(server.may_launch.set)

@@ -148,6 +148,7 @@ async def join(service: Service, asked: GroupOfRanks) -> ArealOutcome:
 @ROUTES.post(
     "/areal_set_update_weight_meta",
     needs="push-weights",
+    engine_fails=False,
     example={"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]]},
 )
 async def describe(service: Service, asked: DescribedTensors) -> ArealOutcome:

@@ -49,7 +49,7 @@ AT_MOST = Parameter(
 )
 
 
-ROUTES = Routes()
+ROUTES = Routes(engine_fails=False)
 
 
 class ExportFields(Strict, frozen=True, kw_only=True):
@@ -181,7 +181,7 @@ async def resume(service: Service) -> TrainerStatus:
     return trainer_status(trainer)
 
 
-@ROUTES.post("/drafter/rollback", needs="operate", raises=(Conflict, PushFailed))
+@ROUTES.post("/drafter/rollback", needs="operate", engine_fails=True, raises=(Conflict, PushFailed))
 async def rollback(service: Service) -> PushReply:
     """Make the drafter before the live one live again; the target stays. Training goes on from it,
     so pause the trainer first to keep it.
@@ -189,7 +189,12 @@ async def rollback(service: Service) -> PushReply:
     return outcome(await service.adoption.roll_back())
 
 
-@ROUTES.post("/drafter/export", needs="operate", raises=(Conflict, PushFailed, StorageFailed))
+@ROUTES.post(
+    "/drafter/export",
+    needs="operate",
+    engine_fails=True,
+    raises=(Conflict, PushFailed, StorageFailed),
+)
 async def export(service: Service, asked: ExportFields) -> ExportReply:
     """Write the live drafter below the state directory, in the layout of another engine. It is read
     back and compared before it is there.

@@ -93,7 +93,7 @@ class OfferedFiles(NamedTuple):
     candidate: CandidateState | None  # None: it is the live one
 
 
-ROUTES = Routes()
+ROUTES = Routes(engine_fails=False)
 
 
 @ROUTES.post(

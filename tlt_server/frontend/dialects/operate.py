@@ -71,7 +71,7 @@ async def started(service: Service) -> Annotated[Response, Startup]:
     return json_response(state, 200 if state.started else 503)
 
 
-@ROUTES.get("/metrics", needs="operate")
+@ROUTES.get("/metrics", needs="operate", engine_fails=False)
 async def metrics(service: Service, request: Request) -> Response:
     """Return the metrics of this server for Prometheus, as OpenMetrics where `Accept` says so."""
     shown = service.metrics.exposition(request.headers.get("accept", ""))

@@ -139,7 +139,7 @@ class StrategyState(Struct, frozen=True, kw_only=True):
 ROUTES = Routes()
 
 
-@ROUTES.get("/strategy", needs="operate")
+@ROUTES.get("/strategy", needs="operate", engine_fails=False)
 async def look(service: Service) -> StrategyState:
     """Show which policy chooses, which strategy the last step used, and why."""
     service.engine.check_running()

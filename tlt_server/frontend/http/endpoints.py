@@ -70,6 +70,7 @@ class About(TypedDict, total=False):
     takes_bytes: str  # media type of a body that is not JSON
     optional_body: bool  # by default true for one struct without required fields
     changes: bool  # whether it changes state; if so it is audited
+    engine_fails: bool  # whether the engine's failure may be its error
     example: Mapping[str, Any]  # body that the route accepts
     text: str  # media type of a reply that is a text
     gives_also_at: tuple[int, ...]  # further statuses that have the reply; 200 always has it
@@ -95,7 +96,7 @@ class Endpoint(Route):
 
     `needs` is the scope that a key must have; `any` stands for any key and `open` for no key.
     `changes` is true by default where the scope is push-weights or operate, for every method but
-    GET.
+    GET. `engine_fails` is, too, as a command to the engine is what such a route is for.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Endpoint(Route):
         self.optional_body = about.get("optional_body", _is_optional(self.takes))
         admin = needs in ("push-weights", "operate")
         self.changes = about.get("changes", admin and method != "GET")
+        self.engine_fails = about.get("engine_fails", admin)
         self.example = about.get("example")
         self.text = about.get("text", "text/plain")
         self.gives_also_at = about.get("gives_also_at", ())

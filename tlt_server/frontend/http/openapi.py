@@ -237,10 +237,10 @@ def _responses(endpoint: Endpoint, gives: dict[Any, Any], keyed: bool) -> dict[s
 
 def _in_front(endpoint: Endpoint, keyed: bool) -> Iterator[type[TltError]]:
     """Yield the errors that are raised before a handler is called, while it reads the body, or by
-    every command to the engine.
+    a command to the engine.
     """
     yield Unavailable  # too many connections
-    if endpoint.needs in ("operate", "push-weights"):
+    if endpoint.engine_fails:
         yield EngineFailed
     if endpoint.needs != "open" and keyed:
         yield Unauthenticated

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import NotFound
+from tlt_server.errors import NotFound, QueueFull, Unavailable
 from tlt_server.frontend.dialects.models import named
 from tlt_server.frontend.dialects.openai.answers import QUESTION, answer, read
 from tlt_server.frontend.dialects.openai.conversations import prepared
@@ -105,7 +105,7 @@ async def chat(service: Service, request: Request) -> Annotated[Response, ChatCo
     needs="data",
     takes=ChatRequest,
     example={"messages": QUESTION},
-    raises=(NotFound, *UNFINISHED),
+    raises=(NotFound, QueueFull, Unavailable),
 )
 async def render(service: Service, request: Request) -> Annotated[Response, Rendered]:
     """Return the prompt that a chat completion would have, and generate nothing."""

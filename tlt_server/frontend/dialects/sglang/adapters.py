@@ -37,7 +37,12 @@ async def unload(service: Service, asked: SglangUnload) -> LoadedAdapters:
     return LoadedAdapters(report.state.adapters)
 
 
-@ROUTES.post("/load_lora_adapter_from_tensors", needs="push-weights", raises=(UnsafeChannel,))
+@ROUTES.post(
+    "/load_lora_adapter_from_tensors",
+    needs="push-weights",
+    engine_fails=False,
+    raises=(UnsafeChannel,),
+)
 async def from_tensors(service: Service) -> LoadedAdapters:
     """Refuse, always: the body is a pickle, and to read a pickle is to run it."""
     raise UnsafeChannel(

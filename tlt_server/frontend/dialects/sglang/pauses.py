@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tlt_server.commands import InFlight, Memory
-from tlt_server.errors import Conflict, EngineFailed, InvalidRequest, StorageFailed
+from tlt_server.errors import Conflict, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.sglang.replies import Aborted, Acknowledged
 from tlt_server.frontend.dialects.sglang.requests import (
     MemoryFields,
@@ -13,7 +13,7 @@ from tlt_server.frontend.dialects.sglang.requests import (
     SglangAbort,
     read,
 )
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields, shown
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
@@ -42,20 +42,16 @@ async def resume(service: Service) -> Acknowledged:
 
 
 @ROUTES.post(
-    "/abort_request",
-    needs="data",
-    optional_body=False,
-    example={"abort_all": True},
-    changes=True,
-    raises=(EngineFailed,),
+    "/abort_request", needs="data", optional_body=False, example={"abort_all": True}, changes=True
 )
-async def abort(service: Service, asked: SglangAbort, caller: Caller) -> Aborted:
+async def abort(service: Service, body: Unread[SglangAbort], caller: Caller) -> Aborted:
     """End a request, or all of them, with what they have.
 
     Their replies come at once, with finish_reason.type "abort". To end another key's request, or
     all of them, needs the scope operate.
     """
     service.engine.check_running()
+    asked = await body.read()
     if not asked.abort_all and not asked.rid:
         raise InvalidRequest(
             f"rid is {shown(asked.rid)} and abort_all is false; name one request by rid, or set "

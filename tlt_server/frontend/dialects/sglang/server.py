@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server import __version__
-from tlt_server.errors import EngineFailed, Unavailable
+from tlt_server.errors import Unavailable
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, failure_naming
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
@@ -73,8 +73,8 @@ async def _made(generation: Generation) -> Response:
     raise Unavailable("the token was aborted before it was made; ask again", retry_after_s=1)
 
 
-@ROUTES.get("/model_info", needs="any", raises=(EngineFailed,))
-@ROUTES.get("/get_model_info", needs="any", raises=(EngineFailed,))
+@ROUTES.get("/model_info", needs="any")
+@ROUTES.get("/get_model_info", needs="any")
 async def model_info(service: Service, caller: Caller) -> ModelInfo:
     """Name the served model and the version of its weights."""
     model = server_info(service, caller).model_path
@@ -86,19 +86,13 @@ async def model_info(service: Service, caller: Caller) -> ModelInfo:
     )
 
 
-@ROUTES.get("/get_weight_version", needs="any", raises=(EngineFailed,))
+@ROUTES.get("/get_weight_version", needs="any")
 async def weight_version(service: Service) -> VersionReply:
     """Name the version of the target that is live."""
     return VersionReply(label_of(_info(service).weight_version))
 
 
-@ROUTES.get(
-    "/v1/loads",
-    needs="any",
-    parameters=(INCLUDE,),
-    raises=(EngineFailed,),
-    error_shape=failure_naming(()),
-)
+@ROUTES.get("/v1/loads", needs="any", parameters=(INCLUDE,), error_shape=failure_naming(()))
 async def loads(service: Service) -> LoadsReply:
     """Count the sequences that are open, run and wait, and the KV positions in use."""
     own, gauges = _info(service), service.engine.gauges

@@ -46,10 +46,10 @@ PUSHED = (NotFound, Conflict, WeightsRefused, PushFailed)
 
 
 @ROUTES.post("/begin_weight_update", needs="push-weights", raises=(NotFound, Conflict))
-async def begin(service: Service, asked: BeginFields) -> Outcome:
+async def begin(service: Service, body: Unread[BeginFields]) -> Outcome:
     """Start a weight update; what is pushed until POST /end_weight_update becomes live then."""
     service.engine.check_running()
-    await service.session.begin(asked.selector)
+    await service.session.begin((await body.read()).selector)
     return Outcome(message="Weight update begun.")
 
 
@@ -163,7 +163,9 @@ async def from_distributed(service: Service, request: Request) -> Outcome:
     )
 
 
-@ROUTES.post("/update_weights_from_tensor", needs="push-weights", raises=(UnsafeChannel,))
+@ROUTES.post(
+    "/update_weights_from_tensor", needs="push-weights", engine_fails=False, raises=(UnsafeChannel,)
+)
 async def from_tensor(service: Service, body: Unread[AnyFields]) -> Outcome:
     """Refuse, always: the body is a pickle, and to read a pickle is to run it."""
     with service.session.pushing():

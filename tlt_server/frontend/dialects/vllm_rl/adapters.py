@@ -5,7 +5,7 @@ from __future__ import annotations
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed, WeightsRefused
 from tlt_server.frontend.dialects.vllm_rl.replies import fault
 from tlt_server.frontend.dialects.vllm_rl.requests import VllmLoad, VllmUnload
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.service import Service
 
@@ -19,12 +19,12 @@ REFUSED = (NotFound, Conflict, WeightsRefused, PushFailed)
     example={"lora_name": "math", "lora_path": "adapters/math"},
     raises=REFUSED,
 )
-async def load(service: Service, asked: VllmLoad) -> str:
+async def load(service: Service, body: Unread[VllmLoad]) -> str:
     """Load a LoRA adapter in PEFT's layout from a directory below the weight root. Requests name it
     as their model.
     """
     service.engine.check_running()
-    info = service.engine.info
+    asked, info = await body.read(), service.engine.info
     if info is not None and asked.lora_name in info.adapters and not asked.load_inplace:
         raise InvalidRequest(
             f"lora_name is {shown(asked.lora_name)}, which is loaded already; send load_inplace "

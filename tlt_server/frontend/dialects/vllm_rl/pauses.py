@@ -7,7 +7,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from tlt_server.commands import InFlight, Memory
-from tlt_server.errors import Conflict, EngineFailed, InvalidRequest, StorageFailed
+from tlt_server.errors import Conflict, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.vllm_rl.replies import (
     IsPaused,
     IsSleeping,
@@ -82,16 +82,8 @@ async def is_paused(service: Service) -> IsPaused:
     return IsPaused(service.engine.pauses.paused)
 
 
-@ROUTES.post(
-    "/inference/v1/abort_requests",
-    needs="data",
-    optional_body=True,
-    changes=True,
-    raises=(EngineFailed,),
-)
-@ROUTES.post(
-    "/abort_requests", needs="data", optional_body=True, changes=True, raises=(EngineFailed,)
-)
+@ROUTES.post("/inference/v1/abort_requests", needs="data", optional_body=True, changes=True)
+@ROUTES.post("/abort_requests", needs="data", optional_body=True, changes=True)
 async def abort_requests(
     service: Service, body: Unread[VllmAbort], request: Request
 ) -> VllmAborted:
@@ -122,8 +114,8 @@ async def reset_prefix_cache(service: Service) -> Succeeded:
     return Succeeded()
 
 
-@ROUTES.post("/reset_mm_cache", needs="operate")
-@ROUTES.post("/reset_encoder_cache", needs="operate")
+@ROUTES.post("/reset_mm_cache", needs="operate", engine_fails=False)
+@ROUTES.post("/reset_encoder_cache", needs="operate", engine_fails=False)
 async def reset_none(service: Service) -> str:
     """Do nothing: this server reads text, so there is no such cache."""
     return ""

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
-    EngineFailed,
     InvalidRequest,
     NotFound,
     PushFailed,
@@ -35,7 +34,7 @@ from tlt_server.frontend.dialects.vllm_rl.requests import (
     StartFields,
     VersionFields,
 )
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Parameter, Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields, shown
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.checker import CheckFields
@@ -106,20 +105,22 @@ async def shut_transfer(service: Service) -> VllmDone:
 
 
 @ROUTES.post("/start_weight_update", needs="push-weights", raises=(NotFound, Conflict))
-async def start(service: Service, asked: StartFields) -> VllmDone:
+async def start(service: Service, body: Unread[StartFields]) -> VllmDone:
     """Start an update of the target's weights; what is pushed until POST /finish_weight_update
     becomes live then.
     """
-    await _begin(service, asked, "target")
+    service.engine.check_running()
+    await _begin(service, await body.read(), "target")
     return VllmDone("Weight update started")
 
 
 @ROUTES.post("/start_draft_weight_update", needs="push-weights", raises=(NotFound, Conflict))
-async def start_draft(service: Service, asked: StartFields) -> VllmDone:
+async def start_draft(service: Service, body: Unread[StartFields]) -> VllmDone:
     """Start an update of the drafter's weights, as POST /start_weight_update does for the
     target.
     """
-    await _begin(service, asked, "draft")
+    service.engine.check_running()
+    await _begin(service, await body.read(), "draft")
     return VllmDone("Weight update started")
 
 
@@ -187,7 +188,7 @@ async def rename(service: Service, asked: VersionFields) -> Renamed:
     return Renamed(asked.new_version, f"Weight version updated to {asked.new_version}")
 
 
-@ROUTES.get("/weight_info", needs="any", raises=(EngineFailed,))
+@ROUTES.get("/weight_info", needs="any", engine_fails=True)
 async def info(service: Service) -> WeightInfo:
     """Return the versions that are live."""
     state = (await service.session.look()).state

@@ -14,7 +14,7 @@ from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.ranges import span
 from tlt_server.frontend.weights.uploads import PartStatus, Uploads
 
-ROUTES = Routes()
+ROUTES = Routes(engine_fails=False)
 
 
 class FileNames(StringConvertor):
