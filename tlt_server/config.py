@@ -151,11 +151,11 @@ class Config(BaseModel, ServerSettings):
                     f"weight_channels names {channel!r}{nearest(channel, CHANNELS)}; known are "
                     f"{', '.join(CHANNELS)}"
                 )
-        if "disk" in self.channels and self.weight_root is None:
-            yield StartupError(
-                "weight_channels names disk, but there is no weight_root that directories may be "
-                "pushed from; name one"
-            )
+            elif CHANNELS[channel].reads_directories and self.weight_root is None:
+                yield StartupError(
+                    f"weight_channels names {channel}, but there is no weight_root that "
+                    "directories may be pushed from; name one"
+                )
         if "http" in self.channels and self.state_dir is None:
             yield StartupError(
                 "weight_channels names http, but there is no state_dir that parts could be put "

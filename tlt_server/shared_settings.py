@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from tlt_client.channels import CHANNELS
+
 AUTO = "auto"
 PolicyName = Literal["off", "fixed", "beg", "goodput"]
 ExchangeName = Literal["auto", "nvlink", "nccl"]
@@ -190,8 +192,8 @@ class SharedSettings:
         str | None,
         Doc(
             "names",
-            "Channels that weights may come by, with commas between: disk, http, broadcast, ipc; "
-            "auto is disk with a weight_root, else none.",
+            f"Channels that weights may come by, with commas between: {', '.join(CHANNELS)}; auto "
+            "is disk with a weight_root, else none.",
             auto=True,
         ),
     ] = None

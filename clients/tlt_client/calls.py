@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from tlt_client.arguments import check_finite, plain, version_of
+from tlt_client.channels import CHANNELS
 from tlt_client.errors import NotLive
 from tlt_client.fields import GenerateBody, Item, SamplingFields
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
@@ -290,10 +291,10 @@ def update_weights(
 
 
 def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    """Return a call that is repeatable unless tensors come outside of it, by broadcast or ipc. It
-    raises `NotLive` where the push ends staged and was to commit.
+    """Return a call that is repeatable if the channel is. It raises `NotLive` where the push ends
+    staged and was to commit.
     """
-    outside, commits = fields.get("channel") in ("broadcast", "ipc"), fields.get("commit", True)
+    channel, commits = CHANNELS.get(str(fields.get("channel"))), fields.get("commit", True)
 
     def read(response: httpx.Response) -> Mapping[str, Any]:
         reply = json_object(response)
@@ -310,7 +311,7 @@ def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, A
         "/update_weights",
         {"version": version_of(version), **fields},
         read,
-        repeatable=not outside,
+        repeatable=channel is None or channel.repeatable,
     )
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_eagle, write_target
 from tlt_client import ServerError
+from tlt_client.channels import CHANNELS
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.errors import ChannelError
@@ -56,7 +57,7 @@ class Server:
                 kv_memory_mb=4,
                 weight_root=str(root / "weights"),
                 threads=1,
-                weight_channels="disk,http,broadcast,ipc",
+                weight_channels=",".join(CHANNELS),
                 weight_staging=staging,
                 state_dir=str(root / "state"),
                 max_loras=1,

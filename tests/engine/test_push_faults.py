@@ -39,7 +39,7 @@ from tlt_server.weights import arriving, spool
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import Free
 
-CHANNELS = ("disk", "http", "broadcast", "ipc")
+CHANNELS = (*channels.CHANNELS,)
 PHASES = ("open", "read", "check", "fill", "spool", "done")
 LORA = {"r": 4, "lora_alpha": 8.0, "use_rslora": False, "target_modules": [*ALL]}
 HTTP_CALLS = ("put_weights", "weights_part", "abort_weights", "push_weights")
@@ -128,8 +128,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 # -- without a fault -------------------------------------------------------------------------------
 
 
-def test_table_has_every_channel() -> None:
-    assert set(CHANNELS) == set(channels.CHANNELS)
+def test_table_has_a_sender_for_every_channel(trainer: Trainer) -> None:
+    assert (*trainer.senders,) == CHANNELS
 
 
 def test_every_channel_brings_the_same_target_and_drafter(trainer: Trainer) -> None:
@@ -234,7 +234,7 @@ CONTENTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 }
 OF_TARGET = [(channel, content, "target") for channel in CHANNELS for content in CONTENTS]
 OF_OTHERS = [
-    (CHANNELS[(place + shift) % 4], content, role)
+    (CHANNELS[(place + shift) % len(CHANNELS)], content, role)
     for shift, role in enumerate(("drafter", "adapter"))
     for place, content in enumerate(CONTENTS)
 ]

@@ -18,7 +18,11 @@ from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.spool import not_recorded
 
 # The trainer's own candidates come from a directory of the server.
-RECEIVERS = Registry("channel", {**CHANNELS, TRAINED: "tlt_client.channels.disk:TrainedReceiver"})
+RECEIVERS = Registry(
+    "channel",
+    {name: channel.receiver for name, channel in CHANNELS.items()}
+    | {TRAINED: "tlt_client.channels.disk:TrainedReceiver"},
+)
 LOOK_S = 0.05  # between two looks whether a push that waits was aborted
 
 

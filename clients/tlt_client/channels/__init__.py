@@ -24,11 +24,41 @@ if TYPE_CHECKING:
 
     from tlt_client.channels.tensors import TensorSpec
 
-CHANNELS = {  # name -> the engine's half; its file holds the trainer's too
-    "disk": "tlt_client.channels.disk:DiskReceiver",
-    "http": "tlt_client.channels.http:HttpReceiver",
-    "broadcast": "tlt_client.channels.broadcast:BroadcastReceiver",
-    "ipc": "tlt_client.channels.ipc:IpcReceiver",
+
+class PushChannel(NamedTuple):
+    """A row of the table of channels: the engine's half, and the fields of its manifests."""
+
+    receiver: str  # "module:Class"; the module holds the trainer's half too
+    needs: tuple[str, ...]  # required fields of a manifest
+    describes: tuple[str, ...] = ()  # required fields of each of its tensors
+    takes: tuple[str, ...] = ()  # optional fields of this channel alone
+    reads_directories: bool = False  # on the server; adapters bring their config
+    repeatable: bool = True  # tensors stay, so a call may be sent again
+
+
+CHANNELS = {
+    "disk": PushChannel(
+        "tlt_client.channels.disk:DiskReceiver",
+        needs=("path",),
+        takes=("drafter_path",),
+        reads_directories=True,
+    ),
+    "http": PushChannel(
+        "tlt_client.channels.http:HttpReceiver", needs=("tensors",), describes=("checksum",)
+    ),
+    "broadcast": PushChannel(
+        "tlt_client.channels.broadcast:BroadcastReceiver",
+        needs=("group", "tensors"),
+        describes=("dtype", "shape"),
+        takes=("partial",),
+        repeatable=False,
+    ),
+    "ipc": PushChannel(
+        "tlt_client.channels.ipc:IpcReceiver",
+        needs=("path", "tensors"),
+        describes=("dtype", "shape"),
+        repeatable=False,
+    ),
 }
 TRAINED = "trained"  # the channel of drafters that the server trains itself; not for pushes
 DRAFTER_PREFIX = "draft."  # begins the names of the drafter's tensors in a push of both roles

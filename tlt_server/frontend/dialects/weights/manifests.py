@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, to_builtins
 
 from tlt_client.arguments import ADAPTER_MUST, is_adapter
+from tlt_client.channels import CHANNELS
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import Source
@@ -26,17 +27,7 @@ from tlt_server.frontend.weights.transfer import GROUP, UpdateFields
 if TYPE_CHECKING:  # pydantic takes time to load, and the reading process needs none
     from tlt_server.config import ResolvedConfig
 
-NEEDS = {  # channel -> fields of its manifest
-    "disk": ("path",),
-    "http": ("tensors",),
-    "broadcast": ("group", "tensors"),
-    "ipc": ("path", "tensors"),
-}
-TAKEN_BY = {  # field that not all channels take -> channels that take it
-    "path": ("disk", "ipc"),
-    "drafter_path": ("disk",),
-    "group": ("broadcast",),
-}
+OWN = ("path", "drafter_path", "group")  # each is for some channels only
 
 
 class OwnGroup(Struct, frozen=True):
@@ -139,22 +130,22 @@ def _holds_adapter(root: Path | None, directory: str) -> bool:
 
 def _check_fields(asked: ManifestFields) -> None:
     """Check that the channel has the fields that it needs and no others."""
-    channel = asked.channel
-    for name in NEEDS[channel]:
+    channel = CHANNELS[asked.channel]
+    for name in channel.needs:
         if not getattr(asked, name):
             raise InvalidRequest(
-                f"{name} is missing; channel {channel} needs {' and '.join(NEEDS[channel])}"
+                f"{name} is missing; channel {asked.channel} needs {' and '.join(channel.needs)}"
             )
-    for name, channels in TAKEN_BY.items():
-        if getattr(asked, name) and channel not in channels:
+    for name in OWN:
+        if getattr(asked, name) and name not in channel.needs + channel.takes:
             raise InvalidRequest(
-                f"{name} is {getattr(asked, name)[:80]!r}, which channel {channel} does not take; "
-                "leave it out"
+                f"{name} is {getattr(asked, name)[:80]!r}, which channel {asked.channel} does not "
+                "take; leave it out"
             )
-    if asked.partial and channel != "broadcast":
+    if asked.partial and "partial" not in channel.takes:
         raise InvalidRequest(
-            f"partial is true, which channel {channel} does not take; leave it out and name all "
-            "tensors"
+            f"partial is true, which channel {asked.channel} does not take; leave it out and name "
+            "all tensors"
         )
 
 
@@ -166,7 +157,7 @@ def _check_adapter(asked: ManifestFields) -> None:
             f"role is {asked.role!r} and adapter is {'given' if asked.adapter else 'absent'}; role "
             "adapter needs it, other roles do not take it"
         )
-    if configured != (pushes and asked.channel != "disk"):
+    if configured != (pushes and not CHANNELS[asked.channel].reads_directories):
         raise InvalidRequest(
             f"role is {asked.role!r}, the channel {asked.channel} and adapter_config is "
             f"{'given' if configured else 'absent'}; an adapter needs it on channels other than "
@@ -180,19 +171,14 @@ def _check_adapter(asked: ManifestFields) -> None:
 
 def _check_tensors(asked: ManifestFields) -> None:
     """Check that each tensor is described as the channel needs, and each role has its path."""
-    by_http = asked.channel == "http"
-    undescribed = [
-        t.name
-        for t in asked.tensors
-        if not (t.checksum if by_http else t.dtype and t.shape is not None)
-    ]
-    if undescribed and asked.channel != "disk":
-        raise InvalidRequest(
-            f"tensor {undescribed[0][:80]!r} has no "
-            f"{'checksum' if by_http else 'dtype and shape'}; channel {asked.channel} needs them "
-            "of every tensor"
-        )
-    if asked.channel == "disk" and (asked.role == "all") != bool(asked.drafter_path):
+    channel = CHANNELS[asked.channel]
+    for tensor in asked.tensors:
+        if any(getattr(tensor, field) in ("", None) for field in channel.describes):
+            raise InvalidRequest(
+                f"tensor {tensor.name[:80]!r} has no {' and '.join(channel.describes)}; channel "
+                f"{asked.channel} needs them of every tensor"
+            )
+    if channel.reads_directories and (asked.role == "all") != bool(asked.drafter_path):
         raise InvalidRequest(
             f"role is {asked.role!r} and drafter_path is {asked.drafter_path[:80]!r}; "
             "role all needs path (the target's) and drafter_path, other roles only path"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
 from tlt_client.arguments import MAX_VERSION
+from tlt_client.channels import CHANNELS
 from tlt_client.fields import MAX_INT32
 from tlt_server.commands import InFlight, Role
 from tlt_server.frontend.http.fields import Strict, Tolerant
@@ -21,6 +22,11 @@ from tlt_server.frontend.weights.broadcasts import (
     WorldSize,
 )
 from tlt_server.frontend.weights.session import Directory, Version
+
+if TYPE_CHECKING:
+    ChannelName = str
+else:
+    ChannelName = Literal[tuple(CHANNELS)]
 
 ModuleName = Annotated[str, Meta(max_length=1024)]  # PEFT's: an end of a path, or a pattern
 
@@ -92,7 +98,7 @@ class ManifestFields(Strict, frozen=True, kw_only=True):
         ),
     ] = None
     channel: Annotated[
-        Literal["disk", "http", "broadcast", "ipc"],
+        ChannelName,
         Meta(
             description="how the tensors come: from a directory, from parts sent before, from a "
             "process group, or from memory of a process on the same host"
