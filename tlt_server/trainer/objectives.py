@@ -13,8 +13,12 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from tlt_server.registry import Registry
-from tlt_server.trainer import losses
-from tlt_server.trainer.losses import soft_cross_entropy, top_cross_entropy
+from tlt_server.trainer.losses import (
+    shared_noise_refusal,
+    soft_cross_entropy,
+    top_cross_entropy,
+    total_variation,
+)
 
 OBJECTIVES = Registry(
     "objective",
@@ -26,11 +30,7 @@ OBJECTIVES = Registry(
 )
 HASS_LIKELIEST = 10  # tokens of the target whose cross-entropy HASS adds
 Acceptance = Literal["none", "total-variation", "shared-noise"]
-ACCEPTANCES: dict[str, tuple[str, str]] = {
-    "none": ("", "no further term"),
-    "total-variation": ("total_variation", "1/2 sum |p - q|"),
-    "shared-noise": ("shared_noise_refusal", "chance that draft and target differ at T=1"),
-}
+ACCEPTANCES = {"total-variation": total_variation, "shared-noise": shared_noise_refusal}
 
 
 class Objective(Protocol):
@@ -84,7 +84,7 @@ class WithAcceptance:
         self.steps, self.decay = objective.steps, objective.decay
         self.feature_weight = objective.feature_weight
         self._objective, self._weight = objective, weight
-        self._term = getattr(losses, ACCEPTANCES[acceptance][0])
+        self._term = ACCEPTANCES[acceptance]
 
     def token_loss(self, logits_NC: Tensor, teacher_NC: Tensor) -> Tensor:
         term_N: Tensor = self._term(logits_NC, teacher_NC)

@@ -77,9 +77,7 @@ class About(TypedDict, total=False):
     others: Mapping[int, Any]  # status -> type of another reply
     headers: Mapping[str, str]  # name -> sentence, of headers that a reply may have
     streams: tuple[tuple[str, Any], ...]  # name and type of the server-sent events
-    raises: tuple[
-        type[TltError], ...
-    ]  # errors of the handler, beyond those of `openapi`'s defaults
+    raises: tuple[type[TltError], ...]  # errors of the handler, beyond `openapi`'s defaults
     error_shape: Shape
     read: Read  # reads the body
     empty: type[Struct]  # the body of a POST or PUT whose handler takes none
@@ -113,12 +111,12 @@ class Endpoint(Route):
         self.parameters = about.get("parameters", ())
         self.takes_bytes = about.get("takes_bytes", "")
         self._read = about.get("read", read_json)
-        annotated = [*filter(None, map(_body, self._arguments.values()))]
-        named = about.get("takes")
-        has_body = method in ("POST", "PUT") and not self.takes_bytes
-        self._ignored = about.get("empty", NoFields) if has_body else None
-        self._ignored = None if annotated or named else self._ignored
-        self.takes = [*annotated, named or self._ignored][0] if has_body else None
+        self.takes = self._ignored = None  # types of its body, and of one that no handler gets
+        if method in ("POST", "PUT") and not self.takes_bytes:
+            annotated = next(filter(None, map(_body, self._arguments.values())), None)
+            self.takes = annotated or about.get("takes")
+            if self.takes is None:
+                self.takes = self._ignored = about.get("empty", NoFields)
         self.optional_body = about.get("optional_body", _is_optional(self.takes))
         admin = needs in ("push-weights", "operate")
         self.changes = about.get("changes", admin and method != "GET")

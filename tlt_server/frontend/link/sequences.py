@@ -123,17 +123,15 @@ class OpenSequences:
                     gaps[route.last_s, len(output.token_ids)] += 1
                 elif not route.request.generated:  # else it continues what an earlier one began
                     with self._faults.containing("the latency of a first token"):
-                        self._first(route, output, now_s)
+                        figures = self._metrics.sequences
+                        figures.queued_s.observe(output.queued_s)
+                        figures.first_token_s.observe(now_s - route.accepted_s)
                 route.last_s = now_s
             self._give(route, output)
         with self._faults.containing("the latencies of tokens"):
             for (last_s, tokens), count in gaps.items():
                 observe = self._metrics.sequences.inter_token_s.observe_many
                 observe((now_s - last_s) / tokens, count)
-
-    def _first(self, route: Route, output: StepOutput, now_s: float) -> None:
-        self._metrics.sequences.queued_s.observe(output.queued_s)
-        self._metrics.sequences.first_token_s.observe(now_s - route.accepted_s)
 
     def abort(self, ids: Iterable[str], finish_reason: str) -> int:
         """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many
@@ -395,4 +393,7 @@ class OpenSequences:
         with self._faults.containing("the number of open sequences"):
             self._metrics.sequences.open.set(len(self._routes))
             self._counted(len(self._routes))
-        (self.idle.clear if self._routes else self.idle.set)()
+        if self._routes:
+            self.idle.clear()
+        else:
+            self.idle.set()
