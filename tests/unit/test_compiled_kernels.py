@@ -6,8 +6,10 @@ import ast
 import pkgutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
+from threading import Barrier
 from types import FunctionType, ModuleType
 
 import numpy as np
@@ -17,7 +19,7 @@ from numba.core.dispatcher import Dispatcher
 import tlt_kernels.cpu
 import tlt_server
 from tlt_kernels.cpu import tree
-from tlt_kernels.cpu.compiled import MODULES, cache_directory, compile_all, kernels
+from tlt_kernels.cpu.compiled import MODULES, Kernel, cache_directory, compile_all, kernels
 
 PACKAGE = "tlt_kernels.cpu"
 COLD = """
@@ -100,6 +102,21 @@ def test_kernel_takes_no_types_but_those_declared() -> None:
     with pytest.raises(TypeError, match="No matching definition"):
         tree.walk(one, one, one, token.astype(np.float32), one)
     assert list(tree.walk.overloads) == before
+
+
+def test_threads_that_call_a_kernel_first_all_get_it() -> None:
+    (declared,) = (each for each in kernels(["tree"]) if each.dispatcher is tree.walk)
+    one, token = np.zeros(1, np.int32), np.zeros(1, np.int64)
+    for _ in range(20):
+        again, together = Kernel(tree.walk.py_func, declared._types, {}), Barrier(8)
+
+        def call(kernel: Kernel = again, together: Barrier = together) -> list[int]:
+            together.wait()
+            return list(kernel.dispatcher(one, one, one, token, one)[2].tolist())
+
+        with ThreadPoolExecutor(8) as threads:
+            calls = [threads.submit(call) for _ in range(8)]
+        assert [each.result() for each in calls] == [[0]] * 8
 
 
 def test_kernels_in_the_cache_are_loaded_without_progress() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from threading import Lock
 from typing import Any
 
 from numba import njit
@@ -36,6 +37,7 @@ class Kernel:
         self.name, self._types = function.__name__.strip("_"), types
         self.dispatcher = njit(cache=True, **options)(function)
         self.dispatcher._compile_for_args = self._compile_declared
+        self._lock = Lock()  # a second thread waits until the first one has made it ready
 
     @property
     def cached(self) -> bool:
@@ -50,11 +52,12 @@ class Kernel:
 
     def compile(self) -> None:
         """Make it ready; a second call does nothing."""
-        if self.ready:
-            return
-        for types in self._types:
-            self.dispatcher.compile(types)
-        self.dispatcher.disable_compile()
+        with self._lock:
+            if self.ready:
+                return
+            for types in self._types:
+                self.dispatcher.compile(types)
+            self.dispatcher.disable_compile()
 
     def _compile_declared(self, *arguments: object, **named: object) -> object:
         """Return what the dispatcher calls for these arguments: itself, now that it is ready."""
