@@ -108,6 +108,22 @@ def test_a_process_loads_no_library_that_it_does_not_use(process: str, heavy: li
     assert result.stdout == "[]\n"
 
 
+def test_check_of_a_drafter_without_storage_does_not_import_sympy() -> None:
+    script = (
+        "import sys\n"
+        "from tlt_server.demo.workload import DRAFTER, TARGET\n"
+        "from tlt_server.engine.checkpoints import empty_drafter, empty_model\n"
+        "from tlt_server.engine.settings import EngineSettings\n"
+        "settings = EngineSettings(model=str(TARGET), drafter=str(DRAFTER))\n"
+        "empty_drafter(DRAFTER, empty_model(settings))\n"
+        "print('sympy' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert result.stdout == "False\n"
+
+
 def test_serve_help_lists_every_setting_with_unit_and_default() -> None:
     text = " ".join(tlt("serve", "--help").stdout.split())
     assert "--drain-timeout-s" in text and "[s; default 60.0]" in text and "required]" in text

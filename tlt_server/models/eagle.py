@@ -86,8 +86,8 @@ class EagleNetwork:
         self.mlp = GatedMlp(
             hidden, config.intermediate_size, bias=config.mlp_bias, numerics=numerics
         )
-        # int64 [C], draft id -> target id
-        self.target_ids = torch.arange(described.draft_vocab_size)
+        # int64 [C], draft id -> target id. Not on the device `meta`: for it, torch imports sympy.
+        self.target_ids = torch.arange(described.draft_vocab_size, device="cpu")
 
     @classmethod
     def load(cls, directory: str | Path, target: Decoder) -> Self:
