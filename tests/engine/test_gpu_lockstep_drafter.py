@@ -23,7 +23,7 @@ from tlt_server.attention.gpu import TritonPaged
 from tlt_server.engine.gpu.kv import make_cache
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import Described
-from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
+from tlt_server.models.draft_networks import EAGLE1, EAGLE3
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagle1, GpuEagle3, GpuEagleNetwork
 from tlt_server.models.gpu.layers import Placement, RowTensors

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.test_gpu_memory import CONFIG, settings
 from tlt_server.engine.gpu.memory import Needs, kv_slot_values
 from tlt_server.errors import StartupError
-from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
+from tlt_server.models.draft_networks import EAGLE1, EAGLE3
 from tlt_server.models.gpu.draft_part import DrafterPart, drafter_part
 from tlt_server.models.split import Split
 from tlt_server.shared_settings import DrafterParallel

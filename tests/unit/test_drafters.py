@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.unit.fake_eagle import VOCABULARY, FakeEngine, FakeNetwork
-from tlt_server.models.draft_checkpoint import ARCHITECTURES
+from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.eagle import EagleNetwork
 from tlt_server.records import Strategy
 from tlt_server.registry import load_object

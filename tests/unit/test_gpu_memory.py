@@ -35,6 +35,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.sizing import MIB
 from tlt_server.errors import ModelError, StartupError
 from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.models.draft_networks import EAGLE3
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.training_memory import TrainingShape
@@ -75,7 +76,7 @@ def settings(**changes: Any) -> EngineSettings:
 
 
 class Drafter(NamedTuple):
-    config: ModelConfig = replace(CONFIG, layers=1)
+    config: ModelConfig = replace(CONFIG, architecture=EAGLE3, layers=1)
     draft_vocab_size: int = 32_000
 
 

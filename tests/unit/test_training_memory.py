@@ -16,8 +16,7 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import training_share
 from tlt_server.errors import StartupError
 from tlt_server.machine import HostMemory
-from tlt_server.models.draft_checkpoint import ARCHITECTURES
-from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
+from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3
 from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS, TrainingShape
 from tlt_server.trainer.attend import trunk_of
 from tlt_server.trainer.network import trainable_class
@@ -111,7 +110,7 @@ def test_the_formula_is_what_a_slot_keeps(architecture: str, compute: torch.dtyp
     assert 0.65 * shape.slot_bytes < (many - few) / 64 <= shape.slot_bytes
 
 
-DRAFTER = Drafter(replace(CONFIG, architecture=EAGLE3))
+DRAFTER = Drafter()
 
 
 def decided(device: str, **changes: Any) -> DecidedSettings:

@@ -29,7 +29,7 @@ from torch import Tensor
 from tlt_server.bench.record import finish
 from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig, Rope
-from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
+from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer import checkpoint
 from tlt_server.trainer.gpu_prefill import GpuPrefill
@@ -57,7 +57,10 @@ SHAPES = {  # the target's layers, then of both: hidden, MLP, heads, KV heads, v
     "tiny": (3, 64, 96, 2, 1, 256, 128),
 }
 PROMPT, LONGEST, BATCH = 40, 2000, 8
-RUNS = {**{name: (name, EAGLE3) for name in OBJECTIVES}, "eagle1": ("eagle", EAGLE1)}
+RUNS = {
+    **{name: (name, EAGLE3) for name in OBJECTIVES},
+    "eagle1": (ARCHITECTURES[EAGLE1].objective, EAGLE1),
+}
 CLASSES = (64, 128, 256, 512, 1024, 2048)
 WARMING, REPEATS = 2, 5
 FAMILY = "Qwen2ForCausalLM"  # the target's
@@ -108,16 +111,17 @@ class TrainingBench:
         random = np.random.default_rng(0)
         drawn = PROMPT + np.exp(random.normal(np.log(72), 1.03, args.documents)).astype(int)
         lengths = np.clip(drawn, PROMPT + 3, LONGEST).tolist()
+        target = replace(self.config, layers=layers)
         self.sources = {
-            EAGLE3: RandomDocuments(lengths, self.config, 3),
-            EAGLE1: RandomDocuments(lengths, self.config, 1),
+            name: RandomDocuments(lengths, self.config, len(kind.features({}, target, "")))
+            for name, kind in ARCHITECTURES.items()
         }
 
     def trainer(self, objective: str, architecture: str = EAGLE3) -> Trainer:
         on_gpu, vocab = self.device.type == "cuda", self.config.vocab_size
         network = trainable_class(architecture)(
             replace(self.config, architecture=architecture),
-            vocab if architecture == EAGLE1 else self.draft_vocab,
+            self.draft_vocab if ARCHITECTURES[architecture].own_head else vocab,
             compute=torch.bfloat16 if on_gpu else torch.float32,
             device=self.device,
         )

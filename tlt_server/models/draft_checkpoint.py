@@ -1,5 +1,5 @@
 """Checkpoints of draft networks: what a directory describes, whether it fits a target, and its
-weights. `ARCHITECTURES` has one row per network.
+weights.
 
 Called by the loaders of the `eagle` drafter, on any device, and where the target's features must be
 known beforehand.
@@ -7,7 +7,6 @@ known beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -17,80 +16,13 @@ from torch import Tensor
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.draft_layouts import EAGLE1, EAGLE3, Raw, read_layout
+from tlt_server.models.draft_layouts import Raw, read_layout
+from tlt_server.models.draft_networks import ARCHITECTURES, Architecture
 from tlt_server.models.loader import check_files, check_tensor, fill, read_tensors, tensor_files
 
-VOCABULARY_MAP = frozenset({"d2t", "t2d"})
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # The target's tensors, which checkpoints of a network without a head of its own repeat.
 COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
-
-
-class Architecture(NamedTuple):
-    """The facts of a draft network that hold on every device."""
-
-    cpu: str  # "module:Class"
-    gpu: str
-    trained: str  # "module:Class" of the same network with trainable weights
-    # Name, in `trainer.objectives`, by which the trainer of a server trains it.
-    objective: str
-    features: Callable[[Raw, ModelConfig, str], tuple[int, ...]]
-    # False: it drafts with the target's embedding and head, over the whole vocabulary. Copies of
-    # these in a checkpoint are not read.
-    own_head: bool
-
-
-def _three_layers(raw: Raw, target: ModelConfig, source: str) -> tuple[int, ...]:
-    """`eagle_aux_hidden_state_layer_ids` counts layer inputs at the top level of config.json, but
-    layer outputs (one less) inside `eagle_config`: both conventions are in use. Without either: [2,
-    L // 2, L - 3].
-    """
-    nested = raw.get("eagle_config") or {}
-    ids, shift = raw.get("eagle_aux_hidden_state_layer_ids"), 0
-    if ids is None:
-        ids, shift = nested.get("eagle_aux_hidden_state_layer_ids"), 1
-    if ids is None:
-        ids, shift = list(usual_layers(target)), 0
-    if (
-        not isinstance(ids, list)
-        or len(ids) != 3
-        or not all(type(i) is int and 0 <= i + shift < target.layers for i in ids)
-    ):
-        raise ModelError(
-            f"{source}: feature layers {ids!r} do not fit a target of {target.layers} layers; "
-            "expected three of its layers"
-        )
-    return tuple(i + shift for i in ids)
-
-
-def usual_layers(target: ModelConfig) -> tuple[int, int, int]:
-    """Return the feature layers of an EAGLE-3 network that names none."""
-    return 2, target.layers // 2, target.layers - 3
-
-
-def _last_hidden(raw: Raw, target: ModelConfig, source: str) -> tuple[int, ...]:
-    """The target's hidden state after its final norm, from which its head computes logits."""
-    return (target.layers,)
-
-
-ARCHITECTURES = {
-    EAGLE3: Architecture(
-        "tlt_server.models.eagle:Eagle3",
-        "tlt_server.models.gpu.eagle:GpuEagle3",
-        "tlt_server.trainer.network:TrainableEagle3",
-        "eagle3",
-        _three_layers,
-        own_head=True,
-    ),
-    EAGLE1: Architecture(
-        "tlt_server.models.eagle:Eagle1",
-        "tlt_server.models.gpu.eagle:GpuEagle1",
-        "tlt_server.trainer.network:TrainableEagle1",
-        "eagle",
-        _last_hidden,
-        own_head=False,
-    ),
-}
 
 
 class Described(NamedTuple):
@@ -231,8 +163,7 @@ def _published(network: Fillable, directory: Path) -> tuple[dict[str, Tensor], f
     """
     layout, _ = read_layout(directory)
     parameters = {layout.published(name): view for name, view in network.parameters().items()}
-    own_head = ARCHITECTURES[network.config.architecture].own_head
-    return parameters, VOCABULARY_MAP if own_head else COPIES
+    return parameters, ARCHITECTURES[network.config.architecture].vocabulary_map or COPIES
 
 
 def refuse_own_embedding(own_embedding: bool) -> None:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import read_json
+from tlt_server.models.draft_networks import EAGLE1, EAGLE3
 
 Raw = dict[str, Any]  # a config.json
-EAGLE3, EAGLE1 = "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"
 NORMS = {
     "norm_before_fc": "the target's joined features are normed before 'fc'",
     "fc_norm": "each feature of the target is normed before 'fc'",

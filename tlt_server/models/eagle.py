@@ -23,7 +23,6 @@ from tlt_server.attention import BACKENDS
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import (
-    VOCABULARY_MAP,
     Described,
     describe,
     fill_drafter,
@@ -31,7 +30,6 @@ from tlt_server.models.draft_checkpoint import (
     target_ids,
 )
 from tlt_server.models.layers import GatedMlp, LayerShape, Projection, SelfAttention
-from tlt_server.models.names import drafter_parameters, eagle1_parameters
 from tlt_server.models.rope import rotary_table
 
 
@@ -47,8 +45,6 @@ class EagleNetwork:
     absent) embedding.
     """
 
-    vocabulary_map = VOCABULARY_MAP  # tensors of a checkpoint that are no parameters
-    joined_width: int  # X / H
     part = None  # whole: ranks of a CPU share no drafter
 
     def __init__(self, described: Described, target: Decoder) -> None:
@@ -59,7 +55,8 @@ class EagleNetwork:
         self.draft_vocab_size, self.max_position = described.draft_vocab_size, config.max_position
         self.kv_layers, self.kv_heads, self.head_dim = 1, config.kv_heads, config.head_dim
         self.own_embedding = described.own_embedding
-        self.own_head = described.architecture.own_head
+        architecture = described.architecture
+        self.own_head, self.vocabulary_map = architecture.own_head, architecture.vocabulary_map
         self.embedding_VH = (
             torch.zeros(target.vocab_size, hidden) if self.own_embedding else target.embedding_VH
         )
@@ -72,7 +69,7 @@ class EagleNetwork:
             head_dim=config.head_dim,
         )
         self.self_attention = SelfAttention(
-            self.joined_width * hidden,
+            architecture.inputs * hidden,
             hidden,
             config.heads,
             config.kv_heads,
@@ -131,7 +128,7 @@ class EagleNetwork:
 
     def parameters(self) -> dict[str, Tensor]:
         """Map published names to views [out, in] of the live storage, without d2t and t2d."""
-        raise NotImplementedError
+        return dict(self.described.architecture.parameters(self))
 
     def forward(self, rows: Rows, g_RH: Tensor, cache: KVCache) -> Tensor:
         """Write KV of rows (x_p, g_{p-1}) at positions p >= 1; return h_RH, the feature of p."""
@@ -166,8 +163,6 @@ class Eagle3(EagleNetwork):
     own over the draft vocabulary.
     """
 
-    joined_width = 2
-
     def __init__(self, described: Described, target: Decoder) -> None:
         hidden = described.config.hidden_size
         super().__init__(described, target)
@@ -193,18 +188,12 @@ class Eagle3(EagleNetwork):
     def logits(self, h_RH: Tensor) -> Tensor:
         return self.head(rms_norm(h_RH, self.final_norm_H, self.config.norm_eps))
 
-    def parameters(self) -> dict[str, Tensor]:
-        return dict(drafter_parameters(self))
-
 
 class Eagle1(EagleNetwork):
     """The network of EAGLE-1 and EAGLE-2: the target's hidden state after its final norm is the
     feature; `fc` joins it with the embedding; a layer without input norm; the target's own head,
     which follows the target like the embedding. As in SafeAILab/EAGLE, `eagle/model/cnets1.py`.
     """
-
-    vocabulary_map = frozenset[str]()
-    joined_width = 1
 
     def __init__(self, described: Described, target: Decoder) -> None:
         hidden = described.config.hidden_size
@@ -232,6 +221,3 @@ class Eagle1(EagleNetwork):
 
     def logits(self, h_RH: Tensor) -> Tensor:
         return self.numerics.linear(h_RH, self.head_HV)
-
-    def parameters(self) -> dict[str, Tensor]:
-        return dict(eagle1_parameters(self))

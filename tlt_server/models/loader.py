@@ -21,7 +21,7 @@ from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig, read_json, token_ids
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
+from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.drawn import draw
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.shards import Stored
@@ -77,7 +77,7 @@ def empty_target(
     """
     directory = Path(directory)
     config = eos_token_ids(config or ModelConfig.read(directory), directory)
-    if config.architecture in (EAGLE3, EAGLE1):
+    if config.architecture in ARCHITECTURES:
         raise ModelError(
             f"{directory} holds a drafter ({config.architecture}); give it as --drafter, and its "
             "target as --model"

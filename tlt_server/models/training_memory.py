@@ -8,18 +8,17 @@ exist for one chunk of slots at a time, gradients within the MLP for one step.
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.draft_layouts import EAGLE1
+from tlt_server.models.draft_networks import ARCHITECTURES
 
 CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS = 512, 2048, 128  # slots per pack
 SMALL, SMALL_SLOTS = 1024, 8192  # hidden size at most whose steps a GPU spends on launching kernels
 CHUNK_LOGITS = 1 << 25  # logits of a chunk: 128 MiB in float32, of which about six copies exist
 COPIES = 6
 GRADIENTS = 5  # float32, of the MLP's inner width, at once
-STEPS = {EAGLE1: 1}  # unrolled steps of the objective that a network is trained with
-UNROLLED = 7  # those of every other
 CONTEXT = 512 * 2**20  # a GPU process has this outside torch's allocator
 LIBRARIES = 2**30  # a process with torch has this on the host
 
@@ -40,16 +39,14 @@ class TrainingShape(NamedTuple):
     def of(cls, drafter: ModelConfig, draft_vocab: int, *, on_gpu: bool) -> TrainingShape:
         hidden, inner, item = drafter.hidden_size, drafter.intermediate_size, 2 if on_gpu else 4
         query, kv = drafter.heads * drafter.head_dim, drafter.kv_heads * drafter.head_dim
-        first = drafter.architecture == EAGLE1
-        inputs, ends = (1, 2 * hidden) if first else (2, 3 * hidden + draft_vocab)
-        layer = hidden * (inputs * (query + 2 * kv) + query + 3 * inner)
+        network = ARCHITECTURES[drafter.architecture]
         # float32 residuals and norms, and heads before and after rotation
         kept = 4 * (7 * hidden + 4 * (query + kv))
         kept += item * (4 * hidden + 3 * inner + 2 * query)  # as the matmuls read them
         return cls(
-            trained=layer + hidden * ends,
+            trained=sum(map(prod, network.matrices(drafter, draft_vocab).values())),
             frozen=hidden * (drafter.vocab_size + draft_vocab),
-            steps=STEPS.get(drafter.architecture, UNROLLED),
+            steps=network.unrolled,
             draft_vocab=draft_vocab,
             item=item,
             inner=inner,

@@ -13,16 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.draft_checkpoint import Described, usual_layers
-from tlt_server.models.draft_layouts import (
-    EAGLE1,
-    EAGLE3,
-    FLAT,
-    NESTED,
-    SPECULATORS,
-    DraftLayout,
-    Raw,
-)
+from tlt_server.models.draft_checkpoint import Described
+from tlt_server.models.draft_layouts import FLAT, NESTED, SPECULATORS, DraftLayout, Raw
+from tlt_server.models.draft_networks import EAGLE1, EAGLE3, usual_layers
 
 SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
-from tlt_server.models.draft_layouts import EAGLE3
+from tlt_server.models.draft_networks import EAGLE3
 from tlt_server.models.loader import eos_token_ids, read_tensors, tensor_files
 from tlt_server.trainer.network import TrainableEagle3
 

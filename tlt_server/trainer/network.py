@@ -1,5 +1,5 @@
 """Drafters as trainable tensors, in the checkpoint layouts that `models.eagle` serves: EAGLE-3, and
-EAGLE-1 with EAGLE-2. `draft_checkpoint.ARCHITECTURES` names the class of each.
+EAGLE-1 with EAGLE-2. `draft_networks.ARCHITECTURES` names the class of each.
 
 Parameters are float32 and carry the published names; matmuls run in `compute`, norms, rotations and
 the residual stream in float32. In inference the logits are those of the serving network on the same
@@ -11,7 +11,7 @@ vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,8 @@ from torch.nn import functional
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.draft_checkpoint import (
-    ARCHITECTURES,
-    describe,
-    feature_layers,
-    fill_drafter,
-    target_ids,
-)
+from tlt_server.models.draft_checkpoint import describe, feature_layers, fill_drafter, target_ids
+from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.rope import rotary_table
 from tlt_server.registry import load_object
 from tlt_server.trainer.mixed import gated, linear
@@ -72,8 +67,6 @@ class TrainableDrafter:
     head it has is in its class.
     """
 
-    layer: str  # the start of its layer's tensor names
-
     def __init__(
         self,
         config: ModelConfig,
@@ -85,6 +78,8 @@ class TrainableDrafter:
         device: torch.device | str = "cpu",
     ) -> None:
         self.config, self.compute, self.device = config, compute, torch.device(device)
+        self.kind = ARCHITECTURES[config.architecture]
+        self.layer = self.kind.layer
         self.draft_vocab_size, self.vocab_size = draft_vocab_size, config.vocab_size
         self.target_ids_C = torch.arange(draft_vocab_size)  # int64, draft id -> target id; host
         self.own_embedding_VH = (
@@ -92,7 +87,9 @@ class TrainableDrafter:
         )
         self.weights: dict[str, Tensor] = {
             name: torch.zeros(shape, device=self.device)
-            for name, shape in self.shapes(join_bias).items()
+            for name, shape in self.kind.shapes(
+                config, draft_vocab_size, join_bias=join_bias
+            ).items()
         }
         self._cast: dict[str, Tensor] = {}  # weights in the compute dtype, within `cast_once`
         table = rotary_table(config.rope, config.head_dim, config.max_position)
@@ -144,14 +141,6 @@ class TrainableDrafter:
         """[N, C] over the draft vocabulary, predicting the token after the slot's."""
         raise NotImplementedError
 
-    def shapes(self, join_bias: bool) -> Mapping[str, tuple[int, ...]]:
-        """Return the trained tensors of a checkpoint; matrices come first."""
-        raise NotImplementedError
-
-    def vocabulary_map(self) -> dict[str, Tensor]:
-        """Return the tensors by which a checkpoint says what can be drafted."""
-        raise NotImplementedError
-
     def project(
         self, embedded_NH: Tensor, g_NH: Tensor, position_N: Tensor, query_M: Tensor | None = None
     ) -> Projected:
@@ -185,10 +174,14 @@ class TrainableDrafter:
             for name, value in self.parameters().items()
         }
         save_file(
-            {**tensors, **self.vocabulary_map()},
+            {**tensors, **(self._vocabulary_map() if self.kind.own_head else {})},
             directory / "model.safetensors",
             metadata={"format": "pt"},
         )
+
+    def _vocabulary_map(self) -> dict[str, Tensor]:
+        ids_C = self.target_ids_C
+        return {"d2t": ids_C - torch.arange(len(ids_C)), "t2d": self.drafted_V}
 
     def _heads(self, part: str, joined_NX: Tensor) -> Tensor:
         """Return the queries, keys or values of slots, not rotated."""
@@ -216,8 +209,6 @@ class TrainableEagle3(TrainableDrafter):
     own over the draft vocabulary.
     """
 
-    layer = "midlayer."
-
     def fuse(self, feature_NF: Tensor) -> Tensor:
         return self._linear("fc", feature_NF)
 
@@ -231,28 +222,11 @@ class TrainableEagle3(TrainableDrafter):
     def logits(self, h_NH: Tensor, frozen: Frozen) -> Tensor:
         return self._linear("lm_head", self._norm("norm", h_NH))
 
-    def shapes(self, join_bias: bool) -> Mapping[str, tuple[int, ...]]:
-        hidden = self.config.hidden_size
-        ends = {"fc": (hidden, 3 * hidden), "lm_head": (self.draft_vocab_size, hidden)}
-        norms = (
-            "midlayer.input_layernorm",
-            "midlayer.hidden_norm",
-            "midlayer.post_attention_layernorm",
-            "norm",
-        )
-        return _named(self.config, self.layer, 2 * hidden, ends, norms)
-
-    def vocabulary_map(self) -> dict[str, Tensor]:
-        ids_C = self.target_ids_C
-        return {"d2t": ids_C - torch.arange(len(ids_C)), "t2d": self.drafted_V}
-
 
 class TrainableEagle1(TrainableDrafter):
     """The network of EAGLE-1 and EAGLE-2: the feature is the target's hidden state after its final
     norm, which `fc` joins with the embedding; no input norm; the target's own head, frozen.
     """
-
-    layer = "layers.0."
 
     def fuse(self, feature_NF: Tensor) -> Tensor:
         return feature_NF.float()
@@ -263,15 +237,6 @@ class TrainableEagle1(TrainableDrafter):
 
     def logits(self, h_NH: Tensor, frozen: Frozen) -> Tensor:
         return functional.linear(h_NH.to(self.compute), frozen.head_CH).float()
-
-    def shapes(self, join_bias: bool) -> Mapping[str, tuple[int, ...]]:
-        hidden, norms = self.config.hidden_size, ("layers.0.post_attention_layernorm",)
-        ends = {"fc": (hidden, 2 * hidden)}
-        biased = ("fc",) if join_bias else ()
-        return _named(self.config, self.layer, hidden, ends, norms, biased)
-
-    def vocabulary_map(self) -> dict[str, Tensor]:
-        return {}
 
 
 def trainable_class(architecture: str) -> type[TrainableDrafter]:
@@ -305,39 +270,6 @@ def load_trainable(
     )
     fill_drafter(network, directory)
     return network
-
-
-def _named(
-    config: ModelConfig,
-    layer: str,
-    inputs: int,
-    ends: Mapping[str, tuple[int, ...]],
-    norms: Sequence[str],
-    biased: Sequence[str] = (),
-) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of a layer with `inputs` inputs, of the matrices at its ends and of the
-    norms, by tensor name; matrices first.
-    """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    matrices = {
-        **ends,
-        f"{layer}self_attn.q_proj": (query, inputs),
-        f"{layer}self_attn.k_proj": (kv, inputs),
-        f"{layer}self_attn.v_proj": (kv, inputs),
-        f"{layer}self_attn.o_proj": (hidden, query),
-        f"{layer}mlp.gate_proj": (inner, hidden),
-        f"{layer}mlp.up_proj": (inner, hidden),
-        f"{layer}mlp.down_proj": (hidden, inner),
-    }
-    with_bias = [*biased]
-    with_bias += [f"{layer}self_attn.{part}_proj" for part in "qkv" if config.attention_bias]
-    with_bias += [f"{layer}mlp.{part}_proj" for part in ("gate", "up", "down") if config.mlp_bias]
-    return {
-        **{f"{name}.weight": shape for name, shape in matrices.items()},
-        **{f"{name}.weight": (hidden,) for name in norms},
-        **{f"{name}.bias": matrices[name][:1] for name in with_bias},
-    }
 
 
 def _rotate(x_NXD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from tlt_server.errors import StartupError
 from tlt_server.machine import resident_bytes
-from tlt_server.models.draft_checkpoint import ARCHITECTURES
+from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.training_memory import TrainingShape
 from tlt_server.samples.segments import Recorded
 from tlt_server.samples.tables import read_tables

@@ -20,8 +20,9 @@ from tlt_client.channels.tensors import written
 from tlt_server.commands import TensorEntry
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.draft_checkpoint import VOCABULARY_MAP, map_tensor
+from tlt_server.models.draft_checkpoint import map_tensor
 from tlt_server.models.draft_layouts import layout_of
+from tlt_server.models.draft_networks import VOCABULARY_MAP
 from tlt_server.models.loader import check_finite, check_layout, check_names
 from tlt_server.models.shards import Stored
 from tlt_server.weights.checksums import Content, contents

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
-from tlt_server.models.draft_layouts import EAGLE3
+from tlt_server.models.draft_networks import EAGLE3
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {
@@ -172,7 +172,7 @@ def drafter_config(
 ) -> dict[str, Any]:
     """`features`: layers of the large target whose inputs are read."""
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [EAGLE3],
         "model_type": "llama",
         "vocab_size": shape.vocab,
         "num_hidden_layers": 1,

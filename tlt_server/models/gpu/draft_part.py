@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tlt_kernels.gpu.gemm_tiles import LEAF_COUNTS, LEAF_UNIT, LEAVES
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.draft_checkpoint import ARCHITECTURES
+from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.shards import has_tokens, most_tokens, rank_config, vocabulary
 from tlt_server.models.split import Split, divides
 from tlt_server.shared_settings import DrafterParallel

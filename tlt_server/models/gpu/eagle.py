@@ -24,12 +24,7 @@ from tlt_kernels.gpu.norm import add, embed_beside, embed_norms
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
-from tlt_server.models.draft_checkpoint import (
-    VOCABULARY_MAP,
-    Described,
-    refuse_own_embedding,
-    target_ids,
-)
+from tlt_server.models.draft_checkpoint import Described, refuse_own_embedding, target_ids
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
 from tlt_server.models.gpu.draft_part import drafter_part
 from tlt_server.models.gpu.layers import (
@@ -43,7 +38,6 @@ from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.layers import LayerShape
-from tlt_server.models.names import drafter_parameters, eagle1_parameters
 from tlt_server.models.shards import Stored, pieces_of
 from tlt_server.models.split import Split
 
@@ -57,9 +51,6 @@ class GpuEagleNetwork:
     """Layers and storage of one drafter, placed as its target is and sharing, where it has none,
     the target's embedding.
     """
-
-    vocabulary_map = VOCABULARY_MAP  # tensors of a checkpoint that are no parameters
-    joined_width: int  # X / H
 
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         config, placement = described.config, target.placement
@@ -82,7 +73,8 @@ class GpuEagleNetwork:
             described.draft_vocab_size,
             described.own_embedding,
         )
-        self.own_head = described.architecture.own_head
+        architecture = described.architecture
+        self.own_head, self.vocabulary_map = architecture.own_head, architecture.vocabulary_map
         self.vocab_size = target.vocab_size
         # The same network of the other ranks, in the process that loads and pushes for all.
         self.split: Split = WHOLE
@@ -94,7 +86,7 @@ class GpuEagleNetwork:
         )
         self.post_attention_norm_H = placement.empty(hidden)
         self.self_attention = GpuSelfAttention(
-            self.joined_width * hidden,
+            architecture.inputs * hidden,
             hidden,
             own.heads,
             own.kv_heads,
@@ -182,7 +174,7 @@ class GpuEagleNetwork:
 
     def own_parameters(self) -> dict[str, Tensor]:
         """Return this rank's."""
-        raise NotImplementedError
+        return dict(self.described.architecture.parameters(self))
 
     def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> Tensor:
         """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns the logits_RC of
@@ -226,8 +218,6 @@ class GpuEagleNetwork:
 class GpuEagle3(GpuEagleNetwork):
     """See `models.eagle.Eagle3`."""
 
-    joined_width = 2
-
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         super().__init__(described, target)
         hidden, placement = described.config.hidden_size, self.placement
@@ -269,15 +259,9 @@ class GpuEagle3(GpuEagleNetwork):
     def head_CH(self) -> Tensor:
         return self.head.weight_XK
 
-    def own_parameters(self) -> dict[str, Tensor]:
-        return dict(drafter_parameters(self))
-
 
 class GpuEagle1(GpuEagleNetwork):
     """See `models.eagle.Eagle1`. The target's head is read where it lies, like its embedding."""
-
-    vocabulary_map = frozenset[str]()
-    joined_width = 1
 
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         super().__init__(described, target)
@@ -310,6 +294,3 @@ class GpuEagle1(GpuEagleNetwork):
     @property
     def head_CH(self) -> Tensor:
         return self.head.weight_WH
-
-    def own_parameters(self) -> dict[str, Tensor]:
-        return dict(eagle1_parameters(self))

@@ -25,13 +25,13 @@ from tlt_kernels.cpu.growth import FIELDS, grow, harvest
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import (
-    Architecture,
     Fillable,
     check_drafter,
     describe,
     feature_layers,
     fill_drafter,
 )
+from tlt_server.models.draft_networks import Architecture
 from tlt_server.records import Strategy
 from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates, DraftBatch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tlt_server.models.draft_checkpoint import Architecture, Fillable
+from tlt_server.models.draft_checkpoint import Fillable
+from tlt_server.models.draft_networks import Architecture
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 from tlt_server.speculation.drafters.eagle import EagleLoader
