@@ -3,6 +3,7 @@ how long a server takes to be ready: with a cold cache, a warm one, and one that
 another machine (`imported`).
 
 Each start has the phases that the server names, and the rest, which is imports and processes.
+Python's bytecode should be there, as after an install: compiling it takes 6 s of each start.
 """
 
 from __future__ import annotations
