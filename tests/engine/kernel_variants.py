@@ -23,7 +23,7 @@ from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.interpreter import Interpreted
-from tlt_server.engine.gpu import strategy_kernels
+from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
 from tlt_server.engine.gpu.compiling import Compiled
 from tlt_server.engine.gpu.drafts import DraftKey
@@ -184,7 +184,7 @@ def main(drafter: str, policy: str, max_running: int, max_loras: int, sets: list
     )
     gemm_stream.multiprocessors = lambda device: 132
     ready: dict[Variant, None] = {}
-    strategy_kernels.load = lambda variant: ready.setdefault(variant)
+    preparing.load = lambda variant: ready.setdefault(variant)
     with listed():
         settings = settings_of(drafter, policy, max_running, max_loras)
         engine, _ = assemble(settings, make_device=Pretended)

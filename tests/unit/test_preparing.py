@@ -142,6 +142,7 @@ class Listed:
 
     def __init__(self) -> None:
         self.made: set[object] = {STEP}
+        self.stream = None
         self.dropped: set[object] = set()
 
     def drop(self, keys: set[object]) -> None:
@@ -158,7 +159,8 @@ def test_a_list_is_loaded_in_parts_and_gives_back_what_it_made(
     )
     monkeypatch.setattr(preparing, "load", brought.append)
     monkeypatch.setattr(preparing, "listed", lambda: nullcontext(dict.fromkeys("abcde")))
-    assert kernels.add(DRAFT) == [*"abcde"]  # type: ignore[arg-type]
+    kernels.add(DRAFT)  # type: ignore[arg-type]
+    assert [*kernels.found] == [*"abcde"]
     kernels.load(2, last=False)
     assert brought == [*"ab"]
     kernels.load(1, last=True)
@@ -169,7 +171,7 @@ def test_a_list_is_loaded_in_parts_and_gives_back_what_it_made(
 
 def test_a_kernel_that_is_not_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = KernelList(Listed())  # type: ignore[arg-type]
-    kernels._found = {Variant("os", "system", "true"): None}
+    kernels._unloaded.append(Variant("os", "system", "true"))
     with pytest.raises(ValueError, match="os has no kernels of ours"):
         kernels.load(1, last=False)
 

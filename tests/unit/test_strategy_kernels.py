@@ -4,7 +4,8 @@ compiled by others meanwhile; a failure is typed, and what quiet forbids waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from tests.waiting import until
 from tlt_kernels.gpu.variants import Variant
-from tlt_server.engine.gpu import strategy_kernels
+from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
 from tlt_server.engine.gpu.compiling import Compiled
 from tlt_server.engine.gpu.passes import Rehearsed
@@ -25,33 +26,44 @@ CHAIN, TREE = parse_strategy("eagle:4x1x4"), parse_strategy("eagle:4x2x8")
 
 
 class Gpu:
-    """A runner, its graphs and followers, the kernels of its start, and a compiler, which note what
-    is asked of them in order. Each draft needs two kernels that are not loaded.
+    """A runner, its passes, graphs and followers, the kernels of its start, and a compiler, which
+    note what is asked of them in order. Each draft needs two kernels that are not loaded.
     """
 
     def __init__(self) -> None:
-        self.graphs = self.followers = self
+        self.passes = self.graphs = self.followers = self
         self.shapes, self.quiet = Shapes(2, MIN_DEPTH), True
+        self.stream, self.made = None, set[object]()
         self.asked: list[str] = []
         self.listed: list[Rehearsed] = []
-        self.remembered: list[Variant] = []
         self.ended: Compiled | None = None
         self.stopped, self.others_ready, self.others_fail = False, True, False
         self.now_s = 0.0
 
-    def list_kernels(self, passes: Rehearsed, *, first: bool) -> list[Variant]:
+    @contextmanager
+    def listing(self) -> Iterator[dict[Variant, None]]:
+        self.lacks: dict[Variant, None] = {}
+        yield self.lacks
+
+    def rehearse(self, passes: Gpu, rehearsed: Rehearsed) -> None:
         self.asked.append("list")
-        self.listed.append(passes)
+        self.listed.append(rehearsed)
         self.now_s += 0.004
-        if passes.draft is None:
-            return []
-        return [Variant("kernels", name, str(passes.draft.batch)) for name in ("grow", "graft")]
+        if (draft := rehearsed.draft) is not None:
+            names = "grow", "graft"
+            self.lacks |= {Variant("kernels", each, str(draft.batch)): None for each in names}
+
+    def drop(self, made: set[object]) -> None:
+        self.asked.append("drop")
+
+    def list_kernels(self, passes: Rehearsed, *, first: bool) -> None:
+        assert first == (not self.listed)
 
     def load_kernels(self, count: int, *, last: bool) -> None:
         self.asked.append(f"others load {count}{' and the rest' if last else ''}")
 
     def drop_kernels(self) -> None:
-        self.asked.append("drop")
+        self.asked.append("others drop")
 
     def prepared(self) -> bool:
         if self.others_fail:
@@ -89,7 +101,9 @@ def reaching(*strategies: Strategy) -> Any:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
-    monkeypatch.setattr(strategy_kernels, "load", gpu.load)
+    monkeypatch.setattr(preparing, "listed", gpu.listing)
+    monkeypatch.setattr(preparing, "_rehearse", gpu.rehearse)
+    monkeypatch.setattr(preparing, "load", gpu.load)
     return gpu
 
 
@@ -99,7 +113,7 @@ def started(gpu: Gpu, *strategies: Strategy) -> StrategyKernels:
     return StrategyKernels(gpu, gpu, keys)  # type: ignore[arg-type]
 
 
-def preparing(gpu: Gpu, *strategies: Strategy) -> KernelPreparation:
+def preparation_of(gpu: Gpu, *strategies: Strategy) -> KernelPreparation:
     found = started(gpu)(reaching(*strategies))
     assert found is not None
     found._clock = lambda: gpu.now_s
@@ -146,7 +160,7 @@ def test_kernels_are_compiled_next_to_steps_then_loaded_in_parts(gpu: Gpu) -> No
 
 
 def test_every_pass_of_a_policy_is_rehearsed_with_its_drafts(gpu: Gpu) -> None:
-    rehearsed(preparing(gpu, CHAIN, TREE))
+    rehearsed(preparation_of(gpu, CHAIN, TREE))
     of_start = {*rehearsals(gpu.shapes.captured(reaching()))}
     assert {*gpu.listed} == {*rehearsals(gpu.shapes.captured(reaching(CHAIN, TREE)))} - of_start
     pairs = [passes for passes in gpu.listed if passes.draft]
@@ -154,7 +168,7 @@ def test_every_pass_of_a_policy_is_rehearsed_with_its_drafts(gpu: Gpu) -> None:
 
 
 def test_nothing_waits_for_the_device_while_it_is_not_quiet(gpu: Gpu) -> None:
-    preparation = preparing(gpu, CHAIN)
+    preparation = preparation_of(gpu, CHAIN)
     gpu.quiet = False
     assert not preparation.advance() and not gpu.asked
     gpu.quiet = True
@@ -165,7 +179,7 @@ def test_nothing_waits_for_the_device_while_it_is_not_quiet(gpu: Gpu) -> None:
 
 
 def test_no_part_begins_before_the_other_ranks_have_done_theirs(gpu: Gpu) -> None:
-    preparation = preparing(gpu, CHAIN)
+    preparation = preparation_of(gpu, CHAIN)
     gpu.ended = Compiled(4, "")
     until(lambda: preparation.advance() or "others load 2" in gpu.asked)
     gpu.others_ready, asked = False, [*gpu.asked]
@@ -175,17 +189,17 @@ def test_no_part_begins_before_the_other_ranks_have_done_theirs(gpu: Gpu) -> Non
 
 
 def test_another_rank_without_room_refuses_the_policy(gpu: Gpu) -> None:
-    preparation = preparing(gpu, CHAIN)
+    preparation = preparation_of(gpu, CHAIN)
     assert not preparation.advance()
     gpu.others_fail = True
     with pytest.raises(Unavailable, match="no room for the kernels of this policy"):
         preparation.advance()
     preparation.stop()
-    assert gpu.asked[-1] == "drop"
+    assert gpu.asked[-2:] == ["others drop", "drop"]
 
 
 def test_a_preparation_that_has_not_begun_drops_nothing(gpu: Gpu) -> None:
-    preparing(gpu, CHAIN).stop()
+    preparation_of(gpu, CHAIN).stop()
     assert not gpu.asked
 
 
@@ -214,7 +228,7 @@ def test_a_gpu_without_room_refuses_the_policy(
     def fails(variant: Variant) -> None:
         raise error
 
-    monkeypatch.setattr(strategy_kernels, "load", fails)
+    monkeypatch.setattr(preparing, "load", fails)
     gpu.ended = Compiled(4, "")
     with pytest.raises(typed, match="no room" if typed is Unavailable else "illegal"):
-        until(preparing(gpu, CHAIN).advance)
+        until(preparation_of(gpu, CHAIN).advance)

@@ -5,10 +5,13 @@ failure of one leaves no other waiting.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
+
+import torch
 
 from tlt_kernels.gpu.variants import Unloaded, Variant, listed, load, only_loaded
 from tlt_server.engine.devices import CAPTURING, COMPILING
@@ -94,22 +97,25 @@ class KernelList:
 
     def __init__(self, passes: Passes) -> None:
         self._passes, self._before = passes, passes.made
-        self._found: dict[Variant, None] = {}
-        self._loaded = 0
+        self.found: dict[Variant, None] = {}
+        self._unloaded: deque[Variant] = deque()
 
-    def add(self, rehearsed: Rehearsed) -> list[Variant]:
+    @property
+    def left(self) -> int:
+        """Return how many are not loaded yet."""
+        return len(self._unloaded)
+
+    def add(self, rehearsed: Rehearsed) -> None:
         """List what these passes lack. No kernel of ours is launched, so requests may run."""
-        with listed() as found:
+        with torch.inference_mode(), torch.cuda.stream(self._passes.stream), listed() as found:
             _rehearse(self._passes, rehearsed)
-        self._found |= found
-        return [*found]
+        self._unloaded += (variant for variant in found if variant not in self.found)
+        self.found |= found
 
     def load(self, count: int, *, last: bool) -> None:
         """Load the next ones, at `last` all that is left."""
-        end = None if last else self._loaded + count
-        for variant in [*self._found][self._loaded : end]:
-            load(variant)
-            self._loaded += 1
+        for _ in range(self.left if last else min(count, self.left)):
+            load(self._unloaded.popleft())
 
     def drop(self) -> None:
         """Give back the buffers that listing has made."""

@@ -20,7 +20,6 @@ import torch
 from tlt_kernels.gpu.accept import EntryOutcomes, fields
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload
-from tlt_kernels.gpu.variants import Variant
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.asked import edits_of, limits_rows
 from tlt_server.engine.gpu.capture import StateCapture
@@ -29,8 +28,8 @@ from tlt_server.engine.gpu.drafts.tables import DeviceTable
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
 from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
-from tlt_server.engine.gpu.passes import Passes, Rehearsed
-from tlt_server.engine.gpu.preparing import KernelList, record
+from tlt_server.engine.gpu.passes import Passes
+from tlt_server.engine.gpu.preparing import record
 from tlt_server.engine.gpu.reports import REHEARSED_KEYS, AskedReports, Reporter
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.structured import StructureMasks
@@ -85,7 +84,6 @@ class GpuRunner:
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self.texts = texts
         self._capture = capture
-        self._kernels = KernelList(passes)  # for the policy under preparation
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
         self._writing: Writing | None = None  # what the device has not been told yet
@@ -159,21 +157,6 @@ class GpuRunner:
         with self.at_rest():
             self.followers.record(key)
             record(self.passes, key)
-
-    def list_kernels(self, passes: Rehearsed, *, first: bool) -> list[Variant]:
-        """Return the kernels of these passes that are not loaded, between two steps. The other
-        ranks list their own; `first` clears what they have listed.
-        """
-        self.followers.list_kernels(passes, first=first)
-        if first:
-            self._kernels = KernelList(self.passes)
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
-            return self._kernels.add(passes)
-
-    def drop_kernels(self) -> None:
-        """Give back on all ranks what listing has made."""
-        self.followers.drop_kernels()
-        self._kernels.drop()
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:

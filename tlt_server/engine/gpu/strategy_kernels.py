@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Thread
 from typing import Protocol
 
-from tlt_kernels.gpu.variants import Variant, load, loaded
+from tlt_kernels.gpu.variants import Variant, loaded
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.compiling import Compiled
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.followed import Followers
 from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.passes import Rehearsed
-from tlt_server.engine.gpu.preparing import Keys, rehearsals
+from tlt_server.engine.gpu.passes import Passes, Rehearsed
+from tlt_server.engine.gpu.preparing import KernelList, Keys, rehearsals
 from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.errors import Unavailable
 from tlt_server.speculation.sizes import Reach
@@ -29,16 +29,13 @@ from tlt_server.weights.storage import ran_out
 PART_S = 0.005  # time that a part between two steps takes; one pass or kernel may take longer
 
 
-class Lister(Protocol):
+class Preparing(Protocol):
     """The runner of rank 0."""
 
+    passes: Passes
     shapes: Shapes
     graphs: GraphPool
     followers: Followers
-
-    def list_kernels(self, passes: Rehearsed, *, first: bool) -> list[Variant]: ...
-
-    def drop_kernels(self) -> None: ...
 
 
 class KernelCompiler(Protocol):
@@ -62,7 +59,7 @@ class StrategyKernels:
     where it lacks none.
     """
 
-    def __init__(self, runner: Lister, kernels: Kernels, at_start: Keys) -> None:
+    def __init__(self, runner: Preparing, kernels: Kernels, at_start: Keys) -> None:
         self.runner, self.kernels = runner, kernels
         self._ready: set[tuple[DraftKey | None, ExtendKey | None]] = set()
         self.prepared(rehearsals(at_start))
@@ -92,28 +89,26 @@ class KernelPreparation:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._strategies, self._lacking, self._clock = strategies, lacking, clock
-        self._begun, self._rehearsed = False, 0
-        self._found: dict[Variant, None] = {}
+        self._kernels, self._rehearsed = KernelList(strategies.runner.passes), 0
         self._compiling: _Compiling | None = None
-        self._unloaded: list[Variant] | None = None  # None: not compiled yet
         self._all_told = False  # the others know of the last part
         self._hashes: dict[Variant, str] = {}
 
     @property
     def stage(self) -> str:
         """Describe what is under way."""
-        of = len(self._lacking)
+        of, found = len(self._lacking), len(self._kernels.found)
         if self._rehearsed < of:
             return f"{self._rehearsed} of {of} passes are rehearsed"
-        if self._compiling is None or self._unloaded is not None:
-            return f"{len(self._found)} kernels are being loaded"
-        return f"{self._compiling.done} of {len(self._found)} kernels are compiled"
+        if self._compiling is None or self._compiling.ended:
+            return f"{found} kernels are being loaded"
+        return f"{self._compiling.done} of {found} kernels are compiled"
 
     @property
     def taken(self) -> str:
         ended = self._compiling.ended if self._compiling else None
         new = ended.new if ended else 0
-        return f"{new} kernels were compiled for it and {len(self._found)} loaded"
+        return f"{new} kernels were compiled for it and {len(self._kernels.found)} loaded"
 
     def advance(self) -> bool:
         """Do a part between two steps. Return whether every kernel is loaded. `Unavailable` where
@@ -123,7 +118,7 @@ class KernelPreparation:
         if not runner.graphs.quiet:  # loading may wait for all that the GPU does
             return False
         try:
-            return self._advance(runner)
+            return self._advance(runner.followers)
         except RuntimeError as error:
             if not ran_out(error):
                 raise
@@ -131,59 +126,61 @@ class KernelPreparation:
                 f"the GPU has no room for the kernels of this policy; {BUSY}, then set it again"
             ) from None
 
-    def _advance(self, runner: Lister) -> bool:
-        if not runner.followers.prepared():
-            return False
+    def _advance(self, followers: Followers) -> bool:
         until_s = self._clock() + PART_S
-        while self._rehearsed < len(self._lacking):
-            passes, self._begun = self._lacking[self._rehearsed], True
-            found = runner.list_kernels(passes, first=not self._rehearsed)
-            self._found |= dict.fromkeys(found)
-            self._rehearsed += 1
-            if self._clock() >= until_s:
-                return False
-        if self._found and not self._is_compiled():
-            return False
-        if self._unloaded is None:
-            self._unloaded = [*self._found][::-1]
-        if not self._all_told:
-            self._load(self._unloaded, until_s)
-        if not (self._all_told and runner.followers.prepared()):
+        if not (
+            followers.prepared()
+            and self._list(followers, until_s)
+            and self._is_compiled()
+            and self._load(followers, until_s)
+        ):
             return False
         self._strategies.prepared(self._lacking)
         self._strategies.kernels.remember(self._hashes)
         return True
 
-    def _load(self, unloaded: list[Variant], until_s: float) -> None:
-        count = 0
-        with loaded() as hashes:
-            while unloaded:
-                load(unloaded.pop())
-                count += 1
-                if self._clock() >= until_s:
-                    break
-        self._hashes |= hashes
-        self._all_told = not unloaded
-        self._strategies.runner.followers.load_kernels(count, last=self._all_told)
+    def _list(self, followers: Followers, until_s: float) -> bool:
+        while self._rehearsed < len(self._lacking):
+            if self._clock() >= until_s:
+                return False
+            passes = self._lacking[self._rehearsed]
+            self._rehearsed += 1
+            followers.list_kernels(passes, first=self._rehearsed == 1)
+            self._kernels.add(passes)
+        return True
 
     def _is_compiled(self) -> bool:
+        found = self._kernels.found
+        if not found:
+            return True
         if self._compiling is None:
-            self._compiling = _Compiling(self._strategies.kernels.compiler([*self._found]))
+            self._compiling = _Compiling(self._strategies.kernels.compiler([*found]))
         ended = self._compiling.ended
         if ended is not None and ended.why:
-            of = len(self._found)
             raise Unavailable(
-                f"{of - ended.done} of {of} kernels of this policy are not compiled "
-                f"({ended.why}); set it again once that is mended"
+                f"{len(found) - ended.done} of {len(found)} kernels of this policy are not "
+                f"compiled ({ended.why}); set it again once that is mended"
             )
         return ended is not None
+
+    def _load(self, followers: Followers, until_s: float) -> bool:
+        if not self._all_told:
+            kernels, before = self._kernels, self._kernels.left
+            with loaded() as hashes:
+                while kernels.left and self._clock() < until_s:
+                    kernels.load(1, last=False)
+            self._hashes |= hashes
+            self._all_told = not kernels.left
+            followers.load_kernels(before - kernels.left, last=self._all_told)
+        return self._all_told and followers.prepared()
 
     def stop(self) -> None:
         """Give up, and give back what the rehearsals have made."""
         if self._compiling is not None:
             self._compiling.compiler.stop()
-        if self._begun:
-            self._strategies.runner.drop_kernels()
+        if self._rehearsed:
+            self._strategies.runner.followers.drop_kernels()
+            self._kernels.drop()
 
 
 class _Compiling:
