@@ -1,4 +1,5 @@
-"""Members of a JSON list or object, counted in its text before any of them becomes an object.
+"""Limits on the members of a JSON list or object, which are counted in its text before any of them
+becomes an object.
 
 The text must be JSON already, so only quotes, brackets and commas matter. It is read in slices,
 which bounds the memory, in 0.1 to 20 ns per byte.
@@ -11,6 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.http.bounds import Limit
+from tlt_server.frontend.http.wrong import Wrong, must
+
+# Limits on a value that may be any JSON: its members at all levels, and its levels.
+MAX_MEMBERS = 2**17
+MAX_DEPTH = 64
 SLICE_BYTES = 2**16
 STRUCTURE = b'"[]{},'
 _OTHERS = bytes(set(range(256)) - set(STRUCTURE))
@@ -66,3 +74,45 @@ def members(text: memoryview) -> Members:
         depth, deepest = int(depths[-1]), max(deepest, int(depths.max()))
     # Each list or object has one member more than commas, but an empty one, which counts as one.
     return Members(own + 1, commas + opened, deepest)
+
+
+class Length(NamedTuple):
+    """The limits on the members of a list or an object."""
+
+    least: int
+    most: int
+    limit: Limit | None  # the setting that `most` comes from
+
+    def check(self, text: memoryview, begins: bytes = b",") -> None:
+        """Refuse a text of too few or too many members.
+
+        With the character that begins each member of the right type, the text may also pass if a
+        member is of another type: few such characters are quicker to see than where members end.
+        """
+        empty = is_empty(text)
+        if self.least and (empty or (self.least > 1 and members(text).own < self.least)):
+            raise must(text, f"have at least {self.least} item{'s' * (self.least > 1)}")
+        if empty or len(text) // 2 <= self.most or count(text, begins) < self.most:
+            return
+        own, limit = members(text).own, self.limit
+        if own > self.most and limit is None:
+            raise must(text, f"have at most {self.most} item{'s' * (self.most > 1)}")
+        if own > self.most and limit is not None:
+            raise Wrong(lambda where: limit.exceeded(where, own, self.most))
+
+
+def check_members(text: memoryview) -> None:
+    """Refuse a text that holds too many members, or holds them too deep."""
+    levels = count(text, b"[") + count(text, b"{")
+    if len(text) <= MAX_MEMBERS and levels <= MAX_DEPTH:
+        return  # they are few, which is quicker to see
+    counted = members(text)
+    if counted.all > MAX_MEMBERS:
+        what, limit = f"{counted.all} members in all", MAX_MEMBERS
+    elif counted.depth > MAX_DEPTH:
+        what, limit = f"{counted.depth} levels", MAX_DEPTH
+    else:
+        return
+    raise Wrong(
+        lambda where: InvalidRequest(f"{where} has {what}; the limit is {limit}: send less")
+    )

@@ -12,8 +12,8 @@ from msgspec.json import Decoder
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.http.bounds import LIMITS, Bounds
+from tlt_server.frontend.http.counting import Length, check_members
 from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant
-from tlt_server.frontend.http.lengths import Length, check_members
 from tlt_server.frontend.http.readers import (
     NULL,
     AlikeReader,
@@ -23,14 +23,14 @@ from tlt_server.frontend.http.readers import (
     ListReader,
     NullReader,
     UnionReader,
-    ValueReader,
     texts_of,
 )
-from tlt_server.frontend.http.scalars import Scalar
-from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, indexed, must, no_text, shown_text
+from tlt_server.frontend.http.scalars import Scalar, ValueReader
+from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, no_text, part, shown_text
 from tlt_server.packed import PackedIds
 from tlt_server.wording import nearest
 
+ANY = JsonReader(Any)
 MAX_OFF_BYTES = 256  # no value that asks for nothing is as long
 
 
@@ -41,7 +41,7 @@ class Field(NamedTuple):
     required: bool
 
 
-class ObjectReader:
+class ObjectReader(ValueReader):
     begins, requirement = b"{", "be an object"
 
     def __init__(self, type: type[Struct], bounds: Bounds, ignored: Iterable[str] = ()) -> None:
@@ -72,16 +72,14 @@ class ObjectReader:
             msgspec.defstruct("Known", [], bases=(outline,), forbid_unknown_fields=False)
         )
         self._outlines: Decoder[list[Any]] = Decoder(list[Raw if self._open else outline])  # type: ignore[misc]
-        self._any = JsonReader(Any)
 
     def read_list(self, text: memoryview) -> list[Any]:
         if self._open:
             check_members(text)
-        return indexed(self._outlines.decode(text), self._made)
+        found = enumerate(self._outlines.decode(text))
+        return [part(f"[{at}]", self._made, outline) for at, outline in found]
 
-    def read(self, text: memoryview) -> Any:
-        if text[0] not in self.begins:
-            raise must(text, self.requirement)
+    def _value(self, text: memoryview) -> Any:
         if self._open:
             return self._make_open(texts_of(text))
         try:
@@ -100,14 +98,11 @@ class ObjectReader:
 
     def _make_open(self, texts: dict[str, Raw]) -> Any:
         known = {field.attribute: texts.pop(field.name, UNSET) for field in self._fields}
-        more, name = {}, ""
-        try:
-            for name, text in texts.items():
-                if memoryview(text) != NULL:
-                    more[name] = self._any.read(memoryview(text))
-        except Wrong as wrong:
-            wrong.path.append(f".{name[:MAX_PATH]}")
-            raise
+        more = {
+            name: part(f".{name[:MAX_PATH]}", ANY.read, memoryview(text))
+            for name, text in texts.items()
+            if memoryview(text) != NULL
+        }
         return self._make(known.__getitem__, more=more)
 
     def _make(self, raw_of: Callable[[str], Any], **values: Any) -> Any:
@@ -116,13 +111,9 @@ class ObjectReader:
             raw = raw_of(attribute)
             if raw is UNSET or (self._tolerant and memoryview(raw) == NULL):
                 if required:
-                    raise _missing(name)
+                    raise Wrong(_missing, f".{name}")
                 continue
-            try:
-                values[attribute] = reader.read(memoryview(raw))
-            except Wrong as wrong:
-                wrong.path.append(f".{name}")
-                raise
+            values[attribute] = part(f".{name}", reader.read, memoryview(raw))
         for name, refused in self._refused.items():
             raw = raw_of(name)
             if raw is not UNSET and not _is_off(memoryview(raw), refused):
@@ -133,13 +124,12 @@ class ObjectReader:
         """Return the error about an unknown field that msgspec names in its message."""
         name = message[: 2 * MAX_PATH].partition("`")[2].removesuffix("`")[:MAX_PATH]
         known = [field.name for field in self._fields]
-        wrong = Wrong(
+        return Wrong(
             lambda where: InvalidRequest(
                 f"unknown field {where}{nearest(name, known)} (known: {', '.join(known)})"
-            )
+            ),
+            f".{name}",
         )
-        wrong.path.append(f".{name}")
-        return wrong
 
 
 def _is_off(text: memoryview, refused: RefusedField) -> bool:
@@ -157,15 +147,11 @@ def _is_off(text: memoryview, refused: RefusedField) -> bool:
 
 def _refusal(name: str, text: memoryview, refused: RefusedField) -> Wrong:
     value = shown_text(text)
-    wrong = Wrong(lambda where: InvalidRequest(f"{where} is {value}; {refused.why}"))
-    wrong.path.append(f".{name}")
-    return wrong
+    return Wrong(lambda where: InvalidRequest(f"{where} is {value}; {refused.why}"), f".{name}")
 
 
-def _missing(name: str) -> Wrong:
-    wrong = Wrong(lambda where: InvalidRequest(f"{where} is missing; it is required"))
-    wrong.path.append(f".{name}")
-    return wrong
+def _missing(where: str) -> InvalidRequest:
+    return InvalidRequest(f"{where} is missing; it is required")
 
 
 def reader_of(hint: Any, bounds: Bounds, metas: tuple[Meta, ...] = ()) -> ValueReader:

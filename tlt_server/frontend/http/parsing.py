@@ -18,11 +18,10 @@ from msgspec.json import Decoder
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.http.bounds import Bounds
-from tlt_server.frontend.http.objects import ObjectReader
-from tlt_server.frontend.http.readers import NULL, JsonReader
+from tlt_server.frontend.http.objects import ANY, ObjectReader
+from tlt_server.frontend.http.readers import NULL
 from tlt_server.frontend.http.wrong import Wrong, shown_text
 
-_ANY = JsonReader(Any)
 _SPACE = re.compile(rb"[ \t\r\n]*")
 Body = TypeVar("Body", covariant=True)
 
@@ -59,7 +58,7 @@ def any_json(text: str) -> Any:
     too large.
     """
     try:
-        return _ANY.read(memoryview(text.strip().encode("utf-8", "replace")))
+        return ANY.read(memoryview(text.strip().encode("utf-8", "replace")))
     except (Wrong, IndexError, RecursionError):
         raise _no_json("a text in it is none") from None
 

@@ -1,4 +1,4 @@
-"""One reader per type of a value: it turns the JSON text into the value, or says what is wrong.
+"""The readers of lists, of values that may be null, and of those of several types.
 
 An object is first decoded to the texts of its fields, which makes nothing of what is in them. A
 list is counted in its text, and refused if it is too long, before its members are decoded. Then
@@ -9,9 +9,8 @@ member, which finds the one that is wrong.
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol, get_origin
+from typing import Any, get_origin
 
 import msgspec
 import numpy as np
@@ -19,9 +18,9 @@ from msgspec import DecodeError, Meta, MsgspecError, Raw, ValidationError
 from msgspec.json import Decoder, decode
 
 from tlt_client.fields import MAX_INT32
-from tlt_server.frontend.http.lengths import Length, check_members
-from tlt_server.frontend.http.scalars import DIGITS, Scalar
-from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, indexed, must, no_text
+from tlt_server.frontend.http.counting import Length, check_members
+from tlt_server.frontend.http.scalars import DIGITS, Scalar, ValueReader
+from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, must, no_text, part
 from tlt_server.packed import PackedIds
 
 NULL = b"null"
@@ -29,67 +28,24 @@ _FRACTION = re.compile(rb"[.eE]")
 _FIRST = re.compile(rb"\[[ \t\r\n]*([^ \t\r\n\]])")
 
 
-class ValueReader(Protocol):
-    """Reads values of one type."""
-
-    begins: bytes  # first characters of such a value
-    requirement: str  # what another value must be
-
-    def read(self, text: memoryview) -> Any:
-        """Return the value, or raise `Wrong`."""
-
-    def read_list(self, text: memoryview) -> list[Any]:
-        """Read a list of such values in fewer calls, if that is possible; else or if one is
-        refused, raise an error of msgspec, or `Wrong`.
-        """
-
-
-class OneByOne:
-    """A reader whose values are never read many at once."""
-
-    def read_list(self, text: memoryview) -> list[Any]:
-        raise MsgspecError
-
-
-class ManyReader(OneByOne, ABC):
-    """Reads a list or an object of members of one type."""
-
-    begins: bytes
-    requirement: str
+class ListReader(ValueReader):
+    begins, requirement = b"[", "be a list"
 
     def __init__(self, element: ValueReader, length: Length) -> None:
         self.element, self._length = element, length
 
-    def read(self, text: memoryview) -> Any:
-        if text[0] not in self.begins:
-            raise must(text, self.requirement)
-        begins = self.element.begins
+    def _value(self, text: memoryview) -> list[Any]:
+        begins, read = self.element.begins, self.element.read
         self._length.check(text, begins if len(begins) == 1 else b",")
         try:
-            return self._at_once(text)
+            return self.element.read_list(text)
         except (MsgspecError, UnicodeDecodeError):
             self._length.check(text)
-            return self._one_by_one(text)
-
-    @abstractmethod
-    def _at_once(self, text: memoryview) -> Any: ...
-
-    @abstractmethod
-    def _one_by_one(self, text: memoryview) -> Any: ...
+            found = enumerate(decode(text, type=list[Raw]))
+            return [part(f"[{at}]", read, memoryview(member)) for at, member in found]
 
 
-class ListReader(ManyReader):
-    begins, requirement = b"[", "be a list"
-
-    def _at_once(self, text: memoryview) -> list[Any]:
-        return self.element.read_list(text)
-
-    def _one_by_one(self, text: memoryview) -> list[Any]:
-        read = self.element.read
-        return indexed(decode(text, type=list[Raw]), lambda member: read(memoryview(member)))
-
-
-class AlikeReader(OneByOne):
+class AlikeReader(ValueReader):
     """Reads a list whose members are all of the type of the first one."""
 
     begins, requirement = b"[", "be a list"
@@ -97,39 +53,34 @@ class AlikeReader(OneByOne):
     def __init__(self, lists: list[ListReader]) -> None:
         self._lists = lists
 
-    def read(self, text: memoryview) -> list[Any]:
+    def _value(self, text: memoryview) -> list[Any]:
         first = first_of(text)
         fitting = (reader for reader in self._lists if first and first in reader.element.begins)
         return next(fitting, self._lists[0]).read(text)
 
 
-class DictReader(ManyReader):
+class DictReader(ValueReader):
     begins, requirement = b"{", "be an object"
 
-    def _at_once(self, text: memoryview) -> dict[str, Any]:
-        raise MsgspecError
+    def __init__(self, element: ValueReader, length: Length) -> None:
+        self._element, self._length = element, length
 
-    def _one_by_one(self, text: memoryview) -> dict[str, Any]:
-        name, values = "", {}
-        try:
-            for name, member in texts_of(text).items():
-                values[name] = self.element.read(memoryview(member))
-        except Wrong as wrong:
-            wrong.path.append(f".{name[:MAX_PATH]}")
-            raise
-        return values
+    def _value(self, text: memoryview) -> dict[str, Any]:
+        self._length.check(text)
+        return {
+            name: part(f".{name[:MAX_PATH]}", self._element.read, memoryview(member))
+            for name, member in texts_of(text).items()
+        }
 
 
-class IdsReader(OneByOne):
+class IdsReader(ValueReader):
     begins, requirement = b"[", "be a list"
 
     def __init__(self, length: Length) -> None:
         self._length = length
         self._each = ListReader(Scalar(int, (Meta(ge=0, le=MAX_INT32),)), length)
 
-    def read(self, text: memoryview) -> PackedIds:
-        if text[0] not in self.begins:
-            raise must(text, self.requirement)
+    def _value(self, text: memoryview) -> PackedIds:
         self._length.check(text)
         ids = _packed(text)
         return PackedIds.of(self._each.read(text)) if ids is None else ids
@@ -146,7 +97,7 @@ def _packed(text: memoryview) -> PackedIds | None:
     return PackedIds(ids.astype(np.int32).tobytes())
 
 
-class JsonReader(OneByOne):
+class JsonReader(ValueReader):
     """Reads any JSON of a type that may hold any, which is bounded at all its levels."""
 
     def __init__(self, type: Any) -> None:
@@ -156,9 +107,7 @@ class JsonReader(OneByOne):
             dict: (b"{", "be an object"),
         }.get(get_origin(type) or type, (b'"[{tfn' + DIGITS, "be valid"))
 
-    def read(self, text: memoryview) -> Any:
-        if text[0] not in self.begins:
-            raise must(text, self.requirement)
+    def _value(self, text: memoryview) -> Any:
         check_members(text)
         try:
             value = self._decoder.decode(text)
@@ -178,37 +127,32 @@ class JsonReader(OneByOne):
         """Return the error about a list with a member that is no object."""
         for at, member in enumerate(decode(text, type=list[Raw])):
             if memoryview(member)[0] != ord("{"):
-                wrong = must(memoryview(member), "be an object")
-                wrong.path.append(f"[{at}]")
-                return wrong
+                return must(memoryview(member), "be an object", f"[{at}]")
         return must(text, "be a list of objects")
 
 
-class NullReader(OneByOne):
+class NullReader(ValueReader):
     """Reads a value that may be null."""
 
     def __init__(self, reader: ValueReader) -> None:
         self._reader = reader
-        self.begins: bytes = reader.begins + b"n"
-        self.requirement: str = reader.requirement
+        self.begins, self.requirement = reader.begins + b"n", reader.requirement
 
-    def read(self, text: memoryview) -> Any:
+    def _value(self, text: memoryview) -> Any:
         return None if text == NULL else self._reader.read(text)
 
 
-class UnionReader(OneByOne):
+class UnionReader(ValueReader):
     """Reads a value of one of several types, told apart by its first character."""
 
     def __init__(self, readers: Iterable[ValueReader]) -> None:
         self._readers = [*readers]
-        self.begins: bytes = b"".join(reader.begins for reader in self._readers)
+        self.begins = b"".join(reader.begins for reader in self._readers)
         requirements = " or ".join(reader.requirement for reader in self._readers)
-        self.requirement: str = requirements.replace(" or be ", " or ")
+        self.requirement = requirements.replace(" or be ", " or ")
 
-    def read(self, text: memoryview) -> Any:
+    def _value(self, text: memoryview) -> Any:
         fitting = [reader for reader in self._readers if text[0] in reader.begins]
-        if not fitting:
-            raise must(text, self.requirement)
         return (fitting[0] if len(fitting) == 1 else self._likelier(fitting, text)).read(text)
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.json import decode
@@ -16,18 +16,17 @@ MAX_PATH = 200  # characters of a path that an error shows
 class Wrong(Exception):
     """`say` makes the error from the path of the value; `path` has its steps, innermost first."""
 
-    def __init__(self, say: Callable[[str], TltError]) -> None:
+    def __init__(self, say: Callable[[str], TltError], *path: str) -> None:
         super().__init__()
-        self._say = say
-        self.path: list[str] = []
+        self._say, self.path = say, [*path]
 
     def error(self) -> TltError:
         return self._say("".join(reversed(self.path)).removeprefix(".")[:MAX_PATH])
 
 
-def must(text: memoryview, requirement: str) -> Wrong:
+def must(text: memoryview, requirement: str, *path: str) -> Wrong:
     value = shown_text(text)
-    return Wrong(lambda where: InvalidRequest(f"{where} is {value}; it must {requirement}"))
+    return Wrong(lambda where: InvalidRequest(f"{where} is {value}; it must {requirement}"), *path)
 
 
 def no_text() -> Wrong:
@@ -39,16 +38,13 @@ def no_text() -> Wrong:
     )
 
 
-def indexed(members: Iterable[Any], make: Callable[[Any], Any]) -> list[Any]:
-    """Return what `make` makes of each member of a list; its index goes into an error's path."""
-    values: list[Any] = []
+def part(step: str, make: Callable[[Any], Any], found: Any) -> Any:
+    """Return what `make` makes of a part of a value; an error's path gets the step to the part."""
     try:
-        for member in members:
-            values.append(make(member))  # noqa: PERF401  # the handler needs the index
+        return make(found)
     except Wrong as wrong:
-        wrong.path.append(f"[{len(values)}]")
+        wrong.path.append(step[:MAX_PATH])
         raise
-    return values
 
 
 def shown_text(text: memoryview) -> str:
