@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tlt_server.bench import exchange
 from tlt_server.bench.exchange import measured
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.models.environment import NO_MULTICAST
@@ -25,21 +29,46 @@ def test_rows_of_all_sections_and_an_environment_without_multicast() -> None:
     assert measured(command(checks + REPORT + REPORT)) == ([ROW, ROW], "")
 
 
+class OncePatient(queue.Queue[Any]):
+    """Waits for the first message however long the ranks take to start."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        first, self.patient = getattr(self, "patient", True), False
+        return super().get(timeout=None if first else timeout)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "reason"),
+    ("script", "silent_s", "reason"),
     [
-        ("time.sleep(60 if rank == 0 else 0.5); sys.exit(3)", "rank 1 ended with status 3"),
-        ("time.sleep(60)", "no rank has said anything for 2 s"),
+        (
+            "import pathlib; shown = pathlib.Path('SHOWN')\n"
+            "while rank == 0 or not shown.exists(): time.sleep(0.01)\n"
+            "sys.exit(3)",
+            600.0,
+            "rank 1 ended with status 3",
+        ),
+        ("time.sleep(600)", 0.3, "no rank has said anything for 0.3 s"),
     ],
 )
-def test_what_is_there_is_kept(script: str, reason: str) -> None:
-    rows, missing = measured(command(REPORT + script), silent_s=2.0)
+def test_what_is_there_is_kept(
+    script: str, silent_s: float, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    show = exchange._shown
+
+    def shown(line: str) -> Any:
+        (tmp_path / "shown").touch()
+        return show(line)
+
+    monkeypatch.setattr(exchange, "_shown", shown)
+    monkeypatch.setattr(exchange, "queue", SimpleNamespace(Queue=OncePatient, Empty=queue.Empty))
+    script = script.replace("SHOWN", str(tmp_path / "shown"))
+    rows, missing = measured(command(REPORT + script), silent_s=silent_s)
     assert rows == [ROW] and missing.startswith(reason)
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     (tmp_path / "grants.1").write_bytes(b"one")
-    assert Meeting(tmp_path, 0, 2, 0.1).told("grants", b"zero") == [b"zero", b"one"]
+    assert Meeting(tmp_path, 0, 2, 60).told("grants", b"zero") == [b"zero", b"one"]
     with pytest.raises(TimeoutError, match="rank 1 did not come to 'windows' in 0.1 s"):
         Meeting(tmp_path, 0, 2, 0.1).told("windows")
