@@ -28,10 +28,10 @@ from tlt_server.samples.identity import identity_of
 from tlt_server.samples.sample import sample_set
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
-from tlt_server.trainer.features import RecomputedFeatures
 from tlt_server.trainer.figures import ByResponse, by_response, gap_recovered
 from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.prefill import load_prefill
+from tlt_server.trainer.recompute import RecomputedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter
 
 PAGE_SIZE = 16

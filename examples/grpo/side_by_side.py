@@ -30,13 +30,12 @@ from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.records import Strategy, parse_strategy
 from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
-from tlt_server.trainer.features import RecomputedFeatures
 from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import OBJECTIVES, Objective, make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.prefill import Prefill, load_prefill
-from tlt_server.trainer.recompute import Document, Recomputed
+from tlt_server.trainer.recompute import Document, Recomputed, RecomputedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
 

@@ -39,10 +39,10 @@ from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.speculation.survival import Calibration, OnlineTable
-from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
-from tlt_server.trainer.features import FeatureSource, RecomputedFeatures
+from tlt_server.trainer.evaluate import FeatureSource, ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan
 from tlt_server.trainer.prefill import CpuPrefill
+from tlt_server.trainer.recompute import RecomputedFeatures
 from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter, Roots
 from tlt_server.trainer.self_check import DraftsDiffer, SelfCheck, self_check
 

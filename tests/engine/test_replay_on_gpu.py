@@ -29,14 +29,13 @@ from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import replay
 from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
-from tlt_server.trainer.features import CapturedFeatures
 from tlt_server.trainer.handed import gpu_frame
 from tlt_server.trainer.plans import PinnedPlan
+from tlt_server.trainer.recorded import CapturedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter, ReplayedTrees
 from tlt_server.trainer.self_check import SelfCheck, self_check
 from tlt_server.trainer.staged import Roots, StagedResponses
 from tlt_server.trainer.state_store import StateStore
-from tlt_server.trainer.trial import NoFeatures
 
 PAGE_SIZE = 16
 gpu = [
@@ -80,7 +79,7 @@ class Recorded:
             store.add(captured)
         config = ModelConfig.read(self.target)
         layers = find_loader(self.drafter, "cpu").feature_layers(self.drafter, config)
-        return CapturedFeatures(store, "initial", NoFeatures(len(layers) * config.hidden_size))
+        return CapturedFeatures(store, "initial", len(layers) * config.hidden_size)
 
     def stage(self) -> ReplayStage:
         return ReplayStage(self.source(), PAGE_SIZE)

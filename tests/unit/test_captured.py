@@ -1,10 +1,6 @@
-"""The cache of captured features: its bound, its versions, what fills its holes, and what is
-trained on it.
-"""
+"""The cache of captured features: its bound, its versions, and what is trained on it."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,11 +13,9 @@ from tlt_server.records import encode
 from tlt_server.samples.captured import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, sample_set
-from tlt_server.samples.samples import Responses
 from tlt_server.samples.segments import recorded
-from tlt_server.trainer.features import CapturedFeatures
 from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.recorded import RecordedDocuments
+from tlt_server.trainer.recorded import CapturedFeatures, RecordedDocuments
 from tlt_server.trainer.state_store import StateStore, recompute_of
 
 WIDTH, HIDDEN = 3, 2
@@ -40,19 +34,6 @@ def states(of: Sample, version: str = "v0") -> Captured:
         features=features_TF.tobytes(),
         hidden=bytes(4 * HIDDEN * length),
     )
-
-
-class Ones:
-    """A source whose features are ones; it remembers for which responses it was asked."""
-
-    width = WIDTH
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    def features(self, responses: Responses, chosen: Sequence[int]) -> torch.Tensor:
-        self.asked += chosen
-        return torch.ones(sum(len(responses.tokens(n)) for n in chosen), WIDTH)
 
 
 def test_versions_that_are_too_old_are_dropped() -> None:
@@ -79,21 +60,18 @@ def test_the_oldest_go_above_the_bound() -> None:
     assert (len(store), store.tokens, store.size) == (2, 22, 2 * each)
 
 
-def test_features_come_from_the_cache_and_holes_from_the_other_source() -> None:
+def test_captured_features_are_in_the_order_asked_for() -> None:
     samples = [sample(i, seed=i) for i in range(4)]
     responses = sample_set(samples, Identity("", ""), VOCAB).responses
-    store, rest = StateStore(10**6), Ones()
-    for n in (1, 3):
+    store = StateStore(10**6)
+    for n in (1, 2, 3):
         store.add(states(samples[n]))
-    found = CapturedFeatures(store, "v0", rest).features(responses, [3, 0, 1, 2])
-    assert rest.asked == [0, 2]
-    parts = found.split(12)
-    for part, n in ((parts[0], 3), (parts[2], 1)):
+    source = CapturedFeatures(store, "v0", WIDTH)
+    for part, n in zip(source.features(responses, [3, 1, 2]).split(12), (3, 1, 2), strict=True):
         assert part[:-1].numpy().tobytes() == states(samples[n]).features
         assert not part[-1].any()
-    assert bool((parts[1] == 1).all()) and bool((parts[3] == 1).all())
-    assert CapturedFeatures(store, "v1", rest).features(responses, [1]).shape == (12, WIDTH)
-    assert rest.asked == [0, 2, 1]
+    with pytest.raises(AssertionError, match="no states"):
+        source.features(responses, [1, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,10 +95,6 @@ def test_recorded_sequences_are_documents_while_their_states_are_kept(dtype: tor
                 hidden=hidden_TH.view(torch.uint8).numpy().tobytes(),
             )
         )
-        captured = store.find("v0", entry.sample.tokens)
-        assert captured is not None
-        assert np.array_equal(captured.features_TF, features_TF.float().numpy())
-        assert np.array_equal(captured.hidden_TH, hidden_TH.float().numpy())
     assert store.missing("v0", entries) == entries[::2]
     assert store.missing("v1", entries) == entries
     documents = RecordedDocuments.of(entries, store, "v0")

@@ -26,9 +26,9 @@ from tlt_server.shared_settings import available_processors
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
-from tlt_server.trainer.features import RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan, RootPlan, own_rows
 from tlt_server.trainer.prefill import PREFILLS, load_prefill
+from tlt_server.trainer.recompute import RecomputedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import SelfCheck, of_version, self_check
 

@@ -14,10 +14,8 @@ import struct
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 import xxhash
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from tlt_server.samples.ring import Buffer
 from tlt_server.samples.sample import Count, Name
@@ -39,21 +37,6 @@ class Captured(Struct, frozen=True, array_like=True, kw_only=True):
     hidden_width: Annotated[int, Meta(ge=1, le=2**24)]
     features: bytes  # [T, F]
     hidden: bytes  # [T, H], after the final norm
-
-    @property
-    def features_TF(self) -> NDArray[np.float32]:
-        return _floats(self.features, self.item).reshape(self.length, -1)
-
-    @property
-    def hidden_TH(self) -> NDArray[np.float32]:
-        return _floats(self.hidden, self.item).reshape(self.length, -1)
-
-
-def _floats(data: bytes, item: int) -> NDArray[np.float32]:
-    if item == FLOAT32:
-        return np.frombuffer(data, np.dtype("<f4"))
-    # A bfloat16 is the upper half of a float32.
-    return (np.frombuffer(data, np.dtype("<u2")).astype(np.uint32) << 16).view(np.float32)
 
 
 def key_of(tokens: bytes) -> bytes:

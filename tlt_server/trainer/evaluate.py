@@ -6,20 +6,21 @@ accept length of 7 makes a seventh of all positions roots. On a GPU a small batc
 large one, and the longest response would set the time: there all positions are drafted from first.
 Memory is bounded by staging some responses at a time. No target pass is needed but for features.
 
-Legend: N responses, C cycles, B roots.
+Legend: N responses, C cycles, B roots, T tokens of several responses, one after another, F
+features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tlt_server.samples.samples import Responses
-from tlt_server.trainer.features import FeatureSource
 from tlt_server.trainer.plans import PlannedRoots, RootPlan
 from tlt_server.trainer.replay import MAX_ROOTS, DraftReplay, ReplayedDrafter
 from tlt_server.trainer.staged import Roots, StagedResponses
@@ -53,6 +54,17 @@ class Walked:
         }
         order = np.lexsort((arrays["root_C"], arrays["response_C"]))
         return cls(**{name: array[order] for name, array in arrays.items()})
+
+
+class FeatureSource(Protocol):
+    """The target's features over recorded responses: captured by the engine, or recomputed."""
+
+    @property
+    def width(self) -> int:
+        """Return F."""
+
+    def features(self, responses: Responses, chosen: Sequence[int]) -> Tensor:
+        """Return the features of all tokens of these responses, float32 [T, F] on the CPU."""
 
 
 class Task(NamedTuple):

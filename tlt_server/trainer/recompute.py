@@ -1,10 +1,11 @@
-"""Features that the target computes again: a `DocumentSource` over recorded token ids.
+"""Features that the target computes again: a `DocumentSource` over recorded token ids, and a
+`FeatureSource` over recorded responses.
 
 The project's own model reads each document once, some at a time. A row's bits do not depend on what
 is batched with it, so these are the bits that a server captured while it generated. Documents stay
 in memory up to a bound; the others are computed each time they are read.
 
-Legend: T tokens, F feature width, H hidden.
+Legend: T tokens, of one document or of several responses, F feature width, H hidden.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.samples.samples import Responses
 from tlt_server.trainer.pack import DocumentPart
 from tlt_server.trainer.prefill import Prefill
 
@@ -95,3 +97,19 @@ class Recomputed:
             each: (features_TF.clone(), hidden_TH.clone())
             for each, (features_TF, hidden_TH) in zip(documents, parts, strict=True)
         }
+
+
+class RecomputedFeatures:
+    """Features by a prefill of the recorded tokens, each time they are asked for. The target is
+    loaded with the layers that the drafter reads.
+    """
+
+    def __init__(self, target: Prefill) -> None:
+        self._target = target
+
+    @property
+    def width(self) -> int:
+        return self._target.feature_width
+
+    def features(self, responses: Responses, chosen: Sequence[int]) -> Tensor:
+        return self._target.states([responses.tokens(n) for n in chosen]).features_RF.cpu().float()

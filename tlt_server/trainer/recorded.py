@@ -1,7 +1,8 @@
-"""Recorded sequences with the states that the engine computed over them: a `DocumentSource`.
+"""Recorded sequences with the states that the engine computed over them: a `DocumentSource` to
+train on, and a `FeatureSource` to replay drafters on.
 
-A source is a fixed choice of sequences under one target version. It keeps their states, so what the
-store drops meanwhile stays readable until the source is let go.
+Documents are a fixed choice of sequences under one target version. They keep their states, so what
+the store drops meanwhile stays readable until they are let go.
 
 Legend: T tokens, F feature width, H hidden.
 """
@@ -12,10 +13,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_server.samples.captured import FLOAT32, Captured
 from tlt_server.samples.sample import Sample
+from tlt_server.samples.samples import Responses
 from tlt_server.samples.segments import Recorded
 from tlt_server.trainer.pack import DocumentPart
 from tlt_server.trainer.state_store import StateStore
@@ -54,6 +57,24 @@ class RecordedDocuments:
             _rows(captured, captured.hidden, captured.hidden_width, start, stop),
             torch.arange(start, stop) >= sample.prompt_len,
         )
+
+
+class CapturedFeatures:
+    """Features of responses that all have states of one version. The last token of each has zeros:
+    nothing is drafted after it.
+    """
+
+    def __init__(self, states: StateStore, version: str, width: int) -> None:
+        """`width`: F."""
+        self._states, self._version, self.width = states, version, width
+
+    def features(self, responses: Responses, chosen: Sequence[int]) -> Tensor:
+        return torch.cat([self._of(responses.tokens(n)) for n in chosen])
+
+    def _of(self, token_T: NDArray[np.int32]) -> Tensor:
+        captured = self._states.find(self._version, token_T.astype("<i4").tobytes())
+        assert captured is not None, "a response has no states"
+        return _rows(captured, captured.features, self.width, 0, len(token_T)).float()
 
 
 def _rows(captured: Captured, data: bytes, width: int, start: int, stop: int) -> Tensor:

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
 from tlt_server.models.draft_layouts import write_flat
@@ -24,15 +23,15 @@ from tlt_server.private import private_directory
 from tlt_server.records import Strategy
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import sample_set
-from tlt_server.samples.samples import Responses, SampleSet
+from tlt_server.samples.samples import SampleSet
 from tlt_server.samples.segments import Recorded
 from tlt_server.trainer import figures
 from tlt_server.trainer.adoption_test import AdoptionTest
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
-from tlt_server.trainer.features import CapturedFeatures
 from tlt_server.trainer.handed import PAGE_SIZE, Handed, digest_of
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.plans import PinnedPlan
+from tlt_server.trainer.recorded import CapturedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import self_check
 from tlt_server.trainer.spot import Facts, Round, RoundEnd
@@ -44,16 +43,6 @@ FITTED = 48  # sequences that a calibration is fitted to
 STRIDE = 5  # positions between the roots of that
 PART = 8  # prompts between two looks at the engine
 DEPTH, WIDTH, ROWS = 7, 4, 16  # the replay's tree
-
-
-class NoFeatures:
-    """A source for sequences that all have states."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-
-    def features(self, responses: Responses, chosen: Sequence[int]) -> Tensor:
-        raise AssertionError(f"{len(chosen)} sequences have no states")
 
 
 class Trial:
@@ -77,8 +66,7 @@ class Trial:
         self.digest = ""  # the candidate's; empty before it was read
         self._vocab_size, self._checked, self._tables = vocab_size, checked, tables
         self._strategy = Strategy(handed.in_force.kind, DEPTH, WIDTH, ROWS)
-        rest = NoFeatures(handed.frame.feature_width)
-        source = CapturedFeatures(states, handed.target_version, rest)
+        source = CapturedFeatures(states, handed.target_version, handed.frame.feature_width)
         self._stage = ReplayStage(source, PAGE_SIZE)
         self._test = AdoptionTest(before)
         self._walked: list[list[Walked]] = []  # both drafters, by part
