@@ -26,13 +26,14 @@ from tlt_server.samples.identity import Identity
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import Sample, decode_sample, sample_set
 from tlt_server.samples.tables import read_tables, table_file
+from tlt_server.speculation.branches import Proposing
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import replay
 from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
 from tlt_server.trainer.handed import gpu_frame
 from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.recorded import CapturedFeatures
-from tlt_server.trainer.replay import ReplayedDrafter, ReplayedTrees
+from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import SelfCheck, self_check
 from tlt_server.trainer.staged import Roots, StagedResponses
 from tlt_server.trainer.state_store import StateStore
@@ -156,7 +157,7 @@ def test_kept_buffers_give_the_counts_of_new_ones(
     """Long responses come before short ones, so that what is left of them would be seen."""
     made: list[int] = []
 
-    def counting(drafter: ReplayedDrafter, staged: StagedResponses) -> ReplayedTrees:
+    def counting(drafter: ReplayedDrafter, staged: StagedResponses) -> Proposing:
         made.append(staged.cache.pages)
         return on_gpu(drafter, staged)
 

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_server.speculation.accept import accept
+from tlt_server.speculation.accept import accept, accepted_drafts, on_path
+from tlt_server.speculation.batch import Candidates
 
 
 def accept_slowly(start, count, parent, token, sampled):
@@ -49,6 +50,46 @@ def test_accept_is_the_recursive_walk(rows, random):
     assert (walk.row_A.tolist(), walk.length_B.tolist(), walk.token_E.tolist()) == accept_slowly(
         start, count, parent, token, sampled
     )
+
+
+@given(verified(vocabulary=9), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_known_responses_accept_what_the_walk_accepts(rows, random):
+    """Nodes are rows without roots; no two siblings have the same token."""
+    start, count, parent, token = rows
+    taken, kept = set(), set(start)
+    for row, (above, own) in enumerate(zip(parent, token, strict=True)):
+        if row not in kept and above in kept and (above, own) not in taken:
+            taken.add((above, own))
+            kept.add(row)
+    drafts = [row for row in sorted(kept) if row not in start]
+    node = {row: n for n, row in enumerate(drafts)}
+    depth = dict.fromkeys(start, 0)
+    for row in drafts:
+        depth[row] = depth[parent[row]] + 1
+    owner = [int(np.searchsorted(start, row, "right")) - 1 for row in drafts]
+    above = [node.get(parent[row], -1) for row in drafts]
+    values = owner, above, [token[row] for row in drafts], [depth[row] for row in drafts]
+    int_N = [np.array(each, np.int32) for each in values]
+    candidates = Candidates(*int_N, int_N[3], np.ones(len(drafts), np.float32))
+    follow = [[random.randrange(9) for _ in range(random.randrange(1, 7))] for _ in start]
+    longest = max(map(len, follow))
+    follow_BD = np.array([[*text, *[-1] * (longest - len(text))] for text in follow], np.int32)
+    chosen, verifies = set(start), []
+    for row in drafts:
+        if parent[row] in chosen and random.random() < 0.8:
+            chosen.add(row)
+            verifies.append(node[row])
+    sampled = [0] * len(token)
+    for row in kept:
+        b = int(np.searchsorted(start, row, "right")) - 1
+        sampled[row] = follow[b][depth[row]] if depth[row] < len(follow[b]) else -1
+    # The others are their own parents, so that no walk gets there.
+    parent = [above if row in chosen else row for row, above in enumerate(parent)]
+    walk = accept(*arrays(start, count, parent, token, sampled))
+    own_N = on_path(candidates, follow_BD)
+    found = accepted_drafts(candidates, np.array(verifies, np.int32), own_N, len(start))
+    assert found.tolist() == walk.length_B.tolist()
 
 
 def arrays(*lists):

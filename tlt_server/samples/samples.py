@@ -5,7 +5,7 @@ A response is fixed by weights, prompt and seed, and does not depend on drafts. 
 response's own path; drafts that were accepted after the response's end do not count. So
 `accepted` is the longest drafted path that the response follows.
 
-Legend: N responses, T tokens, S spans of one weight version, V verifications.
+Legend: N responses, T tokens, S spans of one weight version, V verifications, B roots, D depths.
 """
 
 from __future__ import annotations
@@ -69,6 +69,16 @@ class Responses:
         """Return prompt and output of a request; a view."""
         end = self.start_N[n + 1] if n + 1 < len(self) else len(self.token_T)
         return self.token_T[self.start_N[n] : end]
+
+    def after(
+        self, n_B: NDArray[np.int64], position_B: NDArray[np.int64], count: int
+    ) -> NDArray[np.int32]:
+        """Return the `count` tokens after positions of requests, [B, count], -1 after the last."""
+        place_BD = position_B[:, None] + 1 + np.arange(count)
+        length_B = (self.prompt_len_N + self.output_len_N)[n_B]
+        inside_BD = place_BD < length_B[:, None]
+        at_BD = np.where(inside_BD, self.start_N[n_B][:, None] + place_BD, 0)
+        return np.where(inside_BD, self.token_T[at_BD], np.int32(-1))
 
     def request(self, n: int) -> GenerateRequest:
         """Return the request as it was submitted."""

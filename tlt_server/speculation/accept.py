@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_kernels.cpu import tree as kernels
+from tlt_server.speculation.batch import Candidates
 
 
 class Walk(NamedTuple):
@@ -44,3 +45,26 @@ def accept(
     one is followed.
     """
     return Walk(*kernels.walk(row_start_B, row_count_B, parent_row_R, token_R, sampled_R))
+
+
+def on_path(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return which nodes a known response has, too, [N]. follow_BD: its tokens after each root, -1
+    after the last one; deeper nodes are not on its path.
+    """
+    own_N = np.zeros(len(candidates), np.bool_)
+    for depth in range(1, min(int(candidates.depth_N.max(initial=0)), follow_BD.shape[1]) + 1):
+        at = np.flatnonzero(candidates.depth_N == depth)
+        token, parent = candidates.token_N[at], candidates.parent_N[at]
+        same = (token == follow_BD[candidates.request_N[at], depth - 1]) & (token >= 0)
+        own_N[at] = same & ((parent < 0) | own_N[parent])
+    return own_N
+
+
+def accepted_drafts(
+    candidates: Candidates, node_M: NDArray[np.int32], own_N: NDArray[np.bool_], requests: int
+) -> NDArray[np.int32]:
+    """Return how many drafts of each request are accepted where these nodes are verified: the
+    length of the walk of `accept`, as siblings differ and `own_N` is `on_path`.
+    """
+    owner_M = candidates.request_N[node_M[own_N[node_M]]]
+    return np.bincount(owner_M, minlength=requests).astype(np.int32)

@@ -35,7 +35,7 @@ SHAPES = 32  # kept buffers: nine sizes of some strategies, 2 MB each at most
 
 
 class GpuTrees:
-    """The `replay.ReplayedTrees` of a GPU."""
+    """The `branches.Proposing` of a replay on a GPU."""
 
     def __init__(
         self, staged: StagedResponses, weights: DraftWeights, *, max_requests: int, max_rows: int

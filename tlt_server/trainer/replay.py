@@ -6,7 +6,7 @@ follows. The drafter, its tree builder and the noise are those of the engine on 
 device, and the calibration is frozen. Each root takes its own best nodes, so no count depends on
 what is drafted along with it.
 
-Legend: B roots of a batch, D depths, N nodes, M chosen nodes.
+Legend: B roots of a batch, D depths, N nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,12 @@ from numpy.typing import NDArray
 from tlt_server.models.draft_checkpoint import Served
 from tlt_server.records import Strategy
 from tlt_server.registry import load_object
-from tlt_server.speculation.accept import accept
-from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.accept import accepted_drafts, on_path
+from tlt_server.speculation.branches import Proposing
 from tlt_server.speculation.drafters import DRAFTERS, drafter_in
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.speculation.tree import Selection, select
+from tlt_server.speculation.tree import select
 from tlt_server.trainer.staged import Roots, StagedResponses
 
 MAX_ROOTS = 256  # roots drafted from at once, at most
@@ -62,28 +61,20 @@ class ReplayedDrafter:
         return ids
 
 
-class ReplayedTrees(Protocol):
-    """The part of a `drafters.cpu.CpuDrafter` that a replay needs, on any device."""
-
-    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates: ...
-
-    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None: ...
-
-
-def _on_cpu(drafter: ReplayedDrafter, staged: StagedResponses) -> ReplayedTrees:
+def _on_cpu(drafter: ReplayedDrafter, staged: StagedResponses) -> Proposing:
     setup = DraftSetup(staged.cache, drafter.weights, max_requests=MAX_ROOTS, max_rows=DRAFT_ROWS)
-    made: ReplayedTrees = load_object(DRAFTERS[drafter.kind].cpu.implementation).make(setup)
+    made: Proposing = load_object(DRAFTERS[drafter.kind].cpu.implementation).make(setup)
     return made
 
 
-def _on_gpu(drafter: ReplayedDrafter, staged: StagedResponses) -> ReplayedTrees:
-    made: ReplayedTrees = load_object("tlt_server.trainer.gpu_trees:GpuTrees")(
+def _on_gpu(drafter: ReplayedDrafter, staged: StagedResponses) -> Proposing:
+    made: Proposing = load_object("tlt_server.trainer.gpu_trees:GpuTrees")(
         staged, drafter.weights, max_requests=MAX_ROOTS, max_rows=DRAFT_ROWS
     )
     return made
 
 
-TREES: dict[str, Callable[[ReplayedDrafter, StagedResponses], ReplayedTrees]] = {
+TREES: dict[str, Callable[[ReplayedDrafter, StagedResponses], Proposing]] = {
     "cpu": _on_cpu,
     "cuda": _on_gpu,
 }
@@ -119,14 +110,15 @@ class DraftReplay:
             batch = self.staged.batch(part)
             candidates = self._drafts.propose(batch, Strategy(self.drafter.kind, depth, width, 1))
             follow_BD = self.staged.follow(part, depth)
-            self._drafts.observe(batch, candidates, on_path(candidates, follow_BD))
+            self._drafts.observe(batch, candidates, on_path(candidates, follow_BD).astype(np.int8))
 
     def _accepted(self, roots: Roots, depth: int, width: int, floored: bool) -> NDArray[np.int32]:
         batch = self.staged.batch(roots)
         shape = Strategy(self.drafter.kind, depth, width, 1, UNBOUNDED if floored else 0)
         candidates = self._drafts.propose(batch, shape)
         chosen = select(candidates, len(batch), len(candidates), roots.rows_B - 1)
-        return followed(candidates, chosen, self.staged.follow(roots, depth))
+        own_N = on_path(candidates, self.staged.follow(roots, depth))
+        return accepted_drafts(candidates, chosen.node_M, own_N, len(batch))
 
     def _at_once(self, roots: Roots, depth: int, width: int) -> Iterator[Roots]:
         """Cut roots into parts that one proposal of such trees has room for."""
@@ -134,38 +126,3 @@ class DraftReplay:
         most = max(1, min(roots_at_once, DRAFT_ROWS // max(1, width * (depth - 1))))
         for first in range(0, len(roots.position_B), most):
             yield roots.part(slice(first, first + most))
-
-
-def on_path(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.int8]:
-    """Tell of each node whether the response has it, too, [N]. follow_BD: as for `followed`."""
-    request_N, depth_N, parent_N = candidates.request_N, candidates.depth_N, candidates.parent_N
-    right_N = candidates.token_N == follow_BD[request_N, depth_N - 1]
-    for depth in range(2, int(depth_N.max(initial=1)) + 1):
-        at = np.flatnonzero(depth_N == depth)
-        right_N[at] &= right_N[parent_N[at]]
-    return right_N.astype(np.int8)
-
-
-def followed(
-    candidates: Candidates, chosen: Selection, follow_BD: NDArray[np.int32]
-) -> NDArray[np.int32]:
-    """Return the accepted drafts of each request, [B], by the walk of `speculation.accept`.
-    follow_BD: the target's tokens after the roots.
-    """
-    requests = len(follow_BD)
-    node_M, count_B = chosen.node_M, chosen.count_B.astype(np.int64)
-    start_B = np.cumsum(count_B) - count_B + np.arange(requests)
-    request_M = candidates.request_N[node_M].astype(np.int64)
-    row_M = np.arange(len(node_M)) + request_M + 1
-    rows = len(node_M) + requests
-    parent_R, token_R = np.full(rows, -1, np.int32), np.full(rows, -1, np.int64)
-    sampled_R = np.empty(rows, np.int32)
-    token_R[row_M] = candidates.token_N[node_M]
-    parent_M = chosen.parent_M
-    parent_R[row_M] = np.where(parent_M < 0, start_B[request_M], row_M[np.maximum(parent_M, 0)])
-    sampled_R[start_B] = follow_BD[:, 0]
-    sampled_R[row_M] = follow_BD[request_M, candidates.depth_N[node_M]]
-    walk = accept(
-        start_B.astype(np.int32), (count_B + 1).astype(np.int32), parent_R, token_R, sampled_R
-    )
-    return walk.length_B

@@ -50,6 +50,7 @@ class StagedResponses:
     def stage(self, responses: Responses, chosen: Sequence[int], features_TF: Tensor) -> None:
         """Take these responses instead of those before."""
         chosen_N = np.array(chosen, np.int64)
+        self._responses, self._chosen_N = responses, chosen_N
         texts = [responses.tokens(n) for n in chosen]
         self.texts = texts
         self.length_N = np.array([len(text) for text in texts], np.int64)
@@ -85,8 +86,5 @@ class StagedResponses:
         )
 
     def follow(self, roots: Roots, depth: int) -> NDArray[np.int32]:
-        """Return the responses' tokens after the roots, [B, depth + 1], -1 after the last one."""
-        place_BD = roots.position_B[:, None] + 1 + np.arange(depth + 1)
-        inside_BD = place_BD < self.length_N[roots.response_B][:, None]
-        at_BD = np.where(inside_BD, self.start_N[roots.response_B][:, None] + place_BD, 0)
-        return np.where(inside_BD, self.token_T[at_BD], np.int32(-1))
+        """Return the responses' tokens after the roots, [B, depth], -1 after the last one."""
+        return self._responses.after(self._chosen_N[roots.response_B], roots.position_B, depth)

@@ -27,12 +27,8 @@ from tlt_server.speculation.recorded import NONE, RecordedTrees, RecordHeader, R
 from tlt_server.speculation.survival import BUCKETS, RANKS, OnlineTable
 
 
-class Drafts(Protocol):
+class Drafts(Proposing, Protocol):
     """The part of `drafters.cpu.CpuDrafter` that a replay needs."""
-
-    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates: ...
-
-    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None: ...
 
     def finish(
         self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
@@ -171,23 +167,6 @@ def check_strategy(header: RecordHeader, strategy: Strategy) -> None:
             f"a strategy of {drafter} is {strategy.depth} deep; the record has trees of "
             f"{depths[strategy.width]} levels: use a shallower one"
         )
-
-
-def outcomes(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return which candidates the responses follow. follow_BD: the tokens after the roots, -1 after
-    the last one.
-    """
-    own_N = np.zeros(len(candidates), np.bool_)
-    if not len(candidates):
-        return own_N
-    deepest = min(int(candidates.depth_N.max()), follow_BD.shape[1])
-    for depth in range(1, deepest + 1):
-        at = np.flatnonzero(candidates.depth_N == depth)
-        token = candidates.token_N[at]
-        same = (token == follow_BD[candidates.request_N[at], depth - 1]) & (token >= 0)
-        parent = candidates.parent_N[at]
-        own_N[at] = same & ((parent < 0) | own_N[parent])
-    return own_N
 
 
 def _grown(trees: RecordedTrees, width: int) -> _Grown:

@@ -26,9 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.bench.replaying.drafts import outcomes, shapes_of
+from tlt_server.bench.replaying.drafts import shapes_of
 from tlt_server.bench.replaying.limits import Limits
 from tlt_server.records import OFF, StepContext, Strategy
+from tlt_server.speculation.accept import on_path
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.branches import Proposing
 from tlt_server.speculation.cost import CostModel
@@ -82,7 +83,7 @@ class Hindsight:
         rows_R = self._limits.choices(context.decoding, len(step.batch), prompts=step.prompts)
         for strategy, candidates in self._trees(step):
             counts_N = step.counts(candidates)
-            own_N = outcomes(candidates, step.follow_BD) & counts_N
+            own_N = on_path(candidates, step.follow_BD) & counts_N
             expected_N = np.where(counts_N, candidates.survival_N, np.float32(0))
             ranked_N = self._limits.ranked(candidates.survival_N)
             order = np.lexsort((np.arange(len(own_N)), candidates.depth_N, -ranked_N))

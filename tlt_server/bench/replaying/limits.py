@@ -14,9 +14,6 @@ from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.recorded import RecordHeader
 from tlt_server.speculation.sizes import AnySize, Sizes
 
-OCTAVE_1 = 0x37800000  # bits of 2^-16, from which a GPU ranks survivals
-UNRANKED = 12  # low bits of a survival, which a GPU ignores when it ranks
-
 
 class StepRows(NamedTuple):
     strategy: Strategy  # cut to what the device holds
@@ -108,9 +105,12 @@ class GpuLimits:
         return drafts + live - self.sizes.batch(requests, prompts=prompts)
 
     def ranked(self, survival_N: NDArray[np.float32]) -> NDArray[np.float32]:
-        bits_N = survival_N.view(np.int32)
-        key_N = np.clip((bits_N - OCTAVE_1) >> UNRANKED, 0, 32766).astype(np.int32)
-        return ((key_N << UNRANKED) + OCTAVE_1).astype(np.int32).view(np.float32)
+        import torch
+
+        from tlt_kernels.gpu.priority import compared
+
+        found_N: NDArray[np.float32] = compared(torch.from_numpy(survival_N)).numpy()
+        return found_N
 
     def seen(self, strategy: Strategy, live: int) -> int:
         from tlt_kernels.gpu.branches import columns

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.bench.replaying.drafts import Drafts, drafts_of, outcomes
+from tlt_server.bench.replaying.drafts import Drafts, drafts_of
 from tlt_server.bench.replaying.hindsight import Best, Hindsight, OpenStep
 from tlt_server.bench.replaying.limits import Limits, limits_of
 from tlt_server.bench.replaying.reliability import Reliability
@@ -31,6 +32,7 @@ from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import StartupError
 from tlt_server.records import Cycle, Strategy
+from tlt_server.speculation.accept import accepted_drafts, on_path
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.branches import Proposing, with_branches
 from tlt_server.speculation.cost import CostModel, load_of
@@ -111,16 +113,14 @@ class ReplayRunner:
         candidates, chosen_N, own_N = Candidates.empty(), np.zeros(0, np.int32), np.zeros(0, bool)
         if drafter is not None and live:
             candidates = drafter.propose(step.batch, rows.strategy)
-            ranked = self._ranked(candidates)
-            chosen_N, _, _ = select(ranked, live, rows.drafts)
-            own_N = outcomes(candidates, step.follow_BD)
+            ranked_N = self._limits.ranked(candidates.survival_N)
+            chosen_N, _, _ = select(replace(candidates, survival_N=ranked_N), live, rows.drafts)
+            own_N = on_path(candidates, step.follow_BD)
             self.reliability.add(rows.strategy.drafter, candidates, own_N)
             outcome_N = np.full(len(candidates), -1, np.int8)
             outcome_N[chosen_N] = own_N[chosen_N]
             drafter.observe(step.batch, candidates, outcome_N)
-        accepted_B = np.bincount(
-            candidates.request_N[chosen_N[own_N[chosen_N]]], minlength=live
-        ).tolist()
+        accepted_B = accepted_drafts(candidates, chosen_N, own_N, live).tolist()
         verified = [
             (int(name), len(tokens) - 1, accepted)
             for name, tokens, accepted in zip(
@@ -189,23 +189,9 @@ class ReplayRunner:
         )
 
     def _follow(self, decoding: list[Chunk]) -> NDArray[np.int32]:
-        follow_BD = np.full((len(decoding), self._deepest), -1, np.int32)
-        for b, chunk in enumerate(decoding):
-            n = int(chunk.sequence.id)
-            first = chunk.sequence.prompt_len + int(self._known_N[n])
-            text = self._responses.tokens(n)[first : first + self._deepest]
-            follow_BD[b, : len(text)] = text
-        return follow_BD
-
-    def _ranked(self, candidates: Candidates) -> Candidates:
-        return Candidates(
-            candidates.request_N,
-            candidates.parent_N,
-            candidates.token_N,
-            candidates.depth_N,
-            candidates.rank_N,
-            self._limits.ranked(candidates.survival_N),
-        )
+        n_B = np.array([int(chunk.sequence.id) for chunk in decoding], np.int64)
+        root_B = self._responses.prompt_len_N[n_B] + self._known_N[n_B] - 1
+        return self._responses.after(n_B, root_B, self._deepest)
 
     def _emissions(self, batch: Batch, accepted: dict[str, int]) -> list[Emission]:
         """Give each chunk that samples its next tokens, and advance the device's state."""
