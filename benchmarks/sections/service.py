@@ -80,6 +80,13 @@ def soak(figures: Figures) -> Iterator[str]:
             f"{kills} kills of the engine or one of its ranks under load: {total} requests, "
             f"each with one end, {completed} with the tokens of an undisturbed run{errors}."
         )
+    for name in ("counted", "ambiguous"):
+        if attacked := storms.get(f"{name}: attack p99 ms"):
+            yield (
+                f"Attack by {name} structures: another key's p99 is {attacked} ms, "
+                f"{storms[f'{name}: of idle']} times that of an idle engine and "
+                f"{storms[f'{name}: of plain']} times that next to as many plain requests."
+            )
     yield f"Tests that failed: {sum(came.get('failed', 0) for came in figures['files'].values())}."
 
 
