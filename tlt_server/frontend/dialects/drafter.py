@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tlt_server.errors import Conflict, InvalidRequest, ModelError, PushFailed, StorageFailed
@@ -22,9 +21,8 @@ from tlt_server.frontend.dialects.replies.drafter import (
     trainer_status,
 )
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict
-from tlt_server.frontend.http.queries import count
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.service import Service
 from tlt_server.records import Cycle
@@ -34,19 +32,24 @@ from tlt_server.training import MAX_PAUSE_S, TrainerState, trained_for
 MAX_NUMBER = 2**63 - 1
 LIMIT, MAX_LIMIT = 256, 4096  # sequences of a reply
 SLICE_BYTES = 2**18
-AFTER = Parameter(
-    "after",
-    "query",
-    "number of the last sequence of the reply before, from its header X-Samples-After; 0: from the "
-    "oldest one",
-    {"type": "integer", "minimum": 0, "maximum": MAX_NUMBER, "default": 0},
-)
-AT_MOST = Parameter(
-    "limit",
-    "query",
-    "the most sequences of the reply, which ends earlier where they have 8 MiB together",
-    {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": LIMIT},
-)
+After = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=MAX_NUMBER,
+        description="number of the last sequence of the reply before, from its header "
+        "X-Samples-After; 0: from the oldest one",
+    ),
+]
+AtMost = Annotated[
+    int,
+    Meta(
+        ge=1,
+        le=MAX_LIMIT,
+        description="the most sequences of the reply, which ends earlier where they have 8 MiB "
+        "together",
+    ),
+]
 
 
 ROUTES = Routes(engine_fails=False)
@@ -94,23 +97,20 @@ async def look(service: Service) -> DrafterState:
 @ROUTES.get(
     "/drafter/samples",
     needs="operate",
-    parameters=(AFTER, AT_MOST),
     text="application/octet-stream",
     headers={
         "X-Samples-After": "What `after` must be to go on.",
         "X-Samples-Left": "Sequences that come after these now.",
     },
-    raises=(InvalidRequest, Conflict, StorageFailed),
+    raises=(Conflict, StorageFailed),
 )
-async def samples(service: Service, request: Request) -> Response:
+async def samples(service: Service, after: After = 0, limit: AtMost = LIMIT) -> Response:
     """Return recorded sequences, prompts included, as a segment file: oldest first, at most `limit`
     after the number `after`.
 
     Only whole sequences are in it. Sequences that the bounds of the buffer remove meanwhile are
     left out, and so are those that are in memory only.
     """
-    after = count(request, "after", 0, MAX_NUMBER, 0)
-    limit = count(request, "limit", 1, MAX_LIMIT, LIMIT)
     trainer = service.trainer
     if trainer is None:
         raise Conflict(

@@ -9,7 +9,7 @@ import asyncio
 import os
 import stat
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -26,9 +26,8 @@ from tlt_server.errors import (
     Unavailable,
 )
 from tlt_server.frontend.dialects.replies.drafter import CandidateState, candidate_state
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
-from tlt_server.frontend.http.queries import count, word
 from tlt_server.frontend.service import Service
 from tlt_server.kept import CURRENT, WEIGHTS, Current
 from tlt_server.samples.excerpt import SampleFiles
@@ -37,20 +36,20 @@ from tlt_server.speculation.drafters import weights_directory
 
 MAX_NUMBER = 2**63 - 1
 MAX_SLICE = 2**23  # bytes of a reply
-OF = Parameter(
-    "of",
-    "query",
-    "live: the drafter that is served; candidate: the last one that the trainer has judged",
-    {"type": "string", "enum": ["live", "candidate"], "default": "live"},
-)
-VERSION = Parameter("version", "query", "the drafter's version, as GET /drafter/files says it")
-NAME = Parameter("name", "path", "a name in GET /drafter/files")
-START = Parameter(
-    "start",
-    "query",
-    "first byte of the reply, which has at most 8 MiB",
-    {"type": "integer", "minimum": 0, "maximum": MAX_NUMBER, "default": 0},
-)
+Offered = Annotated[
+    Literal["live", "candidate"],
+    Meta(
+        description="live: the drafter that is served; candidate: the last one that the trainer "
+        "has judged"
+    ),
+]
+FileName = Annotated[str, Meta(description="a name in GET /drafter/files")]
+Version = Annotated[
+    str | None, Meta(description="the drafter's version, as GET /drafter/files says it")
+]
+Start = Annotated[
+    int, Meta(ge=0, le=MAX_NUMBER, description="first byte of the reply, which has at most 8 MiB")
+]
 OCTETS = "application/octet-stream"
 
 
@@ -120,15 +119,13 @@ async def add(service: Service, request: Request) -> SamplesTaken:
     return SamplesTaken(sequences=put.sequences, refused=put.refused, refusals=put.refusals)
 
 
-@ROUTES.get(
-    "/drafter/files", needs="operate", parameters=(OF,), raises=(InvalidRequest, NotFound, Conflict)
-)
-async def files(service: Service, request: Request) -> DrafterFiles:
+@ROUTES.get("/drafter/files", needs="operate", raises=(NotFound, Conflict))
+async def files(service: Service, of: Offered = "live") -> DrafterFiles:
     """List the files of the live drafter, so that other servers can be given it, or of the
     trainer's last candidate, so that a client can push it with its next target. A candidate that
     was not adopted is listed, too, with the reason; its files go when the next one is written.
     """
-    drafter = await _asked(service, request)
+    drafter = await _asked(service, of)
     info = service.engine.info
     assert info is not None
     return DrafterFiles(
@@ -139,20 +136,17 @@ async def files(service: Service, request: Request) -> DrafterFiles:
     )
 
 
-@ROUTES.get(
-    "/drafter/files/{name}",
-    needs="operate",
-    parameters=(NAME, OF, VERSION, START),
-    text=OCTETS,
-    raises=(InvalidRequest, NotFound, Conflict),
-)
-async def file(service: Service, request: Request) -> Response:
+@ROUTES.get("/drafter/files/{name}", needs="operate", text=OCTETS, raises=(NotFound, Conflict))
+async def file(
+    service: Service,
+    name: FileName,
+    of: Offered = "live",
+    version: Version = None,
+    start: Start = 0,
+) -> Response:
     """Return 8 MiB of a file of such a drafter, or what is left of it after `start`."""
-    start = count(request, "start", 0, MAX_NUMBER, 0)
-    drafter = await _asked(service, request)
-    name = request.path_params["name"]
-    version = request.query_params.get("version", drafter.version)
-    if version != drafter.version:
+    drafter = await _asked(service, of)
+    if version not in (None, drafter.version):
         which = "live" if drafter.candidate is None else "the last candidate"
         raise Conflict(
             f"version {shown(version)} is not {which} any more; {drafter.version!r} is: begin again"
@@ -170,9 +164,9 @@ def _put(files: SampleFiles, content: bytes) -> Put:
     return files.inbox.put(content, files.header())
 
 
-async def _asked(service: Service, request: Request) -> OfferedFiles:
+async def _asked(service: Service, of: Offered) -> OfferedFiles:
     """Return the drafter that `of` names."""
-    if word(request, "of", ("live", "candidate"), "live") == "live":
+    if of == "live":
         version, directory = await asyncio.to_thread(_live, service)
         return OfferedFiles(version, directory, await asyncio.to_thread(_listed, directory), None)
     service.engine.check_running()

@@ -14,22 +14,22 @@ from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tlt_server.errors import InvalidRequest, Unavailable
-from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.queries import seconds
+from tlt_server.errors import Unavailable
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.link.changes import Changes
 from tlt_server.frontend.service import Service
 
 MAX_WAIT_S = 86400.0
-WAIT_S = Parameter(
-    "wait_s",
-    "query",
-    "the longest time to wait for changes; 0: only the current state",
-    {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S, "default": 0},
-)
+WaitForChanges = Annotated[
+    float,
+    Meta(
+        ge=0,
+        le=MAX_WAIT_S,
+        description="the longest time to wait for changes; 0: only the current state",
+    ),
+]
 
 State = TypeVar("State")
 
@@ -65,20 +65,12 @@ class ServerState(Struct, frozen=True):
 ROUTES = Routes()
 
 
-@ROUTES.get(
-    "/events",
-    needs="any",
-    parameters=(WAIT_S,),
-    text="text/event-stream",
-    streams=(("state", ServerState),),
-    raises=(InvalidRequest,),
-)
-async def events(service: Service, request: Request) -> Response:
+@ROUTES.get("/events", needs="any", text="text/event-stream", streams=(("state", ServerState),))
+async def events(service: Service, wait_s: WaitForChanges = 0) -> Response:
     """Send the server's state as the server-sent event `state`.
 
     With `?wait_s=`, at most a day, it is sent again after each change.
     """
-    wait_s = seconds(request, "wait_s", MAX_WAIT_S)
 
     async def frames() -> AsyncIterator[bytes]:
         async for state in changes(lambda: server_state(service), service.engine.changes, wait_s):

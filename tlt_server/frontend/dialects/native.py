@@ -13,7 +13,7 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Literal
 
-from msgspec import UNSET
+from msgspec import UNSET, Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -50,8 +50,9 @@ from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Token
 from tlt_server.frontend.generation.requests import NativeRequest
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import digest
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.parameters import HEADER
 from tlt_server.frontend.http.parsing import Forms
 from tlt_server.frontend.http.replies import Refusal, json_response, unexpected
 from tlt_server.frontend.link.admission import Demand
@@ -60,12 +61,16 @@ from tlt_server.frontend.service import Service
 
 MAX_KEY = 256
 BORROWED = ("text", "input_ids")  # a body with one of these fields has SGLang's form
-IDEMPOTENCY_KEY = Parameter(
-    "Idempotency-Key",
-    "header",
-    "name of the batch, so that it never runs twice: 1 to 256 printable characters",
-    {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[!-~]+$"},
-)
+IdempotencyKey = Annotated[
+    str | None,
+    HEADER,
+    Meta(
+        min_length=1,
+        max_length=MAX_KEY,
+        pattern="^[!-~]+$",
+        description="name of the batch, so that it never runs twice: 1 to 256 printable characters",
+    ),
+]
 
 
 def _form(present: Mapping[str, bool]) -> type[NativeRequest] | type[GenerateFields]:
@@ -98,7 +103,6 @@ EXAMPLE = {
 @ROUTES.post(
     "/generate",
     needs="data",
-    parameters=(IDEMPOTENCY_KEY,),
     takes=NativeRequest | GenerateFields,
     example=EXAMPLE,
     gives_also_at=tuple({400, *(error.http_status for error in ITEM_ERRORS)}),
@@ -116,7 +120,7 @@ EXAMPLE = {
     raises=(Conflict, QueueFull, Overloaded, *ITEM_ERRORS),
 )
 async def generate(
-    service: Service, request: Request
+    service: Service, request: Request, idempotency_key: IdempotencyKey = None
 ) -> Annotated[Response, Reply, Generated, list[Generated]]:
     """Generate n choices for each prompt of a batch.
 
@@ -131,7 +135,7 @@ async def generate(
     reply: one object, or a list for several prompts or choices. Chunks of a stream hold the whole
     output so far, or with `incremental_streaming_output` what is new, and `[DONE]` is the last.
     """
-    key = _key(request)
+    key = _checked(idempotency_key)
     if not key:
         service.engine.check_available()
     body = await request.body()
@@ -192,9 +196,8 @@ async def _done(service: Service, rollout: KeptRollout) -> Response:
     return ended.whole(service, ended.by_id, turn)
 
 
-def _key(request: Request) -> str:
+def _checked(key: str | None) -> str:
     """Return the Idempotency-Key, or an empty string."""
-    key = request.headers.get("idempotency-key")
     if key is not None and not (re.fullmatch(r"[!-~]+", key) and len(key) <= MAX_KEY):
         raise InvalidRequest(
             f"the header Idempotency-Key is {shown(key)}; it must be 1 to {MAX_KEY} printable "

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from tlt_server.events import Phase
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
 from tlt_server.frontend.dialects.replies.status import Status
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.link.starting import UnderWay
@@ -35,9 +35,6 @@ class Startup(Struct, frozen=True):
 
 
 ROUTES = Routes()
-CONFIG_FORMAT = Parameter(
-    "config_format", "query", "accepted and without effect: the reply is JSON", {"type": "string"}
-)
 
 
 @ROUTES.get("/health", needs="open")
@@ -78,7 +75,13 @@ async def metrics(service: Service, request: Request) -> Response:
     return Response(shown.text, media_type=shown.media_type)
 
 
-@ROUTES.get("/server_info", needs="any", parameters=(CONFIG_FORMAT,))
-async def info(service: Service, caller: Caller) -> ServerInfo:
+@ROUTES.get("/server_info", needs="any")
+async def info(
+    service: Service,
+    caller: Caller,
+    config_format: Annotated[
+        str, Meta(description="accepted and without effect: the reply is JSON")
+    ] = "",
+) -> ServerInfo:
     """Describe this server: model, engine, limits and settings."""
     return server_info(service, caller)

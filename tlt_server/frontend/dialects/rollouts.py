@@ -8,29 +8,29 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_client.wire import Progress, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
-from tlt_server.errors import InvalidRequest, NotFound
+from tlt_server.errors import NotFound
 from tlt_server.frontend.dialects.replies.items import EndedItems
 from tlt_server.frontend.generation.delivery import while_connected
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.keys import Caller
-from tlt_server.frontend.http.queries import seconds
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
 
 MAX_WAIT_S = 60.0
-ID = Parameter("id", "path", "the id in the reply to the request that started the rollout")
-WAIT_S = Parameter(
-    "wait_s",
-    "query",
-    "the longest time to wait for the end of the rollout",
-    {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S},
-)
+RolloutId = Annotated[
+    str, Meta(description="the id in the reply to the request that started the rollout")
+]
+WaitForEnd = Annotated[
+    float,
+    Meta(ge=0, le=MAX_WAIT_S, description="the longest time to wait for the end of the rollout"),
+]
 
 
 ROUTES = Routes()
@@ -60,10 +60,10 @@ async def every(service: Service, caller: Caller) -> RolloutList:
     )
 
 
-@ROUTES.get(
-    "/rollouts/{id}", needs="data", parameters=(ID, WAIT_S), raises=(InvalidRequest, NotFound)
-)
-async def fetch(service: Service, request: Request) -> Annotated[Response, RolloutReply]:
+@ROUTES.get("/rollouts/{id}", needs="data", raises=(NotFound,))
+async def fetch(
+    service: Service, request: Request, id: RolloutId, wait_s: WaitForEnd = 0
+) -> Annotated[Response, RolloutReply]:
     """Fetch the results of a rollout so far, and whether it is done.
 
     With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching
@@ -71,8 +71,7 @@ async def fetch(service: Service, request: Request) -> Annotated[Response, Rollo
     early to make room for new ones.
     """
     caller = caller_of(request)
-    rollout = service.rollouts.find(request.path_params["id"], caller)
-    wait_s = seconds(request, "wait_s", MAX_WAIT_S)
+    rollout = service.rollouts.find(id, caller)
 
     async def when_done() -> Response:
         if wait_s and rollout.done_s is None:
@@ -93,10 +92,10 @@ async def fetch(service: Service, request: Request) -> Annotated[Response, Rollo
     return await while_connected(request, when_done())
 
 
-@ROUTES.delete("/rollouts/{id}", needs="data", parameters=(ID,), changes=True, raises=(NotFound,))
-async def delete(service: Service, request: Request) -> RolloutStatus:
+@ROUTES.delete("/rollouts/{id}", needs="data", changes=True, raises=(NotFound,))
+async def delete(service: Service, id: RolloutId, caller: Caller) -> RolloutStatus:
     """Abort the sequences of a rollout that still run, and forget it."""
-    rollout = service.rollouts.find(request.path_params["id"], caller_of(request))
+    rollout = service.rollouts.find(id, caller)
     service.rollouts.delete(rollout)
     return RolloutStatus(rollout.header.id, "deleted")
 

@@ -1,22 +1,22 @@
 """A route and the facts about it, declared by its handler's annotations and a decorator above it.
 
-A handler gets the service, then by their types what else it names: the body, its caller, or the
-request. Its body is read and its reply encoded by the annotated types, which `openapi.document`
-describes. Sentences are the handlers' docstrings and the descriptions of the fields.
+A handler gets the service, then by their types what else it names: the body, its caller, the
+request, or a parameter (`parameters`). Its body is read and its reply encoded by the annotated
+types, which `openapi.document` describes. Sentences are the handlers' docstrings and the
+descriptions of fields and parameters.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from inspect import isclass
 from types import MappingProxyType
 from typing import (
     Annotated,
     Any,
     Generic,
-    Literal,
-    NamedTuple,
     TypedDict,
     TypeVar,
     Unpack,
@@ -36,6 +36,7 @@ from tlt_server.errors import TltError
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.fields import NoFields
 from tlt_server.frontend.http.keys import Caller, Needs
+from tlt_server.frontend.http.parameters import REQUIRED, Parameter
 from tlt_server.frontend.http.replies import error_reply, json_response
 
 Handler = Callable[..., Awaitable[Any]]  # the first argument is the service
@@ -44,15 +45,6 @@ Body = TypeVar("Body")
 Read = Callable[[Any, Any, Request], Awaitable[Any]]  # service, type, request -> body
 Shape = Callable[[TltError], Any]  # error -> body of its reply
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
-
-
-class Parameter(NamedTuple):
-    """A value that a client sends outside the body; one of the path is always required."""
-
-    name: str
-    place: Literal["path", "query", "header"]
-    sentence: str
-    schema: Mapping[str, Any] = {"type": "string"}
 
 
 class Unread(Generic[Body]):
@@ -65,7 +57,6 @@ class Unread(Generic[Body]):
 class About(TypedDict, total=False):
     """The facts that a decorator may state; each has a default in `Endpoint`."""
 
-    parameters: tuple[Parameter, ...]
     takes: Any  # struct, or a union of structs, of a JSON body that no annotation names
     takes_bytes: str  # media type of a body that is not JSON
     optional_body: bool  # by default true for one struct without required fields
@@ -107,8 +98,9 @@ class Endpoint(Route):
         self.method, self.handler, self.needs = method, handler, needs
         hints = get_type_hints(handler, include_extras=True)
         self.gives, *self.gives_instead = _replies(hints.pop("return"))
-        self._arguments = {name: hint for name, hint in hints.items() if name != "service"}
-        self.parameters = about.get("parameters", ())
+        del hints["service"]
+        self._arguments = _arguments(handler, hints, self.param_convertors)
+        self.parameters = [*_parameters(self._arguments.values(), method)]
         self.takes_bytes = about.get("takes_bytes", "")
         self._read = about.get("read", read_json)
         self.takes = self._ignored = None  # types of its body, and of one that no handler gets
@@ -146,6 +138,8 @@ class Endpoint(Route):
         return json_response(reply)
 
     async def _argument(self, hint: Any, service: Any, request: Request) -> Any:
+        if isinstance(hint, Parameter):
+            return hint.read(request)
         if hint is Request:
             return request
         if hint is Caller:
@@ -159,6 +153,31 @@ class Endpoint(Route):
         if not self._slashed and b"%2f" in scope["raw_path"].lower():
             return Match.NONE, {}
         return super().matches(scope)
+
+
+def _arguments(handler: Handler, hints: Mapping[str, Any], path: Collection[str]) -> dict[str, Any]:
+    """Return what stands for each argument: a parameter or the hint."""
+    taken = inspect.signature(handler).parameters
+    return {
+        name: Parameter.of(name, hint, taken[name].default, path) or hint
+        for name, hint in hints.items()
+    }
+
+
+def _parameters(arguments: Iterable[Any], method: str) -> Iterator[Parameter]:
+    """Yield the parameters among the arguments, and those that make a body of a GET's query, in
+    which a list has no form.
+    """
+    for argument in arguments:
+        if isinstance(argument, Parameter):
+            yield argument
+        elif method == "GET" and _body(argument) is not None:
+            hints = get_type_hints(argument, include_extras=True)
+            for field in msgspec.structs.fields(argument):
+                default = REQUIRED if field.required else field.default
+                found = Parameter.of(field.encode_name, hints[field.name], default, ())
+                if found is not None and get_origin(found.kind) is not list:
+                    yield found
 
 
 def _body(hint: Any) -> Any:

@@ -34,6 +34,7 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.fields import Open, Tolerant
+from tlt_server.frontend.http.parameters import REQUIRED
 from tlt_server.packed import PackedIds
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32}}
@@ -202,16 +203,14 @@ def _words(endpoint: Endpoint) -> dict[str, Any]:
 
 def _parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
     in_path = {parameter.name for parameter in endpoint.parameters if parameter.place == "path"}
-    assert in_path == set(re.findall(r"{(\w+)}", endpoint.path)), (
-        f"{endpoint.path} has parameters other than {in_path}"
-    )
-    for name, place, sentence, schema in endpoint.parameters:
+    assert in_path == endpoint.param_convertors.keys(), f"{endpoint.path} has others than {in_path}"
+    for parameter in endpoint.parameters:
         yield {
-            "name": name,
-            "in": place,
-            "required": place == "path",
-            "description": sentence,
-            "schema": dict(schema),
+            "name": parameter.name,
+            "in": parameter.place,
+            "required": parameter.default is REQUIRED,
+            "description": parameter.meta.description,
+            "schema": parameter.schema,
         }
 
 
@@ -246,6 +245,8 @@ def _in_front(endpoint: Endpoint, keyed: bool) -> Iterator[type[TltError]]:
         yield Unauthenticated
     if endpoint.needs != "open":
         yield Forbidden
+    if any(parameter.schema != {"type": "string"} for parameter in endpoint.parameters):
+        yield InvalidRequest
     if endpoint.takes is not None or endpoint.takes_bytes:
         yield from (InvalidRequest, TooLarge, RequestTimeout)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +24,7 @@ from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.reading.asking import unless
@@ -32,9 +33,6 @@ from tlt_server.labels import label_of
 from tlt_server.packed import PackedIds
 
 ROUTES = Routes()
-INCLUDE = Parameter(
-    "include", "query", "accepted and without effect: the reply is small", {"type": "string"}
-)
 
 
 @ROUTES.get("/get_server_info", needs="any")
@@ -92,8 +90,13 @@ async def weight_version(service: Service) -> VersionReply:
     return VersionReply(label_of(_info(service).weight_version))
 
 
-@ROUTES.get("/v1/loads", needs="any", parameters=(INCLUDE,), error_shape=failure_naming(()))
-async def loads(service: Service) -> LoadsReply:
+@ROUTES.get("/v1/loads", needs="any", error_shape=failure_naming(()))
+async def loads(
+    service: Service,
+    include: Annotated[
+        str, Meta(description="accepted and without effect: the reply is small")
+    ] = "",
+) -> LoadsReply:
     """Count the sequences that are open, run and wait, and the KV positions in use."""
     own, gauges = _info(service), service.engine.gauges
     positions = own.pages * own.page_size

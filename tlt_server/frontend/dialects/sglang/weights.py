@@ -16,7 +16,6 @@ from tlt_server.commands import Manifest, ReadWeights
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
-    InvalidRequest,
     NotFound,
     PushFailed,
     UnsafeChannel,
@@ -33,7 +32,7 @@ from tlt_server.frontend.dialects.sglang.weight_requests import (
     ReadFields,
     SglangGroup,
 )
-from tlt_server.frontend.http.endpoints import Parameter, Routes, Unread
+from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.http.replies import error_reply, json_response
 from tlt_server.frontend.service import Service
@@ -214,16 +213,7 @@ async def check(service: Service, asked: CheckFields) -> Annotated[Response, Out
 @ROUTES.get(
     "/get_weights_by_name",
     needs="push-weights",
-    parameters=(
-        Parameter("name", "query", "name of the tensor", {"type": "string"}),
-        Parameter(
-            "truncate_size",
-            "query",
-            "the number of its first rows",
-            {"type": "integer", "default": 100},
-        ),
-    ),
-    raises=(InvalidRequest, NotFound, Conflict),
+    raises=(NotFound, Conflict),
     error_shape=error_reply,
 )
 async def read_weights(service: Service, asked: ReadFields) -> Annotated[Response, Rows]:

@@ -4,6 +4,10 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from msgspec import Meta
 from starlette.requests import Request
 
 from tlt_server.commands import InFlight, Memory
@@ -18,53 +22,40 @@ from tlt_server.frontend.dialects.vllm_rl.replies import (
 )
 from tlt_server.frontend.dialects.vllm_rl.requests import VllmAbort
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Parameter, Routes, Unread
+from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields
-from tlt_server.frontend.http.queries import flag, word, words
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes(error_shape=fault, empty=AnyFields)
 MODES: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "continue"}
 LEVELS: dict[str, list[Memory]] = {"0": [], "1": ["kv_cache"], "2": ["weights", "kv_cache"]}
 TAGS: dict[str, list[Memory]] = {"weights": ["weights"], "kv_cache": ["kv_cache"], "scheduling": []}
-MODE = Parameter(
-    "mode",
-    "query",
-    "what becomes of running sequences",
-    {"type": "string", "enum": [*MODES], "default": "abort"},
-)
-CLEAR_CACHE = Parameter(
-    "clear_cache",
-    "query",
-    "forget cached prefixes too; without effect for keep",
-    {"type": "boolean", "default": True},
-)
-LEVEL = Parameter(
-    "level",
-    "query",
-    "what is given back; 0: nothing, generation only stops",
-    {"type": "string", "enum": [*LEVELS], "default": "1"},
-)
-TAG_LIST = Parameter(
-    "tags",
-    "query",
-    "what to take again; absent: everything",
-    {"type": "array", "items": {"type": "string", "enum": [*TAGS]}},
-)
+Mode = Annotated[
+    Literal["abort", "wait", "keep"], Meta(description="what becomes of running sequences")
+]
+Level = Annotated[
+    Literal["0", "1", "2"],
+    Meta(description="what is given back; 0: nothing, generation only stops"),
+]
+Tag = Literal["weights", "kv_cache", "scheduling"]
 
 
-@ROUTES.post("/pause", needs="operate", parameters=(MODE, CLEAR_CACHE))
-async def pause(service: Service, request: Request) -> Paused:
+@ROUTES.post("/pause", needs="operate")
+async def pause(
+    service: Service,
+    mode: Mode = "abort",
+    clear_cache: Annotated[
+        bool, Meta(description="forget cached prefixes too; without effect for keep")
+    ] = True,
+) -> Paused:
     """Stop generating until POST /resume.
 
     `abort` ends running sequences with what they have, `wait` replies when they have ended; both
     refuse new requests with 503. `keep` freezes running sequences with their KV, and new requests
     wait.
     """
-    mode = word(request, "mode", MODES, "abort")
-    clear = flag(request, "clear_cache", default=True)
     await service.engine.pauses.pause(
-        MODES[mode], refuse=mode != "keep", clear_cache=clear and mode != "keep"
+        MODES[mode], refuse=mode != "keep", clear_cache=clear_cache and mode != "keep"
     )
     return Paused("paused")
 
@@ -121,15 +112,14 @@ async def reset_none(service: Service) -> str:
     return ""
 
 
-@ROUTES.post("/sleep", needs="operate", parameters=(LEVEL, MODE), raises=(Conflict, StorageFailed))
-async def sleep(service: Service, request: Request) -> str:
+@ROUTES.post("/sleep", needs="operate", raises=(Conflict, StorageFailed))
+async def sleep(service: Service, level: Level = "1", mode: Mode = "abort") -> str:
     """Give memory back: level 1 the KV, level 2 the weights of target and drafter too.
 
     New requests get 503 until all is awake. `abort` ends running sequences, `wait` lets them end
     first, and `keep` drops their KV: they continue with the same tokens after POST /wake_up. Level
     0 is a pause in which new requests wait, until POST /wake_up or /resume.
     """
-    level, mode = word(request, "level", LEVELS, "1"), word(request, "mode", MODES, "abort")
     if LEVELS[level]:
         await service.sleep(LEVELS[level], "recompute" if mode == "keep" else MODES[mode])
     else:
@@ -144,16 +134,19 @@ async def release_kv(service: Service) -> str:
     return ""
 
 
-@ROUTES.post("/wake_up", needs="operate", parameters=(TAG_LIST,))
-async def wake_up(service: Service, request: Request) -> str:
+@ROUTES.post("/wake_up", needs="operate")
+async def wake_up(
+    service: Service,
+    tags: Annotated[Sequence[Tag], Meta(description="what to take again; absent: everything")] = (),
+) -> str:
     """Take memory again, without tags all of it, with the same bits in the weights as before.
 
     The tag `scheduling` ends a pause, and so does a call without tags where no memory is given
     back.
     """
-    asked, pauses = words(request, "tags", TAGS), service.engine.pauses
-    resumes = "scheduling" in asked or not (asked or pauses.asleep)
-    await pauses.wake([memory for tag in asked or TAGS for memory in TAGS[tag]])
+    pauses = service.engine.pauses
+    resumes = "scheduling" in tags or not (tags or pauses.asleep)
+    await pauses.wake([memory for tag in tags or TAGS for memory in TAGS[tag]])
     if resumes:
         await pauses.resume()
     return ""

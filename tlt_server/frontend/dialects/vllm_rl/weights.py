@@ -5,6 +5,9 @@ POST /update_weights, which several dialects share, is in `dialects.weights`.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
 from starlette.requests import Request
 
 from tlt_server.errors import (
@@ -34,7 +37,7 @@ from tlt_server.frontend.dialects.vllm_rl.requests import (
     StartFields,
     VersionFields,
 )
-from tlt_server.frontend.http.endpoints import Parameter, Routes, Unread
+from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields, shown
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.checker import CheckFields
@@ -46,11 +49,15 @@ from tlt_server.wording import nearest
 ROUTES = Routes(error_shape=fault, empty=AnyFields)
 JOINS = (Conflict, WeightsRefused, ChannelBroken)
 RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")
-INCLUDE_DP = Parameter("include_dp", "query", "accepted and without effect: there is one replica")
 
 
-@ROUTES.get("/get_world_size", needs="any", parameters=(INCLUDE_DP,))
-async def world_size(service: Service) -> WorldSize:
+@ROUTES.get("/get_world_size", needs="any")
+async def world_size(
+    service: Service,
+    include_dp: Annotated[
+        str, Meta(description="accepted and without effect: there is one replica")
+    ] = "",
+) -> WorldSize:
     """Count the ranks of this server that take weights."""
     return WorldSize()
 

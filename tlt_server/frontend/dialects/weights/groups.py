@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from msgspec import Meta, Struct
-from starlette.requests import Request
 
 from tlt_server.errors import ChannelBroken, Conflict, WeightsRefused
 from tlt_server.frontend.dialects.weights.requests import GroupFields
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes()
@@ -41,12 +40,9 @@ async def join(service: Service, asked: GroupFields) -> GroupsReply:
     )
 
 
-@ROUTES.delete(
-    "/weight_groups/{name}",
-    needs="push-weights",
-    parameters=(Parameter("name", "path", "the name of the group"),),
-    raises=(Conflict,),
-)
-async def leave(service: Service, request: Request) -> GroupsReply:
+@ROUTES.delete("/weight_groups/{name}", needs="push-weights", raises=(Conflict,))
+async def leave(
+    service: Service, name: Annotated[str, Meta(description="the name of the group")]
+) -> GroupsReply:
     """Leave a process group; it is no error if the group is not joined."""
-    return GroupsReply(await service.broadcasts.leave(request.path_params["name"]))
+    return GroupsReply(await service.broadcasts.leave(name))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 
 from tlt_client.arguments import VERSION_MUST, is_version
 from tlt_server.errors import Conflict, Forbidden, InvalidRequest, NotFound, StorageFailed
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.parameters import HEADER
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.ranges import span
 from tlt_server.frontend.weights.uploads import PartStatus, Uploads
@@ -25,42 +29,43 @@ class FileNames(StringConvertor):
 
 register_url_convertor("file", FileNames())
 PART_PATH = "/weights/{version}/{part:file}"
-PART = (
-    Parameter("version", "path", "the version that the part belongs to"),
-    Parameter("part", "path", "a file name: *.safetensors, or calibration.json"),
-)
-CONTENT_RANGE = Parameter(
-    "Content-Range", "header", "bytes FIRST-LAST/TOTAL; absent: the body is the whole part"
-)
+VersionInPath = Annotated[str, Meta(description="the version that the part belongs to")]
+FileInPath = Annotated[str, Meta(description="a file name: *.safetensors, or calibration.json")]
+ContentRange = Annotated[
+    str, HEADER, Meta(description="bytes FIRST-LAST/TOTAL; absent: the body is the whole part")
+]
 
 
 @ROUTES.put(
     PART_PATH,
     needs="push-weights",
-    parameters=(*PART, CONTENT_RANGE),
     takes_bytes="application/octet-stream",
     raises=(Conflict, StorageFailed),
 )
-async def put(service: Service, request: Request) -> PartStatus:
+async def put(
+    service: Service,
+    request: Request,
+    version: VersionInPath,
+    part: FileInPath,
+    content_range: ContentRange = "",
+) -> PartStatus:
     """Send one part of a version: a safetensors file or a drafter's calibration.json, whole or in
     ranges from its beginning.
 
     Content-Range tells where the body belongs. A range may be sent again with the same bytes. Once
     all parts are sent, POST /update_weights with channel http pushes the version.
     """
-    version, part = _part(request)
+    checked(version)
     length = request.headers.get("content-length")
-    start, total = span(
-        request.headers.get("content-range", ""), int(length) if length is not None else None
-    )
+    start, total = span(content_range, int(length) if length is not None else None)
     owner = caller_of(request).name
     return await opened(service).write(version, part, start, total, request.stream(), owner)
 
 
-@ROUTES.get(PART_PATH, needs="push-weights", parameters=PART, raises=(NotFound,))
-async def part_status(service: Service, request: Request) -> PartStatus:
+@ROUTES.get(PART_PATH, needs="push-weights", raises=(NotFound,))
+async def part_status(service: Service, version: VersionInPath, part: FileInPath) -> PartStatus:
     """Show how much of a part has come, to continue after a broken connection."""
-    return opened(service).status(*_part(request))
+    return opened(service).status(checked(version), part)
 
 
 def opened(service: Service) -> Uploads:
@@ -73,14 +78,8 @@ def opened(service: Service) -> Uploads:
     return service.uploads
 
 
-def version_in(request: Request) -> str:
-    """Return the version in a path."""
-    version: str = request.path_params["version"]
+def checked(version: str) -> str:
+    """Return the version in a path, if it can be one."""
     if not is_version(version):
         raise InvalidRequest(f"version is {shown(version)}; it must {VERSION_MUST}")
     return version
-
-
-def _part(request: Request) -> tuple[str, str]:
-    """Return the version and the file name in a path."""
-    return version_in(request), request.path_params["part"]

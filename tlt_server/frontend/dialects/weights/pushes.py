@@ -8,7 +8,7 @@ refused.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 from msgspec.structs import asdict, replace
@@ -28,14 +28,14 @@ from tlt_server.errors import (
 from tlt_server.events import WeightReport, WeightState
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.weights.manifests import ANNOUNCED, PUSH, manifest_of
-from tlt_server.frontend.dialects.weights.parts import opened, version_in
+from tlt_server.frontend.dialects.weights.parts import checked, opened
 from tlt_server.frontend.dialects.weights.requests import (
     DirectoryFields,
     ManifestFields,
     PushAbort,
     RollbackFields,
 )
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.session import Update, UpdateStatus, succeeded
@@ -43,14 +43,7 @@ from tlt_server.frontend.weights.transfer import UpdateFields
 from tlt_server.frontend.weights.uploads import Uploads, UploadStatus
 
 ROUTES = Routes()
-ADAPTER = Parameter("name", "path", "the adapter's name")
-ENDS = Parameter(
-    "in_flight",
-    "query",
-    "what becomes of its running requests: they have drain_timeout_s to end, or are ended",
-    {"type": "string", "enum": ["drain", "abort"], "default": "drain"},
-)
-VERSION = Parameter("version", "path", "the version that the push named")
+PushedVersion = Annotated[str, Meta(description="the version that the push named")]
 
 
 class WeightsReply(WeightState, frozen=True, kw_only=True):
@@ -122,24 +115,24 @@ def _may_pass(report: WeightReport) -> bool:
     return error.retryable or (isinstance(error, Conflict) and not report.phases)
 
 
-@ROUTES.delete(
-    "/adapters/{name:path}",
-    needs="push-weights",
-    parameters=(ADAPTER, ENDS),
-    raises=(InvalidRequest, NotFound, Conflict),
-)
-async def unload(service: Service, request: Request) -> PushReply:
+@ROUTES.delete("/adapters/{name:path}", needs="push-weights", raises=(NotFound, Conflict))
+async def unload(
+    service: Service,
+    name: Annotated[str, Meta(description="the adapter's name")],
+    in_flight: Annotated[
+        Literal["drain", "abort"],
+        Meta(
+            description="what becomes of its running requests: they have drain_timeout_s to end, "
+            "or are ended"
+        ),
+    ] = "drain",
+) -> PushReply:
     """Unload a LoRA adapter. New requests for it are refused at once; the reply comes when its last
     request has ended, or was ended after drain_timeout_s.
     """
-    ends = {"drain": False, "abort": True}.get(request.query_params.get("in_flight", "drain"))
-    if ends is None:
-        asked = shown(request.query_params["in_flight"])
-        raise InvalidRequest(f"in_flight is {asked}; it must be drain or abort")
-    name = request.path_params["name"]
     if not is_adapter(name):
         raise InvalidRequest(f"name is {shown(name)}; it must {ADAPTER_MUST}")
-    return outcome(await service.adapters.unload(name, "abort" if ends else "drain"))
+    return outcome(await service.adapters.unload(name, in_flight))
 
 
 @ROUTES.get("/weights", needs="push-weights")
@@ -176,31 +169,25 @@ async def abort_any(service: Service) -> PushReply:
 @ROUTES.post(
     "/weights/{version}/commit",
     needs="push-weights",
-    parameters=(VERSION,),
     raises=(NotFound, Conflict, WeightsRefused, PushFailed),
 )
-async def commit(service: Service, request: Request) -> PushReply:
+async def commit(service: Service, version: PushedVersion) -> PushReply:
     """Make a staged push live. If the version's last push is live already, nothing changes, so the
     call may be repeated.
     """
-    command = CommitWeights(service.engine.command_id(), version_in(request))
+    command = CommitWeights(service.engine.command_id(), checked(version))
     return outcome(await service.session.ask(command))
 
 
-@ROUTES.post(
-    "/weights/{version}/abort",
-    needs="push-weights",
-    parameters=(VERSION,),
-    raises=(NotFound, Conflict),
-)
-async def abort(service: Service, asked: PushAbort, request: Request) -> PushReply:
+@ROUTES.post("/weights/{version}/abort", needs="push-weights", raises=(NotFound, Conflict))
+async def abort(service: Service, asked: PushAbort, version: PushedVersion) -> PushReply:
     """End a push that is not committed, and forget its parts that came by http; nothing live
     changes.
 
     With upload_only a push that has started continues, also one of another sender. A sender takes
     back what it has sent this way.
     """
-    version = version_in(request)
+    checked(version)
     if asked.upload_only:
         if not opened(service).forget(version):
             raise NotFound(

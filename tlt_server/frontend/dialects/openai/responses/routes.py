@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Literal
 
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,16 +37,16 @@ from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
-from tlt_server.frontend.http.queries import count, word
+from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
 from tlt_server.frontend.service import Service
 
 FIELDS = (*ResponseRequest.__struct_fields__, *ResponseRequest.refused, "tokens")
 ROUTES = Routes(error_shape=failure_naming(FIELDS))
 PREFIX = "resp_"
-ID = Parameter("id", "path", "id of a response that is kept")
+ResponseId = Annotated[str, Meta(description="id of a response that is kept")]
 
 
 @ROUTES.post(
@@ -89,44 +90,39 @@ async def create(service: Service, request: Request) -> Annotated[Response, Mode
     return await reply(request, _whole(growing, generation, keep), generation)
 
 
-@ROUTES.get("/v1/responses/{id}", needs="data", parameters=(ID,), raises=(NotFound,))
-async def fetch(service: Service, request: Request) -> Annotated[Response, ModelResponse]:
+@ROUTES.get("/v1/responses/{id}", needs="data", raises=(NotFound,))
+async def fetch(
+    service: Service, caller: Caller, id: ResponseId
+) -> Annotated[Response, ModelResponse]:
     """Return a response that is kept."""
-    kept = service.responses.find(request.path_params["id"], caller_of(request))
+    kept = service.responses.find(id, caller)
     return Response(kept.body, media_type="application/json")
 
 
-@ROUTES.delete(
-    "/v1/responses/{id}", needs="data", parameters=(ID,), changes=True, raises=(NotFound,)
-)
-async def delete(service: Service, request: Request) -> Deleted:
+@ROUTES.delete("/v1/responses/{id}", needs="data", changes=True, raises=(NotFound,))
+async def delete(service: Service, caller: Caller, id: ResponseId) -> Deleted:
     """Forget a response. Those that continue it stay."""
-    id = request.path_params["id"]
-    service.responses.delete(id, caller_of(request))
+    service.responses.delete(id, caller)
     return Deleted(id)
 
 
-@ROUTES.get(
-    "/v1/responses/{id}/input_items",
-    needs="data",
-    parameters=(
-        ID,
-        Parameter("limit", "query", "items at most, from 1 to 100; absent: 20"),
-        Parameter("order", "query", "`asc`, or absent or `desc`: the newest first"),
-        Parameter("after", "query", "id of the item after which the list begins"),
-    ),
-    raises=(NotFound, InvalidRequest),
-)
-async def input_items(service: Service, request: Request) -> Annotated[Response, InputItems]:
+@ROUTES.get("/v1/responses/{id}/input_items", needs="data", raises=(NotFound,))
+async def input_items(
+    service: Service,
+    caller: Caller,
+    id: ResponseId,
+    limit: Annotated[int, Meta(ge=1, le=100, description="items at most")] = 20,
+    order: Annotated[Literal["asc", "desc"], Meta(description="desc: the newest first")] = "desc",
+    after: Annotated[
+        str | None, Meta(description="id of the item after which the list begins")
+    ] = None,
+) -> Annotated[Response, InputItems]:
     """List the items from which a response that is kept was made, those before it included."""
-    caller = caller_of(request)
-    kept = service.responses.find(request.path_params["id"], caller)
-    limit = count(request, "limit", 1, 100, 20)
+    kept = service.responses.find(id, caller)
     items = Conversation(kept.id, kept_messages(kept)[:-1])
     numbers = range(len(items))
-    if word(request, "order", ("asc", "desc"), "desc") == "desc":
+    if order == "desc":
         numbers = numbers[::-1]
-    after = request.query_params.get("after")
     if after is not None:
         before = items.number_of(after)
         if before is None:
@@ -141,12 +137,9 @@ async def input_items(service: Service, request: Request) -> Annotated[Response,
     return sliced_response(InputItems(found, first, last, limit < len(numbers)), turn)
 
 
-@ROUTES.post(
-    "/v1/responses/{id}/cancel", needs="data", parameters=(ID,), changes=True, raises=(NotFound,)
-)
-async def cancel(service: Service, request: Request) -> CancelledResponse:
+@ROUTES.post("/v1/responses/{id}/cancel", needs="data", changes=True, raises=(NotFound,))
+async def cancel(service: Service, caller: Caller, id: ResponseId) -> CancelledResponse:
     """End a response that is under way with what it has; its stream gets the end."""
-    id, caller = request.path_params["id"], caller_of(request)
     if not id.startswith(PREFIX) or not service.abort([id], caller):
         service.responses.find(id, caller)
         raise InvalidRequest(
