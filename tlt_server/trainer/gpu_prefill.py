@@ -78,7 +78,7 @@ class GpuPrefill:
     @torch.inference_mode()
     def states(self, texts: Texts) -> Forward:
         config, placement = self.model.config, self.model.placement
-        pages = TextPages([len(text) for text in texts], PAGE_SIZE)
+        pages = TextPages(texts, PAGE_SIZE)
         cache = self._cache_of(pages.count)
         attention = TritonPaged(
             heads=config.heads,
@@ -90,7 +90,7 @@ class GpuPrefill:
         )
         page_table_NP = torch.from_numpy(pages.table_NP).to(placement.device)
         found = []
-        for rows in _passes(texts, pages, placement.device):
+        for rows in _passes(pages, placement.device):
             planned = attention.planned(len(rows.token_R), prompt_rows=len(rows.token_R))
             planned.plan(rows, page_table_NP)
             tensors = RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R)
@@ -117,20 +117,18 @@ class GpuPrefill:
         return self._cache
 
 
-def _passes(texts: Texts, pages: TextPages, device: torch.device) -> Iterator[RowTable]:
+def _passes(pages: TextPages, device: torch.device) -> Iterator[RowTable]:
     """Yield the rows of each pass; texts are in batch slots of their numbers."""
-    text_T = np.repeat(np.arange(len(texts)), pages.length_N)
-    starts_N = np.cumsum(pages.length_N) - pages.length_N
     columns = {
-        "token_R": np.concatenate(texts),
-        "position_R": np.arange(len(text_T)) - starts_N[text_T],
-        "kv_slot_R": pages.kv_slots(),
-        "batch_slot_R": text_T,
-        "base_R": pages.length_N[text_T],
+        "token_R": pages.token_T,
+        "position_R": pages.position_T,
+        "kv_slot_R": pages.kv_slot_T,
+        "batch_slot_R": pages.text_T,
+        "base_R": pages.length_N[pages.text_T],
     }
-    for start in range(0, len(text_T), STEP_ROWS):
+    for start in range(0, len(pages.text_T), STEP_ROWS):
         part = slice(start, start + STEP_ROWS)
-        rows = RowTable.allocate(len(text_T[part]), 1, device=device.type)
+        rows = RowTable.allocate(len(pages.text_T[part]), 1, device=device.type)
         yield rows._replace(
             **{
                 name: torch.from_numpy(values_T[part].astype(np.int32)).to(device)

@@ -76,11 +76,11 @@ class CpuPrefill:
 
     @torch.inference_mode()
     def states(self, texts: Texts) -> Forward:
-        pages = TextPages([len(text) for text in texts], self.model.page_size)
+        pages = TextPages(texts, self.model.page_size)
         if self._cache is None or self._cache.pages < pages.count:
             self._cache = None  # frees its memory first
             self._cache = self.model.make_cache(pages.count, self.model.page_size, 0)
-        return joined(self.model.forward(rows, self._cache) for rows in _chunks(texts, pages))
+        return joined(self.model.forward(rows, self._cache) for rows in _chunks(pages))
 
     def head_rows(self, ids_C: Tensor) -> Tensor:
         return self.model.head_HV.index_select(1, ids_C).t().contiguous()
@@ -112,46 +112,39 @@ def joined(forwards: Iterable[Forward]) -> Forward:
 
 
 class TextPages:
-    """Pages of several texts that share none: those of a text lie one after another."""
+    """The tokens of several texts, one text after another, and pages that no two of them share:
+    those of a text lie one after another.
+    """
 
-    def __init__(self, lengths: Sequence[int], page_size: int) -> None:
-        self.page_size = page_size
-        self.length_N = np.array(lengths, np.int64)
+    def __init__(self, texts: Texts, page_size: int) -> None:
+        self.token_T = np.concatenate(texts).astype(np.int32)
+        self.length_N = np.array([len(text) for text in texts], np.int64)
+        self.start_N = np.cumsum(self.length_N) - self.length_N
+        self.text_T = np.repeat(np.arange(len(texts)), self.length_N)
+        self.position_T = np.arange(len(self.token_T)) - self.start_N[self.text_T]
         count_N = -(-self.length_N // page_size)
-        self.first_N = np.cumsum(count_N) - count_N
+        first_N = np.cumsum(count_N) - count_N
         self.count = int(count_N.sum())
         # A page beyond a text's own is never read.
         columns = np.arange(int(count_N.max(initial=1)))
-        self.table_NP = np.where(columns < count_N[:, None], self.first_N[:, None] + columns, 0)
-        self.table_NP = self.table_NP.astype(np.int32)
-
-    def kv_slots(self) -> NDArray[np.int64]:
-        """Return the KV slot of every token, text after text."""
-        starts_N = np.cumsum(self.length_N) - self.length_N
-        place_T = np.arange(int(self.length_N.sum())) - np.repeat(starts_N, self.length_N)
-        return np.repeat(self.first_N * self.page_size, self.length_N) + place_T
+        table_NP = np.where(columns < count_N[:, None], first_N[:, None] + columns, 0)
+        self.table_NP = table_NP.astype(np.int32)
+        self.kv_slot_T = first_N[self.text_T] * page_size + self.position_T
 
 
-def _chunks(texts: Texts, pages: TextPages) -> Iterator[Rows]:
+def _chunks(pages: TextPages) -> Iterator[Rows]:
     """Yield the rows of each forward: the next `CHUNK` tokens, whichever texts they are of."""
-    token_T = np.concatenate(texts).astype(np.int64)
-    kv_slot_T = pages.kv_slots()
-    text_T = np.repeat(np.arange(len(texts)), pages.length_N)
-    starts_N = np.cumsum(pages.length_N) - pages.length_N
-    position_T = np.arange(len(token_T)) - starts_N[text_T]
-    for start in range(0, len(token_T), CHUNK):
+    for start in range(0, len(pages.token_T), CHUNK):
         part = slice(start, start + CHUNK)
-        first, last = int(text_T[part][0]), int(text_T[part][-1])
-        base_B = np.minimum(
-            pages.length_N[first : last + 1], start + CHUNK - starts_N[first : last + 1]
-        )
-        rows = len(token_T[part])
+        text_R = pages.text_T[part]
+        own = slice(int(text_R[0]), int(text_R[-1]) + 1)
+        base_B = np.minimum(pages.length_N[own], start + CHUNK - pages.start_N[own])
         yield Rows(
-            token_R=torch.from_numpy(token_T[part]),
-            position_R=torch.from_numpy(position_T[part]),
-            kv_slot_R=torch.from_numpy(kv_slot_T[part]),
-            request_R=torch.from_numpy((text_T[part] - first).astype(np.int32)),
+            token_R=torch.from_numpy(pages.token_T[part].astype(np.int64)),
+            position_R=torch.from_numpy(pages.position_T[part]),
+            kv_slot_R=torch.from_numpy(pages.kv_slot_T[part]),
+            request_R=torch.from_numpy((text_R - own.start).astype(np.int32)),
             base_B=torch.from_numpy(base_B.astype(np.int32)),
-            page_table_BP=torch.from_numpy(pages.table_NP[first : last + 1]),
-            path_RD=torch.zeros(rows, 0, dtype=torch.int32),
+            page_table_BP=torch.from_numpy(pages.table_NP[own]),
+            path_RD=torch.zeros(len(text_R), 0, dtype=torch.int32),
         )

@@ -53,17 +53,18 @@ class StagedResponses:
         self._responses, self._chosen_N = responses, chosen_N
         texts = [responses.tokens(n) for n in chosen]
         self.texts = texts
-        self.length_N = np.array([len(text) for text in texts], np.int64)
-        self.start_N = np.cumsum(self.length_N) - self.length_N
-        self.token_T = np.concatenate(texts).astype(np.int32)
         self.prompt_len_N = responses.prompt_len_N[chosen_N]
         self.seed_N = responses.seed_N[chosen_N]
         self.temperature_N = responses.temperature_N[chosen_N]
         self.last_N = self.prompt_len_N + responses.max_tokens_N[chosen_N].astype(np.int64)
-        pages = TextPages(self.length_N.tolist(), self.cache.page_size)
+        pages = TextPages(texts, self.cache.page_size)
         assert pages.count <= self.cache.pages, "the cache was made for fewer tokens"
-        self.table_NP, self.kv_slot_T = pages.table_NP, pages.kv_slots()
-        self.position_T = np.arange(len(self.token_T)) - np.repeat(self.start_N, self.length_N)
+        self.token_T, self.position_T, self.kv_slot_T = (
+            pages.token_T,
+            pages.position_T,
+            pages.kv_slot_T,
+        )
+        self.length_N, self.start_N, self.table_NP = pages.length_N, pages.start_N, pages.table_NP
         self.number += 1
         self.cache.reuse(range(self.cache.pages))
         self.cache.features_SF.numpy()[self.kv_slot_T] = features_TF.numpy()
