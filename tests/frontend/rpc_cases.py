@@ -261,10 +261,7 @@ CASES = [
         error="not_found",
     ),
     Case(
-        "too long a wait",
-        {"id": "nope", "wait_s": 100.0},
-        methods=("GetRollout",),
-        error="not_found",
+        "too long a wait", {"id": "nope", "wait_s": 100.0}, methods=("GetRollout",), error=INVALID
     ),
     Case("the strategy", methods=("GetStrategy",)),
     Case("the strategy, with data", methods=("GetStrategy",), key="data", error="forbidden"),
