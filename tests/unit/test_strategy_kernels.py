@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,14 @@ from tlt_kernels.gpu.variants import Variant
 from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
 from tlt_server.engine.gpu.compiling import Compiled
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.passes import Rehearsed
 from tlt_server.engine.gpu.preparing import rehearsals
-from tlt_server.engine.gpu.strategy_kernels import KernelPreparation, StrategyKernels
+from tlt_server.engine.gpu.strategy_kernels import KernelPreparation, StrategyKernels, decided
 from tlt_server.errors import Unavailable
-from tlt_server.records import OFF, Strategy, parse_strategy
+from tlt_server.records import OFF, Pin, Strategy, parse_strategy
+from tlt_server.speculation.policies.pinned import Pinned
 
 CHAIN, TREE = parse_strategy("eagle:4x1x4"), parse_strategy("eagle:4x2x8")
 
@@ -33,7 +37,9 @@ class Gpu:
     def __init__(self) -> None:
         self.passes = self.graphs = self.followers = self
         self.shapes, self.quiet = Shapes(2, MIN_DEPTH), True
-        self.stream, self.made = None, set[object]()
+        self.stream, self.made, self.run_first = None, set[object](), False
+        self.recorded: dict[DraftKey | ExtendKey, None] = {}
+        self.captures, self.room = True, 1000  # graphs that the pool has memory for
         self.asked: list[str] = []
         self.listed: list[Rehearsed] = []
         self.ended: Compiled | None = None
@@ -52,6 +58,18 @@ class Gpu:
         if (draft := rehearsed.draft) is not None:
             names = "grow", "graft"
             self.lacks |= {Variant("kernels", each, str(draft.batch)): None for each in names}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.recorded
+
+    @property
+    def spare(self) -> bool:
+        return len(self.recorded) < self.room
+
+    def record(self, key: DraftKey | ExtendKey) -> None:
+        assert key not in self.recorded
+        self.asked.append("record")
+        self.recorded[key] = None
 
     def drop(self, made: set[object]) -> None:
         self.asked.append("drop")
@@ -110,6 +128,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 def started(gpu: Gpu, *strategies: Strategy) -> StrategyKernels:
     """Return what a start with these strategies has prepared."""
     keys = gpu.shapes.captured(reaching(*strategies))
+    gpu.recorded |= dict.fromkeys(keys)
     return StrategyKernels(gpu, gpu, keys)  # type: ignore[arg-type]
 
 
@@ -140,7 +159,7 @@ def test_kernels_are_compiled_next_to_steps_then_loaded_in_parts(gpu: Gpu) -> No
     assert preparation.stage.startswith("0 of ")
     assert not preparation.advance() and gpu.asked == ["list"] * 2, "a part takes 5 ms"
     rehearsed(preparation)
-    lists = gpu.asked.count("list")
+    lists, graphs = gpu.asked.count("list"), len(gpu.recorded)
     assert gpu.asked[lists:] == ["compile 4"] and lists > 4
     for _ in range(3):
         assert not preparation.advance(), "steps go on while others compile"
@@ -151,12 +170,63 @@ def test_kernels_are_compiled_next_to_steps_then_loaded_in_parts(gpu: Gpu) -> No
     others = ["others load 2", "others load 2 and the rest"]
     assert gpu.asked[lists + 1 :] == [
         *("load", "load", others[0]),
-        *("load", "load", others[1], "remember"),
+        *("load", "load", others[1]),
+        *["record"] * (len(gpu.recorded) - graphs),
+        "remember",
     ]
-    assert preparation.taken == "3 kernels were compiled for it and 4 loaded"
+    assert len(gpu.recorded) - graphs == 9
+    assert preparation.taken == "3 kernels were compiled for it, 4 loaded, and 9 graphs recorded"
     assert strategies(reaching(CHAIN)) is None
     wider = strategies(reaching(TREE))
     assert wider is not None, "others are not prepared by it"
+
+
+def test_graphs_are_recorded_one_by_one_before_a_policy_is_in_force(gpu: Gpu) -> None:
+    strategies = started(gpu)
+    preparation = strategies(reaching(CHAIN))
+    assert preparation is not None
+    gpu.ended, of_start = Compiled(4, ""), {*gpu.recorded}
+    until(lambda: preparation.advance() or "record" in gpu.asked)
+    assert preparation.stage == "1 graphs are recorded, and 8 are left"
+    for recorded in range(2, 10):
+        assert not preparation.advance() and gpu.asked.count("record") == recorded
+    assert preparation.advance()
+    lacked = [key for key in gpu.shapes.captured(reaching(CHAIN)) if key not in of_start]
+    assert [*gpu.recorded][len(of_start) :] == lacked, "the largest first, as at start"
+    gpu.recorded.clear()
+    again = strategies(reaching(CHAIN))
+    assert again is not None, "a sleep has given the graphs back"
+    lists = gpu.asked.count("list")
+    until(again.advance)
+    assert gpu.asked.count("list") == lists and {*gpu.recorded} == of_start | {*lacked}
+    assert again.taken.startswith("0 kernels were compiled for it, 0 loaded, and ")
+
+
+def test_graphs_are_recorded_while_the_pool_has_room(gpu: Gpu) -> None:
+    preparation = preparation_of(gpu, CHAIN)
+    gpu.ended, gpu.room = Compiled(4, ""), len(gpu.recorded) + 3
+    until(preparation.advance)
+    assert len(gpu.recorded) == gpu.room
+
+
+@pytest.mark.parametrize(("captures", "run_first"), [(False, False), (True, True)])
+def test_no_graph_is_recorded_where_steps_are_launched_first(
+    captures: bool, run_first: bool, gpu: Gpu
+) -> None:
+    gpu.captures, gpu.run_first = captures, run_first
+    preparation = preparation_of(gpu, CHAIN)
+    gpu.ended = Compiled(4, "")
+    until(preparation.advance)
+    assert "record" not in gpu.asked
+
+
+def test_a_policy_that_chooses_has_graphs_prepared_for_its_pins(gpu: Gpu) -> None:
+    chooses = reaching(CHAIN, TREE)
+    assert not [*decided(chooses, range(1, 3), prompts=False)]
+    for pins in ((Pin(2, 2, CHAIN),), (Pin(1, 1, CHAIN), Pin(2, 2, TREE))):
+        pinned = Pinned(SimpleNamespace(measures=True, strategies=chooses), pins)  # type: ignore[arg-type]
+        found = [*decided(pinned.strategies, range(1, 3), prompts=False)]
+        assert found == [pin.strategy for pin in pins]
 
 
 def test_every_pass_of_a_policy_is_rehearsed_with_its_drafts(gpu: Gpu) -> None:

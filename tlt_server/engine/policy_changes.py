@@ -23,7 +23,7 @@ from tlt_server.speculation.sizes import Reach
 
 
 class Preparation(Protocol):
-    """The kernels that a policy's strategies need and the device has not loaded."""
+    """The kernels and graphs that a policy's strategies need and the device has not."""
 
     @property
     def stage(self) -> str:
@@ -101,8 +101,7 @@ class PolicyChanges:
         self._change = Change(command, policy, preparation, self._clock(), [command.id])
         if preparation is not None:
             print(
-                f"tlt: policy {command.name} is being prepared; the one before stays until its "
-                "kernels are loaded",
+                f"tlt: policy {command.name} is being prepared; the one before stays until then",
                 file=sys.stderr,
             )
 

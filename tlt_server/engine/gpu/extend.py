@@ -12,6 +12,7 @@ tokens of an entry, K best tokens.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,11 @@ def graphs_of(key: DraftKey | ExtendKey) -> list[DraftKey | ExtendKey | SecondHa
     if isinstance(key, ExtendKey) and key.structured:
         return [key, SecondHalf(key)]
     return [key]
+
+
+def unrecorded(key: DraftKey | ExtendKey, graphs: Container[object]) -> int:
+    """Return how many graphs of this pass are not among those recorded."""
+    return sum(graph not in graphs for graph in graphs_of(key))
 
 
 class Report(NamedTuple):

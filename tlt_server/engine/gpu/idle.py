@@ -6,7 +6,7 @@ for one.
 from __future__ import annotations
 
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey, graphs_of
+from tlt_server.engine.gpu.extend import ExtendKey, unrecorded
 from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.speculation.sizes import Reach
@@ -41,9 +41,9 @@ class IdleRecorder:
         if not self._runner.graphs.captures:
             return "its kernels are launched one by one, and loaded when a step first uses them"
         keys = self._runner.shapes.captured(reach)
-        lacking = sum(map(self._lacks, keys))
+        lacking = sum(bool(self._lacks(key)) for key in keys)
         found = f"{len(keys) - lacking} of {len(keys)} passes of its steps have their graphs"
         return f"{found}; a step records another when it first uses it, as idle time does"
 
-    def _lacks(self, key: DraftKey | ExtendKey) -> bool:
-        return any(graph not in self._runner.graphs for graph in graphs_of(key))
+    def _lacks(self, key: DraftKey | ExtendKey) -> int:
+        return unrecorded(key, self._runner.graphs)

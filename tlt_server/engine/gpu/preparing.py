@@ -24,7 +24,8 @@ from tlt_server.engine.phases import OnProgress
 from tlt_server.models.gpu.swapping import Stored, compile_swaps
 from tlt_server.weights.storage import ran_out
 
-Keys = list[DraftKey | ExtendKey]
+Key = DraftKey | ExtendKey
+Keys = list[Key]
 
 
 class StepRunner(Protocol):
@@ -142,8 +143,8 @@ def capture(runner: StepRunner, keys: Keys, on_key: Callable[[int, int], None]) 
 
 
 def record(passes: Passes, key: DraftKey | ExtendKey) -> None:
-    """Capture a key while no request runs. Where memory does not last, this rank captures nothing
-    more, which costs others nothing.
+    """Capture a key between two steps, while no request runs if that takes a run. Where memory does
+    not last, this rank captures nothing more, which costs others nothing.
     """
     try:
         if passes.run_first:

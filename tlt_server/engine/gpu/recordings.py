@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tlt_server.engine.gpu.buckets import Shapes, StepShape
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey, graphs_of
+from tlt_server.engine.gpu.extend import ExtendKey, unrecorded
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.records import OFF, StepContext, Strategy
 
@@ -92,7 +92,7 @@ class GraphRecordings:
             return 0
         if isinstance(key, ExtendKey) and not self._shapes.keeps(key):
             return 0
-        return sum(graph not in graphs for graph in graphs_of(key))
+        return unrecorded(key, graphs)
 
     def _step(
         self, context: StepContext, drafter: str, depth: int, width: int, rows: int

@@ -153,14 +153,16 @@ class GpuRunner:
         return Finished(flight.batch, answers, cycle, trees)
 
     def record(self, key: DraftKey | ExtendKey) -> None:
-        """Record a step of this key on all ranks, while no request runs."""
+        """Record a step of this key on all ranks, between two steps. Where libraries get ready in a
+        run, no request may run.
+        """
         with self.at_rest():
             self.followers.record(key)
             record(self.passes, key)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Let the block launch passes of dead rows, while no request runs."""
+        """Let passes that the block launches have dead rows."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             self._upload([], [])
             yield

@@ -1,14 +1,16 @@
-"""Prepares the kernels of a policy's strategies while another policy is in force.
+"""Prepares the kernels and graphs of a policy's strategies while another policy is in force.
 
 Between two steps a rehearsal lists what the passes launch and is not loaded. Other processes
 compile it while steps go on, then it is loaded, again between steps. All ranks list and load in
-parts of the same size, and the next part waits until the others have done theirs.
+parts of the same size, and the next part waits until the others have done theirs. At last, graphs
+are recorded, one between two steps, unless the policy waits for graphs by itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from threading import Thread
 from typing import Protocol
 
@@ -16,13 +18,14 @@ from tlt_kernels.gpu.variants import Variant, loaded
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.compiling import Compiled
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.extend import ExtendKey, unrecorded
 from tlt_server.engine.gpu.followed import Followers
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.passes import Passes, Rehearsed
-from tlt_server.engine.gpu.preparing import KernelList, Keys, rehearsals
+from tlt_server.engine.gpu.preparing import KernelList, Key, Keys, rehearsals
 from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.errors import Unavailable
+from tlt_server.records import Strategy
 from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.storage import ran_out
 
@@ -36,6 +39,8 @@ class Preparing(Protocol):
     shapes: Shapes
     graphs: GraphPool
     followers: Followers
+
+    def record(self, key: Key) -> None: ...
 
 
 class KernelCompiler(Protocol):
@@ -55,8 +60,8 @@ class Kernels(Protocol):
 
 
 class StrategyKernels:
-    """The passes whose kernels are loaded. A call returns how to prepare a policy's others; None
-    where it lacks none.
+    """The passes whose kernels are loaded. A call returns how to prepare a policy's others, and its
+    graphs; None where it lacks none.
     """
 
     def __init__(self, runner: Preparing, kernels: Kernels, at_start: Keys) -> None:
@@ -65,8 +70,12 @@ class StrategyKernels:
         self.prepared(rehearsals(at_start))
 
     def __call__(self, reach: Reach) -> KernelPreparation | None:
-        lacking = [*self._lacking(rehearsals(self.runner.shapes.captured(reach)))]
-        return KernelPreparation(self, lacking) if lacking else None
+        shapes, graphs, keys = self.runner.shapes, self.runner.graphs, Keys()
+        lacking = [*self._lacking(rehearsals(shapes.captured(reach)))]
+        if graphs.captures and not self.runner.passes.run_first:
+            reached = shapes.captured(partial(decided, reach))
+            keys = [key for key in reached if unrecorded(key, graphs)]
+        return KernelPreparation(self, lacking, keys) if lacking or keys else None
 
     def prepared(self, passes: Iterable[Rehearsed]) -> None:
         for draft, extends in passes:
@@ -79,19 +88,35 @@ class StrategyKernels:
                 yield Rehearsed(draft, left)
 
 
+def decided(reach: Reach, requests: range, *, prompts: bool) -> Iterator[Strategy]:
+    """Yield the strategies of a policy for those numbers of requests at which it has one way to
+    draft at most. Where it has more, it may choose those whose graphs are recorded.
+    """
+    for count in requests:
+        found = set[Strategy]()
+        for strategy in reach(range(count, count + 1), prompts=prompts):
+            found |= {strategy} if strategy.drafter else set()
+            if len(found) > 1:
+                break
+        else:
+            yield from found
+
+
 class KernelPreparation:
-    """The kernels of one policy, from the list to the last one loaded."""
+    """The kernels and graphs of one policy, from the list to the last one recorded."""
 
     def __init__(
         self,
         strategies: StrategyKernels,
         lacking: list[Rehearsed],
+        keys: Keys,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._strategies, self._lacking, self._clock = strategies, lacking, clock
         self._kernels, self._rehearsed = KernelList(strategies.runner.passes), 0
         self._compiling: _Compiling | None = None
-        self._all_told = False  # the others know of the last part
+        self._all_told = not lacking  # the others know of the last part
+        self._keys, self._recorded = keys[::-1], 0  # those to record, the next one last
         self._hashes: dict[Variant, str] = {}
 
     @property
@@ -100,6 +125,8 @@ class KernelPreparation:
         of, found = len(self._lacking), len(self._kernels.found)
         if self._rehearsed < of:
             return f"{self._rehearsed} of {of} passes are rehearsed"
+        if self._all_told:
+            return f"{self._recorded} graphs are recorded, and {len(self._keys)} are left"
         if self._compiling is None or self._compiling.ended:
             return f"{found} kernels are being loaded"
         return f"{self._compiling.done} of {found} kernels are compiled"
@@ -108,11 +135,12 @@ class KernelPreparation:
     def taken(self) -> str:
         ended = self._compiling.ended if self._compiling else None
         new = ended.new if ended else 0
-        return f"{new} kernels were compiled for it and {len(self._kernels.found)} loaded"
+        loaded = f"{new} kernels were compiled for it, {len(self._kernels.found)} loaded"
+        return f"{loaded}, and {self._recorded} graphs recorded"
 
     def advance(self) -> bool:
-        """Do a part between two steps. Return whether every kernel is loaded. `Unavailable` where
-        one cannot be compiled, or the GPU has no room.
+        """Do a part between two steps. Return whether all of it is done. `Unavailable` where a
+        kernel cannot be compiled, or the GPU has no room for it.
         """
         runner = self._strategies.runner
         if not runner.graphs.quiet:  # loading may wait for all that the GPU does
@@ -133,6 +161,7 @@ class KernelPreparation:
             and self._list(followers, until_s)
             and self._is_compiled()
             and self._load(followers, until_s)
+            and self._record()
         ):
             return False
         self._strategies.prepared(self._lacking)
@@ -173,6 +202,17 @@ class KernelPreparation:
             self._all_told = not kernels.left
             followers.load_kernels(before - kernels.left, last=self._all_told)
         return self._all_told and followers.prepared()
+
+    def _record(self) -> bool:
+        """Record the next graph, while there is memory for it."""
+        runner = self._strategies.runner
+        while self._keys and runner.graphs.spare:
+            key = self._keys.pop()
+            if unrecorded(key, runner.graphs):
+                runner.record(key)
+                self._recorded += 1
+                return False
+        return True
 
     def stop(self) -> None:
         """Give up, and give back what the rehearsals have made."""

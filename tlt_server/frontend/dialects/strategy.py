@@ -153,9 +153,10 @@ async def replace(service: Service, request: Request) -> StrategyState:
     """Replace the policy, its arms and the pins between two steps; what is absent is unset.
 
     No token changes and no running request is disturbed: a strategy decides how many of the
-    fixed tokens one pass reveals. The kernels of its strategies are compiled and loaded first,
-    while the policy before chooses. The answer comes when it is in force, or after 30 s, or while
-    memory sleeps at once, with `preparing`. 409: another policy was set meanwhile.
+    fixed tokens one pass reveals. The kernels of its strategies are loaded first, and graphs
+    recorded where they are fixed, while the policy before chooses. The answer comes when it is in
+    force, or after 30 s, or while memory sleeps at once, with `preparing`. 409: another policy was
+    set meanwhile.
     """
     service.engine.check_running()
     asked = await service.bodies.read(PolicyFields, await request.body())
