@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -117,7 +117,6 @@ class Config(BaseModel, ServerSettings):
                 f"tls_client_ca {_named(self.tls_client_ca)}; give tls_cert and tls_key together, "
                 "and tls_client_ca only with them"
             )
-
         for origin in self.origins:
             if not is_origin(origin):
                 yield StartupError(
@@ -351,10 +350,7 @@ def load(
         {
             "file": {name: keys[name] for name in usable if name in keys},
             "links": links,
-            "__annotations__": {
-                "file": ClassVar[Mapping[str, Any]],
-                "links": ClassVar[frozenset[str]],
-            },
+            "__annotations__": dict.fromkeys(("file", "links"), ClassVar[Any]),
         },
     )
     try:
@@ -365,8 +361,20 @@ def load(
             named = {setting.flag: name in flags, setting.variable: setting.variable in given}
             source = next((by for by, there in named.items() if there), "the configuration file")
             faults.append(bad_value(setting, [*errors], source))
+        if ignoring is None:
+            bad = {str(each["loc"][0]) for each in error.errors()}
+            try:
+                load(flags, file=file, ignoring=bad)
+            except StartupError as others:
+                lines = others.message.splitlines()
+                faults += [line for line in lines if not named_in(line) & bad]
     _refuse(faults)
     return Config.model_construct(**{name: getattr(loaded, name) for name in _TABLE}).checked()
+
+
+def named_in(fault: str) -> Set[str]:
+    """Return the settings that the first half of a fault's sentence names."""
+    return _TABLE.keys() & {*re.findall(r"\w+", fault.partition("; ")[0])}
 
 
 def _refuse(faults: Sequence[str]) -> None:

@@ -487,6 +487,15 @@ def test_every_setting_that_does_not_fit_another_is_named(model: Path) -> None:
     assert {line.split()[0] for line in lines} <= names and all("; " in line for line in lines)
 
 
+def test_sound_settings_are_checked_where_others_are_bad(tmp_path: Path) -> None:
+    """A fault that names a bad value may be only that value's."""
+    file = yaml_file(tmp_path, "port: eighty\nmodel: /none\nhost: 0.0.0.0\nmax_body_mb: many\n")
+    with pytest.raises(StartupError) as refused:
+        load({"max_bodies_mb": "1"}, file=file)
+    lines = refused.value.message.splitlines()
+    assert [line.split()[0] for line in lines] == ["port", "max_body_mb", "host", "model"]
+
+
 def test_what_is_ignored_counts_as_not_given(model: Path, tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "port: eighty\nmax_queue: 5\nmax_qeue: 7\n")
     found = load({"model": str(model), "max_rows": "x"}, file=file, ignoring={"port", "max_rows"})

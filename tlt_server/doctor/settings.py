@@ -7,17 +7,14 @@ both as JSON.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from tlt_server.config import Config, ResolvedConfig, load
+from tlt_server.config import Config, ResolvedConfig, load, named_in
 from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
-from tlt_server.settings import settings
 
-NAMES = frozenset(setting.name for setting in settings())
 # What is read from the model where it is not set.
 OF_THE_MODEL = frozenset(
     {
@@ -61,15 +58,10 @@ def usable_settings(flags: Mapping[str, Any], file: Path | None) -> Usable:
         except StartupError as error:
             lines = error.message.splitlines()
             faults.update((line, StartupError(line)) for line in lines if line not in faults)
-            named = named or frozenset(name for line in lines for name in _named(line))
+            named = named or frozenset(name for line in lines for name in named_in(line))
             if at_fault is not None and named <= at_fault:
                 return Usable(None, [*faults.values()])
             at_fault = named | (at_fault or frozenset())
-
-
-def _named(fault: str) -> Collection[str]:
-    """Return the settings that the first half of a fault's sentence names."""
-    return NAMES & {*re.findall(r"\w+", fault.partition("; ")[0])}
 
 
 def _sound(config: Config, at_fault: frozenset[str]) -> Config:
