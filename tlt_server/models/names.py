@@ -9,11 +9,12 @@ weights both write through these views.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:  # the command line reads the names of draft networks without torch
+    from torch import Tensor
 
-Parameters = Iterator[tuple[str, Tensor]]
+Parameters: TypeAlias = "Iterator[tuple[str, Tensor]]"
 
 
 def attention_parameters(attention: Any, prefix: str) -> Parameters:
