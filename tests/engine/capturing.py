@@ -11,7 +11,7 @@ from tests.engine.pushing import Pushable
 from tlt_server.commands import Recompute
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest
-from tlt_server.samples.captured import Captured, decode_captured
+from tlt_server.samples.hidden_states import Captured, decode_captured
 from tlt_server.samples.ring import RingConsumer, make_ring
 
 

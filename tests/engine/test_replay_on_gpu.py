@@ -21,7 +21,7 @@ from tlt_server.engine import traces
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.records import GenerateRequest, Strategy
-from tlt_server.samples.captured import Captured, key_of
+from tlt_server.samples.hidden_states import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import Sample, decode_sample, sample_set

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.commands import Recompute
-from tlt_server.engine.capture import Capture
+from tlt_server.engine.hidden_states import Capture
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import InvalidRequest
 from tlt_server.records import GenerateRequest, Sampling, Strategy

@@ -26,7 +26,7 @@ class EngineSettings(SharedSettings):
     random_weights: bool = False  # the target's: drawn, not read; its directory needs no tensors
     weight_version: str = "initial"  # version of the weights in the model directories
     sample_ring: Path | None = None  # finished sequences go there, see `samples.ring`
-    feature_ring: Path | None = None  # their features go there, see `samples.captured`
+    feature_ring: Path | None = None  # their features go there, see `samples.hidden_states`
     feature_bytes: int = 0  # host memory for features on their way there; 0: none are captured
     ring_bytes: int = 0  # size of `feature_ring`
     activity: Path | None = None  # says when the trainer runs, see `samples.activity`

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.engine.capture import Capture, StateSource
+from tlt_server.engine.hidden_states import Capture, StateSource
 from tlt_server.errors import StartupError
 from tlt_server.records import OFF, DraftLimits, GenerateRequest, Strategy
 from tlt_server.samples.ring import RingProducer

@@ -32,7 +32,7 @@ from tlt_server.garbage import loading
 from tlt_server.mps import mps_enabled
 from tlt_server.registry import load_object
 from tlt_server.samples.activity import ActivityReader
-from tlt_server.samples.captured import decode_captured
+from tlt_server.samples.hidden_states import decode_captured
 from tlt_server.samples.identity import identity_of, vocabulary_of
 from tlt_server.samples.inbox import DIRECTORY, Inbox
 from tlt_server.samples.ring import RingConsumer

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_server.samples.captured import FLOAT32, Captured
+from tlt_server.samples.hidden_states import FLOAT32, Captured
 from tlt_server.samples.sample import Sample
 from tlt_server.samples.samples import Responses
 from tlt_server.samples.segments import Recorded

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_kernels.cpu.compiled import cache_directory, compile_all
-from tlt_server.engine.capture import StateSource
+from tlt_server.engine.hidden_states import StateSource
 from tlt_server.engine.loop import Runner
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.policy_changes import Prepare

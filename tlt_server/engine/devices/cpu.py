@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.compiled import MODULES
 from tlt_server.attention.rows import KVCache
-from tlt_server.engine.capture import CachedStates, describe_states
 from tlt_server.engine.devices import Equipped, Memory, Quiet, compiled
 from tlt_server.engine.devices.fingerprints import of_cpu
+from tlt_server.engine.hidden_states import CachedStates, describe_states
 from tlt_server.engine.orders import Allocate, FreePages, Install
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on
@@ -34,7 +34,7 @@ from tlt_server.models.loader import empty_target, load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split
 from tlt_server.registry import load_object
-from tlt_server.samples.captured import FLOAT32, state_bytes
+from tlt_server.samples.hidden_states import FLOAT32, state_bytes
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.drafters.loading import find_loader

@@ -24,12 +24,12 @@ from tlt_server.engine.devices.choice import gpu_split, wider_settings
 from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
 from tlt_server.engine.gpu.buckets import CAPTURED
-from tlt_server.engine.gpu.capture import StateCapture, describe, make_states
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.equipment import GpuEquipment
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
 from tlt_server.engine.gpu.graphs import synchronize
+from tlt_server.engine.gpu.hidden_states import StateCapture, describe, make_states
 from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import GpuKV

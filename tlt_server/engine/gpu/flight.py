@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
 from tlt_server.engine.batch import Batch, Chunk
-from tlt_server.engine.gpu.capture import CapturedStep
 from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.hidden_states import CapturedStep
 from tlt_server.engine.gpu.reports import Reports
 from tlt_server.engine.gpu.tree_samples import TreeSample
 from tlt_server.engine.sequence import Sequence as EngineSequence

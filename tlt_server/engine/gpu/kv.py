@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 from tlt_server.attention.rows import KVCache, SavedPages
+from tlt_server.engine.gpu.hidden_states.pages import PageStates
 from tlt_server.engine.gpu.memory import MemoryPlan
-from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.state import KVSlots
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.layers import Placement

@@ -28,10 +28,10 @@ from tlt_server.engine.gpu.buckets import (
 from tlt_server.engine.gpu.drafts import Follower, GpuDrafter, NetworkStorage
 from tlt_server.engine.gpu.graphs import GraphPool, synchronize
 from tlt_server.engine.gpu.head import SharedHead
+from tlt_server.engine.gpu.hidden_states.pages import PageStates
 from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.kv import DraftKV, GpuKV, make_cache
 from tlt_server.engine.gpu.memory import MemoryPlan
-from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import Keys, StepRunner, load_exchange, prepare
 from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots

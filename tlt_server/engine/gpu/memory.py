@@ -17,7 +17,7 @@ from tlt_server.engine.sizing import MIB, Drafting
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.draft_part import DrafterPart
 from tlt_server.models.training_memory import CONTEXT, TrainingShape
-from tlt_server.samples.captured import state_bytes
+from tlt_server.samples.hidden_states import state_bytes
 
 GIB = 2**30
 RESERVE = 2 * GIB  # for graphs, libraries and fragmentation

@@ -22,12 +22,12 @@ from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.asked import edits_of, limits_rows
-from tlt_server.engine.gpu.capture import StateCapture
 from tlt_server.engine.gpu.drafts import DraftKey, drafters_of
 from tlt_server.engine.gpu.drafts.tables import DeviceTable
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
 from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
+from tlt_server.engine.gpu.hidden_states import StateCapture
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import record
 from tlt_server.engine.gpu.reports import REHEARSED_KEYS, AskedReports, Reporter

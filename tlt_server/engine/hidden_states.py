@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from tlt_server.attention.rows import KVCache
-from tlt_server.samples.captured import (
+from tlt_server.samples.hidden_states import (
     BEYOND,
     FLOAT32,
     Captured,

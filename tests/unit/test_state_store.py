@@ -10,7 +10,7 @@ from tests.unit.recorded_samples import VOCAB, sample
 from tlt_server.commands import MAX_TEXT_BYTES, MAX_TEXTS, decode_command
 from tlt_server.frontend.link.client import readable
 from tlt_server.records import encode
-from tlt_server.samples.captured import Captured, key_of
+from tlt_server.samples.hidden_states import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, sample_set
 from tlt_server.samples.segments import recorded

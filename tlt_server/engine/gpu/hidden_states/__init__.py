@@ -2,7 +2,7 @@
 text of recorded sequences are copied into a ring on the device.
 
 The host chooses batch slots before a step and, one step late, learns how much of the ring the step
-has filled; `page_states.py` takes that part. A step for which the ring may have no room is not
+has filled; `pages.py` takes that part. A step for which the ring may have no room is not
 captured. Without a trainer that wants features none of this exists.
 """
 
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from tlt_kernels.gpu.captured import StateRing, claim, copy_states
+from tlt_kernels.gpu.hidden_states import StateRing, claim, copy_states
 from tlt_kernels.gpu.tensors import KeptRows, RowTable
 from tlt_server.engine.batch import Chunk
-from tlt_server.engine.capture import describe_states
+from tlt_server.engine.gpu.hidden_states.pages import PageStates
 from tlt_server.engine.gpu.memory import MemoryPlan
-from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
+from tlt_server.engine.hidden_states import describe_states
 from tlt_server.engine.sizing import MIB
 from tlt_server.models import Forward
 from tlt_server.models.gpu.decoder import GpuDecoder

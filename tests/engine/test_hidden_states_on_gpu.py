@@ -13,7 +13,7 @@ from tests.engine.gpu_engine import bits
 from tests.engine.pushing import Pushable
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.samples.captured import BFLOAT16, key_of
+from tlt_server.samples.hidden_states import BFLOAT16, key_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def test_captured_states_are_those_that_are_computed_again(tmp_path: Path) -> None:
+def test_hidden_states_are_those_that_are_computed_again(tmp_path: Path) -> None:
     """Over trees of several shapes, prefix hits of siblings, preemptions and the worker thread."""
     settings = EngineSettings(
         model=str(TARGET),

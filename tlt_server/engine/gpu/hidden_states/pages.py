@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_kernels.gpu.captured import StateRing
+from tlt_kernels.gpu.hidden_states import StateRing
 from tlt_kernels.gpu.tensors import PAGE_SIZE
-from tlt_server.engine.capture import Deliver, StateBytes
-from tlt_server.samples.captured import BFLOAT16, FLOAT32
+from tlt_server.engine.hidden_states import Deliver, StateBytes
+from tlt_server.samples.hidden_states import BFLOAT16, FLOAT32
 
 
 class _Page(NamedTuple):

@@ -17,12 +17,12 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import PAGE, bits, checkpoints, drafting, prompt, request
 from tests.engine.pushing import Pushable
 from tlt_server.commands import Recompute, Sleep, WakeUp
-from tlt_server.engine.gpu.capture import StateCapture
+from tlt_server.engine.gpu.hidden_states import StateCapture
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest
-from tlt_server.samples.captured import Captured, key_of
+from tlt_server.samples.hidden_states import Captured, key_of
 from tlt_server.trainer.prefill import CpuPrefill
 from tlt_server.trainer.recompute import Document, Recomputed
 
@@ -39,7 +39,7 @@ def recorded(i: int, length: int, max_tokens: int) -> GenerateRequest:
 
 
 @pytest.mark.long
-def test_captured_states_are_those_that_are_computed_again(
+def test_hidden_states_are_those_that_are_computed_again(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     """Over trees, chunks, preemptions, siblings that share a prompt, and sequences between them

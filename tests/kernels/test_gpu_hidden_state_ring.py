@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE
-from tlt_kernels.gpu.captured import StateRing, claim, copy_states
+from tlt_kernels.gpu.hidden_states import StateRing, claim, copy_states
 from tlt_kernels.gpu.tensors import KeptRows, RowTable
 
 Q, SLOTS = 5, 1500

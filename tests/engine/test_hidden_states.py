@@ -18,7 +18,7 @@ from tlt_server.errors import StartupError
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest, Sampling
-from tlt_server.samples.captured import Captured, decode_captured, key_of
+from tlt_server.samples.hidden_states import Captured, decode_captured, key_of
 from tlt_server.samples.ring import RingConsumer, make_ring
 from tlt_server.trainer.prefill import CpuPrefill
 from tlt_server.trainer.recompute import Document, Recomputed
@@ -75,7 +75,7 @@ def key(text: list[int]) -> bytes:
     return key_of(np.array(text, "<i4").tobytes())
 
 
-def test_captured_states_are_those_that_a_prefill_computes(
+def test_hidden_states_are_those_that_a_prefill_computes(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     plain, engine = Pushable(settings), Capturing(settings, tmp_path / "rings")
