@@ -42,7 +42,7 @@ class Containment:
         """Return the error for what is ended. Raise `error` where it is a GPU's or one of `ends`,
         and an `AssertionError` where the check fails.
         """
-        if isinstance(error, self._ends) or _of_gpu(error):
+        if isinstance(error, self._ends) or of_gpu(error):
             raise error
         self.count += 1
         Containment.total += 1
@@ -100,7 +100,8 @@ def trace(error: BaseException, *, ready: bool) -> str:
     )
 
 
-def _of_gpu(error: BaseException) -> bool:
+def of_gpu(error: BaseException) -> bool:
+    """Return True if the error, or one that it followed, is a GPU's."""
     return any(_is_of_gpu(link) for link in _chain(error))
 
 

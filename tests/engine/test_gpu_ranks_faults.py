@@ -23,21 +23,21 @@ from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import SharedGpuMemory
 from tlt_kernels.gpu.agreement import SUM_FLOATS
+from tlt_server.engine import follower
 from tlt_server.engine.arena import Arena
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.gpu import ranks
 from tlt_server.engine.gpu.agreement import WORDS, Agreement
 from tlt_server.engine.gpu.flight import Flight, newest_tokens
 from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.orders import Begin, ListKernels, LoadKernels, ReportMemory, Settle
+from tlt_server.engine.gpu.orders import Begin, GpuOrder, LoadKernels, ReportMemory, Settle
 from tlt_server.engine.gpu.passes import Rehearsed
-from tlt_server.engine.gpu.rank import GpuRank
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.gpu.ring import PinnedBuffer
-from tlt_server.engine.orders import Drop, RankAnswer
+from tlt_server.engine.orders import Drop, Envelope, RankAnswer, RankStart, encoded
 from tlt_server.engine.rank_answers import RankAnswers
 from tlt_server.engine.shared_models import SharedSplit
-from tlt_server.errors import EngineFailed
+from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
 from tlt_server.models.gpu.layers import Placement
@@ -110,7 +110,7 @@ class Inbox:
         return msgspec.msgpack.encode(self.answers.pop(0))
 
 
-def test_kernels_of_other_ranks_are_not_waited_for_and_their_lack_of_room_is_told() -> None:
+def test_kernels_of_other_ranks_are_not_waited_for() -> None:
     ranks, inbox = Stepping(""), Inbox()
     ranks._answers = RankAnswers(inbox, 1, lambda: None)  # type: ignore[arg-type]
     ranks._lock, ranks._epoch, ranks._sent = threading.RLock(), "a", 0
@@ -126,22 +126,54 @@ def test_kernels_of_other_ranks_are_not_waited_for_and_their_lack_of_room_is_tol
     assert ranks.prepared()
     for _ in range(2):
         ranks.load_kernels(3, last=False)
-    inbox.answers += [RankAnswer(1, number, exhausted="no room") for number in (3, 4)]
-    with pytest.raises(torch.OutOfMemoryError, match="rank 1 is out of memory"):
+    inbox.answers += [RankAnswer(1, number, refused="no room") for number in (3, 4)]
+    with pytest.raises(Unavailable, match="rank 1: no room"):
         ranks.prepared()
     ranks.drop_kernels()
-    assert ranks.prepared(), "a later preparation was told of an earlier one's lack of room"
+    assert ranks.prepared(), "a later preparation was told of an earlier one's refusal"
 
 
-@pytest.mark.parametrize("order", [ListKernels(Rehearsed(None, ()), False), LoadKernels(1, True)])
-def test_a_rank_without_room_for_kernels_answers_so(order: ListKernels | LoadKernels) -> None:
-    def full(*asked: object, **how: object) -> None:
-        raise RuntimeError("Triton Error [CUDA]: out of memory")
+class Lacking:
+    """A rank that cannot load a kernel, its inbox and its outbox."""
 
-    rank = GpuRank.__new__(GpuRank)
-    rank._kernels = SimpleNamespace(add=full, load=full)  # type: ignore[assignment]
-    with pytest.raises(torch.OutOfMemoryError):
-        rank._launch(order)
+    orders = GpuOrder
+    error = Unavailable("kernel grow of this policy is not loaded")
+
+    def __init__(self, *asks: bool) -> None:
+        order = LoadKernels(1, True)
+        self.sent = [encoded(Envelope("a", n, each, order)) for n, each in enumerate(asks, 1)]
+        self.answers: list[RankAnswer] = []
+
+    def follow(self, order: object) -> str:
+        raise self.error
+
+    def recv(self) -> bytes:
+        if not self.sent:
+            raise EOFError
+        return self.sent.pop(0)
+
+    def send(self, data: bytes) -> None:
+        self.answers.append(msgspec.msgpack.decode(data, type=RankAnswer))
+
+
+def served(rank: Lacking, monkeypatch: pytest.MonkeyPatch) -> list[RankAnswer]:
+    """Let a rank follow what was sent, and return its answers after those of its start."""
+    monkeypatch.setattr(
+        follower, "FOLLOWING", SimpleNamespace(resolve=lambda name: lambda *a: rank)
+    )
+    start = RankStart("a", 1, 2, "cuda", "", "", 64, 1)
+    with pytest.raises(EOFError):
+        follower.serve(start, None, rank, rank)  # type: ignore[arg-type]
+    return rank.answers[2:]
+
+
+def test_a_rank_that_refuses_kernels_answers_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = [RankAnswer(1, number, refused=Lacking.error.message) for number in (1, 2)]
+    assert served(Lacking(True, True), monkeypatch) == refused
+    with pytest.raises(EngineFailed, match=r"order 1 \(LoadKernels\): kernel grow"):
+        served(Lacking(False), monkeypatch)
 
 
 def newest_of(group: Stepping, event: Any) -> dict[Any, list[int]]:

@@ -85,7 +85,7 @@ class Gpu:
 
     def prepared(self) -> bool:
         if self.others_fail:
-            raise torch.OutOfMemoryError("rank 1 is out of memory")
+            raise Unavailable("rank 1: the GPU has no room for the kernels of this policy")
         return self.others_ready
 
     def compiler(self, variants: Sequence[Variant]) -> Gpu:
@@ -258,7 +258,7 @@ def test_no_part_begins_before_the_other_ranks_have_done_theirs(gpu: Gpu) -> Non
     until(preparation.advance)
 
 
-def test_another_rank_without_room_refuses_the_policy(gpu: Gpu) -> None:
+def test_a_refusal_by_another_rank_drops_what_was_listed(gpu: Gpu) -> None:
     preparation = preparation_of(gpu, CHAIN)
     assert not preparation.advance()
     gpu.others_fail = True
@@ -286,19 +286,24 @@ def test_kernels_that_do_not_compile_refuse_the_policy(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "typed"),
+    ("error", "typed", "message"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), Unavailable),
-        (RuntimeError("CUDA error: an illegal address"), RuntimeError),
+        (torch.OutOfMemoryError("CUDA out of memory"), Unavailable, "no room for the kernels"),
+        (ValueError("it has no such name"), Unavailable, "kernel grow .*ValueError: it has no"),
+        (RuntimeError("CUDA error: an illegal address"), RuntimeError, "illegal address"),
     ],
 )
-def test_a_gpu_without_room_refuses_the_policy(
-    error: RuntimeError, typed: type[Exception], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_that_cannot_be_loaded_refuses_the_policy(
+    error: Exception,
+    typed: type[Exception],
+    message: str,
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(variant: Variant) -> None:
         raise error
 
     monkeypatch.setattr(preparing, "load", fails)
     gpu.ended = Compiled(4, "")
-    with pytest.raises(typed, match="no room" if typed is Unavailable else "illegal"):
+    with pytest.raises(typed, match=message):
         until(preparation_of(gpu, CHAIN).advance)

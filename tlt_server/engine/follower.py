@@ -38,7 +38,7 @@ from tlt_server.engine.orders import (
     RankStart,
 )
 from tlt_server.engine.rank_memory import RankMemory
-from tlt_server.errors import EngineFailed, TltError
+from tlt_server.errors import EngineFailed, TltError, Unavailable
 from tlt_server.faults import trace
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
@@ -165,16 +165,14 @@ def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) 
         answer = RankAnswer(start.rank, number)
         try:
             answer = structs.replace(answer, text=rank.follow(envelope.order))
-        except torch.OutOfMemoryError as cause:
+        except (torch.OutOfMemoryError, TltError) as cause:
+            why = cause.message if isinstance(cause, TltError) else str(cause)[:200]
             if not envelope.asks:
                 order = type(envelope.order).__name__
-                raise EngineFailed(f"order {number} ({order}): {str(cause)[:200]}") from None
-            answer = structs.replace(answer, exhausted=str(cause)[:200])
-        except TltError as cause:
-            if not envelope.asks:
-                order = type(envelope.order).__name__
-                raise EngineFailed(f"order {number} ({order}): {cause.message}") from None
-            answer = structs.replace(answer, error=cause.message)
+                raise EngineFailed(f"order {number} ({order}): {why}") from None
+            kinds = {torch.OutOfMemoryError: "exhausted", Unavailable: "refused", TltError: "error"}
+            kind = next(name for kind, name in kinds.items() if isinstance(cause, kind))
+            answer = structs.replace(answer, **{kind: why})
         if envelope.asks:
             outbox.send(msgspec.msgpack.encode(answer))
 

@@ -147,6 +147,7 @@ class RankAnswer(Struct, frozen=True):
     text: str = ""
     error: str = ""
     exhausted: str = ""  # the allocator's error; the rank can go on
+    refused: str = ""  # the message of its `Unavailable`; the rank can go on
 
 
 class RankStart(Struct, frozen=True):

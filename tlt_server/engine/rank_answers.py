@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from tlt_server.engine.orders import RankAnswer
-from tlt_server.errors import EngineFailed
+from tlt_server.errors import EngineFailed, Unavailable
 
 START_S = 120.0  # for an answer while ranks start, and may compile kernels
 POLL_S = 0.2
@@ -37,7 +37,8 @@ class RankAnswers:
 
     def of(self, number: int) -> list[str]:
         """Return the texts of all ranks' answers to an order. `EngineFailed` where a rank could
-        not follow it or says nothing, `torch.OutOfMemoryError` where one had no room.
+        not follow it or says nothing, `torch.OutOfMemoryError` where one had no room,
+        `Unavailable` where one refused it.
         """
         until_s = time.monotonic() + self.patience_s
         while not self.complete(number, wait_s=POLL_S):
@@ -48,6 +49,8 @@ class RankAnswers:
         for rank, answer in answers.items():
             if answer.exhausted:
                 raise torch.OutOfMemoryError(f"rank {rank} is out of memory: {answer.exhausted}")
+            if answer.refused:
+                raise Unavailable(f"rank {rank}: {answer.refused}")
         return [answers[rank].text for rank in sorted(answers)]
 
     def complete(self, number: int, *, wait_s: float = 0.0) -> bool:

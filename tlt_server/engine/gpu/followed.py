@@ -57,7 +57,7 @@ class Followers(Protocol):
 
     def prepared(self) -> bool:
         """Return True once they have listed and loaded all that was asked, without a wait.
-        `torch.OutOfMemoryError` where one had no room.
+        `Unavailable` where one could not.
         """
 
     def forget(self, slots: list[int]) -> None: ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -21,6 +21,8 @@ from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.passes import Passes, Rehearsed
 from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.engine.phases import OnProgress
+from tlt_server.errors import Unavailable
+from tlt_server.faults import of_gpu
 from tlt_server.models.gpu.swapping import Stored, compile_swaps
 from tlt_server.weights.storage import ran_out
 
@@ -93,8 +95,29 @@ def rehearsals(keys: Keys) -> Iterator[Rehearsed]:
             yield Rehearsed(key, tuple(each for each in extends if each.batch == key.batch))
 
 
+@contextmanager
+def _refusing(kernel: str = "") -> Iterator[None]:
+    """Refuse a policy for which the GPU has no room, or whose kernel cannot be loaded."""
+    try:
+        yield
+    except Exception as error:
+        if ran_out(error):
+            raise Unavailable(
+                f"the GPU has no room for the kernels of this policy; {BUSY}, then set it again"
+            ) from None
+        if not kernel or of_gpu(error):
+            raise
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        raise Unavailable(
+            f"kernel {kernel} of this policy is not loaded ({why}); set it again once that is "
+            "mended"
+        ) from error
+
+
 class KernelList:
-    """The kernels of a policy that one rank has not loaded, in the order of their passes."""
+    """The kernels of a policy that one rank has not loaded, in the order of their passes. What they
+    lack is `Unavailable`.
+    """
 
     def __init__(self, passes: Passes) -> None:
         self._passes, self._before = passes, passes.made
@@ -108,15 +131,18 @@ class KernelList:
 
     def add(self, rehearsed: Rehearsed) -> None:
         """List what these passes lack. No kernel of ours is launched, so requests may run."""
-        with torch.inference_mode(), torch.cuda.stream(self._passes.stream), listed() as found:
-            _rehearse(self._passes, rehearsed)
+        with _refusing(), torch.inference_mode(), torch.cuda.stream(self._passes.stream):
+            with listed() as found:
+                _rehearse(self._passes, rehearsed)
         self._unloaded += (variant for variant in found if variant not in self.found)
         self.found |= found
 
     def load(self, count: int, *, last: bool) -> None:
         """Load the next ones, at `last` all that is left."""
         for _ in range(self.left if last else min(count, self.left)):
-            load(self._unloaded.popleft())
+            variant = self._unloaded.popleft()
+            with _refusing(variant.kernel):
+                load(variant)
 
     def drop(self) -> None:
         """Give back the buffers that listing has made."""

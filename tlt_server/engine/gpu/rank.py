@@ -35,7 +35,6 @@ from tlt_server.engine.gpu.orders import (
     FinishStep,
     ForgetTexts,
     GpuOrder,
-    KernelOrder,
     LaunchOrder,
     ListKernels,
     LoadKernels,
@@ -64,7 +63,6 @@ from tlt_server.models.gpu.swapping import swap_networks
 from tlt_server.models.loader import eos_token_ids
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.weights.parts import Drafter
-from tlt_server.weights.storage import ran_out
 
 UPLOADS = 8  # buffers of words that may be on their way
 
@@ -155,16 +153,6 @@ class GpuRank:
                 key = draft or extend
                 assert key is not None
                 record(self.passes, key)
-            case ListKernels() | LoadKernels() | DropKernels():
-                try:
-                    self._prepare(order)
-                except RuntimeError as error:
-                    if not ran_out(error):
-                        raise
-                    raise torch.OutOfMemoryError(str(error)) from None
-
-    def _prepare(self, order: KernelOrder) -> None:
-        match order:
             case ListKernels(passes, first):
                 if first:
                     self._kernels = KernelList(self.passes)

@@ -27,7 +27,7 @@ from tlt_server.engine.gpu.passes import Rehearsed
 from tlt_server.engine.gpu.ring import PinnedBuffer
 from tlt_server.engine.ranks import Ranks
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.errors import EngineFailed
+from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class GpuRanks(Ranks):
 
     def drop_kernels(self) -> None:
         while self._preparing:  # they are a part late at most
-            with suppress(torch.OutOfMemoryError):
+            with suppress(Unavailable):
                 self.answered(self._preparing.popleft())
         self.order(told.DropKernels())
 

@@ -23,11 +23,9 @@ from tlt_server.engine.gpu.followed import Followers
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.passes import Passes, Rehearsed
 from tlt_server.engine.gpu.preparing import KernelList, Key, Keys, rehearsals
-from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.errors import Unavailable
 from tlt_server.records import Strategy
 from tlt_server.speculation.sizes import Reach
-from tlt_server.weights.storage import ran_out
 
 PART_S = 0.005  # time that a part between two steps takes; one pass or kernel may take longer
 
@@ -145,14 +143,7 @@ class KernelPreparation:
         runner = self._strategies.runner
         if not runner.graphs.quiet:  # loading may wait for all that the GPU does
             return False
-        try:
-            return self._advance(runner.followers)
-        except RuntimeError as error:
-            if not ran_out(error):
-                raise
-            raise Unavailable(
-                f"the GPU has no room for the kernels of this policy; {BUSY}, then set it again"
-            ) from None
+        return self._advance(runner.followers)
 
     def _advance(self, followers: Followers) -> bool:
         until_s = self._clock() + PART_S
