@@ -77,7 +77,7 @@ class ObjectReader(ValueReader):
         if self._open:
             check_members(text)
         found = enumerate(self._outlines.decode(text))
-        return [part(f"[{at}]", self._made, outline) for at, outline in found]
+        return [part(at, self._made, outline) for at, outline in found]
 
     def _value(self, text: memoryview) -> Any:
         if self._open:
@@ -99,7 +99,7 @@ class ObjectReader(ValueReader):
     def _make_open(self, texts: dict[str, Raw]) -> Any:
         known = {field.attribute: texts.pop(field.name, UNSET) for field in self._fields}
         more = {
-            name: part(f".{name[:MAX_PATH]}", ANY.read, memoryview(text))
+            name: part(name, ANY.read, memoryview(text))
             for name, text in texts.items()
             if memoryview(text) != NULL
         }
@@ -107,17 +107,22 @@ class ObjectReader(ValueReader):
 
     def _make(self, raw_of: Callable[[str], Any], **values: Any) -> Any:
         """Return the object. `raw_of` returns the text of a field, or UNSET."""
-        for name, attribute, reader, required in self._fields:
-            raw = raw_of(attribute)
-            if raw is UNSET or (self._tolerant and memoryview(raw) == NULL):
-                if required:
-                    raise Wrong(_missing, f".{name}")
-                continue
-            values[attribute] = part(f".{name}", reader.read, memoryview(raw))
-        for name, refused in self._refused.items():
-            raw = raw_of(name)
-            if raw is not UNSET and not _is_off(memoryview(raw), refused):
-                raise _refusal(name, memoryview(raw), refused)
+        name = ""
+        try:
+            for name, attribute, reader, required in self._fields:  # noqa: B007 (in the handler)
+                raw = raw_of(attribute)
+                if raw is UNSET or (self._tolerant and memoryview(raw) == NULL):
+                    if required:
+                        raise Wrong(_missing)
+                    continue
+                values[attribute] = reader.read(memoryview(raw))
+            for name, refused in self._refused.items():
+                raw = raw_of(name)
+                if raw is not UNSET and not _is_off(memoryview(raw), refused):
+                    raise _refusal(memoryview(raw), refused)
+        except Wrong as wrong:  # like `part`, which takes longer
+            wrong.path.append(name)
+            raise
         return self._type(**values)
 
     def _unknown(self, message: str) -> Wrong:
@@ -128,7 +133,7 @@ class ObjectReader(ValueReader):
             lambda where: InvalidRequest(
                 f"unknown field {where}{nearest(name, known)} (known: {', '.join(known)})"
             ),
-            f".{name}",
+            name,
         )
 
 
@@ -145,9 +150,9 @@ def _is_off(text: memoryview, refused: RefusedField) -> bool:
     return any(type(value) is type(off) and value == off for off in refused.off)
 
 
-def _refusal(name: str, text: memoryview, refused: RefusedField) -> Wrong:
+def _refusal(text: memoryview, refused: RefusedField) -> Wrong:
     value = shown_text(text)
-    return Wrong(lambda where: InvalidRequest(f"{where} is {value}; {refused.why}"), f".{name}")
+    return Wrong(lambda where: InvalidRequest(f"{where} is {value}; {refused.why}"))
 
 
 def _missing(where: str) -> InvalidRequest:

@@ -20,7 +20,7 @@ from msgspec.json import Decoder, decode
 from tlt_client.fields import MAX_INT32
 from tlt_server.frontend.http.counting import Length, check_members
 from tlt_server.frontend.http.scalars import DIGITS, Scalar, ValueReader
-from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, must, no_text, part
+from tlt_server.frontend.http.wrong import Wrong, must, no_text, part
 from tlt_server.packed import PackedIds
 
 NULL = b"null"
@@ -42,7 +42,7 @@ class ListReader(ValueReader):
         except (MsgspecError, UnicodeDecodeError):
             self._length.check(text)
             found = enumerate(decode(text, type=list[Raw]))
-            return [part(f"[{at}]", read, memoryview(member)) for at, member in found]
+            return [part(at, read, memoryview(member)) for at, member in found]
 
 
 class AlikeReader(ValueReader):
@@ -68,7 +68,7 @@ class DictReader(ValueReader):
     def _value(self, text: memoryview) -> dict[str, Any]:
         self._length.check(text)
         return {
-            name: part(f".{name[:MAX_PATH]}", self._element.read, memoryview(member))
+            name: part(name, self._element.read, memoryview(member))
             for name, member in texts_of(text).items()
         }
 
@@ -127,7 +127,7 @@ class JsonReader(ValueReader):
         """Return the error about a list with a member that is no object."""
         for at, member in enumerate(decode(text, type=list[Raw])):
             if memoryview(member)[0] != ord("{"):
-                return must(memoryview(member), "be an object", f"[{at}]")
+                return must(memoryview(member), "be an object", at)
         return must(text, "be a list of objects")
 
 

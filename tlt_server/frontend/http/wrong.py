@@ -14,17 +14,22 @@ MAX_PATH = 200  # characters of a path that an error shows
 
 
 class Wrong(Exception):
-    """`say` makes the error from the path of the value; `path` has its steps, innermost first."""
+    """`say` makes the error from the path of the value; `path` has its steps, innermost first:
+    names of fields, and places in lists.
+    """
 
-    def __init__(self, say: Callable[[str], TltError], *path: str) -> None:
+    def __init__(self, say: Callable[[str], TltError], *path: str | int) -> None:
         super().__init__()
         self._say, self.path = say, [*path]
 
     def error(self) -> TltError:
-        return self._say("".join(reversed(self.path)).removeprefix(".")[:MAX_PATH])
+        steps = (
+            f".{step[:MAX_PATH]}" if isinstance(step, str) else f"[{step}]" for step in self.path
+        )
+        return self._say("".join(reversed([*steps])).removeprefix(".")[:MAX_PATH])
 
 
-def must(text: memoryview, requirement: str, *path: str) -> Wrong:
+def must(text: memoryview, requirement: str, *path: str | int) -> Wrong:
     value = shown_text(text)
     return Wrong(lambda where: InvalidRequest(f"{where} is {value}; it must {requirement}"), *path)
 
@@ -38,12 +43,12 @@ def no_text() -> Wrong:
     )
 
 
-def part(step: str, make: Callable[[Any], Any], found: Any) -> Any:
+def part(step: str | int, make: Callable[[Any], Any], found: Any) -> Any:
     """Return what `make` makes of a part of a value; an error's path gets the step to the part."""
     try:
         return make(found)
     except Wrong as wrong:
-        wrong.path.append(step[:MAX_PATH])
+        wrong.path.append(step)
         raise
 
 
