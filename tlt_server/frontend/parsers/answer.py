@@ -18,6 +18,7 @@ class AnswerReader:
         """`thinking` comes first, and `tools` reads what it takes for content."""
         self._thinking, self._tools = thinking, tools
         self._kind: type[Piece] | None = None  # the kind of the last piece
+        self._thought = False  # whether there was reasoning, be it white space alone
         self._space = ""
 
     def push(self, text: str) -> list[Piece]:
@@ -54,7 +55,9 @@ class AnswerReader:
                 yield piece
                 continue
             text, kind = piece.text, type(piece)
-            if kind is self._kind or (self._kind is None and kind is SpokenText):
+            self._thought |= kind is ThoughtText
+            first = self._kind is None and not self._thought
+            if kind is self._kind or first:
                 text = self._space + text
             else:
                 text = text.lstrip()

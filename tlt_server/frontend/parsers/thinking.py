@@ -46,7 +46,7 @@ class Thinking:
             keep = partial(reasoning, CLOSE) if self._inside else 0
             settled = len(reasoning) - keep
             self._held = reasoning[settled:]
-            if settled:
+            if settled or tag:
                 yield ThoughtText(reasoning[:settled])
         if text:
             yield SpokenText(text)
