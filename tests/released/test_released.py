@@ -25,6 +25,7 @@ from tests.frontend.live_server import live_server
 from tests.frontend.tiny_model import write_model
 from tests.released.frames import journal_of, journal_records, with_header, with_segment_header
 from tlt_client import Client, ServerError
+from tlt_server.drafter.data import TargetLimits, read_documents
 from tlt_server.drafter.records import load_record
 from tlt_server.engine.knowledge_file import KnowledgeFile
 from tlt_server.engine.settings import EngineSettings
@@ -213,6 +214,16 @@ def test_recorded_rollout_is_read(left: Path) -> None:
     expected = EXPECTED["rollout"]
     assert [samples.responses.tokens(n).tolist() for n in range(3)] == expected["tokens"]
     assert int(samples.verified.accepted_V.sum()) == expected["accepted"] > 0
+
+
+def test_rollout_of_another_target_is_refused_by_every_reader(left: Path) -> None:
+    path, config = left / "rollout.safetensors", left / "model" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": ', '"num_hidden_layers": 1'))
+    limits = TargetLimits(vocab_size=2**20, max_position=2**20)
+    with pytest.raises(StartupError, match="name the target that was recorded"):
+        load_record(path, left / "model")
+    with pytest.raises(StartupError, match="name the target that was recorded"):
+        read_documents([path], limits, left / "model")
 
 
 def test_later_recorded_rollout_is_refused(left: Path) -> None:

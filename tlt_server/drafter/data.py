@@ -16,11 +16,11 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from tlt_server.drafter.records import rollout_of
 from tlt_server.errors import InvalidRequest, StartupError
 from tlt_server.frontend.generation.text import Text
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.segments import SUFFIX, Refusals, SegmentHeader, read_segment
-from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.trainer.recompute import Document
 
 MAX_LINE_BYTES = 1 << 24  # 16 MiB: a million tokens of ids
@@ -80,15 +80,9 @@ def _segments_of(file: Path, limits: TargetLimits, target: Path) -> PlacedDocume
 
 
 def _rollout_of(file: Path, limits: TargetLimits, target: Path) -> PlacedDocuments:
-    record = RolloutRecord.load(file)
-    recorded, found = record.header.legend.model, identity_of(target).model
-    if recorded and recorded != found:
-        raise StartupError(
-            f"{file}: recorded with a target of identity {recorded}, and {target} has {found}; "
-            "name the target that was recorded"
-        )
-    for n, prompt_len in enumerate(record.responses.prompt_len_N.tolist()):
-        token_T, place = record.responses.tokens(n), f"{file}, response {n}"
+    responses = rollout_of(file, target).responses
+    for n, prompt_len in enumerate(responses.prompt_len_N.tolist()):
+        token_T, place = responses.tokens(n), f"{file}, response {n}"
         _check_length(len(token_T), limits, place)
         yield place, _marked(token_T, prompt_len)
 

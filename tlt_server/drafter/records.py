@@ -69,13 +69,7 @@ def load_record(path: Path, target: Path) -> EvaluatedRecord:
     """Read a record of this target. `StartupError` names what is wrong with it and the remedy."""
     if path.is_dir() or path.suffix == SUFFIX:
         return _segments(path, target)
-    record = RolloutRecord.load(path)
-    recorded, found = record.header.legend.model, identity_of(target).model
-    if recorded and recorded != found:
-        raise StartupError(
-            f"--target {target} is {found}, {path} was recorded with {recorded}: name the target "
-            "that was recorded (its shape and tokenizer count, not its weights)"
-        )
+    record = rollout_of(path, target)
     cost, decoding_C = CostModel(), record.cycles.decoding_C
     cost.restore(record.header.cost)
     return EvaluatedRecord(
@@ -90,6 +84,18 @@ def load_record(path: Path, target: Path) -> EvaluatedRecord:
         record.header.described,
         record.header.machine,
     )
+
+
+def rollout_of(path: Path, target: Path) -> RolloutRecord:
+    """Read a file of `tlt bench record`. `StartupError` where it is of another target."""
+    record = RolloutRecord.load(path)
+    recorded, found = record.header.legend.model, identity_of(target).model
+    if recorded and recorded != found:
+        raise StartupError(
+            f"--target {target} is {found}, {path} was recorded with {recorded}: name the target "
+            "that was recorded (its shape and tokenizer count, not its weights)"
+        )
+    return record
 
 
 def _segments(path: Path, target: Path) -> EvaluatedRecord:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlt_server.private import private_directory
+from tlt_server.samples.inbox import Inbox
 from tlt_server.samples.sample import Sample
 from tlt_server.samples.segments import (
     MAX_NUMBER,
@@ -154,6 +155,17 @@ class SampleBuffer:
         self._shrink()
         return True
 
+    def take_in(self, inbox: Inbox) -> None:
+        """Take one file of another server that waits, without the sequences that are here: those
+        of the same tokens, seed and weight versions.
+        """
+        entries = [*inbox.take(self.header, self.refusals, self.bounds.longest)]
+        known = {_fact(entry.sample) for entry in self} if entries else set()
+        for entry in entries:
+            if (fact := _fact(entry.sample)) not in known:
+                known.add(fact)
+                self.add(entry.sample)
+
     def _segment(self, owner: str, entry: Recorded) -> Segment:
         """Return the key's segment to append to; a new one where it is full or failed."""
         segment = self._open.get(owner)
@@ -237,3 +249,7 @@ def _first_number(path: Path) -> int:
     except ValueError:
         return 0
     return number if number <= MAX_NUMBER else 0
+
+
+def _fact(sample: Sample) -> tuple[bytes, int, int, tuple[tuple[int, str], ...]]:
+    return sample.tokens, sample.prompt_len, sample.seed, tuple(sample.spans)

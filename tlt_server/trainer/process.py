@@ -40,7 +40,6 @@ from tlt_server.samples.sample import Sample, decode_sample
 from tlt_server.samples.segments import SegmentHeader
 from tlt_server.samples.tables import table_file
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
-from tlt_server.trainer.inbox import take_in
 from tlt_server.trainer.spot import SpotTrainer, Work
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.trainer.states import WORKING
@@ -101,7 +100,7 @@ class Keeper:
         file of other servers, too.
         """
         if self._inbox is not None:
-            take_in(self._inbox, self.buffer)
+            self.buffer.take_in(self._inbox)
         taken = self._drain(self._ring, self._keep)
         if self._feature_ring is None:
             return taken

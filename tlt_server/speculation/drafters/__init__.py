@@ -59,7 +59,7 @@ DRAFTERS: dict[str, Declaration] = {
         Half(
             "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
             tuple((depth, 4, rows) for rows in (8, 16, 32, 48) for depth in (4, 8)),
-            "tlt_server.speculation.drafters.eagle_on_gpu:GpuEagleLoader",
+            "tlt_server.speculation.drafters.eagle:GpuEagleLoader",
             depths=(1, 2, 3, 5, 7, 10, 14, 20),
             widths=(1, 2, 4),
         ),

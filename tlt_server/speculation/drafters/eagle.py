@@ -32,6 +32,8 @@ from tlt_server.models.draft_checkpoint import (
     fill_drafter,
 )
 from tlt_server.models.draft_networks import Architecture
+from tlt_server.models.gpu.limits import check_shape
+from tlt_server.models.layers import LayerShape
 from tlt_server.records import Strategy
 from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates, DraftBatch
@@ -119,6 +121,18 @@ class EagleLoader:
 
     def parse_calibration(self, content: bytes, source: str) -> Calibration:
         return Calibration.parse(content, source)
+
+
+class GpuEagleLoader(EagleLoader):
+    """The loader of the same layouts on a GPU."""
+
+    def network(self, architecture: Architecture) -> str:
+        return architecture.gpu
+
+    def check(self, network: Fillable, directory: Path) -> None:
+        config = network.config
+        check_shape(config, LayerShape(mlp_bias=config.mlp_bias), str(directory))
+        super().check(network, directory)
 
 
 class Eagle:
