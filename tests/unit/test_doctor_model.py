@@ -75,6 +75,7 @@ def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found(model.memory, configured(drafter="none", tensor_parallel=ranks)).found
         for ranks in (1, 2)
     )
+    assert "0.25 GiB of grammars in the host's memory" in one
     assert "on each of 2 GPUs" in shared and "GPUs" not in one
     assert re.search(r"of weights, \d+ MiB for exchanges", shared) and "exchange" not in one
     assert "each GPU has 0.79 of that throughput" in shared and "throughput" not in one
@@ -270,6 +271,7 @@ def test_memory(
     monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
     finding = found(model.memory, configured(weight_root=tmp_path))
     assert finding.status == status and "3 x 0.02 GiB" in finding.found
+    assert "0.25 GiB of grammars" in finding.found
     for name, value in {
         "max": f"{300 * 2**20}",
         "current": "0",

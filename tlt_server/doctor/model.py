@@ -213,6 +213,7 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
         found += f" on each of {ranks} GPUs"
         if planned(replace(settings, tensor_parallel=1)).fits:
             found += f"; {COST}"
+    found += f"; {GRAMMARS / GIB:.2f} GiB of grammars in the host's memory"
     if network is None or not plan.needs.per_state:
         return ok(found)
     rooms = {other.device: other.total_bytes for other in gpu.others}
