@@ -1,5 +1,5 @@
-"""The sequences that were submitted and have not ended. Each ends once: what it holds is taken back
-and its last output returned, also where handling it raised. No tensors.
+"""The sequences that were submitted and have not ended. Each ends once: its pages and batch slot
+are taken back and its last output is returned, also where handling it raised. No tensors.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Ledger:
 
     def failed(self, sequence: Sequence, error: Exception) -> StepOutput:
         """End a sequence whose handling raised this, and no other."""
-        self._running.pool.withdraw(sequence.pages)  # what its KV is worth is not known
+        self._running.pool.withdraw(sequence.pages)  # its KV may be wrong
         self._take_back(sequence)
         fault = self.faults.contain(error, f"sequence {sequence.id}")
         return last_output(sequence.id, "error", (fault.code, fault.message))

@@ -1,12 +1,12 @@
 """Compiled grammars and the budgets of their masks.
 
-A lexer keeps what it has found, so what a mask takes depends on what others have asked. Whether a
-structure fails must not. So a sequence fails by its own account only: of a lexer that has seen its
-emitted tokens and no others (`sole`). It has one account from its start: each token adds REFILL, up
-to FUEL, and each mask takes its work; below zero the structure fails. While all sequences and
-drafts of a shared lexer together have spent less than SHARED, none of them can have spent its
-account, so nothing is counted. A lexer is found again from its grammar and the tokens, so one that
-gives its memory back (`Lexers`) changes no token and no failure.
+A lexer caches its states, so the work of a mask depends on all earlier masks of that lexer. Whether
+a structure fails must not. So a sequence fails only by the account that it has on a lexer of its
+own (`sole`), which sees its emitted tokens and no others: each token adds REFILL, up to FUEL, and
+each mask takes its work; below zero the structure fails. While all sequences and drafts of a shared
+lexer together have spent less than SHARED, no account can be empty, so nothing is counted. A lexer
+is a function of its grammar and tokens, so giving its memory back (`Lexers`) changes no token and
+no failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FEW = 8  # sequences that wear a lexer out: it is of no use to share one
 LEAST_BYTES, FUEL_BYTES = 2**16, 32  # memory of a lexer, and per unit of fuel that it has spent
 LIMIT = 2**28  # bytes of all lexers
 IDLE_S = 60.0
-SELDOM = 64  # questions for memory until what is held is looked at again
+SELDOM = 64  # questions for memory between two comparisons of all lexers
 _turns = itertools.count()
 
 
@@ -45,7 +45,7 @@ class User(Protocol):
 
 
 class Lexer:
-    """A compiled grammar, perhaps still to be compiled, with what its lexer has found."""
+    """A grammar, compiled or about to be, with the states that its lexer has cached."""
 
     def __init__(
         self,
@@ -83,9 +83,7 @@ class Lexer:
         self.joined += 1
 
     def leave(self, user: User) -> None:
-        """Note that a sequence needs it no more. Without any, compiling it is called off if that
-        has not begun.
-        """
+        """Remove a sequence. After the last one a compilation that has not begun is cancelled."""
         self.users.discard(user)
         if not self.users and self.compiled is not None:
             self.compiled.cancel()
@@ -110,7 +108,7 @@ class Lexer:
 
     @property
     def nbytes(self) -> int:
-        """Return about what it holds: what it has found takes memory as it took fuel."""
+        """Return an estimate of the bytes that it holds, from the fuel that it has spent."""
         found = FUEL_BYTES * max(self._spent, self._compiling) + self.text_bytes
         return found + LEAST_BYTES if self.compiled is not None else 0
 
@@ -130,7 +128,7 @@ class Lexer:
         return self._compiled_fuel or 0
 
     def follow(self, text: MaskedText, token: int, *, aside: bool, last: bool = False) -> Followed:
-        """Return a text of this lexer with one more token. `last`: as of `MaskedText.follow`."""
+        """Return a text of this lexer with one more token. `last` as in `MaskedText.follow`."""
         before = max(self._spent, text.fuel)
         try:
             found = text.follow(token, aside=aside, last=last)
@@ -150,7 +148,7 @@ class Lexer:
         return text.items_work <= REFILL and text.fuel - self._compiling <= SHARED
 
     def give_back(self) -> Lexer:
-        """Return the lexer on which its sequences begin again, which may have to wait."""
+        """Move its sequences to a new lexer, which may wait for memory, and return that one."""
         found = Lexer(self._compile, self.owner, sole=self.sole, need=self.need)
         found.turn = self.turn
         for user in [*self.users]:
@@ -159,12 +157,13 @@ class Lexer:
 
 
 class Lexers:
-    """The memory of all lexers: LIMIT bytes at most, half for each owner.
+    """Divides LIMIT bytes of memory between lexers, at most half of them for each owner.
 
-    Those of sequences come first, in turns of their owners: those that run, then those that wait.
-    A lexer that is not admitted gives its memory back, and its sequences sit out steps and begin
-    again later. One lexer always is, of a sequence that runs if any does, so they all end. In the
-    rest are those that new sequences share: used last, by some sequence within IDLE_S.
+    Lexers of sequences come first, in turns of their owners: those of running sequences, then those
+    of waiting ones. A lexer that is not admitted gives its memory back, and its sequences sit out
+    steps and begin again later. One lexer is always admitted, a running sequence's if there is one,
+    so all sequences end. The remaining memory keeps lexers for new sequences to share: those used
+    most recently, each for at most IDLE_S.
     """
 
     def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
@@ -172,7 +171,7 @@ class Lexers:
         self._kept: OrderedDict[Grammar, Lexer] = OrderedDict()  # used longest ago first
         self._all = weakref.WeakSet[Lexer]()
         self._asked = self._new = 0  # times since memory was shared out
-        self._patience = SELDOM  # times until that is done again
+        self._patience = SELDOM  # questions until the next division
         self._held = Counter[str]()  # bytes of sequences by owner, as they were shared out
 
     def __len__(self) -> int:
@@ -189,8 +188,8 @@ class Lexers:
         return sum(bool(lexer.users) and not lexer.admitted for lexer in self._all)
 
     def get(self, grammar: Grammar, owner: str = "") -> Lexer | None:
-        """Return the lexer of a grammar, unless it is of no use to a new sequence of this owner,
-        who does not wait for what another one has asked for before.
+        """Return the kept lexer of a grammar. None where a new sequence of this owner cannot use
+        it: it is worn out, or another owner waits for its compilation.
         """
         found = self._kept.get(grammar)
         if found is None or (found.worn and found.joined > FEW):
@@ -204,8 +203,8 @@ class Lexers:
         return found
 
     def keep(self, grammar: Grammar, lexer: Lexer) -> None:
-        """Keep the new lexer of a sequence for others. Memory is shared out again after as many new
-        ones as are a part of all, so that it costs each of many as much as each of few.
+        """Keep a sequence's new lexer for other sequences. Memory is divided again once the new
+        ones are 1/SELDOM of all, so the cost per lexer does not grow with their number.
         """
         self._use(grammar, lexer)
         self.add(lexer)
@@ -217,7 +216,7 @@ class Lexers:
 
     def add(self, lexer: Lexer) -> None:
         """Count a new lexer, which a sequence has joined. Many may come in one step, so memory is
-        shared out again only for one that did not fit when it last was, and not for each of them.
+        divided again only for one that exceeds what the last division left.
         """
         self._all.add(lexer)
         lexer.admitted = self._fits(lexer, self._held)
@@ -227,8 +226,8 @@ class Lexers:
             self._share_out()
 
     def admits(self, lexer: Lexer) -> bool:
-        """Return True if a lexer may hold memory now. Asked for every sequence in every step, so
-        this looks at the memory of all of them now and then.
+        """Return True if a lexer may hold memory now. Every sequence asks in every step, so the
+        memory of all lexers is compared only now and then.
         """
         self._asked += 1
         if self._asked > self._patience:
@@ -236,7 +235,7 @@ class Lexers:
         return lexer.admitted
 
     def forget_idle(self) -> None:
-        """Give back what no sequence has asked for lately."""
+        """Forget lexers that no sequence has joined for IDLE_S."""
         while self._kept:
             grammar, lexer = next(iter(self._kept.items()))
             if self._clock() - lexer.used_s < IDLE_S:
@@ -255,13 +254,13 @@ class Lexers:
         self._forget_unused(held.copy())
 
     def _fits(self, lexer: Lexer, held: Counter[str]) -> bool:
-        """Return True if a lexer fits next to what is held, by owner; one always does."""
+        """Return True if a lexer fits next to `held`, bytes by owner; the first one always does."""
         mine, everything = held[lexer.owner], held.total()
         fits = everything + lexer.need <= self._limit
         return (fits and (not mine or mine + lexer.need <= self._limit // 2)) or not everything
 
     def _order(self) -> list[Lexer]:
-        """Return the lexers of sequences, the one that is admitted first at first."""
+        """Return the lexers of sequences in the order in which they are admitted."""
         rank, places = Counter[str](), list[tuple[int, bool, int, Lexer]]()
         used = [lexer for lexer in self._all if lexer.users]
         for lexer in sorted(used, key=lambda lexer: (not lexer.runs, lexer.turn)):
@@ -278,9 +277,7 @@ class Lexers:
                 return
 
     def _forget_unused(self, held: Counter[str]) -> None:
-        """Forget lexers without a sequence where the memory is used up. `held`: bytes of others, by
-        owner.
-        """
+        """Forget unused lexers until the others fit. `held`: bytes of lexers in use, by owner."""
         sizes = {each: kept.nbytes for each, kept in self._kept.items() if not kept.users}
         for each, size in sizes.items():
             held[self._kept[each].owner] += size
@@ -312,7 +309,7 @@ class Advanced(NamedTuple):
 
 
 def advance(lexer: Lexer, text: MaskedText, tokens: Sequence[int], account: int) -> Advanced:
-    """Follow the next tokens, a slice of them at most."""
+    """Follow the next tokens, at most SLICE of them or SLICE_WORK units."""
     dearest = work = 0
     for count, token in enumerate(tokens[:SLICE]):
         try:

@@ -129,7 +129,7 @@ class Engine:
             finished.cycle, emitted=emitted, step_s=self._last_end - started
         )
         self.last_cycle = cycle
-        with self.faults.containing("what is learnt from a step"):
+        with self.faults.containing("the figures learnt from a step"):
             self._learn(finished, cycle)
         return outputs
 
@@ -196,7 +196,7 @@ class Engine:
         return self.halt.take_reports() + self.changes.take_reports()
 
     def gauges(self) -> dict[str, float]:
-        """Return the figures; without those that cannot be told."""
+        """Return the figures; only `contained_faults` where computing the others raised."""
         found: dict[str, float] = {}
         with self.faults.containing("the engine's figures"):
             found = self._figures()

@@ -76,7 +76,7 @@ class Structure:
             self._stops_W.view(np.uint32)[id // WORD] |= np.uint32(1 << id % WORD)
 
     def __del__(self) -> None:
-        """Call off what a thread was to find for a sequence that has ended."""
+        """Cancel a thread's work for a sequence that has ended."""
         self._leave()
 
     @property
@@ -86,7 +86,7 @@ class Structure:
 
     @property
     def ready(self) -> bool:
-        """Return True if a step may sample for the sequence. If not, a thread is put to it."""
+        """Return True if a step may sample for the sequence. If not, a thread finds its mask."""
         if self._job is not None and self._job.done():
             job, self._job = self._job, None
             self._take(job)
@@ -121,12 +121,13 @@ class Structure:
             self.error = StructureFailed(why.message)
         else:
             self.error = StructureFailed(
-                f"the grammar does not compile: {type(why).__name__}; use another one"
+                f"the {FORMS[self._grammar.kind]} does not compile: {type(why).__name__}; use "
+                "another one"
             )
         return True
 
     def _take(self, job: Future[Advanced]) -> None:
-        """Take in what a thread has found."""
+        """Take a thread's result, or its error."""
         if (error := job.exception()) is not None:
             self._fail(f"the library failed with {type(error).__name__}")
             return
@@ -144,7 +145,7 @@ class Structure:
         self._dear = PATIENCE if work > DEAR else max(0, self._dear - 1)
 
     def _fail(self, why: str) -> None:
-        """End the structure, if its own lexer says so; else ask that one."""
+        """End the structure if its lexer is its own; else let a lexer of its own decide."""
         if not self._lexer.sole:
             self._go_alone()
             return
@@ -316,7 +317,7 @@ class Structures:
         return Lexer(lambda: self._counted(threads.submit(owner, work)), owner, sole=sole)
 
     def prepare(self) -> None:
-        """Do in idle time what the first structure would wait for, and give memory back."""
+        """Read the tokenizer, and forget idle lexers; called in idle time."""
         self._compiler.prepare()
         self.lexers.forget_idle()
 

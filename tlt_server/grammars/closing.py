@@ -27,7 +27,7 @@ def closed(schema: Any) -> Any:
 
 @dataclass
 class _Whole:
-    """All that the schemas of one value say about its properties."""
+    """The properties that all schemas of one value name, and whether it may have others."""
 
     names: dict[str, None] = field(default_factory=dict)
     is_open: bool = False
@@ -57,8 +57,8 @@ class _Closer:
         return found
 
     def _lists(self, schema: Any, refs: Collection[str]) -> bool:
-        """Return whether properties are listed for every value of a schema, apart from a schema
-        that is nothing but a reference: that one is closed where it is defined.
+        """Return True if a schema, or a part of it that always applies, lists properties. A schema
+        that is only a reference does not: it is closed where it is defined.
         """
         self._count(len(refs))
         if not isinstance(schema, dict):
@@ -77,8 +77,8 @@ class _Closer:
         return ref not in refs and self._lists(self._target(ref), (*refs, str(ref)))
 
     def _joined(self, schema: Any, whole: _Whole, refs: Collection[str]) -> Any:
-        """Return a schema of a value without closing it, and add what it says to `whole`, names in
-        their order.
+        """Return a schema that is itself left open, with the schemas inside it closed, and add its
+        property names to `whole` in order.
         """
         self._count(len(refs))
         if not isinstance(schema, dict):
@@ -112,7 +112,7 @@ class _Closer:
         return self._joined(part, whole, (*refs, ref))
 
     def _inner(self, keyword: str, value: Any) -> Any:
-        """Return what a keyword says about other values."""
+        """Return a keyword's value, with the schemas of members and items in it closed."""
         if keyword in ONE:
             return self.close(value)
         if keyword == "prefixItems" and isinstance(value, list):

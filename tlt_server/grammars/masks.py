@@ -36,7 +36,7 @@ class CannotFollow(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> CannotFollow:
-        """Return what an error of the library means; its panics are no `Exception`."""
+        """Convert an error of the library, whose panics are not an `Exception`."""
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise error
         panic = not isinstance(error, ValueError | RuntimeError)
@@ -76,7 +76,7 @@ class MaskedText:
         assert found is not None, said
         rows, cached, items, fuel = map(int, found.groups())
         self.items_work = items * items // (ITEMS * max(1, rows + cached))
-        self.nbytes = ITEM_BYTES * items  # apart from what its lexer holds
+        self.nbytes = ITEM_BYTES * items  # without those of its lexer
         self.fuel = spent + fuel
 
     def _mask(self) -> str:
@@ -100,8 +100,8 @@ class MaskedText:
         return bool(int(self.mask_W[word]) & ~int(self._eos_W[word]) & 1 << bit)
 
     def follow(self, token: int, *, aside: bool = True, last: bool = False) -> MaskedText:
-        """Return the text with one more token. `last`: this one is not followed again, which saves
-        a copy.
+        """Return the text with one more token. `last`: this text will not be followed again, so
+        its interpreter is reused instead of copied.
         """
         if not self.allows(token):
             raise CannotFollow("the tokens do not fit")

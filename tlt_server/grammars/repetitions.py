@@ -46,7 +46,7 @@ _SETS = {
 
 
 class CountedPart(NamedTuple):
-    """A part of a grammar, by what it adds to the counts around it."""
+    """The facts of a part of a grammar by which counts around it multiply."""
 
     product: int = 1  # its counts multiplied
     nested: int = 1  # the same, only for counts inside each other
@@ -168,7 +168,7 @@ def check(part: CountedPart, where: str) -> None:
 
 
 def _regex_part(regex: str, *, any_case: bool) -> CountedPart:
-    """Return what a regex adds. `any_case`: a letter may be any character."""
+    """Return the counts of a regex. `any_case`: a letter may be any character."""
     stack, at = Stack(strict=True), 0
     while at < len(regex):
         if (found := _COUNT.match(regex, at)) is not None:

@@ -140,7 +140,7 @@ class _Writer:
         return f"{tags}{'+' if part.get('at_least_one') else '*'} TEXT"
 
     def _until(self, text: str) -> str:
-        """Return free text that ends with a text for the first time. A special token is no text."""
+        """Return the rule of free text up to the first occurrence of `text`, and that text."""
         first, *rest = self._pieces(text) or [""]
         if first.startswith('"'):
             first = self._rule(f"TEXT {first}", "[lazy]")

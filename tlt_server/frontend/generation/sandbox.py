@@ -71,7 +71,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         else:
             large = sum(bits) > MAX_BITS
         if large:
-            raise SecurityError(f"a value that {operator} makes is too large")
+            raise SecurityError(
+                f"{operator} would make a number of more than {MAX_BITS} bits, or more than "
+                f"{MAX_MADE} characters or members; make a smaller one"
+            )
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +83,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             tabs = of.count("\t") if called.__name__ == "expandtabs" else 1
             _check_numbers(called.__name__, MAX_MADE // max(1, tabs), [*args, *kwargs.values()])
         if not self.is_safe_callable(called):
-            raise SecurityError("a template may not call this")
+            raise SecurityError(
+                "a template may call only the functions and methods that it is given"
+            )
         return context.call(called, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
@@ -116,7 +121,7 @@ class _Method:
 
 
 class _Widths(SandboxedFormatter):
-    """A formatter's bound on what all fields of one format are padded to."""
+    """Bounds the sum of the widths of all fields of one format."""
 
     made = 0
 
@@ -145,7 +150,10 @@ def _check_format(text: str) -> None:
     made = 0
     for key, *sizes in CONVERSION.findall(text):
         if "*" in sizes or "(" in key:
-            raise SecurityError("a % format has its widths in digits, and no ( in a name")
+            raise SecurityError(
+                "a % format may not take its width from an argument (*), nor have ( in a name; "
+                "write the width in digits"
+            )
         made += sum(map(_number, sizes))
     _check_numbers("%", MAX_MADE, [made])
 

@@ -113,8 +113,8 @@ class EngineClient:
         self.start.begin()
 
     def take(self, event: Event) -> None:
-        """Take an event of the current epoch in. A fault in doing so is none of the engine's; only
-        an epoch that cannot begin is of no use.
+        """Apply an event of the current epoch. A fault in its handling is contained, since it is
+        not the engine's; only a `Ready` that cannot be applied ends the epoch.
         """
         match event:
             case Outputs():

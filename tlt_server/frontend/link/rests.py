@@ -29,8 +29,8 @@ class Rests:
         self._blamed = OrderedDict[str, _Blamed]()  # by key, in order of the last death
 
     def died(self, owner: str, now_s: float) -> None:
-        """Take in a death that requests of this key alone can have caused. Without keys `owner` is
-        empty, and callers cannot be told apart, so none rests.
+        """Count a death that only requests of this key can have caused. Without keys `owner` is
+        empty: callers cannot be told apart, so none rests.
         """
         if not owner:
             return

@@ -127,8 +127,8 @@ async def input_items(
         before = items.number_of(after)
         if before is None:
             raise InvalidRequest(
-                f"after is {shown(after)}, which is no item of this response: send the last_id "
-                "that came"
+                f"after is {shown(after)}, which is not an item of this response; send the "
+                "last_id of the page before"
             )
         numbers = numbers[numbers.index(before) + 1 :]
     found = [items[number] for number in numbers[:limit]]
