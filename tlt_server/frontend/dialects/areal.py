@@ -12,29 +12,20 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from tlt_server.commands import Manifest
-from tlt_server.errors import (
-    ChannelBroken,
-    Conflict,
-    NotFound,
-    PushFailed,
-    TltError,
-    WeightsRefused,
-)
+from tlt_server.errors import Conflict, TltError
 from tlt_server.events import WeightReport
+from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
 from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields, Tolerant
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import (
-    Address,
-    Backend,
     GroupName,
     Packing,
-    Port,
     Rank,
+    RanksOfGroup,
     Shapes,
     TensorNames,
     TypeNames,
-    WorldSize,
     described,
 )
 from tlt_server.frontend.weights.session import Directory
@@ -61,12 +52,8 @@ class DirectoryPush(Tolerant, frozen=True, kw_only=True):
     ]
 
 
-class GroupOfRanks(Tolerant, frozen=True, kw_only=True):
-    master_address: Address
-    master_port: Port
+class GroupOfRanks(RanksOfGroup, Tolerant, frozen=True, kw_only=True):
     rank_offset: Rank
-    world_size: WorldSize
-    backend: Backend = "nccl"
     group_name: GroupName = GROUP
 
 
@@ -84,7 +71,6 @@ def failed(error: TltError) -> ArealOutcome:
 
 
 ROUTES = Routes(error_shape=failed, empty=AnyFields)
-PUSHED = (NotFound, Conflict, WeightsRefused, PushFailed)
 
 
 @ROUTES.post("/areal_pause_generation", needs="operate")
@@ -127,21 +113,13 @@ async def from_disk(service: Service, body: Unread[DirectoryPush]) -> ArealOutco
         "backend": "gloo",
         "group_name": "areal-0",
     },
-    raises=(Conflict, WeightsRefused, ChannelBroken),
+    raises=JOINED,
 )
 async def join(service: Service, asked: GroupOfRanks) -> ArealOutcome:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
     have joined.
     """
-    await service.broadcasts.join(
-        asked.group_name,
-        asked.backend,
-        asked.master_address,
-        asked.master_port,
-        asked.rank_offset,
-        asked.world_size,
-        prefixed=True,
-    )
+    await service.broadcasts.join(asked.group_name, asked, prefixed=True)
     return ArealOutcome(True, "the group is joined")
 
 
@@ -158,7 +136,7 @@ async def describe(service: Service, asked: DescribedTensors) -> ArealOutcome:
     return ArealOutcome(True, f"{len(tensors)} tensors are described")
 
 
-@ROUTES.post("/areal_update_weights_xccl", needs="push-weights", raises=(ChannelBroken, *PUSHED))
+@ROUTES.post("/areal_update_weights_xccl", needs="push-weights", raises=RECEIVED)
 async def from_group(service: Service, body: Unread[AnyFields]) -> ArealOutcome:
     """Receive the tensors that were described; running sequences end with what they have.
 

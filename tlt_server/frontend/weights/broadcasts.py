@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Literal, NamedTuple
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from tlt_client.arguments import SEEN
 from tlt_client.channels import DRAFTER_PREFIX
@@ -43,6 +43,16 @@ Dimensions = Annotated[
 ]
 
 
+class RanksOfGroup(Struct, frozen=True, kw_only=True):
+    """The ranks of a process group, and where they meet: rank 0, a trainer's, hosts the store."""
+
+    master_address: Address
+    master_port: Port
+    rank_offset: Rank = 1
+    world_size: WorldSize
+    backend: Backend = "nccl"
+
+
 MAX_TENSORS = 2**16  # limit on the tensors of one call, which the engine gets in one message
 TensorNames = Annotated[list[TensorName], Meta(max_length=MAX_TENSORS)]
 TypeNames = Annotated[list[str], Meta(max_length=MAX_TENSORS)]
@@ -63,20 +73,12 @@ class Broadcasts:
         self.described: tuple[str, list[TensorEntry]] | None = None
 
     async def join(
-        self,
-        name: str,
-        backend: str,
-        address: str,
-        port: int | str,
-        rank: int,
-        world_size: int,
-        *,
-        prefixed: bool = False,
-        unique_id: bytes = b"",
+        self, name: str, ranks: RanksOfGroup, *, prefixed: bool = False, unique_id: bytes = b""
     ) -> list[str]:
         """Join a group. Return, once all ranks are there, the groups that are joined. With NCCL's
         `unique_id` there is neither address nor port.
         """
+        port, rank, world_size = ranks.master_port, ranks.rank_offset, ranks.world_size
         number = int(port) if str(port).isdecimal() else 0
         if not (1 <= number <= 65535 or unique_id) or not 1 <= rank < world_size:
             raise InvalidRequest(
@@ -87,8 +89,8 @@ class Broadcasts:
             JoinGroup(
                 self._session.command_id(),
                 name,
-                backend,
-                address,
+                ranks.backend,
+                ranks.master_address or "",
                 number,
                 rank,
                 world_size,

@@ -24,10 +24,10 @@ from tlt_server.frontend.weights.broadcasts import (
     Packing,
     Port,
     Rank,
+    RanksOfGroup,
     Shapes,
     TensorNames,
     TypeNames,
-    WorldSize,
     described,
 )
 from tlt_server.frontend.weights.session import Update, Version
@@ -41,20 +41,17 @@ BucketBytes = Annotated[
 ]
 
 
-class InitInfo(Tolerant, frozen=True, kw_only=True):
+class InitInfo(RanksOfGroup, Tolerant, frozen=True, kw_only=True):
     """A group whose ranks from 1 on are servers'."""
 
     master_address: Annotated[
         Address | None,
         Meta(description="where the store is, which rank 0 hosts; absent: there is none"),
-    ] = None
+    ] = None  # type: ignore[assignment]
     master_port: Port = 0
     nccl_unique_id_b64: Annotated[
         str, Meta(max_length=256, description="NCCL's id in base64, in place of address and port")
     ] = ""
-    rank_offset: Rank = 1
-    world_size: WorldSize
-    backend: Backend = "nccl"
     packed: Annotated[
         bool, Meta(description="tensors come as raw bytes in buckets; false: one broadcast each")
     ] = False
@@ -157,15 +154,7 @@ class Transfer:
 
     async def join(self, info: InitInfo) -> None:
         """Join the group, and leave one that was made before."""
-        await self._broadcasts.join(
-            GROUP,
-            info.backend,
-            info.master_address or "",
-            info.master_port,
-            info.rank_offset,
-            info.world_size,
-            unique_id=info.unique_id(),
-        )
+        await self._broadcasts.join(GROUP, info, unique_id=info.unique_id())
         self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
 
     async def push(self, update: Update, asked: UpdateFields) -> WeightReport:

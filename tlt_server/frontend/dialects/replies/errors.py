@@ -8,17 +8,22 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from tlt_server.errors import (
+    ChannelBroken,
+    Conflict,
     ContextExceeded,
     DeadlineExceeded,
     EngineFailed,
     NotFinite,
+    NotFound,
     Overloaded,
     Poisoned,
+    PushFailed,
     QueueFull,
     QueueTimeout,
     StructureFailed,
     TltError,
     Unavailable,
+    WeightsRefused,
 )
 
 UNFINISHED = (  # a request is not admitted, or does not end with a result
@@ -32,6 +37,9 @@ UNFINISHED = (  # a request is not admitted, or does not end with a result
     StructureFailed,
     Unavailable,
 )
+PUSHED = (NotFound, Conflict, WeightsRefused, PushFailed)  # weights are not made live
+JOINED = (Conflict, WeightsRefused, ChannelBroken)  # a process group is not joined
+RECEIVED = (ChannelBroken, *PUSHED)
 TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -1,5 +1,5 @@
 """The routes of the dialect, except POST /generate, which is `dialects.native`'s."""
 
-from tlt_server.frontend.dialects.sglang import adapters, pauses, server, weights
+from tlt_server.frontend.dialects.sglang import pauses, server, weights
 
-ROUTES = [*server.ROUTES, *pauses.ROUTES, *weights.ROUTES, *adapters.ROUTES]
+ROUTES = [*server.ROUTES, *pauses.ROUTES, *weights.ROUTES]

@@ -10,15 +10,12 @@ from tlt_server.commands import InFlight
 from tlt_server.frontend.http.fields import Tolerant
 from tlt_server.frontend.weights.adapters import AdapterName
 from tlt_server.frontend.weights.broadcasts import (
-    Address,
     GroupName,
     Packing,
-    Port,
-    Rank,
+    RanksOfGroup,
     Shapes,
     TensorNames,
     TypeNames,
-    WorldSize,
 )
 from tlt_server.frontend.weights.session import Directory, Selector, Version
 
@@ -81,15 +78,8 @@ class SglangUnload(Tolerant, frozen=True, kw_only=True):
     lora_name: AdapterName
 
 
-class SglangGroup(Tolerant, frozen=True, kw_only=True):
-    master_address: Address
-    master_port: Port
-    rank_offset: Rank = 1
-    world_size: WorldSize
+class SglangGroup(RanksOfGroup, Tolerant, frozen=True, kw_only=True):
     group_name: GroupName = GROUP
-    backend: Annotated[Literal["gloo", "nccl"], Meta(description="gloo on CPUs, nccl on GPUs")] = (
-        "nccl"
-    )
 
 
 class LeaveFields(Tolerant, frozen=True, kw_only=True):

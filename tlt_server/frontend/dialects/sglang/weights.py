@@ -1,4 +1,5 @@
-"""Routes that push, check and read weights, as trainers that drive SGLang call them.
+"""Routes that push, check and read weights and load LoRA adapters, as trainers that drive SGLang
+call them.
 
 POST /update_weights and /update_weight_version, which several dialects share, are in
 `dialects.weights` and `dialects.vllm_rl`.
@@ -13,15 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.commands import Manifest, ReadWeights
-from tlt_server.errors import (
-    ChannelBroken,
-    Conflict,
-    NotFound,
-    PushFailed,
-    UnsafeChannel,
-    WeightsRefused,
+from tlt_server.errors import Conflict, NotFound, UnsafeChannel
+from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
+from tlt_server.frontend.dialects.sglang.replies import (
+    LoadedAdapters,
+    Outcome,
+    Rows,
+    outcome_of,
+    rows_of,
 )
-from tlt_server.frontend.dialects.sglang.replies import Outcome, Rows, outcome_of, rows_of
 from tlt_server.frontend.dialects.sglang.requests import read
 from tlt_server.frontend.dialects.sglang.weight_requests import (
     BeginFields,
@@ -31,6 +32,8 @@ from tlt_server.frontend.dialects.sglang.weight_requests import (
     LeaveFields,
     ReadFields,
     SglangGroup,
+    SglangLoad,
+    SglangUnload,
 )
 from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields
@@ -41,7 +44,6 @@ from tlt_server.frontend.weights.checker import CheckFields
 from tlt_server.labels import label_of
 
 ROUTES = Routes(error_shape=outcome_of, read=read, empty=AnyFields)
-PUSHED = (NotFound, Conflict, WeightsRefused, PushFailed)
 
 
 @ROUTES.post("/begin_weight_update", needs="push-weights", raises=(NotFound, Conflict))
@@ -99,21 +101,13 @@ async def from_disk(service: Service, body: Unread[DiskFields]) -> Outcome:
         "group_name": "slime-pp_0",
         "backend": "gloo",
     },
-    raises=(Conflict, WeightsRefused, ChannelBroken),
+    raises=JOINED,
 )
 async def join(service: Service, asked: SglangGroup) -> Outcome:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
     have joined.
     """
-    await service.broadcasts.join(
-        asked.group_name,
-        asked.backend,
-        asked.master_address,
-        asked.master_port,
-        asked.rank_offset,
-        asked.world_size,
-        prefixed=True,
-    )
+    await service.broadcasts.join(asked.group_name, asked, prefixed=True)
     return Outcome(message="Succeeded to initialize the weight update group.")
 
 
@@ -134,7 +128,7 @@ async def leave(service: Service, asked: LeaveFields) -> Outcome:
         "shapes": [[64]],
         "group_name": "slime-pp_0",
     },
-    raises=(ChannelBroken, *PUSHED),
+    raises=RECEIVED,
 )
 async def from_distributed(service: Service, request: Request) -> Outcome:
     """Receive the named tensors from the group.
@@ -226,4 +220,42 @@ async def read_weights(service: Service, asked: ReadFields) -> Annotated[Respons
     )
     return Response(
         await asyncio.to_thread(rows_of, report.values, report.shape), media_type="application/json"
+    )
+
+
+@ROUTES.post(
+    "/load_lora_adapter",
+    needs="push-weights",
+    example={"lora_name": "math", "lora_path": "adapters/math"},
+    raises=PUSHED,
+)
+async def load_adapter(service: Service, asked: SglangLoad) -> LoadedAdapters:
+    """Load a LoRA adapter in PEFT's layout from a directory below the weight root, in place of the
+    one that has the name. Requests name it as their lora_path.
+    """
+    report = await service.adapters.load(asked.lora_name, asked.lora_path)
+    return LoadedAdapters(report.state.adapters)
+
+
+@ROUTES.post(
+    "/unload_lora_adapter", needs="push-weights", example={"lora_name": "math"}, raises=PUSHED
+)
+async def unload_adapter(service: Service, asked: SglangUnload) -> LoadedAdapters:
+    """Unload a LoRA adapter. The reply comes when its last request has ended."""
+    report = await service.adapters.unload(asked.lora_name)
+    return LoadedAdapters(report.state.adapters)
+
+
+@ROUTES.post(
+    "/load_lora_adapter_from_tensors",
+    needs="push-weights",
+    engine_fails=False,
+    raises=(UnsafeChannel,),
+)
+async def load_from_tensors(service: Service) -> LoadedAdapters:
+    """Refuse, always: the body is a pickle, and to read a pickle is to run it."""
+    raise UnsafeChannel(
+        "load_lora_adapter_from_tensors carries pickled tensors, and reading a pickle runs what it "
+        "says; write safetensors below the weight root and POST /load_lora_adapter, or push with "
+        "POST /update_weights and role adapter"
     )

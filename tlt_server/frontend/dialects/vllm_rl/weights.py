@@ -1,4 +1,4 @@
-"""Routes that push weights, as trainers that drive vLLM call them.
+"""Routes that push weights and load LoRA adapters, as trainers that drive vLLM call them.
 
 POST /update_weights, which several dialects share, is in `dialects.weights`.
 """
@@ -10,14 +10,8 @@ from typing import Annotated
 from msgspec import Meta
 from starlette.requests import Request
 
-from tlt_server.errors import (
-    ChannelBroken,
-    Conflict,
-    InvalidRequest,
-    NotFound,
-    PushFailed,
-    WeightsRefused,
-)
+from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed
+from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.vllm_rl.replies import (
     CheckReply,
@@ -36,6 +30,8 @@ from tlt_server.frontend.dialects.vllm_rl.requests import (
     RpcUpdate,
     StartFields,
     VersionFields,
+    VllmLoad,
+    VllmUnload,
 )
 from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields, shown
@@ -47,7 +43,6 @@ from tlt_server.labels import label_of
 from tlt_server.wording import nearest
 
 ROUTES = Routes(error_shape=fault, empty=AnyFields)
-JOINS = (Conflict, WeightsRefused, ChannelBroken)
 RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")
 
 
@@ -74,7 +69,7 @@ async def world_size(
             "backend": "gloo",
         }
     },
-    raises=JOINS,
+    raises=JOINED,
 )
 async def init_transfer(service: Service, asked: InitFields) -> VllmDone:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
@@ -94,7 +89,7 @@ async def init_transfer(service: Service, asked: InitFields) -> VllmDone:
         "inference_world_size": 1,
         "backend": "gloo",
     },
-    raises=JOINS,
+    raises=JOINED,
 )
 async def init_broadcaster(service: Service, asked: BroadcasterFields) -> VllmDone:
     """Join the trainer's process group, in which `rank_offset` counts servers only. The reply comes
@@ -141,11 +136,7 @@ async def _begin(service: Service, asked: StartFields, selector: Selector) -> No
     await service.session.begin(selector)
 
 
-@ROUTES.post(
-    "/finish_weight_update",
-    needs="push-weights",
-    raises=(NotFound, Conflict, WeightsRefused, PushFailed),
-)
+@ROUTES.post("/finish_weight_update", needs="push-weights", raises=PUSHED)
 async def finish(service: Service, asked: FinishFields) -> PushReply:
     """Make what was pushed since the update started live, in one commit between two steps."""
     return outcome(await service.session.end(asked.weight_version or ""), labelled=True)
@@ -156,7 +147,7 @@ async def finish(service: Service, asked: FinishFields) -> PushReply:
     needs="push-weights",
     takes=RpcStart | RpcUpdate | RpcFinish,
     example={"method": "skyrl_start_weight_update"},
-    raises=(NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed),
+    raises=RECEIVED,
 )
 async def collective_rpc(service: Service, request: Request) -> Results:
     """Start, continue or finish a weight update under the names by which SkyRL calls it; no other
@@ -215,3 +206,33 @@ async def check(service: Service, asked: CheckFields) -> CheckReply:
     if mismatches is None:
         return CheckReply(checksums=sums)
     return CheckReply(match=not mismatches, mismatches=mismatches)
+
+
+@ROUTES.post(
+    "/v1/load_lora_adapter",
+    needs="push-weights",
+    example={"lora_name": "math", "lora_path": "adapters/math"},
+    raises=PUSHED,
+)
+async def load_adapter(service: Service, body: Unread[VllmLoad]) -> str:
+    """Load a LoRA adapter in PEFT's layout from a directory below the weight root. Requests name it
+    as their model.
+    """
+    service.engine.check_running()
+    asked, info = await body.read(), service.engine.info
+    if info is not None and asked.lora_name in info.adapters and not asked.load_inplace:
+        raise InvalidRequest(
+            f"lora_name is {shown(asked.lora_name)}, which is loaded already; send load_inplace "
+            "true to replace it, or unload it first"
+        )
+    await service.adapters.load(asked.lora_name, asked.lora_path)
+    return f"Success: LoRA adapter {asked.lora_name!r} added successfully."
+
+
+@ROUTES.post(
+    "/v1/unload_lora_adapter", needs="push-weights", example={"lora_name": "math"}, raises=PUSHED
+)
+async def unload_adapter(service: Service, asked: VllmUnload) -> str:
+    """Unload a LoRA adapter. The reply comes when its last request has ended."""
+    await service.adapters.unload(asked.lora_name)
+    return f"Success: LoRA adapter {asked.lora_name!r} removed successfully."

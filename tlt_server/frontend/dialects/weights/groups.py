@@ -6,7 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tlt_server.errors import ChannelBroken, Conflict, WeightsRefused
+from tlt_server.errors import Conflict
+from tlt_server.frontend.dialects.replies.errors import JOINED
 from tlt_server.frontend.dialects.weights.requests import GroupFields
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.service import Service
@@ -20,24 +21,12 @@ class GroupsReply(Struct, frozen=True):
     groups: Annotated[list[str], Meta(description="process groups that are joined")]
 
 
-@ROUTES.post(
-    "/weight_groups", needs="push-weights", raises=(Conflict, WeightsRefused, ChannelBroken)
-)
+@ROUTES.post("/weight_groups", needs="push-weights", raises=JOINED)
 async def join(service: Service, asked: GroupFields) -> GroupsReply:
     """Join a trainer's process group, for pushes by broadcast. The reply comes once all ranks have
     joined.
     """
-    return GroupsReply(
-        await service.broadcasts.join(
-            asked.name,
-            asked.backend,
-            asked.master_address,
-            asked.master_port,
-            asked.rank_offset,
-            asked.world_size,
-            prefixed=asked.prefixed,
-        )
-    )
+    return GroupsReply(await service.broadcasts.join(asked.name, asked, prefixed=asked.prefixed))
 
 
 @ROUTES.delete("/weight_groups/{name}", needs="push-weights", raises=(Conflict,))

@@ -16,16 +16,9 @@ from starlette.requests import Request
 
 from tlt_client.arguments import ADAPTER_MUST, is_adapter
 from tlt_server.commands import AbortWeights, CommitWeights, Manifest, RollbackWeights
-from tlt_server.errors import (
-    ChannelBroken,
-    Conflict,
-    InvalidRequest,
-    NotFound,
-    PushFailed,
-    WeightsRefused,
-    from_code,
-)
+from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed, from_code
 from tlt_server.events import WeightReport, WeightState
+from tlt_server.frontend.dialects.replies.errors import PUSHED, RECEIVED
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.weights.manifests import ANNOUNCED, PUSH, manifest_of
 from tlt_server.frontend.dialects.weights.parts import checked, opened
@@ -62,7 +55,7 @@ class WeightsReply(WeightState, frozen=True, kw_only=True):
     needs="push-weights",
     takes=ManifestFields | DirectoryFields | UpdateFields,
     example={"version": "step-7", "path": "step-7"},
-    raises=(NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed),
+    raises=RECEIVED,
 )
 async def push(service: Service, request: Request) -> PushReply:
     """Push weights: stage and verify them while the engine runs, commit between two steps.
@@ -166,11 +159,7 @@ async def abort_any(service: Service) -> PushReply:
     return outcome(await service.session.ask(AbortWeights(service.engine.command_id())))
 
 
-@ROUTES.post(
-    "/weights/{version}/commit",
-    needs="push-weights",
-    raises=(NotFound, Conflict, WeightsRefused, PushFailed),
-)
+@ROUTES.post("/weights/{version}/commit", needs="push-weights", raises=PUSHED)
 async def commit(service: Service, version: PushedVersion) -> PushReply:
     """Make a staged push live. If the version's last push is live already, nothing changes, so the
     call may be repeated.

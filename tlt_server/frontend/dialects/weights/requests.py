@@ -12,15 +12,7 @@ from tlt_client.fields import MAX_INT32
 from tlt_server.commands import InFlight, Role
 from tlt_server.frontend.http.fields import Strict, Tolerant
 from tlt_server.frontend.weights.adapters import AdapterName
-from tlt_server.frontend.weights.broadcasts import (
-    MAX_TENSORS,
-    Address,
-    Dimensions,
-    Port,
-    Rank,
-    TensorName,
-    WorldSize,
-)
+from tlt_server.frontend.weights.broadcasts import MAX_TENSORS, Dimensions, RanksOfGroup, TensorName
 from tlt_server.frontend.weights.session import Directory, Version
 
 if TYPE_CHECKING:
@@ -160,7 +152,7 @@ class DirectoryFields(Tolerant, frozen=True, kw_only=True):
     ] = None
 
 
-class GroupFields(Strict, frozen=True, kw_only=True):
+class GroupFields(RanksOfGroup, Strict, frozen=True, kw_only=True):
     """A process group whose rank 0, a trainer, hosts the store."""
 
     name: Annotated[
@@ -172,10 +164,6 @@ class GroupFields(Strict, frozen=True, kw_only=True):
             description="the name that pushes call it by",
         ),
     ]
-    master_address: Address
-    master_port: Port
-    rank_offset: Rank = 1
-    world_size: WorldSize
     backend: Annotated[Literal["gloo", "nccl"], Meta(description="gloo on CPUs, nccl on GPUs")] = (
         "gloo"
     )
