@@ -29,7 +29,7 @@ from torch import Tensor
 from tlt_server.bench.record import finish
 from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig, Rope
-from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3
+from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3, layers_within
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer import checkpoint
 from tlt_server.trainer.gpu_prefill import GpuPrefill
@@ -213,7 +213,7 @@ class TrainingBench:
     def recomputed(self) -> dict[str, Any]:
         """Time steps of EAGLE-3 whose states are computed right before, on the same device."""
         target_config = replace(self.config, architecture=FAMILY, layers=self.layers)
-        target = random_target(target_config, reading(self.layers), self.device)
+        target = random_target(target_config, layers_within(self.layers), self.device)
         trainer = self.trainer("eagle3")
         placed = fit(self.pieces(trainer.objective.steps), self.budget)[0]
         pack = self.pack(trainer, placed, self.budget)
@@ -329,11 +329,6 @@ def _in_classes(pieces: Sequence[Window], budget: int) -> list[tuple[list[Placed
 
 def _in_ms(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: round(1e3 * sum(seconds), 3) for name, seconds in parts.items()}
-
-
-def reading(layers: int) -> tuple[int, ...]:
-    """Return the layers of a target whose inputs a drafter reads."""
-    return min(2, layers - 1), layers // 2, max(layers - 3, 0)
 
 
 def feature_rows(placed: Sequence[Placed], slots: int) -> Tensor:

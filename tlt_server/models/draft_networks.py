@@ -7,7 +7,7 @@ compares names of networks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tlt_server.errors import ModelError
@@ -98,9 +98,23 @@ def _three_layers(raw: dict[str, Any], target: ModelConfig, source: str) -> tupl
     return tuple(i + shift for i in ids)
 
 
+def layer_ids(layers: Sequence[int]) -> dict[str, Any]:
+    """Return the entries of config.json that name an EAGLE-3 network's layers, in both
+    conventions.
+    """
+    name = "eagle_aux_hidden_state_layer_ids"
+    outputs = [layer - 1 for layer in layers]
+    return {name: [*layers], "eagle_config": {name: outputs, "use_aux_hidden_state": True}}
+
+
 def usual_layers(target: ModelConfig) -> tuple[int, int, int]:
     """Return the feature layers of an EAGLE-3 network that names none."""
     return 2, target.layers // 2, target.layers - 3
+
+
+def layers_within(layers: int) -> tuple[int, int, int]:
+    """Return the usual layers of a target, the nearest ones where it has too few."""
+    return min(2, layers - 1), layers // 2, max(layers - 3, 0)
 
 
 def _last_hidden(raw: dict[str, Any], target: ModelConfig, source: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import Described
 from tlt_server.models.draft_layouts import FLAT, NESTED, SPECULATORS, DraftLayout, Raw
-from tlt_server.models.draft_networks import EAGLE1, EAGLE3, usual_layers
+from tlt_server.models.draft_networks import EAGLE1, EAGLE3, layer_ids, usual_layers
 
 SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act",
@@ -63,11 +63,7 @@ def _sglang_config(origin: Origin) -> Raw:
     return {
         **_eagle3_config(origin),
         "target_hidden_size": origin.target.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": [*origin.features],
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in origin.features],
-            "use_aux_hidden_state": True,
-        },
+        **layer_ids(origin.features),
     }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
-from tlt_server.models.draft_networks import EAGLE3
+from tlt_server.models.draft_networks import EAGLE3, layer_ids, layers_within
 from tlt_server.models.loader import eos_token_ids, read_tensors, tensor_files
 from tlt_server.trainer.network import TrainableEagle3
 
@@ -68,8 +68,6 @@ def _described(
 ) -> dict[str, Any]:
     """Return config.json in the published layout, with the target's rotary embedding."""
     raw = read_json(target / "config.json")
-    last = config.layers - 1
-    layers = [min(2, last), config.layers // 2, max(config.layers - 3, 0)]
     rotary = {key: value for key, value in raw.items() if key in ROTARY}
     return {
         "architectures": [EAGLE3],
@@ -90,12 +88,7 @@ def _described(
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        # Layer inputs at the top level, layer outputs (one less) inside `eagle_config`.
-        "eagle_aux_hidden_state_layer_ids": layers,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
-            "use_aux_hidden_state": True,
-        },
+        **layer_ids(layers_within(config.layers)),
         "torch_dtype": "bfloat16",
     }
 

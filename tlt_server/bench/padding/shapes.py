@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
-from tlt_server.models.draft_networks import EAGLE3
+from tlt_server.models.draft_networks import EAGLE3, layer_ids
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {
@@ -181,11 +181,7 @@ def drafter_config(
         "attention_bias": False,
         "mlp_bias": False,
         **_sizes(raw, shape, norm_eps, dtype),
-        "eagle_aux_hidden_state_layer_ids": features,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in features],
-            "use_aux_hidden_state": True,
-        },
+        **layer_ids(features),
     }
 
 
