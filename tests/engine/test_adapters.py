@@ -367,7 +367,7 @@ def test_tensors_that_do_not_fit_are_refused(refusing: Adapting, root: Path) -> 
         "missing": ({k: v for k, v in good.items() if k != CONTENT}, "is missing"),
         "more": (
             {**good, "base_model.model.lm_head.lora_A.weight": good[CONTENT].clone()},
-            "no place",
+            "'base_model.model.lm_head.lora_A.weight' is not a matrix of q_proj, ",
         ),
     }
     for name, (tensors, said) in cases.items():
@@ -375,6 +375,9 @@ def test_tensors_that_do_not_fit_are_refused(refusing: Adapting, root: Path) -> 
         save_file(tensors, path / "adapter_model.safetensors")
         report = refusing.load("a", path)
         assert report.result == "weights_refused" and said in report.error[1], name
+    bare = write_adapter(root / "bare", root / "base", 1)
+    (bare / "adapter_config.json").unlink()
+    assert f"{bare} has no adapter_config.json" in refusing.load("a", bare).error[1]
     large = write_adapter(root / "large", root / "base", 1, rank=9)
     assert "--max-lora-rank" in refusing.load("a", large).error[1]
     assert refusing.load("a", Path("/etc")).result == "forbidden"

@@ -180,22 +180,32 @@ class Candidate:
     def _adapter(self, manifest: Manifest, live: Live, receiver: Receiver) -> AdapterWeights:
         """Return the matrices to fill, in the model's type."""
         data, model = receiver.file("adapter", ADAPTER_CONFIG), live.target.network
+        place, names = receiver.places["adapter"], receiver.names["adapter"]
         where = "adapter_config"
         raw: Mapping[str, Any] = manifest.adapter_config
         if data is not None:
-            where = f"{receiver.places['adapter']}/{ADAPTER_CONFIG}"
+            where = f"{place}/{ADAPTER_CONFIG}"
             raw = json_object(data, where)
+        elif not raw:
+            raise WeightsRefused(
+                f"{place} has no {ADAPTER_CONFIG}, which says r and lora_alpha; write it as PEFT "
+                "does, or give adapter_config in the manifest"
+            )
         if self._steps.keep is not None:
             self._steps.keep("adapter", ADAPTER_CONFIG, [data or json.dumps(raw).encode()])
         config = AdapterConfig.parse(raw, where, self._max_lora_rank)
-        maps = config.maps(receiver.names["adapter"], model.config.layers)
-        if not maps:
-            raise WeightsRefused(
-                f"{receiver.places['adapter']}: no tensor is a matrix of {', '.join(BLOCKS)}; "
-                f"they are named like '{PREFIX}0.self_attn.q_proj.lora_A.weight'"
-            )
+        maps = config.maps(names, model.config.layers)
         dtype = next(iter(model.parameters().values())).dtype
-        return AdapterWeights(model.config, config, dtype, maps)
+        weights = AdapterWeights(model.config, config, dtype, maps)
+        strange = sorted(names.keys() - weights.parameters().keys())
+        if strange or not maps:
+            which = f"tensor {strange[0]!r} is not" if strange else "no tensor is"
+            raise WeightsRefused(
+                f"{place}: {which} a matrix of {', '.join(BLOCKS)} in one of the model's "
+                f"{model.config.layers} layers; train these alone, and name them like "
+                f"'{PREFIX}0.self_attn.q_proj.lora_A.weight'"
+            )
+        return weights
 
     def _network(
         self, name: str, live: Live, own_embedding: bool | None
