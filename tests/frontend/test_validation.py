@@ -58,6 +58,7 @@ BAD = [  # (body, status, what the message must say)
     (b'"requests"', 400, "must be a JSON object"),
     (b"null", 400, "must be a JSON object"),
     ({}, 400, "requests is missing; give requests, or, as SGLang's clients do, text or input_ids"),
+    ({"text": None}, 400, "requests is missing"),
     ({"requests": []}, 400, "requests is []; it must have at least 1 item"),
     (item(id="x" * 300), 400, "it must have at most 256 characters"),
     (item(id=""), 400, "id is ''; it must have at least 1 character"),
@@ -80,7 +81,7 @@ BAD = [  # (body, status, what the message must say)
     ({"requests": ["abc"]}, 400, "requests[0] is 'abc'; it must be an object"),
     ({"requests": {}}, 400, "requests is {}"),
     ({"requests": ["abc"]}, 400, "requests[0] is 'abc'"),
-    ({"requests": None}, 400, "requests is None"),
+    ({"requests": None}, 400, "requests is missing; give requests, or, as SGLang's"),
     (item() | {"text": "hi"}, 400, "send one"),
     ({"text": "hi", "input_ids": [1]}, 400, "give exactly one"),
     ({"requests": [{"prompt": "a"}] * 5}, 413, "the limit is 4 (max_batch_items)"),
@@ -237,6 +238,23 @@ def test_bounds_themselves_are_accepted(server: LiveServer) -> None:
         },
     }
     assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {
+            "requests": None,
+            "input_ids": None,
+            "text": "a",
+            "sampling_params": {"max_new_tokens": 1},
+        },
+        {"requests": [{"prompt": "a"}], "text": None, "sampling": {"max_tokens": 1}},
+    ],
+)
+def test_null_fields_choose_no_form_of_a_generate_body(server: LiveServer, body: Any) -> None:
+    reply = httpx.post(f"{server.url}/generate", json=body)
+    assert reply.status_code == 200 and ("results" in reply.json()) == bool(body["requests"])
 
 
 def test_a_batch_over_the_queue_is_refused_before_its_sequences_are_made(model: Path) -> None:

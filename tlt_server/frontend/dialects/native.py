@@ -75,13 +75,14 @@ IdempotencyKey = Annotated[
 
 def _form(present: Mapping[str, bool]) -> type[NativeRequest] | type[GenerateFields]:
     """Return the form of a body; `InvalidRequest` if it has both forms or none."""
-    borrowed = [name for name in BORROWED if name in present]
-    if borrowed and "requests" in present:
+    given = [name for name, null in present.items() if not null]
+    borrowed = [name for name in BORROWED if name in given]
+    if borrowed and "requests" in given:
         raise InvalidRequest(
             f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} "
             "SGLang's: send one"
         )
-    if not present:
+    if not given:
         raise InvalidRequest(
             "requests is missing; give requests, or, as SGLang's clients do, text or input_ids"
         )
