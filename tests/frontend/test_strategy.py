@@ -82,89 +82,82 @@ def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: Liv
     assert client.strategy()["policy"] == "beg"
 
 
-def test_a_policy_in_preparation_is_named_and_the_one_before_shown(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unprepared(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    """A server that waits for no policy, and whose engine prepares none until it is told to."""
     monkeypatch.setattr(strategy, "PATIENCE_S", 0.0)
-    with (
-        live_server(model, engine={"drafter": "eagle", "prepares": False}) as server,
-        Client(server.url) as client,
-    ):
-        assert client.strategy()["preparing"] is None
-        state = client.set_strategy("fixed", "eagle:7x4x16")
-        assert (state["policy"], state["strategy"]) == ("off", None)
-        assert state["preparing"] == "fixed with eagle:7x4x16"
-        until(lambda: server.engine.policies)
-        server.call(lambda: setattr(server.engine, "dies", True))
-        until(lambda: len(server.engines) == 2 and not server.client.failure)
-        until(lambda: server.engine.policies)
-        assert server.engine.policies == [SetPolicy("fixed", Strategy("eagle", 7, 4, 16))]
-        assert client.strategy()["preparing"] == "fixed with eagle:7x4x16"
-        server.call(lambda: setattr(server.engine, "prepares", True))
-        client.set_strategy("beg")
-        until(lambda: client.strategy()["policy"] == "beg" and not client.strategy()["preparing"])
-        state = client.strategy()
-        assert (state["prepared"], state["preparing"]) == ("beg is prepared", None)
+    engine = {"drafter": "eagle", "prepares": False}
+    with live_server(model, engine=engine, max_restarts=20) as running:
+        yield running
 
 
-def died(server: LiveServer) -> None:
+def let_die(server: LiveServer) -> None:
     """Let the engine die, and wait for the next one."""
     engines = len(server.engines)
     server.call(lambda: setattr(server.engine, "dies", True))
     until(lambda: len(server.engines) > engines and not server.client.failure)
 
 
+CHAIN = SetPolicy("fixed", Strategy("eagle", 7, 4, 16))
+
+
+def test_a_policy_in_preparation_is_named_and_the_one_before_shown(unprepared: LiveServer) -> None:
+    with Client(unprepared.url) as client:
+        assert client.strategy()["preparing"] is None
+        state = client.set_strategy("fixed", "eagle:7x4x16")
+        assert (state["policy"], state["strategy"]) == ("off", None)
+        assert state["preparing"] == "fixed with eagle:7x4x16"
+        until(lambda: unprepared.engine.policies)
+        let_die(unprepared)
+        until(lambda: unprepared.engine.policies == [CHAIN])
+        assert client.strategy()["preparing"] == "fixed with eagle:7x4x16"
+        unprepared.call(lambda: setattr(unprepared.engine, "prepares", True))
+        client.set_strategy("beg")
+        until(lambda: client.strategy()["policy"] == "beg" and not client.strategy()["preparing"])
+        state = client.strategy()
+        assert (state["prepared"], state["preparing"]) == ("beg is prepared", None)
+
+
 def test_the_policy_in_force_comes_back_before_the_one_under_way(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategy, "PATIENCE_S", 0.0)
-    with (
-        live_server(model, engine={"drafter": "eagle"}, max_restarts=20) as server,
-        Client(server.url) as client,
-    ):
-        in_force, under_way = SetPolicy("beg"), SetPolicy("fixed", Strategy("eagle", 7, 4, 16))
+    with live_server(model, engine={"drafter": "eagle"}) as server, Client(server.url) as client:
         client.set_strategy("beg")
         until(lambda: client.strategy()["policy"] == "beg")
         server.call(lambda: setattr(server.engine, "prepares", False))
         client.set_strategy("fixed", "eagle:7x4x16")
-        until(lambda: server.engine.policies == [in_force, under_way])
-        died(server)  # the new one prepares, too, but its answer may not overtake the next death
-        until(lambda: server.engine.policies == [in_force, under_way])
+        until(lambda: server.engine.policies == [SetPolicy("beg"), CHAIN])
+        let_die(server)  # the next engine prepares
+        until(lambda: server.engine.policies == [SetPolicy("beg"), CHAIN])
         until(lambda: client.strategy()["strategy"] == "eagle:7x4x16")
         assert client.strategy()["preparing"] is None
 
 
 def test_a_policy_under_way_at_two_deaths_is_dropped(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    unprepared: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategy, "PATIENCE_S", 60.0)
-    with (
-        live_server(model, engine={"drafter": "eagle", "prepares": False}) as server,
-        Client(server.url, retries=0) as client,
-        ThreadPoolExecutor(1) as thread,
-    ):
-        chain = SetPolicy("fixed", Strategy("eagle", 7, 4, 16))
 
-        def cut_off() -> str:
-            answer = thread.submit(
-                httpx.put,
-                f"{server.url}/strategy",
-                json={"policy": "fixed", "strategy": "eagle:7x4x16"},
-                timeout=120,
-            )
-            until(lambda: bool(server.client.policies.answers))
-            until(lambda: chain in server.engine.policies)
-            died(server)
-            assert answer.result().status_code == 500
-            return str(answer.result().json()["error"]["message"])
+    def cut_off() -> str:
+        """Return the answer to a change during which the engine dies."""
+        body = {"policy": "fixed", "strategy": "eagle:7x4x16"}
+        answer = thread.submit(httpx.put, f"{unprepared.url}/strategy", json=body, timeout=120)
+        until(lambda: bool(unprepared.client.policies.answers))
+        until(lambda: CHAIN in unprepared.engine.policies)
+        let_die(unprepared)
+        assert answer.result().status_code == 500
+        return str(answer.result().json()["error"]["message"])
 
+    with ThreadPoolExecutor(1) as thread, Client(unprepared.url) as client:
         first = cut_off()
         assert "GET /strategy" in first and "dropped" not in first
-        until(lambda: server.engine.policies == [chain])
+        until(lambda: unprepared.engine.policies == [CHAIN])
         second = cut_off()
         assert "policy fixed with eagle:7x4x16 was being prepared at 2 deaths" in second
         state = client.strategy()
-        assert (state["policy"], state["preparing"], server.engine.policies) == ("off", None, [])
+        assert (state["policy"], state["preparing"]) == ("off", None)
+        assert unprepared.engine.policies == []
 
 
 def test_a_policy_that_cannot_be_prepared_is_an_error(client: Client, server: LiveServer) -> None:

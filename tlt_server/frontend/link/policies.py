@@ -1,6 +1,6 @@
 """The policy in force and the one that the engine prepares, as the engine's answers say. Both hold
 over restarts: each epoch prepares the one in force again, then the one under way. One that was
-being prepared at two deaths may be their cause, and is dropped.
+being prepared at two deaths in a row may be their cause, and is dropped.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from tlt_server.errors import Conflict, EngineFailed, from_code
 from tlt_server.events import ControlReport
 from tlt_server.frontend.link.answers import Answers
 
-MAX_DEATHS = 2
-
 log = structlog.get_logger()
 
 
@@ -29,14 +27,18 @@ class PolicyState:
         self._asked: dict[str, SetPolicy] = {}  # sent and without an answer, the newest last
         self._kept: SetPolicy | None = None  # the last one in force, of any epoch
         self._next: SetPolicy | None = None  # to be sent once the one in force is there again
-        self._deaths: dict[SetPolicy, int] = {}  # while it was being prepared
+        self._suspect: SetPolicy | None = None  # the last one being prepared at a death
         self.in_force: SetPolicy | None = None  # None: the one that the engine was started with
         self.prepared = ""  # what the policy in force found prepared
 
     @property
     def preparing(self) -> SetPolicy | None:
         """Return the policy that is prepared, or waits for that."""
-        return self._next or next(reversed(self._asked.values()), None)
+        return self._next or self._newest
+
+    @property
+    def _newest(self) -> SetPolicy | None:
+        return next(reversed(self._asked.values()), None)
 
     async def ask(self, policy: SetPolicy, patience_s: float) -> None:
         """Return when the policy is in force, or after `patience_s`. Raises the engine's error."""
@@ -52,8 +54,8 @@ class PolicyState:
         command = self._asked.pop(report.id, None)
         if command is None:
             return False
-        if _bare(command) not in map(_bare, self._asked.values()):
-            self._deaths.pop(_bare(command), None)
+        if _equal(command, self._suspect) and not _equal(command, self._newest):
+            self._suspect = None
         if report.error is None:
             self.in_force, self.prepared, self._kept = command, report.detail, command
         elif command.id not in self.answers:
@@ -66,22 +68,17 @@ class PolicyState:
 
     def died(self, reason: str) -> None:
         """End every wait, and keep what the next epoch is sent."""
-        asked, dropped = {_bare(each): each for each in self._asked.values()}, set[str]()
-        for bare, command in asked.items():
-            self._deaths[bare] = self._deaths.get(bare, 0) + 1
-            if self._deaths[bare] < MAX_DEATHS:
-                continue
-            dropped.add(command.name)
-            log.error("policy_dropped", policy=command.name, deaths=MAX_DEATHS, reason=reason)
-            if self._kept is not None and _bare(self._kept) == bare:
-                self._kept = None
-        left = [each for each in asked.values() if self._deaths[_bare(each)] < MAX_DEATHS]
-        kept = _bare(self._kept) if self._kept else None
-        self._next = self._next or next(
-            (each for each in reversed(left) if _bare(each) != kept), None
-        )
-        self._deaths = {bare: count for bare, count in self._deaths.items() if count < MAX_DEATHS}
+        command, again, dropped = self._newest, self._suspect, ""
         self._asked = {}
+        if command is not None:
+            self._suspect = command
+            if _equal(command, again):
+                self._suspect, dropped = None, command.name
+                log.error("policy_dropped", policy=command.name, reason=reason)
+            if _equal(command, self._kept):
+                self._kept = None if dropped else self._kept
+            elif not dropped:
+                self._next = command
         self.answers.fail(lambda: _cut_off(reason, dropped))
 
     def begin(self, prepared: str) -> None:
@@ -89,10 +86,9 @@ class PolicyState:
         the one that was under way.
         """
         self.in_force, self.prepared, self._asked = None, prepared, {}
-        first, later = self._kept, self._next
-        if first is None:
-            first, later = later, None
-        self._next = later
+        first = self._kept or self._next
+        if self._kept is None:
+            self._next = None
         if first is not None:
             self._give(first)
 
@@ -103,11 +99,10 @@ class PolicyState:
         assert isinstance(command, SetPolicy)
         again = self._kept is not None and self.in_force is None and self._kept.id in self._asked
         if not again:
-            self._asked[command.id] = command
-            if not self._send(command):
+            sent = self._give(command)
+            if not sent:
                 del self._asked[command.id]
-                return False
-            return True
+            return sent
         if self._next is not None:
             error = Conflict(
                 f"policy {self._next.name} had not been prepared when another was set; see GET "
@@ -117,23 +112,21 @@ class PolicyState:
         self._next = command
         return True
 
-    def _give(self, command: SetPolicy) -> None:
+    def _give(self, command: SetPolicy) -> bool:
         self._asked[command.id] = command
-        self._send(command)
+        return self._send(command)
 
 
-def _bare(command: SetPolicy) -> SetPolicy:
-    """Return a command without its id."""
-    return msgspec.structs.replace(command, id="")
+def _equal(command: SetPolicy, other: SetPolicy | None) -> bool:
+    """Return True if both ask for the same policy."""
+    return other is not None and command == msgspec.structs.replace(other, id=command.id)
 
 
-def _cut_off(reason: str, dropped: set[str]) -> EngineFailed:
+def _cut_off(reason: str, dropped: str) -> EngineFailed:
     then = "GET /strategy says which policy is in force once the engine is back"
     if dropped:
-        names = ", ".join(sorted(dropped))
         then = (
-            f"policy {names} was being prepared at {MAX_DEATHS} deaths of the engine and is "
-            f"dropped; {then}"
+            f"policy {dropped} was being prepared at 2 deaths of the engine and is dropped; {then}"
         )
     return EngineFailed(f"{reason}; {then}")
 
