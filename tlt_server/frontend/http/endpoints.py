@@ -80,6 +80,12 @@ async def read_json(service: Any, kind: type[Body], request: Request) -> Body:
     return body
 
 
+async def read_given(service: Any, kind: type[Body], request: Request) -> Body:
+    """Return the body, which may not be left out."""
+    body: Body = await service.bodies.read(kind, await request.body())
+    return body
+
+
 class Endpoint(Route):
     """A route of the router, with the facts that authentication and the document need.
 

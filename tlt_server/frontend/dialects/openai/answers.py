@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any
+from typing import TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -21,7 +21,13 @@ from tlt_server.frontend.dialects.models import adapter_of, named
 from tlt_server.frontend.dialects.openai.forced import Held
 from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
 from tlt_server.frontend.dialects.openai.replies import failure
-from tlt_server.frontend.dialects.openai.requests import Asked, StreamOptions
+from tlt_server.frontend.dialects.openai.requests import (
+    Asked,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
 from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
 from tlt_server.frontend.dialects.replies.usage import OpenAIUsage, UsageCount, usage_of
 from tlt_server.frontend.generation.batch import RequestBatch, Words
@@ -30,6 +36,7 @@ from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.endpoints import Unread
 from tlt_server.frontend.http.replies import sliced_response, unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
@@ -37,21 +44,22 @@ from tlt_server.frontend.service import Service
 from tlt_server.packed import PackedIds
 
 Phrase = CompletionPhrase | ChatPhrase
+Body = TypeVar("Body", bound=Asked | ResponseRequest | TokenizeRequest | DetokenizeRequest)
 QUESTION = [{"role": "user", "content": "Compute 3*4+5."}]
 
 
 async def read(
-    service: Service, request: Request, model: type[Any], *, generates: bool = True
-) -> tuple[Any, EngineInfo]:
+    service: Service, request: Request, body: Unread[Body], *, generates: bool = True
+) -> tuple[Body, EngineInfo]:
     """Return the body of a request. `Unavailable`: it could not be answered now."""
     check = service.engine.check_available if generates else service.engine.check_running
     check()
-    body = await request.body()
+    await request.body()
     check()  # again, since reading the body may take long
     if generates:
         # Checked before a large body is parsed.
         service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
-    asked = await service.bodies.read(model, body)
+    asked = await body.read()
     adapter_of(service, asked.model)
     assert service.engine.info is not None
     return asked, service.engine.info

@@ -24,19 +24,18 @@ from tlt_server.frontend.dialects.openai.speaker import Speaker
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, Failure
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import Routes, Unread, read_given
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.service import Service
 from tlt_server.labels import label_of
 from tlt_server.packed import PackedIds
 
-ROUTES = Routes(error_shape=failure)
+ROUTES = Routes(read=read_given, error_shape=failure)
 
 
 @ROUTES.post(
     "/v1/completions",
     needs="data",
-    takes=CompletionRequest,
     example={
         "prompt": ["2+2=", "3*4="],
         "n": 2,
@@ -47,13 +46,15 @@ ROUTES = Routes(error_shape=failure)
     streams=(("message", Completion), ("message", Failure), ("message", Literal["[DONE]"])),
     raises=(NotFound, *UNFINISHED),
 )
-async def completions(service: Service, request: Request) -> Annotated[Response, Completion]:
+async def completions(
+    service: Service, request: Request, body: Unread[CompletionRequest]
+) -> Annotated[Response, Completion]:
     """Complete one prompt or a batch of prompts, given as text or token ids.
 
     Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream` the reply
     is server-sent chunks and a last `[DONE]`. Unknown fields are ignored, and null means absent.
     """
-    asked, info = await read(service, request, CompletionRequest)
+    asked, info = await read(service, request, body)
     return await answer(
         service,
         request,
@@ -70,19 +71,20 @@ async def completions(service: Service, request: Request) -> Annotated[Response,
 @ROUTES.post(
     "/v1/chat/completions",
     needs="data",
-    takes=ChatRequest,
     example={"messages": QUESTION, "max_completion_tokens": 64, "logprobs": True},
     streams=(("message", ChatCompletion), ("message", Failure), ("message", Literal["[DONE]"])),
     raises=(NotFound, *UNFINISHED),
 )
-async def chat(service: Service, request: Request) -> Annotated[Response, ChatCompletion]:
+async def chat(
+    service: Service, request: Request, body: Unread[ChatRequest]
+) -> Annotated[Response, ChatCompletion]:
     """Answer a conversation, put into the model's chat template with tools and
     chat_template_kwargs.
 
     With `stream` the reply is server-sent chunks and a last `[DONE]`. Unknown fields are ignored,
     and null means absent.
     """
-    asked, info = await read(service, request, ChatRequest)
+    asked, info = await read(service, request, body)
     words = asked.words
     ready = await prepared(service, request, asked, info, words)
     phrase = partial(
@@ -103,13 +105,14 @@ async def chat(service: Service, request: Request) -> Annotated[Response, ChatCo
 @ROUTES.post(
     "/v1/chat/completions/render",
     needs="data",
-    takes=ChatRequest,
     example={"messages": QUESTION},
     raises=(NotFound, QueueFull, Unavailable),
 )
-async def render(service: Service, request: Request) -> Annotated[Response, Rendered]:
+async def render(
+    service: Service, request: Request, body: Unread[ChatRequest]
+) -> Annotated[Response, Rendered]:
     """Return the prompt that a chat completion would have, and generate nothing."""
-    asked, info = await read(service, request, ChatRequest)
+    asked, info = await read(service, request, body)
     ready = await prepared(service, request, asked, info, asked.words)
     text = ready.text
     if asked.input_ids is not None:

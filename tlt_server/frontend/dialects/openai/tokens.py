@@ -18,30 +18,24 @@ from tlt_server.frontend.dialects.openai.requests import (
 )
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import About, Routes
+from tlt_server.frontend.http.endpoints import About, Routes, Unread, read_given
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.service import Service
 
-ROUTES = Routes(error_shape=failure)
-TOKENIZING: About = {
-    "takes": TokenizeRequest,
-    "example": {"messages": QUESTION},
-    "raises": (NotFound, Unavailable),
-}
-DETOKENIZING: About = {
-    "takes": DetokenizeRequest,
-    "example": {"tokens": [17, 18, 19]},
-    "raises": (NotFound, Unavailable),
-}
+ROUTES = Routes(read=read_given, error_shape=failure)
+TOKENIZING: About = {"example": {"messages": QUESTION}, "raises": (NotFound, Unavailable)}
+DETOKENIZING: About = {"example": {"tokens": [17, 18, 19]}, "raises": (NotFound, Unavailable)}
 
 
 @ROUTES.post("/v1/tokenize", needs="data", **TOKENIZING)
 @ROUTES.post("/tokenize", needs="data", **TOKENIZING)
-async def tokenize(service: Service, request: Request) -> Annotated[Response, Tokens]:
+async def tokenize(
+    service: Service, request: Request, body: Unread[TokenizeRequest]
+) -> Annotated[Response, Tokens]:
     """Return the token ids of a text, or of a conversation put into the chat template. This works
     in a pause and a sleep too.
     """
-    asked, info = await read(service, request, TokenizeRequest, generates=False)
+    asked, info = await read(service, request, body, generates=False)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest(
             f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give "
@@ -78,11 +72,13 @@ async def tokenizer_info(service: Service) -> TokenizerInfo:
 
 @ROUTES.post("/v1/detokenize", needs="data", **DETOKENIZING)
 @ROUTES.post("/detokenize", needs="data", **DETOKENIZING)
-async def detokenize(service: Service, request: Request) -> Annotated[Response, Detokenized]:
+async def detokenize(
+    service: Service, request: Request, body: Unread[DetokenizeRequest]
+) -> Annotated[Response, Detokenized]:
     """Return the text of token ids, special tokens included. This works in a pause and a sleep
     too.
     """
-    asked, info = await read(service, request, DetokenizeRequest, generates=False)
+    asked, info = await read(service, request, body, generates=False)
     if service.text.tokenizer is None:
         raise InvalidRequest(
             "tokens cannot be read: this model directory has no tokenizer.json; decode them where "

@@ -19,13 +19,13 @@ from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import Routes, Unread, read_given
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 
-ROUTES = Routes(error_shape=fault)
+ROUTES = Routes(read=read_given, error_shape=fault)
 WORDS = Words("token_ids", "", "sampling_params.", clamps=True)
 PREFIX = "generate-tokens-"  # vLLM puts it before the names of these requests
 
@@ -33,20 +33,21 @@ PREFIX = "generate-tokens-"  # vLLM puts it before the names of these requests
 @ROUTES.post(
     "/inference/v1/generate",
     needs="data",
-    takes=TokensRequest,
     example={
         "token_ids": [17, 18, 19],
         "sampling_params": {"max_tokens": 8, "logprobs": 1, "seed": 7},
     },
     raises=(NotFound, *UNFINISHED),
 )
-async def generate(service: Service, request: Request) -> Annotated[Response, TokensReply]:
+async def generate(
+    service: Service, request: Request, body: Unread[TokensRequest]
+) -> Annotated[Response, TokensReply]:
     """Generate from token ids. Unknown fields are ignored, and null means absent."""
     service.engine.check_available()
-    body = await request.body()
+    await request.body()
     # Checked before a large prompt.
     service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
-    asked = await service.bodies.read(TokensRequest, body)
+    asked = await body.read()
     lora = adapter_of(service, asked.model)
     assert service.engine.info is not None
     caller = caller_of(request)

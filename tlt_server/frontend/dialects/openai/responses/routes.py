@@ -37,7 +37,7 @@ from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import Routes, Unread, read_given
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
@@ -52,18 +52,20 @@ ResponseId = Annotated[str, Meta(description="id of a response that is kept")]
 @ROUTES.post(
     "/v1/responses",
     needs="data",
-    takes=ResponseRequest,
+    read=read_given,
     example={"input": "Compute 3*4+5.", "max_output_tokens": 64},
     streams=tuple((name, ResponseEvent) for name in EVENTS),
     raises=(NotFound, *UNFINISHED),
 )
-async def create(service: Service, request: Request) -> Annotated[Response, ModelResponse]:
+async def create(
+    service: Service, request: Request, body: Unread[ResponseRequest]
+) -> Annotated[Response, ModelResponse]:
     """Answer a conversation given as items, or continue one by `previous_response_id`.
 
     With `stream` the reply is typed events with numbers. Unknown fields are ignored, and null means
     absent.
     """
-    asked, info = await read(service, request, ResponseRequest)
+    asked, info = await read(service, request, body)
     caller = caller_of(request)
     messages: list[ChatMessage] = []
     if asked.previous_response_id is not None:
