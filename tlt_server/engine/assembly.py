@@ -1,5 +1,5 @@
 """Builds an engine from its settings in timed phases: model, KV, runner with drafters, scheduler,
-policy. The device makes what computes.
+policy. The device makes model, KV and runner.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Lexer:
         self._running = 0
         self._spent = 0  # fuel
         self._compiled_fuel: int | None = None  # once that is known
-        self._spoiled = False  # it ran into a limit: no text tells any more what fits
+        self._spoiled = False  # it ran into a limit, so its texts are unusable
         self.worn = False  # a sequence on it may have spent its account
 
     def begin(self) -> Future[MaskedText]:

@@ -43,8 +43,8 @@ _WRAPPED = re.compile(r"regex parse error:\n +(?P<text>[^\n]*)\n(?P<at> *)\^+\ne
 
 class Compiler:
     """The compiler for the tokens of one model. Copies of an interpreter share its lexer, and the
-    states that any of them explores count against one limit. After an error of one copy, the others
-    no longer tell which tokens fit.
+    states that any of them explores count against one limit. An error of one copy makes all
+    others unusable.
     """
 
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:

@@ -56,7 +56,7 @@ def _of_gbnf(text: str) -> str:
 
 
 def _lark_name(name: str, taken: Container[str]) -> str:
-    """Return a name that is new in Lark, too, where there are no dashes and case means a kind."""
+    """Return an unused name in Lark, where dashes are not allowed and case marks terminals."""
     own = re.sub(r"[^a-z0-9]", "_", name.lower())
     own = own if own[0].isalpha() else f"r{own}"
     while own in taken:
@@ -78,7 +78,7 @@ def _char(read: Callable[[Any], tuple[str, Any]], at: Any) -> tuple[str, Any]:
 
 
 def _mend(node: Any) -> None:
-    """Give this node and those below it a text that means in Lark what it does in GBNF."""
+    """Rewrite the texts of a node and its descendants so that they mean the same in Lark."""
     from llguidance import gbnf_to_lark as library
 
     for child in node.children():

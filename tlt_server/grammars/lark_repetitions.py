@@ -93,7 +93,7 @@ def _literal(text: str) -> CountedPart:
 
 
 def _whole(tokens: Sequence[_Token], level: int) -> CountedPart:
-    """Return what a grammar adds where it stands inside another one."""
+    """Return the counts of a grammar that stands inside another one."""
     if level > MAX_LEVELS:
         raise InvalidRequest(
             f"the grammar has more than {MAX_LEVELS} grammars inside each other: simplify it"
@@ -158,7 +158,7 @@ def _order(rules: Mapping[str, Sequence[_Token]]) -> list[str]:
 
 
 def _value(body: Sequence[_Token], known: Mapping[str, CountedPart]) -> CountedPart:
-    """Return what a rule adds. `known`: rules to which it refers; recursive ones may be absent."""
+    """Return the counts of a rule. `known`: rules that it names; recursive ones may be absent."""
     stack, at = Stack(strict=False), 0
     optional, negated = list[bool](), False  # for each open group: it may be left out
     while at < len(body):
@@ -200,7 +200,7 @@ def _read_sign(stack: Stack, optional: list[bool], sign: str) -> None:
 
 
 def _count(body: Sequence[_Token], at: int, *, closing: bool) -> tuple[int, int | None, int] | None:
-    """Return a count that begins there, least and most, and where it ends; None if it is none."""
+    """Parse a count: its minimum, maximum and end. None where there is no count."""
     numbers, parts, between = list[int](), 0, ("," if closing else "..")
     while at < len(body) and body[at].kind != "line":
         if body[at].kind == "number" and parts == len(numbers):

@@ -26,8 +26,8 @@ _STATS = re.compile(
 
 
 class CannotFollow(Exception):
-    """A limit of the library, or a token that does not fit. `spoils`: no text of the lexer tells
-    any more what fits.
+    """A limit of the library, or a token that does not fit. `spoils`: all texts of the lexer have
+    become unusable.
     """
 
     def __init__(self, why: str, *, spoils: bool = False) -> None:

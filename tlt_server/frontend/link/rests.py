@@ -1,7 +1,7 @@
-"""Keys whose requests end the engine again and again. After two deaths within the restart window,
-at each of which only requests of one key ran or one of it was on trial, new requests of that key
-are refused for a while, which doubles with each further death. Keys whose requests merely ran next
-to it are not.
+"""Keys that rest because their requests end the engine again and again. A death counts against a
+key if only its requests ran, or one of them was on trial. After two such deaths within the restart
+window new requests of the key are refused for a time that doubles with each further death. Keys
+whose requests merely ran next to those are not affected.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Requests that may have crashed the engine. One that ran at two crashes, and got no further before
-the second one although it was on trial, is refused.
+"""Requests that may have crashed the engine. One is refused if it ran at two crashes, was on trial
+or alone at the second, and had got no further in between.
 
-A request is known by its key and by what it computes (prompt and sampling), not by its id or by a
+A request is identified by its key and its computation (prompt and sampling), not by its id or by a
 seed that the server chose; one with a structured output by its key and the form of its grammar,
-whose numbers and names are easily others. One that was elsewhere at the second crash was more
-likely a bystander, and one that completes is cleared. No request is refused for running next to
-the one that crashes the engine: suspects run one at a time, each until it has completed a step, or,
-where it was at the same place at both crashes, until it is past that place. Only a request that was
-on trial at a crash, or ran alone, can be refused. The number of suspects is bounded, and they are
-forgotten after a while.
+whose numbers and names are easily others. After a crash suspects run one at a time: each until it
+has completed a step or, where it was at the same place at both crashes, until it is past that
+place. So no request is refused for running next to the one that crashes the engine. One that
+completes is cleared. The number of suspects is bounded, and they are forgotten after a while.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process that runs templates of requests: `python -m ...reading_process.templates FD`.
 
-Comes in: over FD one socket per template. Each is served by a fork of this process, which has
+It receives one socket per template over FD. Each is served by a fork of this process, which has
 limits on memory and time, may open no file, and ends with its answer. So a template can neither
 harm another nor learn of it.
 """
