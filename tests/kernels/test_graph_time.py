@@ -15,17 +15,16 @@ pytestmark = [
 ]
 
 
-def test_it_counts_the_gpus_time_and_nothing_of_the_hosts() -> None:
+def test_clock_counts_the_gpus_time_and_nothing_of_the_hosts() -> None:
     def spin(cycles: int) -> float:
         def run() -> None:
             torch.cuda._sleep(cycles)
             time.sleep(0.01)
 
-        return milliseconds(run, 5)
+        # The least: other processes may have turns on this GPU.
+        return min(milliseconds(run, 1) for _ in range(10))
 
-    short, long = (
-        spin(2_000_000),
-        spin(8_000_000),
-    )  # one to six milliseconds, as the clock is: less than the host sleeps
+    # One to six milliseconds, as the clock is: less than the host sleeps.
+    short, long = spin(2_000_000), spin(8_000_000)
     assert 2 < long / short < 8 and 0.5 < short < 10
-    assert 500 < microseconds(lambda: torch.cuda._sleep(2_000_000), 5) < 10_000
+    assert 500 < min(microseconds(lambda: torch.cuda._sleep(2_000_000), 1) for _ in range(10)) < 1e4
