@@ -20,8 +20,7 @@ from tlt_kernels.gpu.upload import Upload
 from tlt_server.engine.devices import DEVICES
 from tlt_server.engine.devices.choice import gpu_split
 from tlt_server.engine.gpu.agreement import Agreement
-from tlt_server.engine.gpu.drafts import DraftKey, DraftPass
-from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
+from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.joining import RankGroup, join
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
@@ -285,12 +284,12 @@ class GpuRank:
             self._live[GpuDecoder] = self.passes.state.model = new
             return
         self._live[GpuEagleNetwork] = new
-        for drafts in self._eagles:
+        for drafts in self._with_network:
             drafts.network = new
 
     @property
-    def _eagles(self) -> list[EagleDrafts]:
-        return [each for each in self.passes.drafters.values() if isinstance(each, EagleDrafts)]
+    def _with_network(self) -> list[GpuDrafter]:
+        return [each for each in self.passes.drafters.values() if each.network is not None]
 
     # -- tables ------------------------------------------------------------------------------------
 
@@ -298,7 +297,7 @@ class GpuRank:
         if isinstance(order, SetDrafterTable):
             floats = (values.view(np.float32) for values in (order.edge_G, order.survival_K))
             with torch.cuda.stream(self._stream):
-                for drafts in self._eagles:
+                for drafts in self._with_network:
                     drafts.begin_again(*floats)
             return
         [table] = [

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Trees
@@ -19,7 +21,7 @@ from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.records import DraftLimits
 from tlt_server.speculation.drafters import DRAFTERS
-from tlt_server.weights.parts import Drafter, DrafterNetwork
+from tlt_server.weights.parts import Drafter
 
 
 class DraftKey(NamedTuple):
@@ -73,9 +75,7 @@ class Follower(Protocol):
 
 
 class GpuDrafter(Follower, Protocol):
-    @property
-    def network(self) -> DrafterNetwork | None:
-        """Return the network that a push exchanges; None where it drafts without one."""
+    network: Any  # the one that a push exchanges; None where it drafts without one
 
     @classmethod
     def make(cls, state: DeviceState, storage: NetworkStorage | None) -> Self: ...
@@ -87,6 +87,9 @@ class GpuDrafter(Follower, Protocol):
         """Draft with another network's values from the next step on, and with its table, of which
         nothing is observed yet.
         """
+
+    def begin_again(self, edge_G: NDArray[np.float32], survival_K: NDArray[np.float32]) -> None:
+        """Take a table for its network, of which nothing is observed yet."""
 
     def draft_pass(self, key: DraftKey) -> DraftPass: ...
 

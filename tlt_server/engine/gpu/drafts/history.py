@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tlt_kernels.gpu.calibration import calibrate
 from tlt_kernels.gpu.history import history_nodes, workspace
@@ -38,6 +40,9 @@ class HistoryDrafts:
         return {"history": DeviceTable(self.calibration, stream)}
 
     def install(self, changed: Drafter) -> None:
+        """Do nothing: this drafter has no network."""
+
+    def begin_again(self, edge_G: NDArray[np.float32], survival_K: NDArray[np.float32]) -> None:
         """Do nothing: this drafter has no network."""
 
     def draft_pass(self, key: DraftKey) -> HistoryPass:
