@@ -1,4 +1,6 @@
-"""No step of a real GPU loads a kernel, whichever strategy is set while it serves."""
+"""No step of a real GPU loads a kernel, nor records a graph of a fixed strategy, whichever is set
+while it serves.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,17 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["off", "goodput"])
-def test_no_step_loads_a_kernel_of_a_strategy_that_was_set(policy: str) -> None:
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks"), [("off", 1), ("goodput", 1), pytest.param("off", 2, marks=TWO)]
+)
+def test_no_step_loads_a_kernel_of_a_strategy_that_was_set(policy: str, ranks: int) -> None:
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    asked = policy, "cuda", "--ranks", str(ranks)
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.engine.strategies_on_gpu", policy, "cuda"],
+        [*(sys.executable, "-m", "tests.engine.strategies_on_gpu"), *asked],
         env=compiling,
         capture_output=True,
         text=True,
@@ -29,6 +37,8 @@ def test_no_step_loads_a_kernel_of_a_strategy_that_was_set(policy: str) -> None:
     told = json.loads(ran.stdout.splitlines()[-1])
     assert len(told["strategies"]) == 10 and told["loaded_in_steps"] == []
     assert all(each["same"] for each in told["strategies"].values())
+    fixed = [each for name, each in told["strategies"].items() if name.startswith("fixed")]
+    assert len(fixed) == 8 and not any(each["recorded"] for each in fixed)
     assert any("compiled for it" in each["said"] for each in told["strategies"].values())
     prepared = [each for each in told["strategies"].values() if "compiled for it" in each["said"]]
     assert all(each["steps"] > 1 for each in prepared), "steps go on while kernels are compiled"
