@@ -101,7 +101,7 @@ def let_die(server: LiveServer) -> None:
 CHAIN = SetPolicy("fixed", Strategy("eagle", 7, 4, 16))
 
 
-def test_a_policy_in_preparation_is_named_and_the_one_before_shown(unprepared: LiveServer) -> None:
+def test_a_policy_in_preparation_is_shown_next_to_the_active_one(unprepared: LiveServer) -> None:
     with Client(unprepared.url) as client:
         assert client.strategy()["preparing"] is None
         state = client.set_strategy("fixed", "eagle:7x4x16")
@@ -167,9 +167,7 @@ def test_a_policy_that_cannot_be_prepared_is_an_error(client: Client, server: Li
     assert client.strategy() == before and before["preparing"] is None
 
 
-def test_arms_and_pins_reach_the_engine_and_are_unset_by_the_next_policy(
-    client: Client, server: LiveServer
-) -> None:
+def test_arms_and_pins_are_unset_by_the_next_policy(client: Client, server: LiveServer) -> None:
     pins = [{"batch": [1, 8], "strategy": "eagle:7x1x8"}, {"batch": [9, 100000], "strategy": "off"}]
     state = client.set_strategy("beg", arms=["history", "eagle:4x1x5"], pins=pins)
     assert state["pins"] == [pins[0]], "8 run at most"

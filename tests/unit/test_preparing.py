@@ -1,5 +1,5 @@
-"""Steps are captured without a run of them, unless a library of others has to get ready. Memory
-that does not last ends captures, and nothing else.
+"""Steps are captured without running them, unless another library must get ready. Exhausted memory
+ends captures and nothing else; a kernel that cannot be loaded is refused by name.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ def test_a_capture_needs_no_run_where_all_kernels_are_loaded(
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_a_key_of_idle_time_is_recorded_without_a_run_once_its_kernels_are_loaded(
-    listed: list[object],
-) -> None:
+def test_a_later_key_is_recorded_once_its_kernels_are_loaded(listed: list[object]) -> None:
     runner = Prepared()
     listed += ["a kernel", "another"]
     record(runner, DRAFT)  # type: ignore[arg-type]
@@ -119,7 +117,7 @@ def test_a_key_of_idle_time_is_recorded_without_a_run_once_its_kernels_are_loade
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError(), RuntimeError("Triton Error [CUDA]: out of memory")]
 )
-def test_memory_that_does_not_last_ends_captures_and_nothing_else(
+def test_exhausted_memory_ends_captures_and_nothing_else(
     error: RuntimeError, listed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Prepared()
@@ -150,7 +148,7 @@ class Listed:
         self.dropped |= keys
 
 
-def test_a_list_is_loaded_in_parts_and_gives_back_what_it_made(
+def test_a_list_is_loaded_in_parts_and_frees_its_buffers(
     listed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes, brought = Listed(), list[object]()
@@ -178,7 +176,7 @@ def test_a_kernel_that_cannot_be_loaded_is_refused_by_name() -> None:
         kernels.load(1, last=False)
 
 
-def test_kernels_that_cannot_be_loaded_ahead_are_one_line(
+def test_kernels_not_loaded_ahead_are_reported_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A record may have come from elsewhere, and names no module but those of the kernels."""

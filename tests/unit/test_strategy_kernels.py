@@ -1,5 +1,6 @@
-"""The kernels of a policy that is not in force are listed and loaded between steps, in parts, and
-compiled by others meanwhile; a failure is typed, and what quiet forbids waits.
+"""A policy's kernels are listed and loaded, and its graphs recorded, in parts between steps of the
+policy before. Other processes compile meanwhile. Failures are typed, and nothing waits for a device
+that is not quiet.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def test_kernels_are_compiled_next_to_steps_then_loaded_in_parts(gpu: Gpu) -> No
     assert wider is not None, "others are not prepared by it"
 
 
-def test_graphs_are_recorded_one_by_one_before_a_policy_is_in_force(gpu: Gpu) -> None:
+def test_graphs_are_recorded_before_a_policy_is_active(gpu: Gpu) -> None:
     strategies = started(gpu)
     preparation = strategies(reaching(CHAIN))
     assert preparation is not None
