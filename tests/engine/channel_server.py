@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,15 +87,15 @@ class Server:
             self.known.append((self.engine.checksums(), self.speak()))
 
     def _note_networks(self) -> None:
-        transaction = self.engine.engine.pushes.transaction
-        sound = transaction._steps.storage
+        storage: Any = self.engine.engine.pushes.transaction.options.storage
+        sound = storage.make
 
         def noted(*given: Any) -> Any:
             network = sound(*given)
             self._made.append(weakref.ref(network))
             return network
 
-        transaction._steps = replace(transaction._steps, storage=noted)
+        storage.make = noted
 
     @staticmethod
     async def _uploads(limits: Any) -> Uploads:

@@ -46,7 +46,7 @@ class Pair:
         live = Live(Target("v0", Network(), {}))  # type: ignore[arg-type]
         storage = Storage("device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
         options = Options(("broadcast",), Intake(groups=Groups(WAIT_S)), storage=storage)
-        self.transaction = Transaction(live, options, lambda data, where: None)
+        self.transaction = Transaction(live, options)
         scheduler: Any = SimpleNamespace(
             started=lambda adapter: 0,
             change_version=lambda version, in_flight: [],

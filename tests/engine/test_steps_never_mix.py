@@ -24,11 +24,10 @@ from tlt_server.commands import Manifest, TensorEntry
 from tlt_server.errors import TltError, Unavailable
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Live, Target
-from tlt_server.weights.push import FailedPush, Staged, Unchanged, Waiting
 from tlt_server.weights.series import REMEMBERED
-from tlt_server.weights.staging import Staging
 from tlt_server.weights.storage import Free, Storage
 from tlt_server.weights.transaction import Transaction
+from tlt_server.weights.update import FailedPush, Staged, Staging, Unchanged, Waiting
 
 NAMES = ("a", "b", "c", "d")
 Fate = str
@@ -106,7 +105,6 @@ class Receiving:
         self.transaction = Transaction(
             live,
             Options(("broadcast",), Intake(groups=groups), storage=storage),
-            lambda data, where: None,
             clock=lambda: self.now,
         )
 

@@ -31,8 +31,8 @@ from tlt_client.channels.http import HttpReceiver
 from tlt_server.commands import Manifest, TensorEntry
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.spool import Spool
-from tlt_server.weights.arriving import Steps
 from tlt_server.weights.candidate import Candidate
+from tlt_server.weights.options import Options
 from tlt_server.weights.storage import Free, Storage
 
 channel, root, keeps = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
@@ -66,7 +66,7 @@ receive = {
     "http": lambda m: HttpReceiver(m, Intake(uploads=root)),
 }[channel]
 place = Storage(None, lambda: Free(2**40, 0, 0), torch.device("cpu"), None)
-candidate = Candidate(Steps(spool.keep if spool else None, lambda data, where: None, place.make))
+candidate = Candidate(Options(spool=spool, storage=place))
 live = Live(Target("old", Network(), {}))
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")

@@ -94,13 +94,13 @@ def assemble(
     parse_calibration = (
         find_loader(drafter, settings.device).parse_calibration if drafter else _unexpected
     )
+    options = _options(settings, device, spool, parse_calibration)
     with phase("load model") as detail:
         config = ModelConfig.read(Path(settings.model))
         max_model_len = served_length(settings, config)
         live, lost = Restored(device.load(replace(config, max_position=max_model_len)), {})
         if spool:
-            limits = settings.max_loras, settings.max_lora_rank
-            live, lost = restore(spool, live, parse_calibration, *limits)
+            live, lost = restore(spool, live, options)
         detail.append(str(settings.model))
     with phase("allocate KV") as detail:
         memory = device.allocate(live, max_model_len)
@@ -120,7 +120,6 @@ def assemble(
         max_pages_per_sequence=-(-max_model_len // settings.page_size),
     )
     with phase("prepare runner") as detail:
-        options = _options(settings, device, spool)
         equipped = device.equip(
             live,
             memory,
@@ -143,7 +142,6 @@ def assemble(
         memory,
         equipped,
         options,
-        parse_calibration,
         on_start,
         _made_by(settings, gpu, device, live),
     )
@@ -180,7 +178,6 @@ def _connect(
     memory: Memory,
     equipped: Equipped,
     options: Options,
-    parse_calibration: Callable[[bytes, str], object],
     on_start: Callable[[list[str]], None],
     made_by: dict[str, str],
 ) -> Engine:
@@ -225,7 +222,7 @@ def _connect(
 
     in_flight = partial(settle, scheduler, equipped.runner)
     activity = ActivityReader(settings.activity) if settings.activity else None
-    transaction = Transaction(live, options, parse_calibration)
+    transaction = Transaction(live, options)
     pushes = WeightPushes(
         gate, transaction, scheduler, install, in_flight, equipped.confirm, knowledge.costs
     )
@@ -324,7 +321,12 @@ def _describe(
     )
 
 
-def _options(settings: EngineSettings, device: Device, spool: Spool | None) -> Options:
+def _options(
+    settings: EngineSettings,
+    device: Device,
+    spool: Spool | None,
+    parse_calibration: Callable[[bytes, str], object],
+) -> Options:
     state = Path(settings.state_dir) if settings.state_dir else None
     intake = Intake(
         Path(settings.weight_root) if settings.weight_root else None,
@@ -342,6 +344,7 @@ def _options(settings: EngineSettings, device: Device, spool: Spool | None) -> O
         spool,
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
+        parse_calibration=parse_calibration,
         storage=storage,
     )
 

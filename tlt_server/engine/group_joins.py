@@ -10,8 +10,8 @@ from tlt_server.commands import JoinGroup, LeaveGroup
 from tlt_server.engine.weight_reports import WeightReports
 from tlt_server.errors import ChannelBroken, Conflict, Forbidden, TltError, from_code
 from tlt_server.threads import Crew
-from tlt_server.weights.push import Push
 from tlt_server.weights.transaction import Transaction
+from tlt_server.weights.update import Push
 
 MAX_JOINS = 4  # at once; a trainer whose ranks join one by one needs one at a time
 

@@ -40,9 +40,8 @@ from tlt_server.labels import label_of
 from tlt_server.records import StepOutput
 from tlt_server.speculation.cost import CostRecord
 from tlt_server.weights.parts import Changed, Live
-from tlt_server.weights.push import FailedPush, Gathering, Push, Staged, Unchanged, Waiting
-from tlt_server.weights.staging import Staging
 from tlt_server.weights.transaction import Transaction
+from tlt_server.weights.update import FailedPush, Gathering, Push, Staged, Unchanged, Waiting
 
 
 class _Rollback(NamedTuple):
@@ -95,7 +94,7 @@ class WeightPushes:
         return (
             self._changing
             or self._reads.busy
-            or (push is not None and (isinstance(push.state, Staging) or push.manifest.commit))
+            or (push is not None and (push.brings_bytes or push.manifest.commit))
         )
 
     @property

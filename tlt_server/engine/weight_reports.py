@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from tlt_server.errors import TltError
 from tlt_server.events import WeightReport, WeightState
 from tlt_server.weights.parts import Changed
-from tlt_server.weights.push import Push
 from tlt_server.weights.transaction import Transaction
+from tlt_server.weights.update import Push
 
 
 class WeightReports:

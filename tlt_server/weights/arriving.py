@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from tlt_client.channels import Buffers, Receiver, TensorBatch
+from tlt_client.channels import Receiver, TensorBatch
 from tlt_client.channels.checkpoint import CALIBRATION, INDEX
 from tlt_client.channels.source import json_object
 from tlt_client.channels.tensors import written
@@ -27,30 +26,12 @@ from tlt_server.models.loader import check_finite, check_layout, check_names
 from tlt_server.models.shards import Stored
 from tlt_server.weights.checksums import Content, contents
 from tlt_server.weights.declared import check_content, check_shape
+from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Adapter, Drafter, Network, Target
-from tlt_server.weights.spool import Data
 
 TOGETHER = 2**29  # bytes that are checked at a time, unless one tensor has more
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-Model = TypeVar("Model")
 Enter = Callable[[str], None]  # enters a phase; raises to cancel
-
-
-class Make(Protocol):
-    def __call__(self, need: int, buffers: Buffers, make: Callable[[], Model], /) -> Model:
-        """Return what `make` makes, of `need` bytes, in storage of its own. A receiver will take
-        `buffers` in addition.
-        """
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Callables that arriving weights need from the transaction."""
-
-    keep: Callable[[str, str, Data], None] | None  # role, file, content; the spool's, if any
-    parse_calibration: Callable[[bytes, str], object]  # content, where it is from
-    storage: Make
-    in_place: bool = False  # the network that is filled is the live one
 
 
 def _first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,7 +54,7 @@ class Arriving:
     network: Network
     parameters: Mapping[str, Stored]
     others: Set[str]  # names that may come and are no parameters
-    steps: Steps
+    options: Options
     place: str = "the weights in use"  # where the newest tensors come from, for messages
     sums: dict[str, str] = field(default_factory=dict)  # tensor that has come -> its checksum
     found: dict[str, Tensor] = field(default_factory=dict)  # the tensors among `others`
@@ -86,13 +67,18 @@ class Arriving:
         cls,
         role: str,
         network: Network,
-        steps: Steps,
+        options: Options,
         arrived: Mapping[str, str] = MappingProxyType({}),
     ) -> Arriving:
         """Fill the network; `arrived`: checksums of the tensors that it has."""
         tied = {TIED_HEAD} if network.config.tied_embeddings else set()
         others = tied if role == "target" else network.vocabulary_map  # type: ignore[union-attr]
-        return cls(role, network, network.parameters(), others, steps, sums=dict(arrived))
+        return cls(role, network, network.parameters(), others, options, sums=dict(arrived))
+
+    @property
+    def in_place(self) -> bool:
+        """Return True if the network that is filled is the live one."""
+        return self.options.storage.in_place and self.role != "adapter"
 
     @property
     def missing(self) -> list[str]:
@@ -211,17 +197,17 @@ class Arriving:
 
     def _write(self) -> None:
         """Note that the network is about to change."""
-        self.overwritten = self.steps.in_place
+        self.overwritten = self.in_place
 
     def _keep(self, batch: TensorBatch) -> None:
-        if self.steps.keep is None:
+        if self.options.spool is None:
             return
         file = f"{len(set(self._kept.values())):05}.safetensors"
         if batch.file is not None:
             file = self._whole.setdefault(batch.file, file)
         else:
             tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.tensors.items()}
-            self.steps.keep(self.role, file, written(tensors))
+            self.options.spool.keep(self.role, file, written(tensors))
         self._kept |= dict.fromkeys(batch.tensors, file)
 
     # -- after the last tensor ---------------------------------------------------------------------
@@ -255,7 +241,7 @@ class Arriving:
                 f"{self.place}: of the vocabulary map only {next(iter(self.found))!r} is there; "
                 "push both 'd2t' and 't2d', or neither to keep the map in use"
             )
-        if self.steps.in_place and self.others and not self.found:
+        if self.in_place and self.others and not self.found:
             raise WeightsRefused(
                 f"{self.place}: the vocabulary map is not there; with weight_staging none a failed "
                 "push may have left another one in use: push 'd2t' and 't2d', too"
@@ -269,9 +255,9 @@ class Arriving:
         sums.setdefault("d2t", live.sums["d2t"])
         calibration, data = live.calibration, receiver.file(self.role, CALIBRATION)
         if data is not None:
-            calibration = self.steps.parse_calibration(data, f"{self.place}/{CALIBRATION}")
-            if self.steps.keep is not None:
-                self.steps.keep(self.role, CALIBRATION, [data])
+            calibration = self.options.parse_calibration(data, f"{self.place}/{CALIBRATION}")
+            if self.options.spool is not None:
+                self.options.spool.keep(self.role, CALIBRATION, [data])
         return Drafter("", self.network, calibration, sums)  # type: ignore[arg-type]
 
     def adapter(self, name: str) -> Adapter:
@@ -282,13 +268,13 @@ class Arriving:
         """Keep the files that come whole, and an index, so that the folder is a directory that a
         restart reads. Called again when more has come.
         """
-        if self.steps.keep is None:
+        if self.options.spool is None:
             return
         while self._whole:
             path, file = self._whole.popitem()
-            self.steps.keep(self.role, file, path)
+            self.options.spool.keep(self.role, file, path)
         index = json.dumps({"weight_map": self._kept}).encode()
-        self.steps.keep(self.role, INDEX, [index])
+        self.options.spool.keep(self.role, INDEX, [index])
 
 
 def check_config(config: ModelConfig, data: bytes | None, where: str) -> None:

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,10 @@ from tlt_client.channels.source import json_object
 from tlt_server.commands import Manifest, TensorEntry
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
 from tlt_server.models.adapters import BLOCKS, PREFIX, AdapterConfig, AdapterWeights
-from tlt_server.weights.arriving import Arriving, Enter, Steps, check_config
+from tlt_server.weights.arriving import Arriving, Enter, check_config
 from tlt_server.weights.checksums import digest
 from tlt_server.weights.declared import check_dtype
+from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Network, Target, TargetNetwork
 from tlt_server.weights.storage import disk_is_full, ran_out
 
@@ -37,18 +37,16 @@ class Candidate:
     that begins with `headless` is that target, to which its sender adds the tied head.
     """
 
-    def __init__(
-        self, steps: Steps, headless: Target | None = None, max_lora_rank: int = 0
-    ) -> None:
+    def __init__(self, options: Options, headless: Target | None = None) -> None:
         self.opened: Manifest | None = None  # the newest that a receiver takes, or has taken
         self.headless = headless is not None
         self._version = headless.version if headless else ""
-        self._steps, self._max_lora_rank = steps, max_lora_rank
+        self._options = options
         self._receiver: Receiver | None = None  # while a manifest is taken
-        self._stopped = False
+        self.stopped = False
         self._roles: dict[str, Arriving] = {}
         if headless:
-            arrived = Arriving.into("target", headless.network, steps, headless.sums)
+            arrived = Arriving.into("target", headless.network, options, headless.sums)
             self._roles["target"] = arrived
 
     @property
@@ -68,7 +66,7 @@ class Candidate:
 
     def stop(self) -> None:
         """End a wait for a trainer, also one that has not begun yet. Called from another thread."""
-        self._stopped = True
+        self.stopped = True
         receiver = self._receiver
         if receiver is not None:
             receiver.stop()
@@ -91,7 +89,7 @@ class Candidate:
             enter("open")
             with closing(receive(manifest)) as receiver:
                 self.opened, self._receiver = manifest, receiver
-                if self._stopped:
+                if self.stopped:
                     receiver.stop()
                 try:
                     return self._receive(manifest, live, receiver, enter)
@@ -160,9 +158,8 @@ class Candidate:
     ) -> None:
         """Make room for a role's tensors, and check that the right ones will come."""
         if name == "adapter":
-            steps = replace(self._steps, in_place=False)
             weights = self._adapter(manifest, live, receiver)
-            self._roles[name] = Arriving.into(name, weights, steps)
+            self._roles[name] = Arriving.into(name, weights, self._options)
             self._roles[name].open(receiver, declared, partial=False)
             return
         network, place = live.by_role[name].network, receiver.places[name]
@@ -171,10 +168,10 @@ class Candidate:
             # A drafter that comes in parts has an embedding if the one in use has.
             own = None if manifest.partial else "embed_tokens.weight" in receiver.names[name]
             need = sum(view.nbytes for view in network.parameters().values())
-            made = self._steps.storage(
+            made = self._options.storage.make(
                 need, receiver.buffers, partial(self._network, name, live, own)
             )
-            self._roles[name] = Arriving.into(name, made, self._steps)
+            self._roles[name] = Arriving.into(name, made, self._options)
         self._roles[name].open(receiver, declared, partial=manifest.partial)
 
     def _adapter(self, manifest: Manifest, live: Live, receiver: Receiver) -> AdapterWeights:
@@ -191,9 +188,9 @@ class Candidate:
                 f"{place} has no {ADAPTER_CONFIG}, which says r and lora_alpha; write it as PEFT "
                 "does, or give adapter_config in the manifest"
             )
-        if self._steps.keep is not None:
-            self._steps.keep("adapter", ADAPTER_CONFIG, [data or json.dumps(raw).encode()])
-        config = AdapterConfig.parse(raw, where, self._max_lora_rank)
+        if self._options.spool is not None:
+            self._options.spool.keep("adapter", ADAPTER_CONFIG, [data or json.dumps(raw).encode()])
+        config = AdapterConfig.parse(raw, where, self._options.max_lora_rank)
         maps = config.maps(names, model.config.layers)
         dtype = next(iter(model.parameters().values())).dtype
         weights = AdapterWeights(model.config, config, dtype, maps)
@@ -213,7 +210,7 @@ class Candidate:
         """Return the network to fill. `own_embedding`: whether the drafter that comes has one;
         None: if the one in use has.
         """
-        target, in_place = live.target.network, self._steps.in_place
+        target, in_place = live.target.network, self._options.storage.in_place
         if name == "target" or live.drafter is None:
             return target if in_place else target.blank()
         drafter = live.drafter.network

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,8 @@ class Options:
     spool: Spool | None = None
     max_loras: int = 0  # adapters that can be loaded
     max_lora_rank: int = 0
+    # content, where it is from -> the table that a drafter reads
+    parse_calibration: Callable[[bytes, str], object] = lambda content, source: None
     storage: Storage = field(
         default_factory=lambda: Storage(
             "device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None

@@ -8,7 +8,6 @@ serves nothing from them until a push replaces them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,12 +16,10 @@ from tlt_client.channels.disk import DiskReceiver
 from tlt_server.commands import Manifest
 from tlt_server.errors import StartupError, TltError
 from tlt_server.kept import KeptVersion
-from tlt_server.weights.arriving import Steps
 from tlt_server.weights.candidate import Candidate
+from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.spool import Spool
-
-STEPS = Steps(None, lambda content, source: None, lambda need, buffers, make: make())
 
 
 class Restored(NamedTuple):
@@ -30,23 +27,18 @@ class Restored(NamedTuple):
     lost: dict[str, str]  # role -> which version, and why
 
 
-def restore(
-    spool: Spool,
-    started: Live,
-    parse_calibration: Callable[[bytes, str], object],
-    max_loras: int = 0,
-    max_lora_rank: int = 0,
-) -> Restored:
+def restore(spool: Spool, started: Live, options: Options) -> Restored:
     """Replace the weights in `started`, which the model directories hold, by those committed last,
     where the spool has them, and add the adapters that were loaded. One that cannot be restored, or
     has no room, is named and not loaded, so requests for it are refused.
     """
+    options = replace(options, spool=None, storage=Options().storage)  # what is kept is read only
     live, lost = started, {}
     for role, kept in spool.current().items():
         if role not in started.by_role:
             continue  # the server has no drafter this time
         try:
-            live = _restored(role, kept, spool, live, parse_calibration)
+            live = _restored(role, kept, spool, live, options)
         except TltError as error:
             spool.lose(role, kept)
             lost[role] = (
@@ -55,24 +47,23 @@ def restore(
             )
     for name, kept in spool.adapters.items():
         try:
-            if len(live.adapters) >= max_loras:
+            if len(live.adapters) >= options.max_loras:
                 raise StartupError(
-                    f"--max-loras is {max_loras}; restart with more, as the next push forgets it"
+                    f"--max-loras is {options.max_loras}; restart with more, as the next push "
+                    "forgets it"
                 )
-            live = _with_adapter(name, kept, spool, live, max_lora_rank)
+            live = _with_adapter(name, kept, spool, live, options)
         except TltError as error:
             print(f"tlt: adapter {name!r} is not loaded again: {error.message}", file=sys.stderr)
     spool.sweep()
     return Restored(live, lost)
 
 
-def _with_adapter(
-    name: str, kept: KeptVersion, spool: Spool, live: Live, max_lora_rank: int
-) -> Live:
+def _with_adapter(name: str, kept: KeptVersion, spool: Spool, live: Live, options: Options) -> Live:
     manifest = Manifest(
         role="adapter", adapter=name, version=kept.version, path=kept.directory or "none"
     )
-    changed = Candidate(STEPS, max_lora_rank=max_lora_rank).take(
+    changed = Candidate(options).take(
         manifest, live, lambda m: DiskReceiver(m, Intake(root=spool.directory)), lambda phase: None
     )
     assert changed is not None and changed.adapter is not None
@@ -82,13 +73,7 @@ def _with_adapter(
     return live.updated(Changed(adapter=adapter))
 
 
-def _restored(
-    role: str,
-    kept: KeptVersion,
-    spool: Spool,
-    live: Live,
-    parse_calibration: Callable[[bytes, str], object],
-) -> Live:
+def _restored(role: str, kept: KeptVersion, spool: Spool, live: Live, options: Options) -> Live:
     part: Target | Drafter
     if kept.directory:
         manifest = Manifest(
@@ -96,8 +81,7 @@ def _restored(
             version=kept.version,
             path=kept.directory,
         )
-        steps = Steps(None, parse_calibration, lambda need, buffers, make: make())
-        changed = Candidate(steps).take(
+        changed = Candidate(options).take(
             manifest,
             live.complete(),
             lambda m: DiskReceiver(m, Intake(root=spool.directory)),

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tlt_server.commands import Manifest
 from tlt_server.errors import Conflict
-from tlt_server.weights.push import Push, first_tensor
+from tlt_server.weights.update import Push, first_tensor
 
 REMEMBERED = 1024  # senders
 ELSE = (

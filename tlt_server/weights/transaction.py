@@ -1,7 +1,7 @@
 """One push at a time: accept it, stage and verify it in a thread, commit it between two steps.
 
 Owned by the engine's loop, whose thread calls everything here; what runs in the staging thread is
-in `staging.py`. Until `commit` every failure leaves the live weights alone (`versions.py`). A push
+`Staging`. Until `commit` every failure leaves the live weights alone (`versions.py`). A push
 that repeats a version with the same bits is a success that changes nothing.
 
 Where weights are staged in place (`Storage.in_place`) there is no copy: the owner of the
@@ -26,14 +26,13 @@ from tlt_server.errors import (
     TltError,
     Unavailable,
 )
-from tlt_server.weights.arriving import TIED_HEAD, Steps
+from tlt_server.weights.arriving import TIED_HEAD
 from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.cleanup import Cleanup
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Live, Target
-from tlt_server.weights.push import FailedPush, Gathering, Push, Staged, Unchanged, Waiting, titled
 from tlt_server.weights.series import Series
-from tlt_server.weights.staging import Hooks, Staging
+from tlt_server.weights.update import Gathering, Push, Staged, Staging, Unchanged, Waiting
 from tlt_server.weights.versions import Versions
 
 
@@ -42,7 +41,6 @@ class Transaction:
         self,
         live: Live,
         options: Options,
-        parse_calibration: Callable[[bytes, str], object],
         on_phase: Callable[[str], None] = lambda phase: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -52,21 +50,6 @@ class Transaction:
         self.versions = Versions(live, options.spool, self.cleanup)
         self.push: Push | None = None
         self._series = Series()
-        spool, storage = options.spool, options.storage
-        self._steps = Steps(
-            spool.keep if spool is not None else None,
-            parse_calibration,
-            storage.make,
-            storage.in_place,
-        )
-        self._hooks = Hooks(
-            options,
-            self.cleanup.ends,
-            self.versions.completed,
-            lambda: self.versions.live,
-            lambda phase: self.on_phase(phase),
-            clock,
-        )
 
     # -- parts arrive ------------------------------------------------------------------------------
 
@@ -95,8 +78,7 @@ class Transaction:
                 f"version {self.push.title} is being pushed; wait for it or abort it, then push "
                 "again"
             )
-        candidate = Candidate(self._steps, headless, self.options.max_lora_rank)
-        self.push = Push(manifest, manifest, candidate)
+        self.push = Push(manifest, manifest, Candidate(self.options, headless))
         if self.versions.repeats(manifest):
             self.push.state = Unchanged(self.versions.live.only(manifest.roles))
         return self.push
@@ -157,7 +139,7 @@ class Transaction:
         if manifest.partial and not manifest.session:
             self._series.note(manifest)
             if self.push is not None and self._series.both(self.push.manifest, manifest):
-                self._give_up(self.push, f"tensor {manifest.tensors[0].name!r} of it was refused")
+                self.push.give_up(f"tensor {manifest.tensors[0].name!r} of it was refused")
         if manifest.group:
             self.skip(manifest.group)
 
@@ -173,12 +155,10 @@ class Transaction:
         now, or once it has brought the push that it brings.
         """
         push = self.push
-        if push is not None and push.manifest.group == group:
-            match push.state:
-                case Waiting() | Staging() as state:
-                    state.out_of_step = True
-                    return
-        self.leave(group)
+        if push is not None and self.brings(group):
+            push.out_of_step = True
+        else:
+            self.leave(group)
 
     def leave(self, group: str) -> None:
         """Leave a group: what it has brought of a push without a version, or with a label, will not
@@ -194,7 +174,7 @@ class Transaction:
             and not push.manifest.session
             and (push.manifest.labelled or not push.version)
         ):
-            self._give_up(push, f"group {group!r} was left or joined again")
+            push.give_up(f"group {group!r} was left or joined again")
 
     # -- the states of a push ----------------------------------------------------------------------
 
@@ -205,99 +185,67 @@ class Transaction:
         self.cleanup.run()
         try:
             push.state = Staging(
-                push.manifest,
-                push.candidate,
-                push.phases,
-                self._hooks,
-                out_of_step=push.state.out_of_step,
+                push,
+                self.versions,
+                self.options,
+                self.cleanup.ends(),
+                lambda phase: self.on_phase(phase),
+                self._clock,
             )
         except Unavailable as error:
-            self._fail(push, error, push.version)
+            push.fail(error)
 
     def poll(self) -> Push | None:
         """Return the push once its thread has ended, until it is closed; one that is gathering:
         once. Leave its group if bytes stay there.
         """
-        push, out_of_step = self.push, False
+        push = self.push
         if push is None:
             return None
+        out_of_step = False
         match push.state:
             case Waiting():
                 return None
             case Staging() as staging:
                 if not staging.ended:
                     return None
-                out_of_step = staging.out_of_step
-                self._judge(push, staging)
+                out_of_step, push.out_of_step = push.out_of_step, False
+                self._judge(push, staging.outcome)
             case Gathering(since_s):
                 timeout_s = self.options.intake.timeout_s
                 if self._clock() - since_s < timeout_s:
                     return None
-                self._fail(
-                    push,
+                push.fail(
                     ChannelBroken(
                         f"of version {push.title} nothing came for {timeout_s:g} s and "
                         f"{push.missing}; push all of them again"
-                    ),
-                    push.version,
+                    )
                 )
         if push.manifest.group and (out_of_step or push.leaves_bytes):
             self.leave(push.manifest.group)
         return push
 
-    def _judge(self, push: Push, staging: Staging) -> None:
+    def _judge(self, push: Push, outcome: Changed | TltError | None) -> None:
         """Set the state that follows from how the thread ended. `EngineFailed` ends the engine."""
-        outcome, now_s = staging.outcome, self._clock()
-        version = outcome.version if isinstance(outcome, Changed) else push.version
         if isinstance(outcome, EngineFailed):
             raise outcome  # not of the push: a rank is lost
-        if staging.aborted:
-            self._fail(push, _aborted(version), version)
+        if push.candidate.stopped:
+            push.fail(push.aborted())
         elif isinstance(outcome, TltError):
-            self._fail(push, outcome, version)
-        elif staging.gap:
-            self._fail(push, _incomplete(version, staging.gap), version)
+            push.fail(outcome)
+        elif push.gap:
+            push.fail(push.incomplete(push.gap))
         elif outcome is None:
-            push.state = Gathering(now_s)
+            push.state = Gathering(self._clock())
+        elif self.versions.has(outcome):
+            push.state = Unchanged(outcome)
         else:
-            try:
-                changed = self._named_for(outcome, push.manifest)
-            except TltError as error:
-                self._fail(push, error, version)
-            else:
-                same = self.versions.has(changed)
-                push.state = Unchanged(changed) if same else Staged(changed, now_s)
-
-    def _named_for(self, changed: Changed, manifest: Manifest) -> Changed:
-        """Return what was staged under the name that the manifest's version means. `Conflict` when
-        that names other content.
-        """
-        if manifest.labelled:
-            name, changed = changed.version, self.versions.labelled(changed)
-            if changed.version != name:
-                self.versions.record(changed, self.versions.live.updated(changed))
-        self.versions.check_names(changed)
-        return changed
-
-    def _give_up(self, push: Push, why: str) -> None:
-        """Fail a push that cannot become complete; one whose thread works, once that has ended."""
-        if isinstance(push.state, Staging):
-            push.state.gap = why
-        elif isinstance(push.state, Waiting) or push.takes_more:
-            self._fail(push, _incomplete(push.version, why), push.version)
-
-    @staticmethod
-    def _fail(push: Push, error: TltError, version: str) -> None:
-        push.state = FailedPush(type(error)(error.message + push.consequence), version)
+            push.state = Staged(outcome, self._clock())
 
     def abort(self, version: str = "", session: str = "") -> Push:
         """Ask the push of this version or session to end, or any; `poll` returns it as failed."""
         push = self._named(version, session)
-        match push.state:
-            case Staging() as staging:
-                staging.abort()
-            case Waiting() | Gathering() | Staged():
-                self._fail(push, _aborted(push.version), push.version)
+        push.abort()
         return push
 
     def close(self) -> None:
@@ -344,8 +292,7 @@ class Transaction:
 
     def name_staged(self, staged: Staged, version: str) -> Staged:
         """Return the state with the name that a label means for its content."""
-        changed = self.versions.labelled(staged.changed.named(version))
-        self.versions.check_names(changed)
+        changed = self.versions.named(staged.changed.named(version), labelled=True)
         self.versions.record(changed, self.versions.live.updated(changed))
         return Staged(changed, staged.since_s, staged.due)
 
@@ -378,14 +325,3 @@ class Transaction:
             of = of or ("of this weight update " if session else "")
             raise NotFound(f"there is no push {of}on its way; GET /weights says what there is")
         return push
-
-
-def _incomplete(version: str, why: str) -> TltError:
-    return Conflict(
-        f"the push of version {titled(version)} cannot become complete: {why}; push all of its "
-        "tensors again"
-    )
-
-
-def _aborted(version: str) -> TltError:
-    return Conflict(f"the push of version {titled(version)} was aborted; nothing has changed")

@@ -88,13 +88,14 @@ class Versions:
             and not self.quarantined
         )
 
-    def check_names(self, changed: Changed) -> None:
-        """`Conflict` when a version's name belongs to other content."""
+    def named(self, changed: Changed, *, labelled: bool) -> Changed:
+        """Return the weights under the name that their version, which may be a label, means.
+        `Conflict` when that belongs to other content. Called by threads.
+        """
+        if labelled:
+            changed = self._names.labelled(changed, self.live, self.previous)
         self._names.check(changed, self.live, self.previous)
-
-    def labelled(self, changed: Changed) -> Changed:
-        """Return the weights, whose version is a label, under a name that has no other content."""
-        return self._names.labelled(changed, self.live, self.previous)
+        return changed
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -167,8 +168,7 @@ class Versions:
             )
         if self._spool is not None:
             self.live = self.live.complete()
-        renamed = self.labelled(self.live.only(["target"]).named(version))
-        self.check_names(renamed)
+        renamed = self.named(self.live.only(["target"]).named(version), labelled=True)
         self.record(Changed(), self.live.updated(renamed))
         if self._spool is not None:
             try:
