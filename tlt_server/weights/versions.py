@@ -105,7 +105,7 @@ class Versions:
         """
         roles = changed.by_role.keys()
         before = self.previous.only(roles)
-        self._make_live(changed)
+        self._replace(changed)
         self._cleanup.drop_parts(before)
         for role in roles:
             self.quarantined.pop(role, None)
@@ -123,8 +123,8 @@ class Versions:
         taken = {other.slot for other in self.live.adapters.values()}
         free = (slot for slot in range(len(taken) + 1) if slot not in taken)
         adapter = replaced_part(adapter, slot=replaced.slot if replaced else next(free))
-        self._record_adapters(self.live.updated(Changed(adapter=adapter)))
-        self._names.add("adapter", adapter)
+        changed = Changed(adapter=adapter)
+        self._make_live(changed, self.live.updated(changed))
         if replaced is not None:
             self._cleanup.drop([replaced.network])
         return self.live
@@ -135,19 +135,8 @@ class Versions:
             self.live = self.live.complete()
         network, live = self.live.adapters[name].network, self.live.without(name)
         self.record(Changed(), live)
-        self._record_adapters(live)
+        self._make_live(Changed(), live)
         self._cleanup.drop([network])
-
-    def _record_adapters(self, live: Live) -> None:
-        """Make these adapters live, for a restart too, as was prepared."""
-        if self._spool is not None:
-            try:
-                self._spool.commit()
-            except OSError as error:
-                raise not_recorded(error) from None
-        self.live = live
-        if self._spool is not None:
-            self._cleanup.discard(self._spool.garbage([self.live, self.previous]))
 
     def rename(self, version: str, of: str = "") -> bool:
         """Call the live target by the label `version`; False where that is its label. `Conflict`
@@ -170,15 +159,8 @@ class Versions:
             self.live = self.live.complete()
         renamed = self.named(self.live.only(["target"]).named(version), labelled=True)
         self.record(Changed(), self.live.updated(renamed))
-        if self._spool is not None:
-            try:
-                self._spool.commit()
-            except OSError as error:
-                raise not_recorded(error) from None
-        self.live = self.live.updated(renamed)
+        self._make_live(renamed, self.live.updated(renamed))
         self.note(self.live.target.version, {"target"})
-        if renamed.sums:
-            self._names.add("target", renamed.by_role["target"])
         return True
 
     def to_roll_back(self, to: str, role: Role | None = None) -> Changed:
@@ -214,7 +196,7 @@ class Versions:
     def roll_back(self, parts: Changed) -> Live:
         """Make these weights live again, in the storage they had. What they replace is not kept."""
         self.record(Changed(), self.live.updated(parts))
-        self._make_live(parts)
+        self._replace(parts)
         self._cleanup.drop_parts(self.previous.only(parts.by_role))
         self.previous = self.previous.only(self.previous.by_role.keys() - parts.by_role.keys())
         self.last, self._pushed = None, ()
@@ -252,16 +234,22 @@ class Versions:
         """Drop what was noted: a commit of this version may mean a push that has failed."""
         self._made.pop(version, None)
 
-    def _make_live(self, changed: Changed) -> None:
-        replaced = self.live.only(changed.by_role)
+    def _replace(self, changed: Changed) -> None:
+        """Make these weights live, and keep those that they replace."""
+        previous = self.previous.updated(self.live.only(changed.by_role))
+        self._make_live(changed, self.live.updated(changed), previous)
+
+    def _make_live(self, changed: Changed, live: Live, previous: Changed | None = None) -> None:
+        """Make `live`, in which `changed` is new, that which a restart loads, and use it."""
         if self._spool is not None:
             try:
                 self._spool.commit()
             except OSError as error:
                 raise not_recorded(error) from None
-        self.live, self.previous = self.live.updated(changed), self.previous.updated(replaced)
+        self.live, self.previous = live, previous or self.previous
         for role, part in changed.by_role.items():
-            self._names.add(role, part)
+            if part.sums:
+                self._names.add(role, part)
         if self._spool is not None:
             self._cleanup.discard(self._spool.garbage([self.live, self.previous]))
 
