@@ -145,7 +145,7 @@ def test_an_abort_ends_the_wait_for_a_silent_trainer(
     next(doing, None)
 
 
-def test_an_aborted_push_that_goes_on_coming_leaves_its_group_in_order(
+def test_late_tensors_of_aborted_push_leave_group_usable(
     engine: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast, "STOP_S", 60.0)  # it comes, however busy the machine is

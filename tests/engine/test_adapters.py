@@ -70,7 +70,7 @@ def asked(name: str, i: int = 0, **fields: object) -> GenerateRequest:
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_an_adapter_computes_what_its_merged_weights_do(
+def test_adapter_matches_its_merged_weights(
     engine: Adapting, settings: EngineSettings, root: Path, tmp_path: Path, name: str
 ) -> None:
     one = asked(name, 1, sampling=Sampling(temperature=0, max_tokens=24, ignore_eos=True))
@@ -247,7 +247,7 @@ def test_slots_are_limited_and_free_again(
     assert closed.push(root / "a", role="adapter", adapter="a").result == "forbidden"
 
 
-def test_a_restarted_engine_has_the_adapters_that_were_loaded(
+def test_restarted_engine_keeps_loaded_adapters(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     kept = replace(settings, state_dir=tmp_path / "state")
@@ -269,7 +269,7 @@ def test_a_restarted_engine_has_the_adapters_that_were_loaded(
     assert Adapting(replace(kept, max_loras=0)).info.weight_version == "v1"
 
 
-def test_adapters_for_which_a_restart_has_no_room_are_named(
+def test_restart_names_adapters_beyond_its_limit(
     settings: EngineSettings, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = replace(settings, state_dir=tmp_path / "state")
@@ -297,7 +297,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tensors_say_what_is_adapted_in_any_form_of_target_modules(
+def test_any_form_of_target_modules_loads_the_same_adapter(
     refusing: Adapting, root: Path, tmp_path: Path, form: str
 ) -> None:
     given = {"rank": 3, "targets": ("q_proj", "v_proj"), "use_rslora": True}
@@ -349,7 +349,7 @@ def refusing(settings: EngineSettings) -> Adapting:
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_a_field_that_is_not_computed_is_refused_by_name(
+def test_unsupported_adapter_field_is_refused_by_name(
     refusing: Adapting, root: Path, tmp_path: Path, field: str
 ) -> None:
     value, said = BAD[field]

@@ -24,9 +24,7 @@ def engine(settings: EngineSettings) -> Pushable:
     return Pushable(settings)
 
 
-def test_a_drafter_that_borrows_the_embedding_follows_the_target(
-    engine: Pushable, root: Path
-) -> None:
+def test_borrowed_embedding_follows_the_target(engine: Pushable, root: Path) -> None:
     def borrowed() -> bool:
         live = engine.engine.pushes.transaction.versions.live
         assert live.drafter is not None and not live.drafter.network.own_embedding
@@ -46,9 +44,7 @@ def test_a_drafter_that_borrows_the_embedding_follows_the_target(
         assert step().error is None and borrowed()
 
 
-def test_a_push_of_the_drafter_keeps_what_the_target_was_before(
-    settings: EngineSettings, root: Path
-) -> None:
+def test_drafter_push_keeps_the_previous_target(settings: EngineSettings, root: Path) -> None:
     engine, asked = Pushable(settings), request()
     generated = engine.run(asked)
     sums = {"initial": engine.checksums()}

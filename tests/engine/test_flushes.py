@@ -62,7 +62,7 @@ def test_a_pause_that_leaves_no_kv_can_be_flushed_in(
     assert in_flight == "abort" or bits(engine) == expected
 
 
-def test_a_flush_leaves_a_sequence_of_two_versions_what_it_has_saved(
+def test_flush_keeps_saved_states_of_mixed_version_sequence(
     settings: EngineSettings, root: Path
 ) -> None:
     def run(*, flush: bool) -> dict[str, tuple[list[int], list[float]]]:
@@ -82,7 +82,7 @@ def test_a_flush_leaves_a_sequence_of_two_versions_what_it_has_saved(
     assert run(flush=True) == run(flush=False)
 
 
-def test_what_runs_through_a_flush_goes_on_and_serves_nobody(
+def test_running_sequence_survives_flush_but_is_not_shared(
     engine: Pushable, expected: object
 ) -> None:
     started(engine)

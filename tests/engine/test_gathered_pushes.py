@@ -38,7 +38,7 @@ def test_the_part_that_completes_it_makes_it_live(
     assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
 
 
-def test_a_part_that_would_wait_for_what_is_paused_is_refused(engine: Pushable, root: Path) -> None:
+def test_draining_part_is_refused_while_paused(engine: Pushable, root: Path) -> None:
     engine.submit(
         GenerateRequest(
             id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=200, ignore_eos=True)
@@ -127,7 +127,7 @@ def test_a_drafter_is_not_complete_without_its_vocabulary_map(
 
 @pytest.mark.parametrize("named", [{}, {"version": "v"}])
 @pytest.mark.parametrize("staging", [None, "none"])
-def test_a_tied_head_behind_the_part_that_completed_its_version(
+def test_tied_head_may_follow_the_completing_part(
     staging: str, named: dict[str, str], settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     engine = Pushable(replace(settings, weight_staging=staging, state_dir=str(tmp_path)))

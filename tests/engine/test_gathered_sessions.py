@@ -118,7 +118,7 @@ def test_a_push_that_has_no_name_yet_can_be_aborted(engine: Pushable, root: Path
     assert engine.abort("").result == "aborted" and engine.abort("").result == "not_found"
 
 
-def test_what_is_live_is_named_only_if_it_is_what_was_meant(engine: Pushable, root: Path) -> None:
+def test_naming_requires_the_expected_live_version(engine: Pushable, root: Path) -> None:
     before = engine.info.weight_version
     assert (
         results(engine, root, "new1", version="v1")[-1] == "committed"

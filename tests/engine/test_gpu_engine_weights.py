@@ -244,7 +244,7 @@ def test_an_embedding_can_neither_come_nor_go(
     )
 
 
-def test_a_layer_that_a_drafter_reads_twice_is_given_twice(
+def test_layer_read_twice_by_drafter_is_given_twice(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Features (1, 0, 1) of a target of two layers: the first and last third are one layer's."""
@@ -276,9 +276,7 @@ def test_sleep_lends_memory_and_the_same_bits_come_back(settings: EngineSettings
     assert bits(slept, ["r0", "r1"]) == bits(plain, ["r0", "r1"])
 
 
-def test_a_sleep_that_waits_for_the_end_of_what_ran_waits_for_a_rollback_too(
-    settings: EngineSettings, root: Path
-) -> None:
+def test_draining_sleep_also_waits_for_a_rollback(settings: EngineSettings, root: Path) -> None:
     engine = Pushable(settings)
     assert engine.push(root / "new", "v1").result == "committed"
     engine.submit(asked(2)[0])
@@ -290,7 +288,7 @@ def test_a_sleep_that_waits_for_the_end_of_what_ran_waits_for_a_rollback_too(
     assert engine.engine.control_reports() == [ControlReport("s")]
 
 
-def test_values_that_the_engines_type_cannot_hold_are_refused(
+def test_pushed_values_beyond_engine_dtype_are_refused(
     settings: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(replace(settings, dtype="bfloat16"))

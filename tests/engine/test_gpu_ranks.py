@@ -222,9 +222,7 @@ def test_pushes_rollbacks_and_sleeps_change_both_ranks(
     assert responses(shared, TREE) == first
 
 
-def test_ranks_that_differ_end_the_epoch_with_the_step_and_the_rank(
-    settings: EngineSettings,
-) -> None:
+def test_differing_ranks_end_epoch_naming_step_and_rank(settings: EngineSettings) -> None:
     """A norm of rank 1 alone is off, so its states are. Then the rank is killed."""
     with two_ranks(settings, drafter="none") as engine:
         target = engine.engine.pushes.transaction.versions.live.target.network
@@ -239,7 +237,7 @@ def test_ranks_that_differ_end_the_epoch_with_the_step_and_the_rank(
             engine.engine.runner.collect(busy=False)
 
 
-def test_a_rank_that_is_late_for_reports_ends_the_epoch_with_that_step(
+def test_late_rank_ends_epoch_naming_the_step(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 does not come to the exchanges of the second step's reports."""

@@ -58,7 +58,7 @@ def test_idle_time_is_used_where_nothing_runs_and_nothing_is_paused(engine: Push
     assert not engine.engine.use_idle_time()
 
 
-def test_an_aborting_pause_gives_what_there_is_and_what_comes_later_waits(
+def test_aborting_pause_returns_partials_and_later_requests_wait(
     engine: Pushable, expected: dict[str, object]
 ) -> None:
     started(engine)
@@ -158,7 +158,7 @@ def test_sleep_gives_memory_back_and_waking_takes_it_again(
     assert engine.run(request(0)) == Pushable(settings).run(request(0))
 
 
-def test_weights_that_sleep_take_no_push_and_pages_that_sleep_do(
+def test_push_is_refused_for_sleeping_weights_but_not_pages(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     done(engine, Sleep("s", ["weights", "kv_cache"]))
@@ -179,9 +179,7 @@ def test_weights_that_sleep_take_no_push_and_pages_that_sleep_do(
     assert engine.run(request(0)) == Pushable(settings).run(request(0))
 
 
-def test_a_change_that_drains_is_refused_where_what_runs_is_paused(
-    engine: Pushable, root: Path
-) -> None:
+def test_draining_change_is_refused_while_requests_are_paused(engine: Pushable, root: Path) -> None:
     assert engine.push(root / "new", "v1").result == "committed"
     assert engine.push(root / "base", "v2", in_flight="drain", commit=False).result == "staged"
     started(engine)

@@ -57,7 +57,7 @@ def test_a_disk_that_is_full_leaves_the_weights_awake(
 
 
 @pytest.mark.parametrize("place", ["pages", "weights"])
-def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(
+def test_failed_wake_up_stays_asleep_and_can_be_repeated(
     place: str, engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full by now, so the weights could not be put away again."""
@@ -87,7 +87,7 @@ def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(
     assert bits(engine) == expected
 
 
-def test_a_rank_that_is_lost_at_a_waking_is_not_asked_again(
+def test_rank_lost_during_wake_up_is_not_asked_again(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done(engine, Sleep("s", ["weights", "kv_cache"]))
@@ -126,7 +126,7 @@ class Counted:
         self._equipment.forget()
 
 
-def test_a_sleep_that_waits_comes_after_the_end_of_what_runs(
+def test_draining_sleep_follows_the_last_running_request(
     engine: Pushable, expected: object
 ) -> None:
     started(engine)
@@ -186,7 +186,7 @@ COMMANDS = st.one_of(
     )
 )
 @hypothesis.settings(max_examples=20, deadline=None)
-def test_halts_in_any_order_with_failures_are_what_their_answers_say(
+def test_halts_match_their_answers_in_any_order_with_failures(
     one_engine: Pushable,
     expected: dict[str, object],
     commands: list[tuple[ControlCommand, str, int]],

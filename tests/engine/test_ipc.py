@@ -195,9 +195,7 @@ def test_a_grant_of_another_protocol_is_refused(intake: Intake) -> None:
         received(intake, say(grant=b"NOPE" + bytes(GRANT.size - 4)))
 
 
-def test_a_trainer_that_falls_silent_or_never_comes_is_given_up(
-    intake: Intake, memory: SharedMemory
-) -> None:
+def test_silent_or_absent_trainer_is_given_up(intake: Intake, memory: SharedMemory) -> None:
     intake.groups.timeout_s = 0.5
     with pytest.raises(ChannelLost, match=r"0\.5 s passed"):
         received(intake, say(grant=memory.grant.packed(), descriptors=memory.descriptors))
@@ -220,7 +218,7 @@ def test_a_socket_that_is_there_is_not_taken_over(intake: Intake) -> None:
     first.close()
 
 
-def test_a_directory_that_is_open_to_others_is_entered_by_neither_end(intake: Intake) -> None:
+def test_directory_open_to_others_is_refused_by_both_ends(intake: Intake) -> None:
     assert intake.sockets is not None
     intake.sockets.chmod(0o750)
     with pytest.raises(PlaceForbidden, match="mode 750"):
@@ -278,7 +276,7 @@ def test_the_structs_have_no_gaps() -> None:
         ((1000, 2**63), False),
     ],
 )
-def test_what_a_trainer_grants_of_a_gpu_lies_inside_its_allocation(
+def test_granted_gpu_range_must_lie_inside_its_allocation(
     granted: tuple[int, int], fits: bool
 ) -> None:
     with (
@@ -292,7 +290,7 @@ def test_what_a_trainer_grants_of_a_gpu_lies_inside_its_allocation(
 @pytest.mark.parametrize(
     "found", [cuda.Range(4096, 64), RuntimeError("cuMemGetAddressRange failed (201)")], ids=str
 )
-def test_memory_of_a_gpu_that_is_smaller_than_granted_is_closed_unread(
+def test_gpu_memory_smaller_than_its_grant_is_closed_unread(
     found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[int] = []

@@ -85,7 +85,7 @@ def doubted(record: TableRecord) -> tuple[list[float], list[float]]:
     return [hits // DOUBT for hits in record.hits], [each // DOUBT for each in record.trials]
 
 
-def test_a_pushed_drafter_begins_with_its_own_table_and_each_goes_back_to_what_it_had(
+def test_each_drafter_version_has_its_own_learnt_table(
     engine: Pushable, settings: EngineSettings
 ) -> None:
     root, first = Path(settings.weight_root or ""), learnt(engine)
@@ -111,7 +111,7 @@ def test_a_pushed_drafter_begins_with_its_own_table_and_each_goes_back_to_what_i
     np.testing.assert_allclose(survival(engine), first_survival, rtol=1e-6)
 
 
-def test_a_drafter_without_a_calibration_begins_with_the_one_that_was_shipped(
+def test_uncalibrated_drafter_begins_with_shipped_table(
     engine: Pushable, settings: EngineSettings
 ) -> None:
     root = Path(settings.weight_root or "")
@@ -134,9 +134,7 @@ def test_checkpoints_are_told_apart_by_parts_of_them(settings: EngineSettings) -
     assert origin_of(model) == origin_of(model) != origin_of(root / "new")
 
 
-def test_a_target_that_was_given_another_name_goes_back_to_what_it_had(
-    settings: EngineSettings,
-) -> None:
+def test_rollback_to_renamed_target_restores_its_tables(settings: EngineSettings) -> None:
     engine = taught(on_cpu(settings))
     first = learnt(engine)
     engine.engine.send(NameWeights("named", "v0"))

@@ -190,7 +190,7 @@ def test_the_time_of_steps_is_handed_over_once_it_is_measured(
     assert found.predict(with_drafts.load) == pytest.approx(cost.predict(with_drafts.load))
 
 
-def test_weights_that_change_in_place_or_sleep_are_not_read(
+def test_weights_changing_in_place_or_asleep_are_not_read(
     settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arriving, "TOGETHER", 1)  # each tensor is written before the next is seen

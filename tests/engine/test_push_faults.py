@@ -395,7 +395,7 @@ def test_fault_around_a_push_changes_nothing(
 
 
 @pytest.mark.parametrize("at", [1, 5])
-def test_memory_that_ends_for_good_breaks_the_group_alone(
+def test_lasting_memory_shortage_breaks_only_the_group(
     at: int, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound, calls = BroadcastReceiver._buffer, itertools.count(1)
@@ -450,7 +450,7 @@ def test_abort_in_any_phase_ends_the_push_and_no_other(
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_staging_thread_that_dies_in_any_phase_changes_nothing(
+def test_staging_thread_death_in_any_phase_changes_nothing(
     channel: str, phase: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = (MemoryError, SystemExit, KeyboardInterrupt, RecursionError)

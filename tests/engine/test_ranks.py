@@ -187,7 +187,7 @@ def test_a_changed_slice_is_named_by_the_checksums(shared: Pushable, rank: int, 
     assert shared.checksums() == before
 
 
-def test_ranks_that_differ_end_the_epoch_with_the_step_and_the_rank(doomed: Pushable) -> None:
+def test_differing_ranks_end_epoch_naming_step_and_rank(doomed: Pushable) -> None:
     """A norm of rank 1 alone is off, so its states are, and its next sums are."""
     responses(doomed, SetPolicy("off"))
     target_of(doomed).peers[0].final_norm_H[3] += 2**-10
@@ -202,7 +202,7 @@ def stop_rank(engine: Pushable, patch: pytest.MonkeyPatch) -> None:
     os.kill(process.pid, signal.SIGSTOP)
 
 
-def test_a_rank_that_is_stopped_is_one_error_within_its_bound(
+def test_stopped_rank_is_one_error_within_its_bound(
     doomed: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [process] = ranks_of(doomed)._processes
@@ -246,7 +246,7 @@ class Deaf(subprocess.Popen[bytes]):
     def kill(self) -> None: ...
 
 
-def test_a_killed_rank_that_does_not_end_is_named_and_not_waited_for(
+def test_unkillable_rank_is_reported_without_blocking(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tlt_server.engine.rank_processes.END_S", 0.2)
@@ -261,7 +261,7 @@ def test_a_killed_rank_that_does_not_end_is_named_and_not_waited_for(
     assert capsys.readouterr().err.startswith(f"tlt: rank 1 (process {deaf.pid}) was killed and is")
 
 
-def test_a_rank_that_is_stopped_in_a_sleep_is_one_error_within_its_bound(
+def test_rank_stopped_in_sleep_is_one_error_within_its_bound(
     doomed: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_rank(doomed, monkeypatch)
@@ -277,7 +277,7 @@ def test_an_idle_engine_notices_that_a_rank_ended(doomed: Pushable) -> None:
         doomed.step()
 
 
-def test_a_rank_that_dies_after_the_commit_leaves_the_new_version_to_the_next_epoch(
+def test_rank_death_after_commit_keeps_the_new_version(
     settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lasting = replace(settings, tensor_parallel=2, state_dir=tmp_path)
@@ -301,7 +301,7 @@ def test_a_rank_that_dies_after_the_commit_leaves_the_new_version_to_the_next_ep
     ranks_of(next_life).close()
 
 
-def test_a_rank_that_falls_silent_before_the_commit_leaves_the_old_version(
+def test_silent_rank_before_commit_keeps_the_old_version(
     settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lasting = replace(settings, state_dir=tmp_path)
@@ -332,14 +332,14 @@ def test_a_rank_that_cannot_start_is_one_error(
         ({"tensor_parallel": 2, "drafter_parallel": "shared"}, "on a CPU the first rank drafts"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_before_weights_are_read(
+def test_unshareable_model_is_refused_before_reading_weights(
     settings: EngineSettings, changes: dict[str, object], why: str
 ) -> None:
     with pytest.raises(StartupError, match=why):
         Pushable(replace(settings, reduction_leaves=None, **changes))  # type: ignore[arg-type]
 
 
-def test_a_drafter_that_reads_the_targets_head_is_refused(
+def test_drafter_reading_the_target_head_is_refused(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     drafter = write_eagle1(tmp_path / "eagle1", root / "base")

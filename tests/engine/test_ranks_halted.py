@@ -40,7 +40,7 @@ def test_a_rank_without_room_sleeps_on_with_the_others(short: Pushable) -> None:
     short.finish()
 
 
-def test_a_rank_that_is_lost_while_a_push_is_staged_ends_the_epoch(
+def test_rank_lost_while_staging_ends_the_epoch(
     short: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*told: object) -> None:

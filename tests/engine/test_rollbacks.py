@@ -50,7 +50,7 @@ def test_rollback_to_a_name_only_the_drafter_has_is_refused(engine: Pushable, ro
     assert engine.roll_back("initial").result == "conflict" and live(engine) == ("v1", "d1")
 
 
-def test_target_decides_what_a_name_of_both_roles_means(engine: Pushable, root: Path) -> None:
+def test_name_of_both_roles_refers_to_the_target(engine: Pushable, root: Path) -> None:
     engine.push(root / "new", "step-5")
     engine.push(root / "newer", "step-6")
     engine.push(root / "base", "step-7")

@@ -24,7 +24,7 @@ def ask(engine: Pushable, command: CommitWeights | NameWeights | LeaveGroup) -> 
     return engine.report(command.id)
 
 
-def test_a_label_stands_for_what_was_pushed_last_and_each_content_keeps_its_name(
+def test_label_is_last_push_and_each_content_keeps_its_name(
     settings: EngineSettings, engine: Pushable, root: Path
 ) -> None:
     first = engine.push(root / "new1", "1", labelled=True)
@@ -41,9 +41,7 @@ def test_a_label_stands_for_what_was_pushed_last_and_each_content_keeps_its_name
     assert engine.roll_back(second.version).result == "rolled_back"
 
 
-def test_a_session_ends_under_a_label_and_what_is_live_gets_one(
-    engine: Pushable, root: Path
-) -> None:
+def test_update_ends_under_a_label_and_live_version_gets_one(engine: Pushable, root: Path) -> None:
     engine.push(root / "new1", "1", labelled=True)
     engine.push(root / "new2", "", labelled=True, session="s", commit=False)
     ended = ask(engine, CommitWeights("c", name="1", session="s"))
@@ -55,7 +53,7 @@ def test_a_session_ends_under_a_label_and_what_is_live_gets_one(
     assert initial.version == initial.state.target != "initial"
 
 
-def test_a_trainer_that_starts_again_with_other_parts_first_is_taken(
+def test_restarted_trainer_may_send_parts_in_another_order(
     settings: EngineSettings, engine: Pushable, root: Path
 ) -> None:
     asked = {"version": "1", "labelled": True, "group": "g"}
@@ -73,7 +71,7 @@ def few_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_a_label_that_is_not_remembered_is_not_taken_for_free(
+def test_forgotten_label_still_gets_a_new_version_name(
     engine: Pushable, root: Path, few_names: None
 ) -> None:
     for version, place in (("1", "new1"), ("2", "new2"), ("3", "new1"), ("4", "new2")):

@@ -36,7 +36,7 @@ def kept(settings: EngineSettings, tmp_path: Path) -> Iterator[EngineSettings]:
     yield replace(settings, state_dir=str(tmp_path / "state"))
 
 
-def test_a_restarted_engine_serves_exactly_what_was_committed(
+def test_restarted_engine_serves_exactly_the_committed_versions(
     kept: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     work = perturbed(root / "base", root / "rewritten", 9)
@@ -65,7 +65,7 @@ def test_a_restarted_engine_serves_exactly_what_was_committed(
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_what_came_by_http_is_kept_by_a_second_name_where_it_is_one_roles(
+def test_upload_of_one_role_is_kept_by_a_second_link(
     kept: EngineSettings, root: Path, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*paths: object) -> None:
@@ -140,7 +140,7 @@ def test_a_pushed_calibration_is_live_and_outlives_a_restart(
         assert np.array_equal(live.calibration.prior_K.reshape(table.shape), table)
 
 
-def test_a_restart_after_a_rollback_serves_what_was_rolled_back_to(
+def test_restart_after_rollback_serves_the_restored_version(
     kept: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(kept)
@@ -159,7 +159,7 @@ def test_a_restart_after_a_rollback_serves_what_was_rolled_back_to(
     )
 
 
-def test_a_restart_serves_a_target_that_was_rolled_back_behind_a_push_of_the_drafter(
+def test_restart_serves_target_rolled_back_after_drafter_push(
     kept: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(kept)
@@ -178,7 +178,7 @@ def test_a_restart_serves_a_target_that_was_rolled_back_behind_a_push_of_the_dra
     ) and again.checksums() == sums
 
 
-def test_a_commit_that_cannot_be_recorded_changes_nothing(kept: EngineSettings, root: Path) -> None:
+def test_unrecordable_commit_changes_nothing(kept: EngineSettings, root: Path) -> None:
     engine = Pushable(kept)
     spool = Path(kept.state_dir) / "weights"
     assert engine.push(root / "new", "v1").result == "committed"
@@ -208,7 +208,7 @@ def break_spooled(kept: EngineSettings, role: str) -> Path:
     return file
 
 
-def test_a_name_that_cannot_be_recorded_leaves_the_record_of_what_is_staged(
+def test_unrecordable_name_keeps_the_record_of_the_staged_push(
     kept: EngineSettings, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Pushable(kept)
@@ -285,7 +285,7 @@ def test_a_lost_drafter_is_named(kept: EngineSettings, root: Path) -> None:
     ) == ("both", "initial")
 
 
-def test_the_name_of_what_is_live_stays_its_own_however_many_versions_of_the_other_role_come(
+def test_live_version_name_survives_other_role_pushes(
     engine: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt_server.weights.names.REMEMBERED", 2)
@@ -301,7 +301,7 @@ def test_the_name_of_what_is_live_stays_its_own_however_many_versions_of_the_oth
     )  # type: ignore[index]
 
 
-def test_what_is_live_of_one_role_is_no_answer_for_a_push_of_the_other(
+def test_live_version_of_one_role_does_not_answer_the_other(
     kept: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(kept)

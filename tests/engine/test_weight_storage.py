@@ -187,7 +187,7 @@ def test_another_error_than_of_room_is_told_as_it_is(tmp_path: Path) -> None:
         )
 
 
-def test_a_disk_that_is_full_says_so_before_it_is_written_to(
+def test_full_disk_is_reported_before_any_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -324,7 +324,7 @@ def test_a_restart_finds_what_came_in_several_files(settings: EngineSettings) ->
     assert again.info.weight_version == "v" and again.info.lost == {} and again.checksums() == sums
 
 
-def test_in_place_requests_that_run_go_on_with_the_new_version(settings: EngineSettings) -> None:
+def test_in_place_push_continues_running_requests(settings: EngineSettings) -> None:
     engine = Pushable(replace(settings, weight_staging="none"))
     engine.submit(
         GenerateRequest(

@@ -111,7 +111,7 @@ def test_abort_returns_partial_results_and_waiting_ones_run(
     ]
 
 
-def test_drain_lets_what_runs_end_and_new_requests_wait(
+def test_drain_finishes_running_requests_and_delays_new_ones(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     first, second = request(0, 500), request(1, 10)
@@ -134,7 +134,7 @@ def test_drain_lets_what_runs_end_and_new_requests_wait(
     ]
 
 
-def test_a_push_that_waits_for_the_drain_can_be_aborted(engine: Pushable, root: Path) -> None:
+def test_draining_push_can_be_aborted(engine: Pushable, root: Path) -> None:
     engine.submit(request(0, 500))
     engine.step(3)
     id = engine.send_push(root / "new", "v1", in_flight="drain")

@@ -96,7 +96,7 @@ def test_loading_again_needs_load_inplace_in_the_form_of_vllm(server: LiveServer
     assert again.status_code == 200, "prime-rl replaces its adapter so"
 
 
-def test_adapter_names_that_spans_cannot_show_are_refused(server: LiveServer) -> None:
+def test_adapter_names_unfit_for_spans_are_refused(server: LiveServer) -> None:
     for name in ("a+b", "a@b", "a\u202eb", "a\u200bb", "a\nb", "../a", "a//b"):
         for route in ("/v1/load_lora_adapter", "/load_lora_adapter"):
             refused = post(server, route, lora_name=name, lora_path="a")
@@ -162,7 +162,7 @@ def test_weight_dir_with_an_adapter_is_loaded_for_the_model(model: Path, tmp_pat
         assert server.engine.submitted[-1].lora == "org/tiny"
 
 
-def test_model_name_that_spans_cannot_show_names_no_adapter(model: Path, tmp_path: Path) -> None:
+def test_model_name_unfit_for_spans_allows_no_adapter(model: Path, tmp_path: Path) -> None:
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "adapter_config.json").write_text("{}")
     settings = {"served_model_name": "qwen+math@2", "max_loras": 1, "weight_root": tmp_path}
@@ -247,7 +247,7 @@ def test_the_clients_unload_adapters(server: LiveServer) -> None:
     assert orders == ["abort", "drain", "drain"]
 
 
-def test_a_manifest_of_an_adapter_says_what_no_file_does(server: LiveServer) -> None:
+def test_adapter_manifest_carries_its_configuration(server: LiveServer) -> None:
     manifest = {"version": "1", "role": "adapter", "adapter": "math", "path": "a"}
     reply = post(server, "/update_weights", **manifest, in_flight="drain")
     assert (reply.json()["role"], reply.json()["state"]) == ("adapter", "committed")

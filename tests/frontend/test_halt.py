@@ -151,7 +151,7 @@ def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(
         ("/sleep?mode=wait&level=2", "/is_sleeping", "/wake_up"),
     ],
 )
-def test_what_a_client_asks_for_and_does_not_wait_for_is_done(
+def test_order_of_a_departed_client_is_still_done(
     path: str, said: str, back: str, server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
@@ -244,7 +244,7 @@ def test_native_orders_reach_the_engine_in_its_words(server: LiveServer) -> None
         ("abort", {"all": False}, "all is False; it must be True"),
     ],
 )
-def test_a_native_order_that_is_wrong_is_refused_in_its_words(
+def test_malformed_native_order_is_refused_in_its_own_terms(
     path: str, body: object, said: str, server: LiveServer
 ) -> None:
     refused = post(server, f"/engine/{path}", body)
@@ -263,7 +263,7 @@ def test_a_cache_is_not_flushed_while_requests_run(
     assert httpx.get(f"{server.url}/flush_cache").status_code == 200
 
 
-def test_an_engine_that_is_started_anew_is_told_of_the_pause_and_the_sleep(
+def test_restarted_engine_receives_the_pause_and_the_sleep(
     server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     post(server, "/pause?mode=keep")
@@ -282,7 +282,7 @@ def test_an_engine_that_is_started_anew_is_told_of_the_pause_and_the_sleep(
     assert httpx.get(f"{server.url}/is_sleeping").json() == {"is_sleeping": True}
 
 
-def test_a_command_that_an_engine_dies_of_changes_nothing(
+def test_command_fatal_to_the_engine_changes_nothing(
     server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     hung = pool.submit(post, server, "/generate", {"input_ids": [HANGS]})
@@ -427,7 +427,7 @@ def made_no_token(answer: httpx.Response, remedy: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "body", "back"), HALTS)
-def test_health_generate_says_at_once_that_no_token_is_made(
+def test_health_generate_reports_at_once_when_no_token_is_made(
     path: str, body: object, back: str, server: LiveServer
 ) -> None:
     assert post(server, path, body).status_code == 200
@@ -452,7 +452,7 @@ def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(
     assert len(server.client) == 0, "nothing is left of it"
 
 
-def test_a_health_generate_that_is_aborted_made_no_token(
+def test_aborted_health_generate_made_no_token(
     server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     server.engine.deaf = True

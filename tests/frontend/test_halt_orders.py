@@ -162,7 +162,7 @@ async def story(steps: list[str]) -> None:
     twin.halt.check()
 
 
-def test_a_caller_that_goes_away_leaves_the_engine_asleep_as_it_is() -> None:
+def test_departed_caller_leaves_the_engine_asleep() -> None:
     async def run() -> None:
         twin = Twin()
         sleep = asked(twin.halt, "sleep both")
@@ -176,7 +176,7 @@ def test_a_caller_that_goes_away_leaves_the_engine_asleep_as_it_is() -> None:
     asyncio.run(run())
 
 
-def test_a_pause_that_fails_takes_nothing_back_that_another_has_set() -> None:
+def test_failed_pause_keeps_the_pause_of_another_caller() -> None:
     async def run() -> None:
         twin = Twin()
         calls = [asked(twin.halt, "pause refusing"), asked(twin.halt, "pause taking")]
@@ -190,7 +190,7 @@ def test_a_pause_that_fails_takes_nothing_back_that_another_has_set() -> None:
     asyncio.run(run())
 
 
-def test_what_a_new_epoch_cannot_do_is_refused_to_requests_until_it_is_taken_back() -> None:
+def test_requests_are_refused_while_a_new_epoch_cannot_halt() -> None:
     async def run() -> None:
         twin = Twin()
         sleep = asked(twin.halt, "sleep both")

@@ -35,9 +35,7 @@ def post(server: LiveServer, path: str) -> dict[str, Any]:
     return dict(reply.json())
 
 
-def test_a_push_that_ends_staged_without_having_asked_for_it_is_an_error(
-    client: Client, server: LiveServer
-) -> None:
+def test_unexpectedly_staged_push_is_an_error(client: Client, server: LiveServer) -> None:
     post(server, "/begin_weight_update")
     with pytest.raises(
         NotLive, match="'v1' is staged, not live: a weight update is open.*/end_weight_update"
@@ -103,9 +101,7 @@ def logged() -> Iterator[list[Any]]:
     structlog.configure(**before)
 
 
-def test_an_update_for_which_nobody_calls_is_dropped_and_said_so(
-    model: Path, logged: list[Any]
-) -> None:
+def test_idle_update_is_dropped_and_reported(model: Path, logged: list[Any]) -> None:
     with live_server(model, weight_update_ttl_s=3.0) as server, Client(server.url) as client:
         post(server, "/begin_weight_update")
         client.update_weights("p", "v1", commit=False)
@@ -160,7 +156,7 @@ def test_calls_keep_an_update_open_however_long_they_take() -> None:
     timed(told())
 
 
-def test_an_update_that_was_ended_or_begun_anew_is_not_dropped_again() -> None:
+def test_ended_or_restarted_update_is_not_dropped_again() -> None:
     async def told() -> None:
         story = Story(stages=True)
         session = story.twin.session

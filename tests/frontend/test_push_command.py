@@ -17,7 +17,7 @@ from tlt_server.commands import AbortWeights
 __all__ = ["files", "first"]  # fixtures
 
 
-def test_it_speaks_to_a_server_that_asks_for_a_certificate(
+def test_push_command_presents_a_client_certificate(
     model: Path, files: dict[str, Path], first: Issuer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cert, key = first.issue("client", "trainer@rl.example")

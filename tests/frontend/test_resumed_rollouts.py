@@ -31,7 +31,7 @@ def choices(reply: Reply) -> dict[str, list[Choice]]:
     return {result.id: list(result.choices) for result in reply.results}
 
 
-def test_the_next_engine_goes_on_and_only_with_what_asked_for_it(model: Path) -> None:
+def test_next_engine_continues_only_opted_in_rollouts(model: Path) -> None:
     with (
         live_server(model, engine={"step_s": 0.03, "per_step": 1}, **OFTEN) as server,
         Client(server.url, timeout_s=20) as client,
@@ -129,7 +129,7 @@ def test_the_next_server_goes_on_with_what_was_written(model: Path, tmp_path: Pa
         assert not list((tmp_path / "rollouts").glob("*.journal"))
 
 
-def test_tokens_say_which_version_made_them_over_a_restart(model: Path, tmp_path: Path) -> None:
+def test_tokens_keep_their_version_over_a_restart(model: Path, tmp_path: Path) -> None:
     with (
         live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
         Client(first.url) as client,
@@ -195,7 +195,7 @@ def test_a_state_directory_belongs_to_one_server(model: Path, tmp_path: Path) ->
             asyncio.run(second.open())
 
 
-def test_what_was_begun_with_another_model_is_not_continued(model: Path, tmp_path: Path) -> None:
+def test_rollout_of_another_model_is_not_continued(model: Path, tmp_path: Path) -> None:
     with live_server(model, state_dir=tmp_path / "state") as first, Client(first.url) as client:
         rollout = client.generate([{"token_ids": [HANGS]}], detach=True)
     other = tmp_path / "other"
@@ -214,9 +214,7 @@ def test_what_was_begun_with_another_model_is_not_continued(model: Path, tmp_pat
     assert (tmp_path / "state" / "rollouts" / f"{rollout.id}.journal").stat().st_size > 0
 
 
-def test_what_was_accepted_goes_on_under_smaller_bounds_and_a_copied_file_is_put_aside(
-    model: Path, tmp_path: Path
-) -> None:
+def test_accepted_rollouts_outlast_bounds_and_copies_do_not(model: Path, tmp_path: Path) -> None:
     with (
         live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
         Client(first.url) as client,
@@ -239,9 +237,7 @@ def test_what_was_accepted_goes_on_under_smaller_bounds_and_a_copied_file_is_put
         assert len(client.rollouts()) == 2 and path.with_name("copy.journal.damaged").exists()
 
 
-def test_a_rollout_of_which_only_the_end_is_not_written_is_done(
-    model: Path, tmp_path: Path
-) -> None:
+def test_rollout_missing_only_its_end_record_is_done(model: Path, tmp_path: Path) -> None:
     with live_server(model, state_dir=tmp_path) as first, Client(first.url) as client:
         rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 5}, detach=True)
         reply = rollout.result(30)
@@ -254,7 +250,7 @@ def test_a_rollout_of_which_only_the_end_is_not_written_is_done(
         )
 
 
-def test_a_deadline_ends_a_rollout_that_no_engine_can_take_up(model: Path, tmp_path: Path) -> None:
+def test_deadline_ends_a_rollout_without_a_fitting_engine(model: Path, tmp_path: Path) -> None:
     with (
         live_server(model, engine={"step_s": 0.05, "per_step": 1}, state_dir=tmp_path) as first,
         Client(first.url) as client,
@@ -276,9 +272,7 @@ def test_a_deadline_ends_a_rollout_that_no_engine_can_take_up(model: Path, tmp_p
         )
 
 
-def test_a_rollout_of_other_numerics_is_refused_and_waits_for_a_server_that_fits(
-    model: Path, tmp_path: Path
-) -> None:
+def test_rollout_of_other_numerics_waits_for_a_fitting_server(model: Path, tmp_path: Path) -> None:
     with (
         live_server(model, engine={"step_s": 0.05, "per_step": 1}, state_dir=tmp_path) as first,
         Client(first.url) as client,
@@ -300,9 +294,7 @@ def test_a_rollout_of_other_numerics_is_refused_and_waits_for_a_server_that_fits
         assert len(resumed.generated) > 3
 
 
-def test_outputs_that_another_version_has_written_are_a_typed_error_when_they_are_fetched(
-    model: Path, tmp_path: Path
-) -> None:
+def test_fetching_outputs_of_another_format_is_a_typed_error(model: Path, tmp_path: Path) -> None:
     with live_server(model, state_dir=tmp_path) as server, Client(server.url) as client:
         rollout = client.generate([{"prompt": "ab"}], sampling={"max_tokens": 4}, detach=True)
         assert rollout.result(30).results

@@ -401,7 +401,7 @@ def test_late_bytes_of_an_ended_upload_change_no_other(before: bytes, slow: Slow
     assert slow.written == [b"goodgood"]
 
 
-def test_parts_stay_until_the_last_push_that_reads_them_ends(slow: Slow) -> None:
+def test_parts_stay_until_their_last_reading_push_ends(slow: Slow) -> None:
     slow.may.set()
 
     async def sent() -> None:

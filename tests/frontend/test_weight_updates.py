@@ -314,9 +314,7 @@ STEPS = st.sampled_from(
 
 @given(st.lists(STEPS, max_size=25), st.booleans())
 @settings(deadline=None, max_examples=600)
-def test_what_an_end_makes_live_or_names_was_pushed_in_its_session(
-    steps: list[str], stages: bool
-) -> None:
+def test_end_of_update_commits_or_names_only_its_own_pushes(steps: list[str], stages: bool) -> None:
     asyncio.run(told(steps, stages=stages))
 
 
@@ -348,7 +346,7 @@ def run(*steps: str, stages: bool = True) -> tuple[str, list[Came]]:
     return asyncio.run(live())
 
 
-def test_a_push_that_outlives_its_session_is_not_the_next_ones() -> None:
+def test_late_push_does_not_join_the_next_update() -> None:
     assert run("push", "do", "start", "push", "do", "do", "settle", "finish named", "settle") == (
         "initial",
         [],
@@ -363,7 +361,7 @@ def test_a_push_that_outlives_its_session_is_not_the_next_ones() -> None:
     )
 
 
-def test_a_call_that_is_refused_leaves_nothing_to_make_live_until_one_succeeds() -> None:
+def test_refused_call_leaves_nothing_to_commit() -> None:
     assert run("push bad", "finish named", "settle") == ("initial", []), (
         "nor a name for what was live before"
     )
@@ -421,7 +419,7 @@ def test_a_model_whose_push_was_refused_is_not_left_out_at_the_end() -> None:
         asyncio.run(story(role))
 
 
-def test_an_update_of_the_drafter_does_not_drop_what_came_for_the_target() -> None:
+def test_drafter_update_keeps_pushes_to_the_target() -> None:
     async def story() -> None:
         twin = Twin()
         await done(twin, twin.session.begin("target"))
@@ -445,14 +443,14 @@ def test_an_update_of_the_drafter_does_not_drop_what_came_for_the_target() -> No
     asyncio.run(story())
 
 
-def test_where_nothing_is_staged_an_end_names_what_the_parts_made_live() -> None:
+def test_end_of_unstaged_update_names_its_live_parts() -> None:
     version, content = run(
         "push part 0", "settle", "push part 1", "settle", "finish named", "settle", stages=False
     )
     assert version == "step 1" and [part for _, part in content] == [0, 1]
 
 
-def test_an_end_gives_no_name_to_what_somebody_else_has_made_live() -> None:
+def test_end_of_update_does_not_name_another_live_version() -> None:
     async def rolled_back() -> None:
         story = Story(stages=False)
         await story.after("start", "push", "settle")

@@ -17,7 +17,7 @@ def untouched(server: LiveServer) -> None:
     server.engine.weight_commands.clear()
 
 
-def test_another_name_that_has_a_form_is_refused_with_it(server: LiveServer) -> None:
+def test_malformed_group_name_is_refused_with_its_pattern(server: LiveServer) -> None:
     reply = post(
         server,
         "/weight_groups",

@@ -156,7 +156,7 @@ def test_a_version_may_hold_what_a_path_does_not(client: Client, server: LiveSer
     assert [commit.version for commit in commits] == versions
 
 
-def test_names_that_no_version_can_have_are_refused_by_rule(server: LiveServer) -> None:
+def test_invalid_version_names_are_refused_by_rule(server: LiveServer) -> None:
     for path, field in (
         ("/update_weights", "version"),
         ("/update_weight_version", "new_version"),
@@ -272,9 +272,7 @@ def test_borrowed_checker_route_also_says_success(client: Client, server: LiveSe
     }
 
 
-def test_an_engine_that_dies_during_a_push_is_a_typed_error(
-    client: Client, server: LiveServer
-) -> None:
+def test_engine_death_during_a_push_is_a_typed_error(client: Client, server: LiveServer) -> None:
     with ThreadPoolExecutor(1) as pool:
         pushed = pool.submit(post, server, "/update_weights", {"version": "v", "path": "hangs"})
         until(lambda: bool(server.engine.weight_commands))

@@ -53,7 +53,7 @@ def test_outputs_and_gradients_equal_the_dense_twin(monkeypatch, steps, block, f
         torch.testing.assert_close(ours, dense, atol=2e-6, rtol=1e-4)
 
 
-def test_a_mask_that_leaks_is_noticed():
+def test_leaking_mask_is_detected():
     """The control of the test above: one bound too few changes what a slot sees."""
     q, k, v = random(8, A, D, seed=1), random(8, K, D, seed=2), random(8, K, D, seed=3)
     apart = attend(Blocks((0, 4, 8)), torch.float32, q, k, v)

@@ -48,7 +48,7 @@ def head(lines, tmp_path_factory):
     return out
 
 
-def test_a_new_drafter_is_one_that_the_server_loads(head, lines):
+def test_server_loads_a_new_drafter(head, lines):
     target = demo_target()
     assert feature_layers(head, target.config) == LAYERS
     drafter = Eagle3.load(head, target)
@@ -119,7 +119,7 @@ def test_the_checkpoints_of_another_drafter_are_refused(head, lines, tmp_path, c
     ("flags", "words"),
     [(("--budget", "8", "--unroll", "7"), "too small for 7"), (("--unroll", "500"), "1 to 64")],
 )
-def test_packs_and_steps_that_do_not_fit_are_refused(head, lines, tmp_path, capsys, flags, words):
+def test_unfit_packs_and_steps_are_refused(head, lines, tmp_path, capsys, flags, words):
     try:
         status = train(head, lines, tmp_path / "out", "--steps", "1", *flags)
     except SystemExit as error:
@@ -155,7 +155,7 @@ def test_a_device_without_room_is_an_error_with_a_remedy(
         full()
 
 
-def test_a_gpu_that_the_kernels_do_not_run_on_is_not_chosen(monkeypatch):
+def test_gpu_unsupported_by_the_kernels_is_not_chosen(monkeypatch):
     monkeypatch.setattr(device, "look", lambda: Gpu("old", unusable="old has capability 8.0"))
     assert device_of(None) == device_of("cpu") == "cpu"
     with pytest.raises(StartupError, match=r"capability 8\.0; use --device cpu"):

@@ -97,7 +97,7 @@ def test_an_engine_drafts_the_same_with_it(root: Path, tmp_path: Path, layout: s
     assert all(words in card for words in said)
 
 
-def test_speculators_files_are_what_vllm_reads(root: Path, tmp_path: Path) -> None:
+def test_speculators_export_has_the_fields_of_vllm(root: Path, tmp_path: Path) -> None:
     exported(root, "speculators", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     names = load_file(tmp_path / "out" / "model.safetensors").keys()
@@ -110,7 +110,7 @@ def test_speculators_files_are_what_vllm_reads(root: Path, tmp_path: Path) -> No
     assert not any(name.startswith("midlayer.") for name in names)
 
 
-def test_an_eagle1_file_has_what_strict_loaders_want(root: Path, tmp_path: Path) -> None:
+def test_eagle1_export_satisfies_strict_loaders(root: Path, tmp_path: Path) -> None:
     exported(root, "eagle1", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     target = load_file(root / "target" / "model.safetensors")
@@ -180,7 +180,7 @@ def test_a_stale_vocabulary_map_is_refused(root: Path, tmp_path: Path) -> None:
         exported(root, "sglang", tmp_path / "out", directory)
 
 
-def test_an_export_that_reads_back_differently_leaves_nothing(
+def test_export_failing_its_read_back_leaves_nothing(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(tensors, path, **kwargs) -> None:
@@ -195,7 +195,7 @@ def test_an_export_that_reads_back_differently_leaves_nothing(
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_command_writes_what_it_says(root: Path, tmp_path: Path, capsys) -> None:
+def test_export_command_writes_its_reported_tensors(root: Path, tmp_path: Path, capsys) -> None:
     assert LAYOUTS == tuple(EXPORTS)
     flags = ["--target", str(root / "target"), "--drafter", str(root / "eagle3")]
     out = tmp_path / "out"

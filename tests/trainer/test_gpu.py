@@ -35,7 +35,7 @@ def cosine(first, second) -> float:
 
 @pytest.mark.parametrize("first", [None, (2, 299, 300, 340), (4, 299, 300, 511)])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_flash_attention_gives_what_plain_blocks_give(steps, first):
+def test_flash_attention_matches_plain_blocks(steps, first):
     bounds, slots, device = (0, 5, 300, 301, 512), 512, torch.device("cuda")
     parts = zip(first or bounds, bounds[1:], strict=False)
     queries = sum(end - start for start, end in parts)

@@ -71,7 +71,7 @@ def test_shared_noise_by_sorting_equals_the_double_sum():
     torch.testing.assert_close(fast.grad.double(), slow.grad, atol=1e-5, rtol=1e-3)
 
 
-def test_shared_noise_is_what_a_simulation_of_the_choices_finds():
+def test_shared_noise_refusal_matches_simulated_choices():
     generator = torch.Generator().manual_seed(5)
     p, logits = random(6, seed=6).softmax(-1), random(6, seed=7)
     draws = torch.empty(400_000, 6).exponential_(generator=generator).log()

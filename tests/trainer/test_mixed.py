@@ -40,7 +40,7 @@ def test_a_linear_layer_has_the_gradients_of_autograd(dtype, biased):
         torch.testing.assert_close(leaves[2].grad, plain[2].grad)
 
 
-def test_a_gate_keeps_what_it_was_given_in_the_narrow_dtype():
+def test_gate_saves_its_inputs_in_the_narrow_dtype():
     gate, up, grad = drawn((4, 6), (4, 6), (4, 6), dtype=torch.bfloat16)
     results = []
     for work in (lambda g, u: gated(g, u, torch.bfloat16), lambda g, u: functional.silu(g) * u):

@@ -117,9 +117,7 @@ def test_training_logits_are_the_serving_networks(directories, target, source, t
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_eagle_1_network_trains_what_it_serves_and_is_written_as_it_was(
-    directories, source, tmp_path, bias
-):
+def test_eagle1_trains_as_it_serves_and_saves_unchanged(directories, source, tmp_path, bias):
     directory = write_eagle1(tmp_path / "first", directories[0], bias=bias)
     config = ModelConfig.read(directories[0])
     target = load_target(
@@ -163,7 +161,7 @@ def test_the_comparison_sees_a_missing_norm(directories, target, source, trainab
     assert difference(directories, target, source, trainable) > 1e-3
 
 
-def test_the_comparison_sees_a_mask_that_leaks(directories, target, source, trainable):
+def test_comparison_detects_a_leaking_mask(directories, target, source, trainable):
     assert difference(directories, target, source, trainable, bounds=(0, 80)) > 1e-3
 
 
@@ -181,9 +179,7 @@ def test_the_comparison_sees_a_pairing_shifted_by_one(
     assert difference(directories, target, source, trainable) > 1e-3
 
 
-def test_the_comparison_sees_positions_that_are_off(
-    directories, target, source, trainable, monkeypatch
-):
+def test_comparison_detects_shifted_positions(directories, target, source, trainable, monkeypatch):
     from tlt_server.trainer import network
 
     monkeypatch.setattr(network.TrainableEagle3, "project", _late(network.TrainableEagle3.project))

@@ -166,7 +166,7 @@ def test_packs_read_ahead_are_those_of_the_packer(ahead):
     assert cursors[-1].epoch > 0
 
 
-def test_a_fault_while_reading_ahead_is_that_of_the_pack():
+def test_read_ahead_fault_is_raised_by_its_pack():
     class Lost(Documents):
         def read(self, document, start, stop):
             if document == lost[0].window.document:

@@ -50,7 +50,7 @@ def test_the_servers_own_counts_come_out_again(reports: dict[int, dict]) -> None
     assert all(set(check["not_compared"]) == others for check in checks)
 
 
-def test_the_table_is_the_one_that_was_written_down(reports: dict[int, dict]) -> None:
+def test_table_matches_the_recorded_one(reports: dict[int, dict]) -> None:
     for step, report in reports.items():
         cycles = [row["cycles"] for row in report["rows"]]
         assert cycles[0] == TABLE["cycles"][str(step)][0]

@@ -122,7 +122,7 @@ def poisoned(trainer):
     return pack
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_two_go_back():
+def test_non_finite_step_is_undone_and_two_in_a_row_go_back():
     trainer = build()
     run(trainer, packer(), 2)
     before = bits(trainer.state)
@@ -158,7 +158,7 @@ def saving(trainer, directory):
     return checkpoints
 
 
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path):
+def test_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
     whole, stopped, resumed = build(), build(), build()
     run(whole, packer(), 9)
     checkpoints = saving(stopped, tmp_path)
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_values(tmp_path):
     assert newest(tmp_path / "none", IDENTITY) == (None, [])
 
 
-def test_a_directory_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path):
+def test_unwritable_directory_is_reported_and_training_continues(tmp_path):
     (tmp_path / "file").write_text("")
     trainer = build()
     checkpoints = saving(trainer, tmp_path / "file" / "below")

@@ -55,7 +55,7 @@ def test_only_the_reasons_of_the_mode_stop_the_trainer(tmp_path: Path) -> None:
     assert seen.busy
 
 
-def test_the_engine_sees_whether_the_trainer_runs_until_that_has_ended(tmp_path: Path) -> None:
+def test_engine_sees_trainer_activity_until_the_trainer_ends(tmp_path: Path) -> None:
     make_activity(tmp_path / "activity")
     told, trainer, engine = (
         Activity(tmp_path / "activity"),

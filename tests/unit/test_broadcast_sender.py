@@ -87,9 +87,7 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> list[Communicator]:
     return made
 
 
-def test_server_that_never_receives_or_answers_is_given_up(
-    server: Server, communicators: list[Communicator]
-) -> None:
+def test_silent_server_is_given_up(server: Server, communicators: list[Communicator]) -> None:
     sender, started = BroadcastSender(server, timeout_s=TIMEOUT_S), time.monotonic()  # type: ignore[arg-type]
     with pytest.raises(ChannelLost, match=r"takes no part.*make the group again, then push"):
         sender.push(TENSORS.items(), "v")
@@ -101,7 +99,7 @@ def test_server_that_never_receives_or_answers_is_given_up(
     assert server.joins == 3 and len(communicators) == 2, "the group was made again"
 
 
-def test_what_the_server_says_of_a_push_that_it_ended_is_told(
+def test_server_error_of_an_ended_push_is_raised(
     server: Server, communicators: list[Communicator]
 ) -> None:
     server.error = ServerError("weights_refused", "a tensor holds NaN", status=422)

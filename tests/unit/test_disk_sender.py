@@ -45,7 +45,7 @@ class Killed(Reads):
 
 
 @pytest.mark.parametrize("max_file_bytes", [8, 2**20])
-def test_names_that_share_their_storage_are_pushed_each_with_its_values(
+def test_names_sharing_storage_are_pushed_with_their_own_values(
     tmp_path: Path, max_file_bytes: int
 ) -> None:
     tied, half = torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.arange(4.0)

@@ -162,7 +162,7 @@ def load_under(strategy: Strategy, requests: int) -> StepLoad:
 
 
 @pytest.mark.parametrize("world", list(WORLDS))
-def test_a_profile_predicts_steps_that_it_did_not_measure(world: str) -> None:
+def test_profile_predicts_unmeasured_steps(world: str) -> None:
     seconds = WORLDS[world]
     model = CostModel()
     model.profile(Measured(load, seconds(load)) for load in PROFILED)
@@ -173,7 +173,7 @@ def test_a_profile_predicts_steps_that_it_did_not_measure(world: str) -> None:
     assert not np.isnan(model.predict(StepLoad("", 0, 0, 0, 0, 4096, 0.0)))
 
 
-def test_a_profile_of_noise_fits_as_well_as_any_times_that_are_not_negative() -> None:
+def test_non_negative_fit_of_noise_is_optimal() -> None:
     """The conditions of Karush, Kuhn and Tucker tell the best fit."""
     rng = np.random.default_rng(1)
     for _ in range(40):
@@ -200,7 +200,7 @@ def test_measured_steps_correct_a_wrong_profile() -> None:
     assert model.predict(plain) == pytest.approx(before, rel=0.1)
 
 
-def test_a_slower_machine_does_not_change_what_is_better() -> None:
+def test_slower_machine_keeps_the_ranking_of_strategies() -> None:
     model = CostModel()
     model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
     used, other = (
@@ -215,7 +215,7 @@ def test_a_slower_machine_does_not_change_what_is_better() -> None:
 
 
 @pytest.mark.parametrize("alternates", [True, False])
-def test_steps_next_to_a_trainer_do_not_change_what_is_known_of_others(alternates: bool) -> None:
+def test_steps_next_to_a_trainer_leave_other_estimates_unchanged(alternates: bool) -> None:
     """The slowdown is told, also where the trainer runs for long."""
     model, noise = CostModel(), random.Random(1)
     model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
@@ -303,7 +303,7 @@ def test_numbers_are_made_to_ascend_as_near_to_them_as_can_be() -> None:
     assert ascending([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]) == [1.0, 1.0, 2.0]
 
 
-def test_what_a_drafter_needs_before_its_first_level_is_known() -> None:
+def test_fixed_cost_of_a_drafter_is_learnt() -> None:
     """Then a short draft is not taken to be cheap."""
 
     def seconds(load: StepLoad) -> float:
@@ -358,7 +358,7 @@ def test_no_step_is_expected_to_take_no_time() -> None:
     assert before < knowledge.cost.predict(one) == pytest.approx(1e-3, rel=0.1)
 
 
-def test_a_deep_tree_says_what_shallower_and_smaller_ones_accept() -> None:
+def test_deep_tree_predicts_acceptance_of_smaller_trees() -> None:
     rng = np.random.default_rng(3)
     outlook = Outlook(tuple(range(1, 8)), (1,))
     drafted = trees(rng, 64, 7, 0.7)
@@ -416,7 +416,7 @@ def test_speculation_stops_and_comes_back_as_the_load_changes() -> None:
     assert simulated.used[179] != OFF
 
 
-def test_a_drafter_that_a_push_made_worse_is_left_and_tried_again_after_the_next() -> None:
+def test_drafter_worsened_by_a_push_is_retried_after_the_next() -> None:
     simulated = World(cpu_seconds)
     policy = Goodput(simulated.knowledge)
     for _ in range(50):
@@ -434,7 +434,7 @@ def test_a_drafter_that_a_push_made_worse_is_left_and_tried_again_after_the_next
     assert simulated.used[-1] != OFF
 
 
-def test_a_rollback_brings_back_what_was_known_of_that_version() -> None:
+def test_rollback_restores_the_estimates_of_that_version() -> None:
     simulated = World(cpu_seconds)
     knowledge, policy = simulated.knowledge, Goodput(simulated.knowledge)
     knowledge.weights = WeightsInUse("good", "")
@@ -460,7 +460,7 @@ def test_a_rollback_brings_back_what_was_known_of_that_version() -> None:
 @pytest.mark.parametrize("world", list(WORLDS))
 @pytest.mark.parametrize("requests", [2, 8])
 @pytest.mark.parametrize("survival", [0.75, pytest.param(0.02, marks=pytest.mark.long)])
-def test_a_drafter_that_is_of_no_use_is_left_within_50_steps(
+def test_useless_drafter_is_dropped_within_50_steps(
     world: str, requests: int, survival: float
 ) -> None:
     """Then history drafts, or none; what is lost to another try stays small."""
@@ -496,7 +496,7 @@ def test_only_what_an_operator_allows_is_chosen(arms: Arms, shapes: set[tuple[in
     assert {*policy.strategies(range(4, 5), prompts=False)} >= {*simulated.used[-20:]}
 
 
-def test_what_a_step_was_expected_to_take_and_to_give_is_told() -> None:
+def test_expected_time_and_rate_of_a_step_are_reported() -> None:
     simulated = World(gpu_seconds)
     policy = Goodput(simulated.knowledge)
     for _ in range(200):
@@ -507,7 +507,7 @@ def test_what_a_step_was_expected_to_take_and_to_give_is_told() -> None:
     assert simulated.knowledge.gauges()["expected_rate"] == pytest.approx(measured, rel=0.5)
 
 
-def test_requests_that_take_few_drafts_or_none_are_weighed_as_they_are() -> None:
+def test_choice_respects_draft_limits_of_each_request() -> None:
     """Bound to another drafter, or limited in rows or depth, they gain nothing by more drafts."""
     simulated = World(gpu_seconds, drafters=("eagle", "history"))
     free = Goodput(simulated.knowledge).choose(StepContext(8, 0, CONTEXT, 8))

@@ -154,7 +154,7 @@ def test_what_other_programs_hold_is_not_counted_twice() -> None:
 
 
 @pytest.mark.parametrize("free_gib", [18.2, 19.0, 19.5])
-def test_too_little_for_one_sequence_names_what_would_do(free_gib: float) -> None:
+def test_too_little_memory_for_one_sequence_names_remedies(free_gib: float) -> None:
     given, free = settings(), int(free_gib * GIB)
     message = refusal(given, free)
     assert re.search(
@@ -222,7 +222,7 @@ def test_a_larger_width_is_named_where_it_fits() -> None:
         check_plan(little, lambda: wider(many, 2, 4))
 
 
-def test_what_ranks_exchange_through_is_part_of_the_budget() -> None:
+def test_exchange_buffers_of_ranks_are_budgeted() -> None:
     given = settings(weight_root="/w", reduction_leaves=4)
     shared, alone = (replace(given, tensor_parallel=ranks) for ranks in (2, 1))
     of_rank = needs(shared)._replace(exchange=GIB)
@@ -261,7 +261,7 @@ def test_the_exchange_of_large_models_fits_next_to_their_weights() -> None:
     assert exchange_bytes(replace(given, tensor_parallel=1), CONFIG, Shapes(512, 8)) == 0
 
 
-def test_several_ranks_are_offered_no_staging_that_they_refuse() -> None:
+def test_several_ranks_are_offered_only_valid_staging() -> None:
     shared = settings(weight_root="/w", tensor_parallel=2)
     message = refusal(shared, 40 * GIB)
     assert "28.4 GiB for pushed weights" in message and "weight_staging" not in message
@@ -296,9 +296,7 @@ def test_memory_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("named", [{"kv_memory_mb": 50 * 1024}, {"pages": 60_000}])
-def test_memory_that_was_asked_for_leaves_room_for_graphs_and_pushed_weights(
-    named: dict[str, int],
-) -> None:
+def test_requested_pages_leave_memory_for_graphs_and_pushes(named: dict[str, int]) -> None:
     asked = plan(settings(**named), 0)
     enough = asked.kv + asked.working + RESERVE
     assert pages(asked.settings, enough) == asked.pages
@@ -319,7 +317,7 @@ def test_too_little_for_one_sequence_offers_no_less_memory() -> None:
     )
 
 
-def test_the_budget_adds_up_to_what_there_is_and_what_is_short() -> None:
+def test_budget_sums_to_total_plus_shortfall() -> None:
     for given in (settings(), settings(weight_root="/w"), settings(pages=10**6)):
         refused = plan(given, 18 * GIB)
         rows = budget(refused)
@@ -337,7 +335,7 @@ def test_more_sequences_than_a_small_gpu_has_logits_for() -> None:
         pages(settings(max_running=most + 1), free, total=total)
 
 
-def test_where_one_setting_is_not_enough_those_that_help_are_named() -> None:
+def test_refusal_names_helpful_settings_if_one_is_not_enough() -> None:
     total = 24 * GIB
     given, free = settings(max_running=65536, weight_root="/w"), total - 2 * VALUES - GIB // 2
     message = refusal(given, free, total=total)
@@ -435,7 +433,7 @@ def test_the_trainers_share_is_set_apart() -> None:
     assert "16.0 GiB to train the drafter" in message and OFF in message
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
+def test_oversized_weights_are_refused_before_reading() -> None:
     given = settings()
     check_weights(given, needs(given), 15 * GIB, TOTAL)
     with pytest.raises(
@@ -476,7 +474,7 @@ def test_memory_that_runs_out_in_spite_of_the_plan() -> None:
     )
 
 
-def test_weights_for_which_memory_runs_out_are_helped_by_no_setting() -> None:
+def test_weights_out_of_memory_error_suggests_no_setting() -> None:
     assert exhausted(None, "the weights", SAID, free=MIB, total=TOTAL).endswith(
         f"; {SMALLER}, or {BUSY}"
     )
@@ -500,7 +498,7 @@ def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("drafter", ["none", str(DRAFTER)])
-def test_the_device_names_a_width_for_weights_that_do_not_fit(
+def test_device_suggests_tensor_parallel_for_oversized_weights(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")

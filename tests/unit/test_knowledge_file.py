@@ -65,7 +65,7 @@ def test_a_restarted_engine_knows_what_it_knew(tmp_path: Path) -> None:
     np.testing.assert_array_equal(eagle, before.outlooks["eagle"].gain(7, 1, nodes))
 
 
-def test_what_was_learnt_under_earlier_weights_is_known_after_a_restart(tmp_path: Path) -> None:
+def test_restart_keeps_estimates_of_earlier_weights(tmp_path: Path) -> None:
     before, file = learnt(), KnowledgeFile(tmp_path, MADE_BY)
     first = before.record().learnt[-1]
     before.renew(WeightsInUse("t", "worse"))
@@ -97,7 +97,7 @@ def test_what_was_learnt_under_earlier_weights_is_known_after_a_restart(tmp_path
     assert doubted.outlooks["eagle"].requests == second.outlooks["eagle"].requests / DOUBT
 
 
-def test_counts_that_correct_another_calibration_are_not_taken_up(tmp_path: Path) -> None:
+def test_counts_for_another_calibration_are_not_loaded(tmp_path: Path) -> None:
     kept(tmp_path)
     found = fresh(WeightsInUse("t", "d"))
     found.tables = {"eagle": Calibration(np.full((PHASES, RANKS, BUCKETS), 0.5, np.float32))}
@@ -105,7 +105,7 @@ def test_counts_that_correct_another_calibration_are_not_taken_up(tmp_path: Path
     assert not any(found.tables["eagle"].record().trials)
 
 
-def test_weights_in_a_row_under_which_nothing_is_learnt_are_one_doubt() -> None:
+def test_consecutive_unused_weights_are_discounted_once() -> None:
     knowledge = learnt()
     before = knowledge.outlooks["eagle"].record().requests
     for target in ("t1", "t2", "t3"):
@@ -114,7 +114,7 @@ def test_weights_in_a_row_under_which_nothing_is_learnt_are_one_doubt() -> None:
     assert knowledge.tables["eagle"].record().trials[3] == 8 // DOUBT
 
 
-def test_what_is_known_of_weights_that_come_back_is_not_old(tmp_path: Path) -> None:
+def test_estimates_of_returning_weights_have_not_aged(tmp_path: Path) -> None:
     """Steps without drafts age what is known of the weights in use, no other."""
     knowledge, nodes = learnt(), np.array([7.0])
     gain = knowledge.outlooks["eagle"].gain(7, 1, nodes)
@@ -201,7 +201,7 @@ def _as_before(content: dict[str, Any]) -> None:
         (_set("other", value=1), "unknown field"),
     ],
 )
-def test_a_file_that_does_not_fit_is_named_and_not_used(
+def test_mismatched_file_is_named_and_not_used(
     change: Callable[[dict[str, Any]], None],
     says: str,
     tmp_path: Path,

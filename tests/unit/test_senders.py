@@ -111,7 +111,7 @@ def sender(
         (lambda: ["a", "b"], "tensors yields a str instead of a name and a tensor"),
     ],
 )
-def test_what_names_no_tensors_is_refused_in_the_same_words(
+def test_push_without_tensors_is_refused_in_the_same_words(
     given: Any, says: str, sender: Sender, server: Server
 ) -> None:
     with pytest.raises(ContentRefused, match=says):
@@ -128,7 +128,7 @@ def test_what_names_no_tensors_is_refused_in_the_same_words(
         ("", "have 1 to 256 characters"),
     ],
 )
-def test_a_version_that_no_push_can_have_is_refused_before_a_tensor_is_asked_for(
+def test_invalid_version_is_refused_before_reading_a_tensor(
     version: Any, says: str, sender: Sender, server: Server, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidArgument, match=says):

@@ -206,9 +206,7 @@ WAYS = {
 
 @pytest.mark.parametrize("state", WAYS)
 @pytest.mark.parametrize("cause", ["push", "rollback", "sleep"])
-def test_nothing_of_weights_that_went_is_adopted_in_any_state(
-    state: TrainerState, cause: str
-) -> None:
+def test_training_on_replaced_weights_is_never_adopted(state: TrainerState, cause: str) -> None:
     """The trainer asks for the weights in force before it goes on, after a wake-up, too."""
     rig, (turns, then) = Rig(), WAYS[state]
     rig.work.refuses = then == "refuse"
@@ -309,7 +307,7 @@ def test_a_refused_offer_is_counted_by_its_reason() -> None:
     assert report.reason == "another push" and report.state == S.IDLE
 
 
-def test_memory_that_runs_out_halves_the_micro_batch_once() -> None:
+def test_memory_shortage_halves_the_micro_batch_once() -> None:
     rig = Rig()
     rig.hand_over()
     rig.work.fault = MemoryError("1 GiB")
@@ -329,7 +327,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_once() -> None:
 
 
 @pytest.mark.parametrize("adopts", [False, True])
-def test_weights_that_memory_does_not_hold_pause_it_and_are_asked_for_again(adopts: bool) -> None:
+def test_weights_beyond_memory_pause_training_and_are_retried(adopts: bool) -> None:
     rig = Rig()
     if adopts:
         rig.hand_over()
@@ -365,7 +363,7 @@ def test_a_full_disk_pauses_and_keeps_the_process() -> None:
     assert rig.spot.state == S.TRAINING
 
 
-def test_a_drafter_that_cannot_be_trained_fails_until_weights_change() -> None:
+def test_untrainable_drafter_fails_until_weights_change() -> None:
     rig = Rig()
     rig.work.refuses = True
     rig.hand_over()

@@ -23,7 +23,7 @@ from tlt_server.training import HandedOver, Offer, TrainerState, Verdict
 @pytest.mark.parametrize(
     "code", ["print('a warning')", "print('x' * 2**17, flush=True)", "raise SystemExit(3)"]
 )
-def test_a_process_that_ends_or_writes_no_report_is_replaced(
+def test_ended_or_unreporting_process_is_replaced(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "FIRST_DELAY_S", 0.0)

@@ -32,11 +32,11 @@ def begun(*lives: object, unanswered: bool = False) -> WantedVersions:
     return versions
 
 
-def test_an_epoch_that_holds_what_the_one_before_held_may_serve() -> None:
+def test_epoch_holding_the_previous_versions_may_serve() -> None:
     begun(info("v0"), info("v0")).check()
 
 
-def test_what_was_committed_and_is_gone_is_lost_until_its_role_is_committed() -> None:
+def test_lost_commit_blocks_until_its_role_is_committed() -> None:
     versions = begun(info("v0"))
     versions.reported(report("committed", "target", "v1"))
     for _ in range(2):  # a life that ends before the push changes nothing
@@ -101,7 +101,7 @@ def test_a_spool_knows_better_only_while_a_weight_command_was_open() -> None:
     )
 
 
-def test_what_the_engine_says_it_lost_is_lost_and_may_come_back() -> None:
+def test_version_reported_lost_by_the_engine_may_come_back() -> None:
     versions = begun(
         info(
             "v0",
@@ -115,7 +115,7 @@ def test_what_the_engine_says_it_lost_is_lost_and_may_come_back() -> None:
     versions.check()
 
 
-def test_a_push_that_finds_its_version_live_ends_the_wait() -> None:
+def test_push_finding_its_version_live_ends_the_wait() -> None:
     versions = begun(info("v0"), info("v1"))  # committed, but the engine died before it said so
     assert list(versions.lost) == ["target"]
     versions.reported(report("unchanged", "target", "v1"))
@@ -124,7 +124,7 @@ def test_a_push_that_finds_its_version_live_ends_the_wait() -> None:
     versions.check()
 
 
-def test_a_drafter_that_the_server_trained_itself_is_not_waited_for() -> None:
+def test_self_trained_drafter_is_not_waited_for() -> None:
     versions = begun(info("v0"))
     versions.reported(report("committed", "drafter", "v0", "drafter-v0-1"))
     versions.own.add("drafter-v0-1")
