@@ -39,9 +39,7 @@ both = pytest.mark.parametrize("kind", [Client, AsyncClient])
         (SECRET + "\x00", "a control character"),
     ],
 )
-def test_a_key_that_no_header_carries_is_refused_at_once_and_not_quoted(
-    kind: Any, key: str, says: str
-) -> None:
+def test_key_unfit_for_a_header_is_refused_and_not_quoted(kind: Any, key: str, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says) as refused:
         kind("http://127.0.0.1:8000", api_key=key, retries=Retries(times=9, first_s=60, max_s=60))
     assert (
@@ -111,9 +109,7 @@ CALLS: list[Callable[[Any, Any], Any]] = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("version", ["run/7", "", "a\n", "x" * 257, ".", ".."])
-def test_a_version_that_no_push_can_have_is_refused_before_anything_is_sent(
-    call: Any, version: str
-) -> None:
+def test_invalid_version_is_refused_before_sending(call: Any, version: str) -> None:
     with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument) as refused:
         call(client, version)
     assert str(refused.value).endswith(f"; it must {ALLOWED}") and "version is '" in str(
@@ -122,7 +118,7 @@ def test_a_version_that_no_push_can_have_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_version_that_is_no_text_is_refused_before_anything_is_sent(call: Any) -> None:
+def test_non_text_version_is_refused_before_sending(call: Any) -> None:
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(InvalidArgument, match="version is 7 of type int; .* such as 'run-7'"),
@@ -133,7 +129,7 @@ def test_a_version_that_is_no_text_is_refused_before_anything_is_sent(call: Any)
 # numbers of other libraries
 
 
-def test_numbers_and_lists_of_numpy_and_torch_are_sent_as_what_they_are(server: LiveServer) -> None:
+def test_numpy_and_torch_numbers_are_sent_as_plain_ones(server: LiveServer) -> None:
     class Seven:
         def __index__(self) -> int:
             return 7

@@ -221,7 +221,7 @@ def test_a_process_that_is_not_the_main_one_waits_for_the_push() -> None:
     assert [version for version, _, _ in server.pushed] == ["mains-1"]
 
 
-def test_an_item_that_failed_and_a_choice_that_was_cut_short_are_errors() -> None:
+def test_failed_item_and_aborted_choice_are_errors() -> None:
     server = Server()
     server.finish = "abort"
     with pytest.raises(OffPolicy, match="choice 0 of item 0 ended with 'abort'"):

@@ -295,7 +295,7 @@ def test_a_trainer_that_drives_vllm_pushes_by_nccl(
 
 
 @two_gpus
-def test_a_rank_0_that_falls_silent_does_not_keep_requests_waiting_and_memory_does_not_go_to_sleep(
+def test_silent_rank_0_delays_no_request_and_blocks_sleep(
     second_server: ServerProcess, beside: Client
 ) -> None:
     sender = BroadcastSender(beside, backend="nccl", timeout_s=20, bucket_bytes=2**16)
@@ -382,7 +382,7 @@ def test_the_order_of_openrlhf_by_nccl(second_server: ServerProcess, beside: Cli
 
 
 @two_gpus
-def test_a_rank_0_that_falls_silent_is_given_up_and_the_engine_lives(beside: Client) -> None:
+def test_silent_rank_0_is_given_up_and_the_engine_lives(beside: Client) -> None:
     before = live(beside)
     sender = BroadcastSender(beside, backend="nccl", timeout_s=3, bucket_bytes=2**16)
     entries = [

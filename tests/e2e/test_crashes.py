@@ -218,7 +218,7 @@ def test_fifty_kills_of_one_of_two_ranks_leave_every_request_with_one_end(
 
 
 @pytest.mark.long
-def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> None:
+def test_stopped_engine_is_killed_and_successor_keeps_settings() -> None:
     strategy = "history:4x1x5"
     flags = (
         *FAST_START[:2],
@@ -265,7 +265,7 @@ def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> 
 
 
 @pytest.mark.long
-def test_an_idle_engine_is_left_alone_and_one_that_dies_again_and_again_ends_the_server() -> None:
+def test_idle_engine_stays_and_repeated_death_ends_the_server() -> None:
     with (
         ServerProcess(*FAST_START, "--hang-timeout-s", "3", "--max-restarts", "1") as server,
         Client(server.url, timeout_s=60) as client,
@@ -380,7 +380,7 @@ def outlive_a_gpus_error(
 
 
 @pytest.mark.long
-def test_a_gpus_error_ends_what_is_open_with_one_typed_error_and_restarts_the_engine(
+def test_gpu_error_ends_requests_typed_and_restarts_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = outlive_a_gpus_error(monkeypatch, *FAST_START, "--device", "cpu")

@@ -148,7 +148,7 @@ def kill_a_rank(server: ServerProcess) -> None:
 
 
 @pytest.mark.long
-def test_a_run_has_the_same_bits_over_two_ranks_of_which_one_is_killed(tmp_path: Path) -> None:
+def test_run_has_the_same_bits_over_two_ranks_with_one_killed(tmp_path: Path) -> None:
     runs = {name: tmp_path / name for name in ("one", "two", "killed")}
     flags = ("--device", "cpu", "--reduction-leaves", "2", "--tensor-parallel")
     with serving(tmp_path / "state-of-one", *flags, "1") as server:

@@ -193,7 +193,7 @@ def test_pages_without_number_are_refused_at_start_with_how_many_fit() -> None:
     ), message
 
 
-def test_a_cuda_error_ends_what_is_open_with_one_typed_error_and_the_engine_serves_again(
+def test_cuda_error_ends_requests_typed_and_engine_recovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outlive_a_gpus_error(

@@ -288,9 +288,7 @@ def test_what_is_not_served_is_refused_with_a_remedy(
         asyncio.run(asked())
 
 
-def test_a_trainer_that_leaves_parameters_out_is_told_at_its_last_one(
-    running: ServerProcess,
-) -> None:
+def test_missing_parameters_are_reported_at_the_last_one(running: ServerProcess) -> None:
     name, tensor = next(iter(weights(1).items()))
 
     async def pushed() -> None:

@@ -116,7 +116,7 @@ def test_it_says_what_is_served(open_page: Open, server: ServerProcess) -> None:
     expect(page.locator("#key")).to_be_hidden()
 
 
-def test_figures_move_under_load_and_the_strip_shows_which_strategy_ran(
+def test_figures_move_under_load_and_strip_shows_the_strategy(
     open_page: Open, server: ServerProcess, client: Client
 ) -> None:
     page = ready(open_page(server.url))

@@ -149,9 +149,7 @@ def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(
 
 
 @pytest.mark.long
-def test_sigterm_does_not_wait_for_what_the_next_server_can_finish(
-    undisturbed: Reply, tmp_path: Path
-) -> None:
+def test_sigterm_does_not_wait_for_resumable_rollouts(undisturbed: Reply, tmp_path: Path) -> None:
     flags = (*FAST_START, "--state-dir", str(tmp_path))
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         rollout = client.generate(

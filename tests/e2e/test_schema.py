@@ -150,7 +150,7 @@ def test_the_stream_of_events_does_what_the_document_says(limited: ServerProcess
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 8))
-def test_every_operation_does_what_the_document_says_to_many_questions(
+def test_every_operation_conforms_to_the_document_under_fuzzing(
     limited: ServerProcess, seed: int
 ) -> None:
     schemathesis(

@@ -211,7 +211,7 @@ with Client(url, timeout_s=60) as client:
 
 
 @pytest.mark.long
-def test_processes_that_train_together_push_once_and_sample_from_the_same_weights(
+def test_joint_trainers_push_once_and_sample_the_same_weights(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     done = subprocess.run(
@@ -348,7 +348,7 @@ def test_the_asynchronous_trainer_pushes_after_every_step(
 
 
 @pytest.mark.long
-def test_the_looks_see_pushes_that_the_asynchronous_trainer_loses(
+def test_looks_detect_pushes_lost_by_the_asynchronous_trainer(
     server: ServerProcess, client: Client, tmp_path: Path
 ) -> None:
     looks, _ = async_grpo(client, server.url, Stale, 40, tmp_path)

@@ -111,7 +111,7 @@ def test_green_on_a_sound_engine_and_red_on_one_ulp(
     assert digest_of(found) != digest_of(reference) == digest_of(dict(reversed(reference.items())))
 
 
-def test_a_pushed_version_on_two_ranks_of_which_one_is_killed_is_green(
+def test_pushed_version_on_two_ranks_is_exact_with_one_killed(
     base: EngineSettings, requests: list[GenerateRequest]
 ) -> None:
     engines = ExactEngines(replace(base, tensor_parallel=2, reduction_leaves=2))

@@ -130,7 +130,7 @@ def test_logits_equal_the_published_networks(root: Path, tmp_path: Path, bias: b
     assert (found_RV - expected_TV[29:]).norm() / expected_TV[29:].norm() < 1e-5
 
 
-def test_it_reads_the_state_after_the_final_norm_and_shares_what_it_can(root: Path) -> None:
+def test_eagle1_reads_normed_states_and_shares_target_weights(root: Path) -> None:
     layers = feature_layers(root / "drafter", ModelConfig.read(root / "base"))
     assert layers == (SMALLEST.layers,)
     target = load_target(root / "base", numerics=Numerics("strict"), feature_layers=layers)

@@ -305,9 +305,7 @@ def test_a_policy_that_comes_back_has_what_it_learnt(base: EngineSettings) -> No
     assert engine.policy is before
 
 
-def test_a_step_reports_the_very_context_that_its_strategy_was_chosen_for(
-    base: EngineSettings,
-) -> None:
+def test_step_reports_the_context_of_its_strategy_choice(base: EngineSettings) -> None:
     engine, _ = assemble(base)
     seen: list[StepContext] = []
 
@@ -426,7 +424,7 @@ def test_a_request_the_sampler_cannot_take_ends_alone(base: EngineSettings) -> N
         engine.scheduler.check()
 
 
-def test_memory_that_cannot_be_had_is_refused_with_value_and_remedy(base: EngineSettings) -> None:
+def test_unavailable_memory_is_refused_with_value_and_remedy(base: EngineSettings) -> None:
     with pytest.raises(StartupError, match="lower pages, page_size or kv_memory_mb"):
         assemble(replace(base, pages=2_000_000_000))
     with pytest.raises(StartupError, match="exceeds the model's 1024 positions"):

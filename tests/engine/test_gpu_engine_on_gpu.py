@@ -285,7 +285,7 @@ def test_a_push_while_graphs_run_is_marked_at_the_token(
     assert engine.roll_back("initial").result == "rolled_back"
 
 
-def test_weights_that_are_not_finite_end_requests_with_one_typed_error(
+def test_non_finite_weights_end_requests_with_one_typed_error(
     engine: Pushable, plain: Bits
 ) -> None:
     norm_H = engine.engine.runner.state.model.final_norm_H

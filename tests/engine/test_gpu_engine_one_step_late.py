@@ -74,9 +74,7 @@ def test_sequences_left_out_of_steps_go_on_where_they_were(settings: EngineSetti
     assert bits(shared, ids) == bits(unshared, ids)
 
 
-def test_weights_that_are_not_finite_end_a_request_with_one_typed_error(
-    settings: EngineSettings,
-) -> None:
+def test_non_finite_weights_end_a_request_with_one_typed_error(settings: EngineSettings) -> None:
     engine = Pushable(settings)
     engine.submit(request(0))
     engine.step(3)

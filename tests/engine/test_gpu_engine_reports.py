@@ -143,9 +143,7 @@ def test_the_host_stays_ahead_of_a_request_that_asks(engine: Pushable) -> None:
 
 
 @pytest.mark.long
-def test_preemption_changes_neither_tokens_nor_what_is_said_of_them(
-    settings: EngineSettings,
-) -> None:
+def test_preemption_changes_neither_tokens_nor_their_reports(settings: EngineSettings) -> None:
     """Two sequences of three pages each, on four."""
     both = [
         request(i, PAGE - 1 - i, max_tokens=PAGE + 3, logprobs=2, raw_logprobs=True)

@@ -83,7 +83,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-def test_a_graph_that_finds_no_room_is_told_once_and_tried_again_after_clear(
+def test_graph_without_room_is_reported_once_and_retried(
     recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str], error: type[RuntimeError]
 ) -> None:
     """A driver's error is torch's or a plain one."""
@@ -135,7 +135,7 @@ def test_memory_that_others_take_meanwhile_is_not_counted(
     assert pool.bytes["other"] == 17 << 20
 
 
-def test_a_key_that_is_recorded_ahead_is_not_run_and_one_that_fails_is_not_recorded(
+def test_recording_ahead_runs_nothing_and_failures_are_dropped(
     recorder: Callable[..., Recorder],
 ) -> None:
     device, recording = recorder(free=8 * GIB, each=0), []
@@ -172,7 +172,7 @@ class TestOnGpu:
         assert x.tolist() == [5.0] * 4, "recording executes nothing"
         assert "key" in pool and pool.seconds["key"] > 0
 
-    def test_a_key_that_is_recorded_ahead_first_runs_when_it_is_replayed(self) -> None:
+    def test_graph_recorded_ahead_first_runs_at_its_replay(self) -> None:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             pool, x = GraphPool(stream), torch.zeros(4, device="cuda")
@@ -208,7 +208,7 @@ class TestOnGpu:
         assert list(pool.bytes) == [64, 32, 16] and pool.total_bytes == sum(pool.bytes.values())
         assert pool.bytes[64] >= 64 * 2**22 and pool.bytes[32] + pool.bytes[16] < 32 * 2**22
 
-    def test_a_graph_that_finds_no_room_is_told_and_the_stream_goes_on(
+    def test_graph_without_room_is_reported_and_the_stream_continues(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         stream = torch.cuda.Stream()

@@ -218,7 +218,7 @@ def test_graphs_wait_for_steps_no_longer_than_a_rank_lives() -> None:
     assert "key" not in pool
 
 
-def test_pages_are_saved_no_later_than_a_rank_that_the_step_waits_for_lives() -> None:
+def test_pages_are_not_saved_after_an_awaited_rank_dies() -> None:
     saved: list[list[int]] = []
     for group, stream in (
         (Stepping(""), SimpleNamespace(query=lambda: True)),
@@ -323,7 +323,7 @@ class Sharing(GpuRanks):
             raise torch.OutOfMemoryError("out of memory")
 
 
-def test_a_model_keeps_no_memory_of_the_one_that_it_was_made_after() -> None:
+def test_model_keeps_no_memory_of_its_predecessor() -> None:
     class Model:
         def __init__(self, split: Split) -> None:
             self.split = self.of_layers = split
@@ -336,9 +336,7 @@ def test_a_model_keeps_no_memory_of_the_one_that_it_was_made_after() -> None:
     assert held() is None and second.split.held is not None
 
 
-def test_shards_that_were_made_are_freed_where_a_rank_has_no_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_finished_shards_are_freed_when_a_rank_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that was handed over is freed once the ranks have dropped the model."""
     monkeypatch.setattr(Made, "freed", [])
     for group in (Sharing(3, False), Sharing(9, True)):

@@ -181,7 +181,7 @@ def test_a_body_that_the_frontend_refuses(pair: Pair, on_the_wire: bool) -> None
     assert list(pair.transaction.options.intake.groups) == []
 
 
-def test_what_is_refused_once_it_has_come_leaves_the_group_in_step(pair: Pair) -> None:
+def test_push_refused_after_arrival_leaves_the_group_in_step(pair: Pair) -> None:
     spoiled = pair.push(NAMES, "two")
     pair.send(float("nan"), 4)
     assert pair.told(spoiled)[0] == "weights_refused"

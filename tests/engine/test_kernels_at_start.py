@@ -36,7 +36,7 @@ def variants(*arguments: str) -> dict[str, Any]:
         pytest.param("eagle", "12", "0", 130, marks=pytest.mark.long),
     ],
 )
-def test_every_kernel_variant_that_default_steps_launch_is_loaded_at_start(
+def test_kernel_variants_of_default_steps_are_loaded_at_start(
     drafter: str, max_running: str, max_loras: str, least: int
 ) -> None:
     told = variants(drafter, "goodput", max_running, max_loras, "none")["start"]

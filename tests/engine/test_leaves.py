@@ -88,7 +88,7 @@ WIDE = replace(CONFIG, heads=28, kv_heads=4, head_dim=128, intermediate_size=189
 PAIR = replace(CONFIG, heads=2, kv_heads=1, head_dim=128, intermediate_size=512)  # as the demo's
 
 
-def test_leaves_that_would_cut_a_head_are_refused_with_those_that_work() -> None:
+def test_leaves_splitting_a_head_are_refused_naming_valid_ones() -> None:
     check_leaves(WIDE, 4, 128, "m")
     with pytest.raises(StartupError, match="reduction_leaves is 8 .*28 heads .* use 1 or 2 or 4$"):
         check_leaves(WIDE, 8, 128, "m")
@@ -121,7 +121,7 @@ def test_numbers_that_a_model_does_not_have_are_refused_at_once(
         choose(settings, gpus, files(config))
 
 
-def test_too_few_gpus_are_refused_with_the_widths_that_work_on_them() -> None:
+def test_too_few_gpus_are_refused_naming_valid_widths() -> None:
     settings = EngineSettings(model="m", device="cuda", tensor_parallel=4)  # type: ignore[arg-type]
     with pytest.raises(StartupError, match="sees 2 GPUs, .*; use 1 or 2, or name more in CUDA_"):
         choose(settings, CARD._replace(others=(TWIN,)), files(WIDE))
@@ -203,9 +203,7 @@ def test_the_fingerprint_names_the_attention_of_each_device() -> None:
         assert found.attention == attention
 
 
-def test_the_fingerprint_names_the_processor_that_kernels_are_compiled_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fingerprint_names_the_target_processor_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """MKL may add in one order on both, and their vectors have other widths."""
     settings = choose(EngineSettings(model="m", device="cpu"), CARD, files()).settings  # type: ignore[arg-type]
     found = []

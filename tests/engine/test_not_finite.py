@@ -47,9 +47,7 @@ def spoilt(engine: Pushable, *asked: GenerateRequest) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("interpreter", marks=pytest.mark.long)])
-def test_what_a_failed_sequence_computed_is_not_found_by_the_next_one(
-    device: str, settings: EngineSettings
-) -> None:
+def test_states_of_a_failed_sequence_are_not_reused(device: str, settings: EngineSettings) -> None:
     settings = (
         settings
         if device == "interpreter"

@@ -194,7 +194,7 @@ def test_a_rank_that_does_not_connect_is_one_error(
         GlooExchange(tmp_path / "another store", 0, 3, left=ended)
 
 
-def test_ranks_that_are_collected_as_part_of_a_cycle_end_without_a_wait(tmp_path: Path) -> None:
+def test_garbage_collected_ranks_end_without_a_wait(tmp_path: Path) -> None:
     class Made:
         def __init__(self) -> None:
             self._context, self._sockets, self.itself = zmq.Context(), list[Any](), self

@@ -40,7 +40,7 @@ def gauges_at_answer(child: EngineChild, command: Command) -> dict[str, float]:
     raise AssertionError("events end with an error")
 
 
-def test_what_a_command_changes_is_told_before_its_answer_and_once(child: EngineChild) -> None:
+def test_effects_of_a_command_are_sent_once_before_its_answer(child: EngineChild) -> None:
     first = next(event for event in islice(child.events(), 60) if isinstance(event, Outputs))
     assert first.gauges["running"] == 0 and first.gauges["pages_free"] == child.info.pages, (
         "told without a step, too"

@@ -116,9 +116,7 @@ def test_a_commit_does_not_wait_for_what_others_do_on_the_device(busy: torch.cud
     assert staged.tolist() == exchanged.tolist() == [1.0] * 4
 
 
-def test_a_key_that_comes_while_a_trainer_holds_the_gpu_runs_at_once(
-    busy: torch.cuda.Event,
-) -> None:
+def test_new_graph_key_runs_at_once_while_a_trainer_uses_the_gpu(busy: torch.cuda.Event) -> None:
     stream, x = torch.cuda.Stream(), torch.zeros(4, device="cuda")
     pool = GraphPool(stream, quiet=busy.query)
     stream.wait_stream(torch.cuda.default_stream())

@@ -144,7 +144,7 @@ def test_what_the_record_cannot_tell_is_refused(
         run(given)
 
 
-def test_a_policy_of_a_drafter_that_is_not_loaded_is_not_recorded() -> None:
+def test_policy_of_an_unloaded_drafter_is_not_recorded() -> None:
     settings = EngineSettings(model=TARGET, drafter=str(DRAFTER))
     with pytest.raises(StartupError, match="fixed:other:7x1x8 needs the drafter 'other'"):
         recorded(settings, [], [parse_policy("fixed:other:7x1x8")], [])

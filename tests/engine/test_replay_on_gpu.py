@@ -112,9 +112,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
         yield Recorded(settings, root / "rings", *asked)
 
 
-def test_a_replay_by_the_gpus_kernels_accepts_what_the_engine_accepted(
-    interpreted: Recorded,
-) -> None:
+def test_replay_by_gpu_kernels_accepts_the_same_drafts(interpreted: Recorded) -> None:
     drafter = interpreted.replayed()
     found = interpreted.checked(drafter)
     found.require_equal()

@@ -124,7 +124,7 @@ def test_cut_at_any_token_the_rest_has_the_same_bits(
         (Sampling(ignore_eos=True), [VOCAB], f"ids of this model end at {VOCAB - 1}"),
     ],
 )
-def test_what_cannot_be_gone_on_with_ends_its_batch_with_a_typed_error(
+def test_unresumable_request_ends_its_batch_with_a_typed_error(
     base: EngineSettings, sampling: Sampling, generated: list[int], says: str
 ) -> None:
     engine, _ = assemble(base)

@@ -212,7 +212,7 @@ def test_a_gpu_holds_blocks_of_the_head_that_it_samples_in() -> None:
     assert cut("lm_head.weight", few, gpu_split(given, few)) is None, "the last had none"  # type: ignore[arg-type]
 
 
-def test_widths_that_would_cut_a_head_are_refused_with_those_that_work() -> None:
+def test_widths_splitting_a_head_are_refused_naming_valid_ones() -> None:
     with pytest.raises(StartupError, match=r"m has 4 heads, 2 KV heads.* use 1 or 2 or 4$"):
         check_ranks(SHAPE, 8, 8, "m")
     with pytest.raises(StartupError, match="a multiple of 512 inputs .*; use 1$"):

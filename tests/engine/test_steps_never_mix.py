@@ -300,7 +300,7 @@ def test_who_joins_a_group_anew_begins_a_push_in_an_order_of_their_own() -> None
     )
 
 
-def test_a_first_part_that_is_refused_is_no_beginning_for_the_ones_after_it() -> None:
+def test_part_after_a_refused_first_part_fails() -> None:
     receiving = Receiving("device")
     assert receiving.part(("c", "d"), 1.0, "asleep") == "gathering" and "g" not in receiving.groups
     assert receiving.part(("a", "b"), 1.0) == "failed", (

@@ -289,7 +289,7 @@ def test_lexers_of_sequences_are_bounded_in_sum_and_change_no_end(structures: St
         assert ends_in_company(structures, grammars, "a", limit) == free
 
 
-def test_memory_of_lexers_goes_to_sequences_that_run_in_turns_of_owners() -> None:
+def test_lexer_memory_goes_to_running_sequences_by_turns() -> None:
     lexers = Lexers(limit=5 * LEAST_BYTES)
 
     class Begun:
@@ -385,7 +385,7 @@ def test_a_new_lexer_takes_the_memory_of_ended_sequences() -> None:
         new.leave(new)
 
 
-def test_an_error_of_drafts_is_not_the_error_of_what_comes_instead(structures: Structures) -> None:
+def test_draft_error_does_not_become_the_error_of_the_sequence(structures: Structures) -> None:
     grammar = Grammar(kind="regex", text="b{1,2}|a~")  # no token has a tilde
     structure = begun(structures, grammar)
     assert mask(structure).any()
@@ -412,7 +412,7 @@ def test_an_unforeseen_error_of_a_compilation_ends_its_sequences_only(
     structures.prepare()
 
 
-def test_a_grammar_that_nothing_waits_for_any_more_is_not_compiled(
+def test_grammar_without_waiting_requests_is_not_compiled(
     structures: Structures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, compiled = threading.Event(), list[str]()

@@ -241,7 +241,7 @@ def test_an_idle_engine_reads_the_tokenizer_before_a_request_waits_for_it(
 
 
 @once
-def test_an_engine_that_only_waits_for_a_grammar_looks_now_and_then(
+def test_engine_waiting_only_for_a_grammar_polls_for_it(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     go, compiler = threading.Event(), engine.engine._structures._compiler

@@ -124,7 +124,7 @@ def test_every_route_with_every_method_and_every_key(model: Path, tmp_path: Path
     assert asked == len(paths) * len(METHODS) * len(KEYS) >= 900
 
 
-def test_without_keys_only_this_machine_may_call_what_is_not_open(server: LiveServer) -> None:
+def test_without_keys_only_local_calls_reach_closed_routes(server: LiveServer) -> None:
     with httpx.Client(base_url=server.url, headers={"host": "evil.example"}, timeout=20) as http:
         for (method, path), needs in documented().items():
             reply = http.request(method, re.sub(r"{\w+}", "x", path))
@@ -216,7 +216,7 @@ def refusals(exposition: str) -> dict[str, float]:
     return {reason: float(value) for reason, value in found}
 
 
-def test_server_info_names_places_only_to_keys_that_push_or_operate(keyed: LiveServer) -> None:
+def test_server_info_shows_paths_only_to_push_and_operate_keys(keyed: LiveServer) -> None:
     infos = {
         key: httpx.get(f"{keyed.url}/server_info", headers=HEADERS[key]).json()
         for key in (*SCOPES, "all")

@@ -445,7 +445,7 @@ def test_tries_are_bounded_and_the_last_error_is_raised(
 
 
 @both
-def test_what_may_have_been_done_is_done_again_only_where_that_is_the_same(
+def test_ambiguous_calls_are_repeated_only_if_idempotent(
     server: LiveServer, asynchronous: bool
 ) -> None:
     before = len(server.engine.weight_commands)

@@ -291,7 +291,7 @@ def test_what_outlives_the_drain_ends_with_a_typed_error(model: Path) -> None:
         assert server.ended() == 0
 
 
-def test_a_dead_engine_that_may_not_be_restarted_ends_requests_and_the_server(model: Path) -> None:
+def test_engine_death_beyond_max_restarts_ends_the_server(model: Path) -> None:
     with served("plain", model, "--max-restarts", "0") as server:
         server.wait_ready()
         thread, replies = generate(server, {"token_ids": [DIES]})

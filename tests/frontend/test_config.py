@@ -337,7 +337,7 @@ def test_the_configuration_crosses_to_the_engine_as_json(model: Path) -> None:
     assert dict(arrived) == dict(config) and arrived.strategy == Strategy("history", 4, 2, 9)
 
 
-def test_the_engine_is_told_what_it_shares_with_the_configuration(model: Path) -> None:
+def test_engine_receives_its_settings_from_the_configuration(model: Path) -> None:
     flags = {
         "model": str(model),
         "drafter": "history",

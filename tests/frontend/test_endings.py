@@ -126,7 +126,7 @@ def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Pat
         assert caught.value.status == 503
 
 
-def test_an_event_that_cannot_be_read_ends_open_requests_rather_than_hang_them(model: Path) -> None:
+def test_unreadable_event_ends_open_requests(model: Path) -> None:
     with live_server(model) as server, Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
         waiting = threading.Thread(

@@ -36,7 +36,7 @@ def exports_of(state: Path) -> DrafterExports:
         ("raise SystemExit('does not fit')", Conflict, "does not fit"),
     ],
 )
-def test_an_export_that_hangs_or_fails_is_an_error_and_leaves_nothing(
+def test_hung_or_failed_export_is_an_error_and_leaves_nothing(
     code: str, error: type[TltError], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "EXPORT_S", 0.5 if error is Unavailable else 60)

@@ -242,7 +242,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("body", "name"), IGNORED)
-def test_a_field_that_is_ignored_changes_neither_prompt_nor_sampling(
+def test_ignored_field_changes_neither_prompt_nor_sampling(
     server: LiveServer, body: str, name: str
 ) -> None:
     base = submitted(server, body)

@@ -98,7 +98,7 @@ def test_a_body_without_length_is_cut_at_the_limit(server: LiveServer) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/nothing", "/livez"])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(
+def test_client_sending_its_whole_body_first_gets_its_refusal(
     server: LiveServer, path: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "DISCARD_S", 50.0)
@@ -132,7 +132,7 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(
     assert time.monotonic() - started < 20, "what had all arrived is thrown away without waiting"
 
 
-def test_a_client_that_never_ends_its_body_is_left_soon_after_the_reply(server: LiveServer) -> None:
+def test_unfinished_body_is_cut_soon_after_the_reply(server: LiveServer) -> None:
     started = time.monotonic()
     with connect(server) as connection:
         connection.sendall(head("/nothing", content_length=1000) + b"x")
@@ -501,7 +501,7 @@ def unfinished(server: LiveServer, stack: contextlib.ExitStack, key: str = "") -
     return connection
 
 
-def test_bodies_on_their_way_are_bounded_in_sum_and_the_one_that_stalls_goes(model: Path) -> None:
+def test_bodies_in_transfer_are_bounded_and_a_stalled_one_goes(model: Path) -> None:
     with (
         live_server(model, max_body_mb=1, max_bodies_mb=2) as server,
         contextlib.ExitStack() as stack,

@@ -152,7 +152,7 @@ def test_polled_routes_are_quiet_also_when_a_probe_says_no(
     assert levels == dict.fromkeys(asked, "debug") | {"/strategy": "warning"}
 
 
-def test_a_method_that_a_templated_route_does_not_take_is_refused(keyed: LiveServer) -> None:
+def test_unsupported_method_of_a_templated_route_is_refused(keyed: LiveServer) -> None:
     reply = httpx.get(f"{keyed.url}/weights/v1/commit", headers={"authorization": f"Bearer {KEY}"})
     assert reply.status_code == 405 and reply.headers["allow"] == "POST"
 
@@ -284,7 +284,7 @@ def test_libraries_lines_have_our_form_and_exceptions_no_message(stream: io.Stri
     assert second["event"] == "slow" and PROMPT not in stream.getvalue()
 
 
-def test_an_exception_that_nobody_awaits_is_logged_without_its_message(stream: io.StringIO) -> None:
+def test_unawaited_exception_is_logged_without_its_message(stream: io.StringIO) -> None:
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(left_behind)
         task = asyncio.create_task(fails())

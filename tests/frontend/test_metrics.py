@@ -265,7 +265,7 @@ def test_requests_by_route_method_and_status(own: LiveServer) -> None:
     )
 
 
-def test_a_weight_command_ends_with_nothing_that_has_no_series_from_the_start() -> None:
+def test_every_result_of_a_weight_command_has_a_series_at_start() -> None:
     package = Path(tlt_server.__file__).parent
     raised, results = set[str](), set[str]()
     pushing = {*(package / "weights").glob("*.py")} - {

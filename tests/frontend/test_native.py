@@ -83,9 +83,7 @@ def test_a_stop_token_is_in_the_ids_and_not_in_the_text(client: Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_text_before_and_ids_at_the_token_that_completed_it(
-    client: Client, stream: bool
-) -> None:
+def test_stop_string_cuts_text_before_it_and_ids_after_it(client: Client, stream: bool) -> None:
     item = {"prompt": "hello world", "sampling": {"stop": ["wo", "zz"], "max_tokens": 100}}
     if stream:
         events = list(client.stream([item]))
@@ -143,9 +141,7 @@ def test_stream_frames_are_server_sent_events(server: LiveServer) -> None:
     assert all(json.loads(frame[1].removeprefix("data: ")) for frame in frames)
 
 
-def test_streamed_tokens_carry_the_alternatives_and_prompt_logprobs_that_were_asked_for(
-    client: Client,
-) -> None:
+def test_stream_carries_requested_top_and_prompt_logprobs(client: Client) -> None:
     events = list(
         client.stream(
             [{"prompt": "ab"}], sampling={"max_tokens": 5, "logprobs": 1, "prompt_logprobs": 0}

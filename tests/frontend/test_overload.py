@@ -54,7 +54,7 @@ def test_a_request_too_many_is_answered_with_a_typed_503_and_closed(
         until(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
 
 
-def test_a_refused_request_makes_no_place_by_the_body_that_it_still_sends(
+def test_refused_request_frees_no_place_while_sending_its_body(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with live_server(model, max_connections=1) as server, connect(server) as first:
@@ -111,7 +111,7 @@ def full(server: LiveServer, *, tokens_per_s: float = 100.0) -> None:
         ("/v1/completions", {"prompt": "abc", "max_tokens": 100}),
     ],
 )
-def test_what_would_be_late_is_refused_at_once_and_told_when_to_come_again(
+def test_late_request_is_refused_at_once_with_retry_after(
     model: Path, path: str, body: dict[str, Any]
 ) -> None:
     with live_server(model, default_timeout_s=20.0 if path.startswith("/v1") else 100.0) as server:

@@ -29,7 +29,7 @@ def under_way(done: int, of: int = 57, seconds: float = 0.0) -> UnderWay:
     return UnderWay("capturing graphs", done, of, seconds)
 
 
-def test_a_terminal_shows_each_step_in_one_line_that_the_next_one_writes_over() -> None:
+def test_terminal_progress_overwrites_one_line() -> None:
     stream = Terminal()
     progress = ProgressLines(stream, clock=lambda: 0.0)
     for done in (1, 2):

@@ -193,7 +193,7 @@ def test_small_work_goes_on_beside_the_largest(model: Path) -> None:
     run(model, work)
 
 
-def test_a_killed_process_is_replaced_and_what_it_did_may_be_sent_again(model: Path) -> None:
+def test_killed_process_is_replaced_and_its_jobs_may_be_resent(model: Path) -> None:
     async def work(reader: Reader) -> None:
         await tokenised(reader, "x")
         for number in (signal.SIGKILL, signal.SIGSEGV):
@@ -234,9 +234,7 @@ def test_a_process_that_cannot_be_launched_is_tried_again(
 
 @pytest.mark.usefixtures("_deadly")
 @pytest.mark.parametrize("leaves", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_of_several_jobs_the_one_that_ends_the_process_is_identified(
-    model: Path, leaves: bool
-) -> None:
+def test_job_crashing_the_process_is_identified_among_several(model: Path, leaves: bool) -> None:
     async def work(reader: Reader) -> None:
         await tokenised(reader, "x")
         crashing = asyncio.create_task(reader.ask("greedy", [die()], total=LARGE, largest=LARGE))
@@ -268,7 +266,7 @@ def test_a_key_whose_jobs_end_the_process_rests_and_no_other_waits(model: Path) 
 
 
 @pytest.mark.usefixtures("_deadly")
-def test_a_job_that_hangs_on_trial_holds_the_others_for_a_short_time_only(
+def test_hung_trial_job_delays_others_only_briefly(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "TRIAL_S", 0.5)
@@ -383,7 +381,7 @@ def test_the_process_ends_with_the_server_and_gets_no_keys(
     assert not Path(f"/proc/{run(model, work, secrets=('TLT_API_KEYS',))}").exists()
 
 
-def test_files_of_another_version_change_nothing_for_a_process_that_runs(
+def test_running_process_ignores_files_of_another_version(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "tlt_server"

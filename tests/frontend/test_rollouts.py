@@ -39,7 +39,7 @@ def await_waiter(server: LiveServer, id: str) -> None:
     until(lambda: server.call(lambda: server.rollouts.find(id, EVERYBODY)._over._callbacks))  # type: ignore[attr-defined]
 
 
-def test_a_detached_batch_has_the_reply_of_one_that_was_waited_for(client: Client) -> None:
+def test_detached_batch_has_the_reply_of_an_awaited_one(client: Client) -> None:
     items = [item | {"seed": 5} for item in ITEMS]
     waited = client.generate(items, sampling=FIELDS)
     rollout = client.generate(items, sampling=FIELDS, detach=True)
@@ -150,9 +150,7 @@ def test_deleting_aborts_and_forgets(server: LiveServer) -> None:
             assert (caught.value.status, caught.value.code) == (404, "not_found")
 
 
-def test_a_failed_item_is_that_items_error_and_all_failed_is_still_fetched_with_200(
-    client: Client,
-) -> None:
+def test_failed_items_carry_their_error_and_are_fetched_with_200(client: Client) -> None:
     some = client.generate(
         [{"token_ids": [FAILS]}, {"prompt": "a"}], sampling={"max_tokens": 2}, detach=True
     ).result(30)
@@ -313,9 +311,7 @@ def test_a_rollout_is_not_streamed(
     )
 
 
-def test_a_key_that_would_not_keep_a_request_from_running_twice_is_refused(
-    server: LiveServer,
-) -> None:
+def test_ineffective_idempotency_key_is_refused(server: LiveServer) -> None:
     body = {"text": "ab", "sampling_params": {"max_new_tokens": 1}}
     replies = [
         httpx.post(f"{server.url}/generate", json=body, headers=headers)

@@ -284,7 +284,7 @@ class Left(SlowToBegin):
         raise grpc.aio.InternalError("a send failed")
 
 
-def test_a_client_that_leaves_during_a_write_is_no_error_of_the_server() -> None:
+def test_client_leaving_during_a_write_is_not_a_server_error() -> None:
     context, method = Left(), METHODS["/tlt.v1.RolloutService/WatchEvents"]
 
     async def app(

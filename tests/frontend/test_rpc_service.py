@@ -123,7 +123,7 @@ def test_streams_of_a_stranger_keep_out_no_call_and_no_other_stream(model: Path)
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_a_server_that_stops_ends_every_stream_with_a_typed_error(
+def test_stopping_server_ends_every_stream_with_a_typed_error(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "FLUSH_S", 50)

@@ -81,7 +81,7 @@ def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None
     return errors
 
 
-def test_a_push_a_join_and_half_a_part_are_told_that_the_server_leaves(server: Served) -> None:
+def test_push_join_and_half_sent_part_learn_of_the_shutdown(server: Served) -> None:
     host, port = server.url.removeprefix("http://").split(":")
 
     def put() -> None:
@@ -114,7 +114,7 @@ def test_a_push_a_join_and_half_a_part_are_told_that_the_server_leaves(server: S
             assert "may be done or not" in error.message and "GET /weights" in error.message
 
 
-def test_what_may_not_be_done_twice_is_not_sent_again_after_a_shutdown(server: Served) -> None:
+def test_non_idempotent_call_is_not_resent_after_a_shutdown(server: Served) -> None:
     """Any refused request is sent again; this one may have been done."""
     tries = Retries(times=2, first_s=0.1)
     with Client(server.url, timeout_s=60, retries=tries) as client:

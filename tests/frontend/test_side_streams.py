@@ -52,7 +52,7 @@ async def endless(closed: list[str], name: str) -> AsyncGenerator[str, None]:
         closed.append(name)
 
 
-def test_a_stream_that_is_stuck_makes_room_with_a_status_and_is_not_cut_in_the_core() -> None:
+def test_stuck_stream_makes_room_with_a_status() -> None:
     async def case() -> None:
         streams, closed = SideStreams(1), list[str]()
         old, new = Call(reads=2), Call(reads=1)

@@ -190,9 +190,7 @@ def test_what_comes_while_the_reader_is_behind_is_one_event(server: LiveServer) 
         assert "".join(delta.text or "" for delta in mine) == choice.text
 
 
-def test_a_generation_that_can_resume_takes_turns_and_loses_no_token_with_its_engine(
-    server: LiveServer,
-) -> None:
+def test_resumable_stream_loses_no_token_with_its_engine(server: LiveServer) -> None:
     """The engine dies while outputs wait for a turn; the next one goes on after them."""
 
     class Slow(LoopShare):
@@ -283,7 +281,7 @@ def test_a_large_event_over_grpc_is_the_result_over_http(
     assert holds.longest_s < HOLD_S
 
 
-def test_the_text_of_every_choice_that_ends_is_charged_to_the_key(
+def test_text_of_every_ended_choice_is_charged_to_its_tenant(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged: list[int] = []

@@ -110,7 +110,7 @@ HUGE = json.dumps({"enum": [*range(10**6)]})
 
 
 @pytest.mark.parametrize("schema", [HUGE, json.loads(HUGE), {"enum": ["x" * 2**20] * 64}])
-def test_a_schema_that_is_too_large_is_neither_parsed_nor_written(
+def test_oversized_schema_is_neither_parsed_nor_serialised(
     schema: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any) -> None:

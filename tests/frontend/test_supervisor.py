@@ -99,9 +99,7 @@ def request(
     )
 
 
-def test_a_dead_engine_is_restarted_and_what_was_open_ends_with_one_typed_error(
-    server: LiveServer,
-) -> None:
+def test_dead_engine_is_restarted_and_open_requests_end_typed(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
         waiting = threading.Thread(
@@ -188,9 +186,7 @@ def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) ->
         until(lambda: not server.client.failure)
 
 
-def test_what_can_resume_is_submitted_again_in_order_before_anything_new(
-    server: LiveServer,
-) -> None:
+def test_resumable_requests_are_resubmitted_in_order_before_new(server: LiveServer) -> None:
     first = Collected(
         server, request("a", (65, 66, 67), 10**6), request("b", (66,), 10**6), request("short")
     )
@@ -275,7 +271,7 @@ def test_a_request_in_flight_at_two_crashes_is_refused_by_name(server: LiveServe
     assert not any(DIES in request.token_ids for request in epoch.submitted)
 
 
-def test_a_resumed_request_that_kills_again_ends_instead_of_a_third_try(server: LiveServer) -> None:
+def test_resumed_request_killing_twice_is_not_tried_again(server: LiveServer) -> None:
     bystander = Collected(server, request("b", (66,), 10**6))
     until(lambda: bystander.outputs)
     killer = Collected(server, request("k", (65, DIES)))
@@ -284,9 +280,7 @@ def test_a_resumed_request_that_kills_again_ends_instead_of_a_third_try(server: 
     assert bystander.ends() == {"b": ("abort", None)}
 
 
-def test_after_a_crash_those_that_ran_are_tried_one_by_one_so_that_only_the_killer_is_named(
-    server: LiveServer,
-) -> None:
+def test_crash_retries_one_by_one_and_blames_only_the_killer(server: LiveServer) -> None:
     batch = Collected(
         server, *(request(f"b{i}", (66 + i,), 10**6) for i in range(5)), request("k", (65, DIES))
     )
@@ -307,9 +301,7 @@ def test_after_a_crash_those_that_ran_are_tried_one_by_one_so_that_only_the_kill
     server.call(waiting.submission.close)
 
 
-def test_a_prompt_that_was_sent_together_with_a_killer_is_not_refused_to_others(
-    server: LiveServer,
-) -> None:
+def test_prompt_sent_with_a_killer_stays_allowed(server: LiveServer) -> None:
     def together(attempt: int) -> dict[str, tuple[str | None, str | None]]:
         until(lambda: not server.client.failure)
         return Collected(
@@ -371,7 +363,7 @@ def test_another_version_after_a_restart_is_not_served_until_a_push(server: Live
         server.call(waiting.submission.close)
 
 
-def test_a_version_that_the_first_epoch_lost_is_not_served_either(model: Path) -> None:
+def test_version_lost_by_the_first_epoch_is_not_served(model: Path) -> None:
     with live_server(
         model,
         engine={

@@ -221,7 +221,7 @@ def test_a_template_of_the_most_characters_is_rendered(model: Path) -> None:
     run(model, work)
 
 
-def test_a_text_that_cannot_be_tokenised_does_not_leave_its_process(model: Path) -> None:
+def test_untokenisable_text_does_not_leave_its_process(model: Path) -> None:
     async def work(reader: Reader, render: Render) -> None:
         with pytest.raises(TooLarge, match="12000000 characters; the server tokenises at most"):
             await render("{% for i in range(12) %}{{ 'a' * 10**6 }}{% endfor %}")

@@ -303,7 +303,7 @@ def replace(file: Path, content: str) -> None:
 # the audit
 
 
-def test_accepted_admin_calls_have_an_audit_line_that_says_who_what_and_which_version(
+def test_accepted_admin_calls_log_key_action_and_version(
     keyed: LiveServer, stream: io.StringIO
 ) -> None:
     def post(path: str, body: Any, key: str = "push-weights", method: str = "POST") -> None:

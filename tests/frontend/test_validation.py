@@ -326,7 +326,7 @@ def test_a_full_queue_refuses_before_anything_is_tokenised(
         ),
     ],
 )
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+def test_overlong_text_is_refused_before_tokenising(
     model: Path, path: str, body: dict[str, Any], says: str
 ) -> None:
     with live_server(model) as server:

@@ -112,7 +112,7 @@ def test_dead_rows_and_broken_logits_have_no_children():
     assert set(token_MW[4].tolist()) <= set(rows.target_ids[1::2].tolist())
 
 
-def test_the_best_child_is_what_a_target_with_the_same_logits_samples():
+def test_best_child_is_the_sample_of_a_target_with_equal_logits():
     rows = Rows(20, 64, 3)
     rows.target_ids[:] = np.arange(64)
     rows.temperature_of_slot[:] = 1

@@ -266,9 +266,7 @@ def check_samples(vocabulary: int, ranks: int, rows: int = 3) -> None:
 
 
 @pytest.mark.parametrize("ranks, count", [(2, 3), pytest.param(4, 33, marks=pytest.mark.long)])
-def test_ranks_rank_children_of_their_draft_tokens_as_one_that_has_all(
-    ranks: int, count: int
-) -> None:
+def test_ranks_order_children_like_a_single_rank(ranks: int, count: int) -> None:
     """A dead row, tied tokens on both sides of a border, and ranks of which one has fewer blocks.
     More rows have wider blocks.
     """

@@ -140,7 +140,7 @@ def kept_tokens(logits_SV: np.ndarray, p: Parameters) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("capacity", "sampled"), [(60, 256), (400, 1024), (400, 16)])
-def test_a_bracket_leaves_a_nearly_even_row_the_tokens_that_a_list_leaves_it(
+def test_bracket_and_list_keep_the_same_tokens_of_even_rows(
     capacity: int, sampled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 4100

@@ -25,7 +25,7 @@ from tlt_server.bench.tables import cells, show
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.integers(0, 12)), min_size=1)
 )
-def test_every_moment_counts_once_for_the_kernel_that_began_first(
+def test_every_moment_counts_once_for_the_earliest_kernel(
     pieces: list[tuple[str, int, int]],
 ) -> None:
     found = device_time(
@@ -119,7 +119,7 @@ def test_numbers_are_bounded(flag: str, wrong: str, capsys: pytest.CaptureFixtur
     assert f"'{wrong}' is no whole number from 1 to 1048576" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+def test_unwritable_file_is_refused_before_measuring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for wrong in (tmp_path, tmp_path / "none" / "decode.json"):

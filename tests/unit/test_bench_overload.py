@@ -73,7 +73,7 @@ def late() -> Answer:
     )
 
 
-def test_goodput_counts_what_was_completed_in_time_and_in_the_window() -> None:
+def test_goodput_counts_timely_completions_in_the_window() -> None:
     phase = judge(
         [
             completed(40),

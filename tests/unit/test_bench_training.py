@@ -59,7 +59,7 @@ class States:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_states_computed_again_get_the_places_that_assembling_gives_them(wide: bool) -> None:
+def test_recomputed_states_get_the_places_of_assembly(wide: bool) -> None:
     found = random_target(TARGET, (0, 1, 1), torch.device("cpu")).states(TEXTS)
     source = States(found)
     pieces = [w for i, n in enumerate(source.lengths) for w in windows(i, n, 40, 2)]

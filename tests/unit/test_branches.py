@@ -145,7 +145,7 @@ def repeating(length: int = 30) -> FakeEngine:
     return engine
 
 
-def test_a_chain_that_the_tree_lacks_is_added_and_no_match_adds_nothing() -> None:
+def test_only_chains_missing_from_the_tree_are_added() -> None:
     engine = repeating()
     eagle, _, branching = drafters(engine)
     engine.extend("b", [7, 3, 9, 11, 2])

@@ -9,7 +9,7 @@ import pytest
 from tlt_server.frontend.link.chores import PIECE, Chores
 
 
-def test_a_chore_that_fails_keeps_no_other_waiting_and_is_not_tried_again() -> None:
+def test_failed_chore_delays_no_other_and_is_not_retried() -> None:
     async def main() -> None:
         failures: list[str] = []
         loop = asyncio.get_running_loop()

@@ -98,7 +98,7 @@ def test_a_compiler_that_has_ended_before_it_is_asked_is_noticed(
 
 
 @pytest.mark.slow
-def test_a_compiler_and_its_workers_end_with_an_engine_that_is_killed(tmp_path: Path) -> None:
+def test_compiler_and_workers_end_with_their_killed_engine(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     compiler = (sys.executable, "-m", "tests.unit.hung_compiler", str(pids))
     engine = (

@@ -85,7 +85,7 @@ def test_what_was_asked_and_is_undone_by_another_is_noticed() -> None:
     assert fleet.coordination.rivals == {mine}
 
 
-def test_a_pause_that_ended_while_its_server_was_away_is_no_other_coordinators() -> None:
+def test_own_pause_ended_while_away_is_recognised() -> None:
     fleet = Fleet(3)
     for _ in range(2):
         fleet.step()
@@ -200,7 +200,7 @@ def test_a_server_that_refuses_to_train_leaves_it_to_another() -> None:
     assert fleet.training() == ["b"]
 
 
-def test_a_restarted_server_that_trained_is_given_the_shared_drafter() -> None:
+def test_restarted_training_server_gets_the_shared_drafter() -> None:
     fleet = Fleet(2)
     fleet.step()
     fleet.step()

@@ -141,7 +141,7 @@ def test_the_fit_sees_shared_noise_under_the_classical_acceptance_rule():
     assert fit(np.array(tokens), p) < P_DETECTED
 
 
-def test_drafts_that_share_the_noise_leave_accept_iff_equal_exact():
+def test_drafts_sharing_the_noise_stay_exact():
     """The emitted token is the target's own whether the draft hits or not; sharing the noise only
     makes it hit more often.
     """

@@ -121,7 +121,7 @@ def test_a_report_about_no_candidates_changes_nothing(drafted):
     assert drafter.gauges() == before
 
 
-def test_every_draft_network_has_a_drafter_that_its_architecture_names():
+def test_every_draft_architecture_names_a_drafter():
     assert set(ARCHITECTURES) <= set(DRAFTERS["eagle"].architectures)
     for network in ARCHITECTURES.values():
         assert issubclass(load_object(network.cpu), EagleNetwork)

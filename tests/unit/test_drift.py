@@ -26,7 +26,7 @@ class Later:
         return self.passed
 
 
-def test_a_reading_is_what_the_hosts_table_says_and_waits_for_nobody() -> None:
+def test_reading_matches_the_host_table_without_waiting() -> None:
     host = OnlineTable(np.linspace(0.1, 0.9, 7, dtype=np.float32))
     table = CalibrationTable.of(torch.from_numpy(host.prior_K))
     drift: Any = Drift(table)

@@ -137,7 +137,7 @@ def test_tree_equals_the_twin_without_a_cache(temperature, depth, width):
             engine.extend(name, random.integers(0, VOCABULARY, int(random.integers(1, 7))).tolist())
 
 
-def test_pruning_by_the_verify_budget_never_changes_what_is_verified():
+def test_pruning_to_the_verify_budget_keeps_verified_tokens():
     engine, network = FakeEngine(), FakeNetwork()
     for name, length in (("a", 5), ("b", 21), ("c", 8)):
         engine.extend(name, np.random.default_rng(length).integers(0, VOCABULARY, length).tolist())

@@ -6,7 +6,7 @@ from tlt_server.events import MAX_OUTPUTS, Outputs, of_step
 from tlt_server.records import OFF, Cycle, StepContext, StepOutput
 
 
-def test_a_step_that_thousands_end_in_is_told_in_parts_and_counted_once() -> None:
+def test_step_ending_thousands_is_sent_in_parts_and_counted_once() -> None:
     context = StepContext(1, 0, 1.0, 0)
     cycle = Cycle(context=context, strategy=OFF, rows=1, accepted=(), drafted=0)
     gauges = {"running": 1.0}

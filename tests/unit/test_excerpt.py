@@ -93,7 +93,7 @@ def test_bytes_are_bounded_but_one_sequence_always_comes(
     assert kept.read()[1:] == (2, 3)
 
 
-def test_a_sequence_that_comes_while_files_are_read_is_not_passed_over(
+def test_sequence_arriving_while_files_are_read_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two come at once: one in a file that was read already, one in a file that is read next."""

@@ -99,7 +99,7 @@ def simulate(*, keys: bool, seconds: float = 20.0, max_queue: int = 60) -> Ends:
     return ends
 
 
-def test_small_keys_get_what_they_ask_for_and_the_greedy_one_the_rest() -> None:
+def test_small_tenants_are_fully_served_next_to_a_greedy_one() -> None:
     ends = simulate(keys=True)
     assert ends.share(SMALL) >= 0.99, ends
     assert min(ends.share([owner]) for owner in SMALL) >= 0.95, ends

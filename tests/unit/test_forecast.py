@@ -33,7 +33,7 @@ def test_nothing_is_forecast_without_evidence() -> None:
     assert not admission.forecast.known and admission.wait_s() == 0
 
 
-def test_a_forecast_that_refuses_all_that_would_wait_can_still_learn_better() -> None:
+def test_forecast_refusing_every_wait_can_still_recover() -> None:
     admission = experienced(make(), tokens_per_s=10)
     admission.open(sequences(range(8)))  # every place is taken and none waits
     asked = Demand(1, 10, 50, deadline_s=5.0)
@@ -71,7 +71,7 @@ ENGINE_OF_10_PAGES = EngineInfo(
 )
 
 
-def test_what_would_miss_its_deadline_is_refused_with_the_time_after_which_it_would_not() -> None:
+def test_hopeless_deadline_is_refused_with_the_time_to_retry() -> None:
     clock = Clock()
     admission = experienced(make(clock=clock))
     admission.open(

@@ -33,7 +33,7 @@ def test_each_reason_holds_until_it_is_released(first: Reason, then: Reason) -> 
     assert gate.state == "open"
 
 
-def test_the_drain_of_an_adapter_holds_back_what_starts_with_it_only() -> None:
+def test_adapter_drain_delays_only_requests_of_that_adapter() -> None:
     gate = StepGate()
     assert gate.lets_start("") and gate.lets_start("a")
     gate.hold(Reason.DRAINING, adapter="a")

@@ -44,7 +44,7 @@ def sent(shared: Shared) -> list[tuple[int, list[int]]]:
     return [(text.slot, text.tokens.tolist()) for text in shared.sent]
 
 
-def test_a_prompt_that_comes_again_gets_the_responses_that_the_device_has_lost() -> None:
+def test_repeated_prompt_resends_responses_lost_by_the_device() -> None:
     texts = Texts(2, range(3, 5), SMALL)
     ran(texts, "a", [1, 2], [7, 8, 9])
     assert sent(texts.begin(sequence("b", [1, 2], 1))) == [], "the device still has it"

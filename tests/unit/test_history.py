@@ -305,7 +305,7 @@ def test_memory_is_bounded_while_others_keep_running():
         assert history.gauges()["history_pool_tokens"] <= 2000
 
 
-def test_a_group_that_never_rests_remembers_a_bounded_number_of_prompts():
+def test_busy_group_remembers_a_bounded_number_of_prompts():
     history = History()
     history.propose(batch_of({"anchor": [1, 2, 3]}, group="g"), STRATEGY)
     for step in range(PROMPTS + 300):

@@ -83,7 +83,7 @@ def test_steps_with_filters_edits_and_structures_follow_a_start_largest_first() 
     assert rows == sorted(rows, reverse=True) and len(extends) > 5
 
 
-def test_a_pass_of_which_only_the_first_half_is_recorded_is_recorded_again() -> None:
+def test_half_recorded_pass_is_recorded_again() -> None:
     runner = Recording().started(short)
     record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     while record(short):
@@ -147,7 +147,7 @@ def test_nothing_is_recorded_without_quiet_or_past_half_of_the_memory() -> None:
     assert record(short)
 
 
-def test_memory_that_others_take_meanwhile_ends_recording_and_not_the_engine(
+def test_memory_shortage_ends_recording_but_not_the_engine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runner = Recording().started(short)

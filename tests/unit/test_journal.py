@@ -98,7 +98,7 @@ def check_prefix(data: bytes, whole_records: int) -> None:
     assert said.end == (RECORDS[3] if whole_records == 4 else None)
 
 
-def test_what_was_written_is_read_bit_for_bit_and_the_prompt_stands_there_once() -> None:
+def test_journal_reads_back_bit_for_bit_with_its_prompt_once() -> None:
     check_prefix(WHOLE, 4)
     said = past(WHOLE)
     assert said is not None and said.header.items[0].item(7.0) == ITEM

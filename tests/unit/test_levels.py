@@ -69,7 +69,7 @@ def test_owners_that_want_the_same_are_not_cut(
     assert Levels([rows] * owners, [used] * owners, Linear(fixed, 1.0)).fair() is None
 
 
-def test_an_owner_that_always_has_work_gets_half_of_a_step_and_one_that_seldom_has_more() -> None:
+def test_busy_tenant_gets_half_a_step_and_rare_tenant_more() -> None:
     wanted, cost = [OwnerRows(1, 0), OwnerRows(64, 0)], Linear(2.8, 0.2)
     assert Levels(wanted, [1.0, 1.0], cost).fair() == 15  # 6 ms: twice those of one row
     assert Levels(wanted, [0.1, 1.0], cost).fair() == 3
@@ -88,7 +88,7 @@ def test_the_time_of_a_step_is_learned_from_steps(parts: tuple[float, float, flo
         assert cost.ms(decoding, prompt) == pytest.approx(ms, rel=0.2)
 
 
-def test_what_is_measured_once_is_rows_until_small_steps_tell_more() -> None:
+def test_single_measurement_is_charged_to_rows_at_first() -> None:
     cost = StepCost()
     assert cost.ms(1, 0) == 0.0
     cost.observe(0, 256, 48.9)

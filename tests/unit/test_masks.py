@@ -104,7 +104,7 @@ def test_an_error_of_the_library_concerns_its_text(
     assert found.value.spoils == spoils
 
 
-def test_a_token_that_does_not_fit_or_ends_the_text_is_not_followed(compiler: Compiler) -> None:
+def test_unfit_or_ending_token_is_not_followed(compiler: Compiler) -> None:
     text = compiler.start(Grammar(kind="regex", text="a*"))
     assert text.accepting and int(text.mask_W.view(np.uint32)[EOS // WORD]) >> EOS % WORD & 1
     for token in (EOS, LETTERS.index("b"), VOCAB, -1):

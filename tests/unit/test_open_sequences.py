@@ -118,7 +118,7 @@ def size(output: StepOutput) -> int:
     return 1
 
 
-def test_what_an_engine_is_given_again_goes_in_slices_after_what_may_have_crashed_it() -> None:
+def test_resubmission_goes_in_slices_after_the_suspects() -> None:
     async def main() -> None:
         sequences, sent = opened()
         batch = [
@@ -146,7 +146,7 @@ def test_what_an_engine_is_given_again_goes_in_slices_after_what_may_have_crashe
     asyncio.run(main())
 
 
-def test_what_an_earlier_server_generated_is_given_to_each_engine_again() -> None:
+def test_tokens_of_an_earlier_server_reach_every_engine() -> None:
     async def main() -> None:
         sequences, sent = opened()
         [fresh] = requests(1, 1)

@@ -136,7 +136,7 @@ def test_every_hostile_value_at_every_field_is_refused_at_a_bounded_cost() -> No
         (ChatRequest, b'{"messages":[{"role":"a"}],"tools":', "list of lists", b"}"),
     ],
 )
-def test_a_list_that_is_too_long_costs_no_more_memory_than_its_text(
+def test_overlong_list_costs_no_more_memory_than_its_text(
     kind: Any, before: bytes, value: str, after: bytes
 ) -> None:
     check(kind, before + VALUES[value](2**22) + after)

@@ -114,7 +114,7 @@ def test_fixed_uses_its_strategy_and_an_operator_may_cap_it():
     assert Fixed(OFF).choose(context(1)) == OFF
 
 
-def test_the_first_pin_that_holds_decides_and_the_policy_goes_on_learning():
+def test_first_matching_pin_decides_and_policy_keeps_learning():
     seen = []
 
     class Watching(Off):

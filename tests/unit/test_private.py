@@ -80,9 +80,7 @@ async def upload(state: Path) -> None:
 
 
 @pytest.mark.usefixtures("_umask")
-def test_others_may_read_and_not_write_the_weights_that_a_trainer_hands_over(
-    tmp_path: Path,
-) -> None:
+def test_handed_over_weights_are_read_only_to_others(tmp_path: Path) -> None:
     found: list[dict[str, set[int]]] = []
 
     def push(version: str, path: str, **fields: Any) -> dict[str, Any]:

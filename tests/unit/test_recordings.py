@@ -66,7 +66,7 @@ def test_what_a_step_lacks_follows_what_is_recorded() -> None:
     assert missing(recordings) == [0], "a device that captures nothing"
 
 
-def test_a_strategy_is_recorded_once_it_would_have_saved_that_time() -> None:
+def test_strategy_is_recorded_once_its_savings_repay_it() -> None:
     pool = Pool()
     pool.add_step(OFF)
     recordings = following(pool)

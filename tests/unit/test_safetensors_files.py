@@ -172,7 +172,7 @@ BOMBS = {  # what would keep the interpreter busy -> what is said of it
 
 @pytest.mark.parametrize("name", BOMBS)
 @pytest.mark.parametrize("reading", ["for a push", "to be sent"])
-def test_a_header_that_means_harm_is_refused_at_once_and_not_quoted(
+def test_malicious_header_is_refused_at_once_and_not_quoted(
     reading: str, name: str, tmp_path: Path
 ) -> None:
     header, why = BOMBS[name]

@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_the_buffer_in_memory_and_is_reported(
     assert again == [encode_sample(sample(1)), encode_sample(sample(5))]
 
 
-def test_a_directory_that_cannot_be_made_leaves_the_buffer_in_memory(tmp_path: Path) -> None:
+def test_buffer_stays_in_memory_if_its_directory_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     buffer = SampleBuffer(tmp_path / "file" / "samples", HEADER, BOUNDS)
     assert buffer.add(sample(1)) and "Not a directory" in buffer.disk_error

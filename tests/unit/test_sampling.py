@@ -350,7 +350,7 @@ def test_ties_go_to_the_lowest_id():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("winner", [0, 20, 699])
-def test_all_but_one_at_minus_infinity_gives_that_one_with_certainty(temperature, winner):
+def test_single_finite_logit_is_sampled_with_certainty(temperature, winner):
     logits = np.full(700, -np.inf, np.float32)
     logits[winner] = -123.0
     result = sampled(

@@ -273,7 +273,7 @@ def test_salt_separates_prefixes() -> None:
     assert seen["r1"][0].cached_tokens == 0 and seen["r2"][0].cached_tokens == 8
 
 
-def test_after_a_flush_what_runs_serves_nobody_and_makes_nobody_wait() -> None:
+def test_flushed_running_sequence_shares_nothing_and_delays_none() -> None:
     scheduler, kv = make(64, max_rows=8)
     prompt = list(range(13))
     scheduler.submit([sequence(0, prompt, 2, 1)])

@@ -19,7 +19,7 @@ from tlt_server.speculation.survival import (
 )
 
 
-def test_default_table_is_a_probability_that_falls_with_rank_and_follows_the_gap():
+def test_default_table_falls_with_rank_and_follows_the_gap():
     table = default_survival()
     assert ((table > 0) & (table < 1)).all()
     assert (np.diff(table[:, 0], axis=-1) >= 0).all()  # a wider gap makes the best child surer
@@ -133,7 +133,7 @@ def test_a_table_goes_on_from_a_record_of_the_same_calibration():
         assert np.array_equal(other.survival, untouched), "of another table, or other buckets"
 
 
-def test_a_table_that_is_doubted_is_nearer_to_its_prior_and_learns_faster():
+def test_discounted_table_nears_its_prior_and_learns_faster():
     calibration = taught()
     before = calibration.drift
     calibration.forget()

@@ -32,7 +32,7 @@ def refused(suspects: Suspects, requests: list[GenerateRequest], now_s: float) -
     return [r.id for r in kinds.refused]
 
 
-def test_two_crashes_without_progress_refuse_a_request_by_what_it_computes() -> None:
+def test_two_crashes_refuse_every_copy_of_a_request() -> None:
     suspects = Suspects()
     crash(suspects, [(request(), 5), (request(2), 5)], 0.0)
     assert not refused(suspects, [request(), request(2)], 0.0)

@@ -48,7 +48,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_mode_has_a_device_of_the_engines_kind_or_says_what_to_do(case: Case) -> None:
+def test_each_mode_finds_a_device_or_names_the_remedy(case: Case) -> None:
     settings = {"drafter_training": case.mode, "drafter_training_device": case.asked}
     if case.found in ("cpu", "cuda", "cuda:2"):
         found, reasons = chosen(case.gpu, device=case.device, **settings)
@@ -116,9 +116,7 @@ def test_the_trainer_sees_its_gpu_alone(environment: dict[str, str], expected: s
 @pytest.mark.parametrize(
     ("mode", "threads"), [("idle", [1, 2, 2]), ("device", [1, 1, 24]), ("share", [1, 1, 24])]
 )
-def test_a_trainer_that_runs_meanwhile_leaves_the_engines_threads_alone(
-    mode: str, threads: list[int]
-) -> None:
+def test_concurrent_trainer_leaves_engine_threads_unchanged(mode: str, threads: list[int]) -> None:
     processors_and_engine = ((1, 1), (32, 32), (32, 8))
     assert [MODES[mode].threads(*each) for each in processors_and_engine] == threads
     assert (MODES[mode].parks_for == REASONS) == (mode == "idle")

@@ -58,7 +58,7 @@ def test_the_order_is_the_textbooks(work: dict[str, list[int]]) -> None:
 @pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), costs), max_size=8), st.data())
-def test_owners_that_keep_waiting_get_the_same_to_a_quantum_and_two_services(
+def test_waiting_tenants_get_equal_service_within_a_bound(
     arriving: list[tuple[str, list[int]]], data: st.DataObject
 ) -> None:
     turns, work, got = Turns(QUANTUM), dict[str, deque[int]](), Counter[str]()

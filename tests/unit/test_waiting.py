@@ -39,7 +39,7 @@ def ids(sequences: list[Sequence]) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.randoms())
-def test_one_owner_is_served_in_order_of_arrival_and_what_ran_comes_first(
+def test_one_tenant_is_served_in_arrival_order_preempted_first(
     operations: list[int], draw: random.Random
 ) -> None:
     waiting, twin = WaitingSequences(), list[Sequence]()  # the twin is the queue as a list
