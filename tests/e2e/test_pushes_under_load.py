@@ -1,9 +1,9 @@
 """Pushes land while clients of both dialects, streaming and not, have batches open, with
 speculation on.
 
-Channels and what becomes of running requests alternate, so that every pair comes in twelve. Nothing
-is lost or comes twice, every token says which of the pushed versions made it, in their order, and
-at the end the server says what a fresh one with the last weights says.
+Channels and modes for running requests alternate, so that twelve pushes cover every pair. Nothing
+is lost or duplicated, every token names its pushed version, in order, and at the end the server
+answers like a fresh one with the last weights.
 """
 
 from __future__ import annotations
@@ -150,9 +150,7 @@ def openai(place: Place, token_ids: list[int], choice: dict[str, Any]) -> Said:
 
 
 class Load:
-    """One thread per kind of client, batch after batch until `stop`; what was asked for, and what
-    was said.
-    """
+    """One thread per kind of client, batch after batch until `stop`; keeps requests and replies."""
 
     def __init__(self, url: str) -> None:
         self.asked: list[Place] = []

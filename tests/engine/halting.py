@@ -1,4 +1,4 @@
-"""An engine that speculates, commands that halt it, and what its requests gave."""
+"""A speculating engine, commands that halt it, and the outputs of its requests."""
 
 from __future__ import annotations
 

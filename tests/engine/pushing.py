@@ -160,7 +160,7 @@ class Pushable:
 
 
 def push_until_first_weights_end(engine: Pushable, root: Path) -> None:
-    """Replace both roles twice; what the engine started with must be freed by then."""
+    """Replace both roles twice, after which the initial weights must be freed."""
     live = engine.engine.pushes.transaction.versions.live
     first = [weakref.ref(part.network) for part in live.by_role.values()]
     del live

@@ -1,5 +1,5 @@
-"""LoRA adapters on a CPU: what they compute, the same bits in any company and under speculation,
-and changes of adapters while requests run.
+"""LoRA adapters on a CPU: their results, the same bits in any batch and under speculation, and
+changes of adapters while requests run.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def flushed(engine: Pushable) -> bool:
 def test_a_pause_that_leaves_no_kv_can_be_flushed_in(
     in_flight: str, engine: Pushable, expected: dict[str, object]
 ) -> None:
-    """Sequences that wait do not matter: those given up, and those that came meanwhile."""
+    """Waiting sequences, preempted or new, do not prevent the flush."""
     engine.run(request(3))
     started(engine)
     done(engine, Pause("p", in_flight))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Pushes in parts that are staged, named or of a session: what a commit takes, an abort ends."""
+"""Staged, named and session pushes in parts: a commit takes them and an abort ends them."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Lacking:
 
 
 def served(rank: Lacking, monkeypatch: pytest.MonkeyPatch) -> list[RankAnswer]:
-    """Let a rank follow what was sent, and return its answers after those of its start."""
+    """Let a rank follow the sent orders, and return its answers after those of its start."""
     monkeypatch.setattr(
         follower, "FOLLOWING", SimpleNamespace(resolve=lambda name: lambda *a: rank)
     )
@@ -267,7 +267,7 @@ def test_free_memory_is_counted_once_dropped_models_are_freed() -> None:
 
 
 def test_versions_of_a_model_share_one_rotary_table_on_a_device(tmp_path: Path) -> None:
-    """A rank makes a version between two steps, so it is not to copy a table meanwhile."""
+    """A rank builds a version between two steps, so it must not copy a table then."""
     write_target(tmp_path, shape=SMALLEST)
     placement = Placement(torch.device("meta"), torch.float32, MATMULS["strict"]())
     made = GpuDecoder(ModelConfig.read(tmp_path), placement=placement)

@@ -1,5 +1,5 @@
-"""Pause and sleep in a whole engine: what runs ends, waits or goes on with the same bits; memory is
-really given back.
+"""Pause and sleep in a whole engine: running requests end, wait or continue with the same bits, and
+memory is really given back.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_rank_lost_during_wake_up_is_not_asked_again(
 
 
 class Counted:
-    """The memory of a device, which tells what was done with it."""
+    """The memory of a device, with a record of the calls to it."""
 
     def __init__(self, equipment: Equipment, told: list[str], *, fails: bool) -> None:
         self._equipment, self._told, self._fails = equipment, told, fails

@@ -60,7 +60,7 @@ def memory() -> Iterator[SharedMemory]:
 def received(
     intake: Intake, act: Callable[[socket.socket], object], push: Manifest = PUSH
 ) -> list[dict[str, torch.Tensor]]:
-    """Return what the receiver takes from a trainer that acts so once it is connected."""
+    """Return the tensors received from a trainer with this behaviour."""
     receiver = IpcReceiver(push, intake)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         directory = os.open(intake.sockets or "", os.O_RDONLY)

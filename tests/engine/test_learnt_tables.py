@@ -1,5 +1,5 @@
 """The tables by which drafters build their trees, over pushes and rollbacks, on the CPU and on the
-interpreter: each version begins with its own calibration and goes on with what was learnt for it.
+interpreter: each version begins with its own calibration and later resumes its learnt table.
 """
 
 from __future__ import annotations

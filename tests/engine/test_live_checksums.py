@@ -1,4 +1,4 @@
-"""Checksums of what is live are of one version, also if another is committed meanwhile."""
+"""Checksums of live weights cover one version, even if another is committed during the read."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_no_more_numbers_are_read_than_the_limit(
 def test_a_tensor_is_read_while_the_loop_runs(
     engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop steps on while a reader is slow, and what would change the weights waits for it."""
+    """The loop keeps stepping while a reader is slow, and changes of weights wait for it."""
     go_on = threading.Event()
     tensor = engine.engine.pushes.transaction.versions.live.target.network.parameters()[
         "model.norm.weight"
@@ -132,7 +132,7 @@ def test_a_tensor_is_read_while_the_loop_runs(
 
 
 class Slow:
-    """A tensor whose device is busy until it is told to go on."""
+    """A tensor whose device is busy until released."""
 
     def __init__(self, go_on: threading.Event, tensor: torch.Tensor) -> None:
         self._go_on, self._tensor, self.shape = go_on, tensor, tensor.shape

@@ -1,5 +1,5 @@
-"""The table of channel and fault: what a push is refused with, and that the version before it is
-live, nothing of it is held and the next push by the same sender works.
+"""The table of channel and fault: each push is refused with its error, the previous version stays
+live, no memory is held and the next push by the same sender works.
 
 Each row goes through the trainers' own senders into the real transaction, within this process.
 `test_channel_faults` spoils single chunks on their way, `test_file_faults` the files of a
@@ -103,7 +103,7 @@ class Trainer:
         self.server.check_settled()
 
     def works(self, channel: str, role: str = "target") -> None:
-        """Push what is good by the same sender, and go back."""
+        """Push sound weights by the same sender, then roll back."""
         engine = self.server.engine
         assert self.push(channel, self.good[role], role)["state"] == "committed"
         if role == "adapter":
@@ -422,7 +422,7 @@ def test_lasting_memory_shortage_breaks_only_the_group(
 def test_abort_in_any_phase_ends_the_push_and_no_other(
     channel: str, phase: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another push meanwhile is a conflict that names the one on its way."""
+    """A second push is a conflict that names the open one."""
     engine, version, asked = trainer.server.engine, f"{channel} until {phase}", list[str]()
     other = PushWeights("other", Manifest(version="other", path="nowhere"))
     aborts = [AbortWeights("no push", "other"), AbortWeights("abort", version)]

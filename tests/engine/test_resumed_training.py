@@ -31,7 +31,7 @@ def new_work(settings: EngineSettings, place: Path) -> DrafterWork:
 
 
 def install(work: DrafterWork, engine: Pushable, place: Path) -> Handed:
-    """Hand over what is in force."""
+    """Hand over the active versions."""
     id, drafter = f"out-{place.name}", engine.settings.drafter
     assert drafter is not None
     engine.engine.send(HandOver(id, str(place), drafter))

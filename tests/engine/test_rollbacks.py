@@ -1,5 +1,5 @@
-"""Rollbacks never answer that a version is live while another one of the target serves, whichever
-roles share its name; what the server's own trainer adopts is not a push to undo.
+"""Rollbacks never report a version as live while another target serves, whichever roles share its
+name, and never undo an adoption of the server's own trainer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Places that weights may come from: what lies outside, links, and files that change while they are
-read.
-"""
+"""Places of weights to push: paths outside the root, links, and files that change during a read."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ __all__ = ["bench"]  # fixtures
 
 
 def linked(make: Callable[[Path, Path], object]) -> Callable[[Bench], str]:
-    """A case directory spoiled with a link to what lies outside."""
+    """A case directory spoiled with a link out of the root."""
 
     def place(bench: Bench) -> str:
         directory = bench.copy()

@@ -1,4 +1,4 @@
-"""Restarts with a state directory: what was committed is served, bit for bit, or named as lost."""
+"""Restarts with a state directory: committed versions are served bit for bit, or named as lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The place of a pushed version while it is staged, and what a restart finds if it came in several
-files.
-"""
+"""The place of a pushed version while it is staged, and its restart from several files."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ MIB = 2**20
 
 
 class Pins:
-    """Stands in for the CUDA runtime: what is pinned."""
+    """Stands in for the CUDA runtime and records pinned memory."""
 
     def __init__(self) -> None:
         self.held: set[int] = set()
@@ -45,7 +43,7 @@ class Pins:
         self.sizes.append(size)
 
     def count(self, expected: int) -> bool:
-        """Return True if this many are held, once what was dropped is freed in its thread."""
+        """Return True once exactly this many are held; a thread frees the dropped ones."""
         gc.collect()
         give_up = time.monotonic() + 60
         while len(self.held) != expected and time.monotonic() < give_up:

@@ -98,8 +98,8 @@ def no_collector() -> Iterator[None]:
 def test_unused_versions_are_freed_at_once_by_a_thread(
     settings: EngineSettings, root: Path, no_collector: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However a push ends, no cycle keeps its network; what a commit or a rollback replaces is let
-    go by a thread.
+    """However a push ends, no reference cycle keeps its network; a thread frees the versions
+    replaced by a commit or a rollback.
     """
     made: list[weakref.ref[Decoder]] = []
     blank, by = Decoder.blank, set[str]()

@@ -1,4 +1,4 @@
-"""Pushes into a running engine: each way of treating what runs, exact spans, no stale KV."""
+"""Pushes into a running engine: each mode for running requests, exact spans, no stale KV."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def fresh(
 
 
 def continued(asked: GenerateRequest, tokens: list[int]) -> GenerateRequest:
-    """The request whose prompt is what `asked` has so far."""
+    """The request whose prompt is `asked` with its tokens so far."""
     left = msgspec.structs.replace(
         asked.sampling, max_tokens=asked.sampling.max_tokens - len(tokens)
     )

@@ -1,5 +1,5 @@
-"""Pause, sleep and abort by either dialect, while requests run: who ends, who waits, who is
-refused; and what a new engine is told.
+"""Pause, sleep and abort by either dialect while requests run: which end, wait or are refused; and
+the commands a new engine receives.
 """
 
 from __future__ import annotations

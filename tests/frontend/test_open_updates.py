@@ -1,5 +1,5 @@
-"""A weight update that its trainer has left open: others' pushes are no success, it is shown, and
-it ends by itself.
+"""A weight update left open by its trainer: pushes of others do not succeed, the update is shown,
+and it ends by itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`tlt weights` in front of a server without a model: whom it trusts, which key it sends, and what
-it says.
-"""
+"""`tlt weights` in front of a server without a model: its trust, its key and its output."""
 
 from __future__ import annotations
 

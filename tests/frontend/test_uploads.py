@@ -1,5 +1,5 @@
-"""Parts that come over HTTP: resumed, bounded, held against what came before; then a manifest
-pushes them once.
+"""Parts uploaded over HTTP: resumed, bounded, compared with earlier bytes; then a manifest pushes
+them once.
 """
 
 from __future__ import annotations

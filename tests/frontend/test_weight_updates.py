@@ -2,8 +2,7 @@
 or by the engine.
 
 Against a twin of the engine's transaction, which does commands in the order in which they were
-sent. In every order, what an end commits or names is exactly what was pushed in the session that it
-ends.
+sent. In every order, an end commits or names exactly the pushes of its own update.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ class Twin:
         push.asked.append(id)
 
     def arrive(self) -> None:
-        """Deliver what the open push waits for."""
+        """Deliver the tensors of the open push."""
         push = self.open
         if push is None or push.state != "staging":
             return
@@ -338,7 +337,7 @@ async def told(steps: list[str], *, stages: bool) -> Story:
 
 
 def run(*steps: str, stages: bool = True) -> tuple[str, list[Came]]:
-    """Return what is live after these steps."""
+    """Return the live version and content after these steps."""
 
     async def live() -> tuple[str, list[Came]]:
         return (await told([*steps], stages=stages)).twin.live

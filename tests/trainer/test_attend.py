@@ -54,7 +54,7 @@ def test_outputs_and_gradients_equal_the_dense_twin(monkeypatch, steps, block, f
 
 
 def test_leaking_mask_is_detected():
-    """The control of the test above: one bound too few changes what a slot sees."""
+    """The control of the test above: one bound too few changes the keys visible to a slot."""
     q, k, v = random(8, A, D, seed=1), random(8, K, D, seed=2), random(8, K, D, seed=3)
     apart = attend(Blocks((0, 4, 8)), torch.float32, q, k, v)
     leaking = attend(Blocks((0, 8)), torch.float32, q, k, v)

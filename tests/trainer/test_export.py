@@ -1,6 +1,4 @@
-"""Exports: each layout reads back to the same drafter, which an engine serves, and says what does
-not fit.
-"""
+"""Exports: each layout reads back to the same drafter, an engine serves it, misfits are named."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ def changed(root: Path, tmp_path: Path, **changes: object) -> Path:
 
 
 def generated(root: Path, drafter: Path) -> tuple[object, int, int]:
-    """Return what an engine says with this drafter, how much it drafts and accepts."""
+    """Return the tokens of an engine with this drafter, and its drafted and accepted counts."""
     settings = EngineSettings(
         model=str(root / "target"), drafter=str(drafter), device="cpu", policy="off", pages=40
     )

@@ -28,7 +28,7 @@ NAMES = ["frozen", *TRAINED, "late"]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
-    """Step -> what `tlt drafter evaluate --self-check` says of it."""
+    """The report of `tlt drafter evaluate --self-check` for each step."""
     root, found = tmp_path_factory.mktemp("rl"), {}
     drafters = [DRAFTER] + [drafter_of(RECORD, name, root / name) for name in NAMES[1:]]
     for step in REPLAYED:

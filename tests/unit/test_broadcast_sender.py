@@ -26,7 +26,7 @@ TENSORS = {"a": torch.arange(3.0), "b": torch.arange(5.0)}
 
 
 class Work:
-    """An operation of a communicator whose other rank has not begun to receive, until it has."""
+    """A communicator's operation, pending until the other rank receives."""
 
     def __init__(self, done: threading.Event) -> None:
         self._done = done
@@ -50,7 +50,7 @@ class Communicator:
 
 
 class Server:
-    """Answers `push_weights` with what is laid into it, or never."""
+    """Answers `push_weights` with the given reply, or never."""
 
     def __init__(self) -> None:
         self.answers, self.reply, self.joins = threading.Event(), {"state": "committed"}, 0

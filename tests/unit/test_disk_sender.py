@@ -15,7 +15,7 @@ from tlt_client.channels.disk import DiskSender
 
 
 class Reads:
-    """A client that looks at what lies there while the push is under way."""
+    """A client that reads the directory during the push."""
 
     def __init__(self) -> None:
         self.came: list[dict[str, torch.Tensor]] = []

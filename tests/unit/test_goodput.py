@@ -216,7 +216,7 @@ def test_slower_machine_keeps_the_ranking_of_strategies() -> None:
 
 @pytest.mark.parametrize("alternates", [True, False])
 def test_steps_next_to_a_trainer_leave_other_estimates_unchanged(alternates: bool) -> None:
-    """The slowdown is told, also where the trainer runs for long."""
+    """The slowdown is reported, even if the trainer runs for long."""
     model, noise = CostModel(), random.Random(1)
     model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
     loads = [StepLoad("", 0, 0, 16, 16, 0, CONTEXT), StepLoad("eagle", 7, 1, 16, 128, 0, CONTEXT)]
@@ -266,7 +266,7 @@ def test_small_and_large_steps_are_corrected_apart() -> None:
 @pytest.mark.parametrize("world", list(WORLDS))
 @pytest.mark.parametrize("seed", range(3))
 def test_more_rows_never_take_less_time_after_noisy_steps(world: str, seed: int) -> None:
-    """The noise of a step is larger than what a row costs."""
+    """The noise of a step is larger than the cost of a row."""
     seconds, noise = WORLDS[world], random.Random(seed)
     model, read = CostModel(), np.arange(1, KNOTS[-1])
     model.profile(Measured(load, seconds(load)) for load in PROFILED)
@@ -463,7 +463,7 @@ def test_rollback_restores_the_estimates_of_that_version() -> None:
 def test_useless_drafter_is_dropped_within_50_steps(
     world: str, requests: int, survival: float
 ) -> None:
-    """Then history drafts, or none; what is lost to another try stays small."""
+    """Then history drafts, or none does; retries cost little."""
     simulated = World(WORLDS[world], seed=requests, drafters=("eagle", "history"))
     simulated.survivals = {"eagle": 0.02, "history": survival}
     policy = Goodput(simulated.knowledge)

@@ -193,7 +193,7 @@ def test_fewer_rows_and_no_pushes_are_named_where_they_would_do() -> None:
 
 
 def wider(given: EngineSettings, *widths: int) -> list[Wider]:
-    """The widths with what each of their ranks needs; the model's leaves are 4."""
+    """The widths with the needs of each rank; the model has 4 leaves."""
     own = needs(given)
     return [
         Wider(

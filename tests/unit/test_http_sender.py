@@ -1,5 +1,5 @@
-"""The trainer's half of http, in front of a client that keeps what it is told: little memory, and a
-checksum of each tensor.
+"""The trainer's half of http, in front of a recording client: little memory, and a checksum of each
+tensor.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MADE_BY = {"processor": "one", "model": "two layers"}
 
 
 def fresh(weights: WeightsInUse, drafters: tuple[str, ...] = ("eagle",)) -> Knowledge:
-    """Return what an engine knows as it starts with these weights."""
+    """Return the knowledge of an engine that starts with these weights."""
     knowledge = Knowledge(drafters)
     knowledge.weights, knowledge.tables = weights, {"eagle": Calibration()}
     return knowledge
@@ -115,7 +115,7 @@ def test_consecutive_unused_weights_are_discounted_once() -> None:
 
 
 def test_estimates_of_returning_weights_have_not_aged(tmp_path: Path) -> None:
-    """Steps without drafts age what is known of the weights in use, no other."""
+    """Steps without drafts age only the estimates of the weights in use."""
     knowledge, nodes = learnt(), np.array([7.0])
     gain = knowledge.outlooks["eagle"].gain(7, 1, nodes)
     knowledge.renew(WeightsInUse("other", "d"))

@@ -29,7 +29,7 @@ SENDERS: dict[str, Callable[[Any, Path], Sender]] = {
 
 
 class Stop(Exception):
-    """Raised once what is to be pushed has been checked."""
+    """Raised once the push has been checked."""
 
 
 class Done:
