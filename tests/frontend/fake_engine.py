@@ -75,6 +75,7 @@ DIES, FAILS, HANGS = (
     292,
 )  # the engine ends; this request ends with an error; it never gives a token
 UNPREPARED = "eagle:9x1x10"  # its kernels cannot be compiled
+UNANSWERED = "fake engine: unanswered"  # begins a line on standard error
 LATE = 293  # it is not begun in time
 INFO = EngineInfo(
     model="fake",
@@ -278,6 +279,7 @@ class FakeEngine:
                 in_flight == "drain" and self.running
             ):
                 self.draining.append(command)
+                leave_unanswered(command)
                 return
             case Pause(_, in_flight) | Sleep(_, _, in_flight):
                 if in_flight == "abort":
@@ -332,6 +334,7 @@ class FakeEngine:
                         ("channel_broken", "channel_broken: out of luck"),
                     )
                 if manifest.path == "hangs":
+                    leave_unanswered(command)
                     return
                 fails = self.fails or manifest.path
                 if fails in ("forbidden", "weights_refused", "conflict", "push_failed"):
@@ -350,6 +353,7 @@ class FakeEngine:
             case AbortWeights(_, version):
                 result = "aborted"
             case JoinGroup(_, "hangs"):
+                leave_unanswered(command)
                 return
             case JoinGroup(_, name):
                 result, self.weights = (
@@ -436,6 +440,11 @@ class FakeEngine:
 
 
 STEPS_S = {"slow": 0.02}  # time of a step by name of the behaviour
+
+
+def leave_unanswered(command: object) -> None:
+    """Report a command that waits, so that a test may wait until it has come."""
+    print(f"{UNANSWERED} {type(command).__name__}", file=sys.stderr, flush=True)
 
 
 def main() -> int:

@@ -17,9 +17,10 @@ import grpc
 import httpx
 import pytest
 
-from tests.frontend.fake_engine import HANGS
+from tests.frontend.fake_engine import HANGS, UNANSWERED
 from tests.frontend.test_command import Served, await_open, no_variables, served
 from tests.frontend.test_rpc import refused
+from tests.waiting import until
 from tlt_client import Client, Retries, ServerError
 from tlt_client.rpc import Manifest, Part, RolloutServiceStub, UpdateWeightsRequest
 from tlt_client.rpc import rollout_pb2 as proto
@@ -64,11 +65,19 @@ def stub(server: Served) -> Iterator[RolloutServiceStub]:
         yield RolloutServiceStub(channel)
 
 
-def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None]:
-    """Return what each call raises after the server was told to stop, which it does at once."""
+def ends(server: Served, *calls: Callable[[], Any], uploads: int = 0) -> list[BaseException | None]:
+    """Return what each call raises after the server was told to stop, which it does at once. By
+    then this many uploads have begun, and the other calls wait for the engine.
+    """
+
+    def arrived() -> bool:
+        waiting = sum(UNANSWERED in line for line in server.lines)
+        listed = httpx.get(f"{server.url}/weights", timeout=60).json()["uploads"]
+        return waiting == len(calls) - uploads and len(listed) == uploads
+
     with ThreadPoolExecutor(len(calls)) as pool:
         asked: list[Future[Any]] = [pool.submit(call) for call in calls]
-        time.sleep(4)  # they arrive
+        until(lambda: arrived() or any(call.done() for call in asked))
         assert not any(call.done() for call in asked)
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
@@ -103,6 +112,7 @@ def test_push_join_and_half_sent_part_learn_of_the_shutdown(server: Served) -> N
             lambda: client.push_weights("v", path="hangs"),
             lambda: client.join_group("hangs", **GROUP),
             put,
+            uploads=1,
         )
         assert isinstance(half, InterruptedError)
         for error in errors:
@@ -161,6 +171,7 @@ def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> N
             asked(
                 lambda: stub.JoinGroup(proto.JoinGroupRequest(name="hangs", **GROUP), timeout=60)
             ),
+            uploads=1,
         )
     finally:
         over.set()
