@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_client.channels import broadcast
+from tests.waiting import until
+from tlt_client.channels import broadcast, groups
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.groups import Membership, WeightGroup, host_store
@@ -193,30 +194,55 @@ def test_wait_for_the_store_counts_towards_joining(port: int) -> None:
     assert stores
 
 
-def test_broadcast_has_its_full_time_after_a_late_join(port: int) -> None:
-    stores, groups = list[Any](), dict[int, WeightGroup]()
+class Clock:
+    """A clock that only the test advances, and that reports the first sleep."""
+
+    def __init__(self) -> None:
+        self.now_s, self.slept = 0.0, threading.Event()
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, wait_s: float) -> None:
+        self.slept.set()
+        time.sleep(wait_s)
+
+
+def test_broadcast_has_its_full_time_after_a_late_join(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 joins with 200 of 600 s left, and broadcasts 500 s after rank 1 began to receive."""
+    clock = Clock()
+    monkeypatch.setattr(groups, "time", clock)
+    joined = dict[int, WeightGroup]()
 
     def join(rank: int, store: Any = None) -> None:
-        groups[rank] = WeightGroup(
-            Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=4), store
+        joined[rank] = WeightGroup(
+            Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=600), store
         )
 
-    def lead() -> None:
-        time.sleep(2)
-        stores.append(host_store("127.0.0.1", port, 2, 4))
-        join(0, stores[0])
+    follows = threading.Thread(target=join, args=(1,))
+    follows.start()
+    assert clock.slept.wait(240), "rank 1 did not look for the store"
+    clock.now_s = 400
+    store = host_store("127.0.0.1", port, 2, 600)
+    join(0, store)
+    follows.join()
+    received, sent = torch.zeros(3), threading.Event()
+    work = joined[1].begin(received)
 
-    leads = threading.Thread(target=lead)
-    leads.start()
-    join(1)
-    leads.join()
-    received = torch.zeros(3)
-    work = groups[1].begin(received)
-    time.sleep(2.5)  # longer than there was left of the joining
-    groups[0].end(groups[0].begin(torch.arange(3.0)))
-    groups[1].end(work)
-    assert received.tolist() == [0, 1, 2] and stores[0].timeout == groups[
-        1
-    ]._store.timeout == timedelta(seconds=4)
-    for group in groups.values():
+    def send_late() -> bool:
+        if not sent.is_set():
+            sent.set()
+            clock.now_s += 500
+            joined[0].end(joined[0].begin(torch.arange(3.0)))
+        return False
+
+    joined[1].end(work, send_late)
+    assert received.tolist() == [0, 1, 2] and sent.is_set()
+    assert store.timeout == joined[1]._store.timeout == timedelta(seconds=600)
+    joined[1]._timeout = timedelta(seconds=0.1)
+    work = joined[1].begin(received)
+    until(work.is_completed, within_s=150)  # by its own time, not by what was left to join
+    for group in joined.values():
         group.close()
