@@ -122,7 +122,7 @@ def func(server: Server) -> RolloutFunc:
     return RolloutFunc(server, lambda client: server, run="r")  # type: ignore[arg-type, return-value]
 
 
-def test_prompts_in_a_row_are_choices_of_one_item_and_come_back_in_order() -> None:
+def test_repeated_prompts_become_choices_and_return_in_order() -> None:
     server = Server()
     said = func(server)(["a"] * 5 + ["bb"] * 3 + ["a"], trainer())
     [(items, sampling)] = server.asked
@@ -197,7 +197,7 @@ def test_seeds_follow_from_the_trainer_and_never_come_twice() -> None:
     assert not set(first) & set(seeds(3, accelerator=other))
 
 
-def test_the_policy_is_pushed_once_for_each_step_and_each_trainer_with_tied_weights_once() -> None:
+def test_policy_is_pushed_once_per_step_and_tied_weights_once() -> None:
     server, training = Server(), trainer()
     rollouts = func(server)
     rollouts(["a"], training)

@@ -186,7 +186,7 @@ def test_more_memory_than_is_allocated_is_not_read(client: Client) -> None:
     ) == sums(tensors)
 
 
-def test_a_trainer_killed_while_its_memory_is_open_leaves_the_engine_alive_and_as_it_was(
+def test_trainer_killed_with_open_memory_leaves_engine_unchanged(
     server: ServerProcess, client: Client
 ) -> None:
     before = live(client)

@@ -19,9 +19,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
 
 
-def test_the_quick_demo_prints_its_table_and_every_round_has_the_same_tokens(
-    tmp_path: Path,
-) -> None:
+def test_quick_demo_prints_its_table_with_the_same_tokens(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,

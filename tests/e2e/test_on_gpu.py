@@ -121,7 +121,7 @@ def test_a_stream_gives_what_the_whole_reply_gave(client: Client, plain: list[An
     assert said(choices) == plain[0] and sum(parts, []) == choices[0].token_ids and len(parts) > 1
 
 
-def test_pushed_weights_change_every_reply_and_a_rollback_brings_the_old_bits_back(
+def test_push_changes_every_reply_and_rollback_restores_the_bits(
     client: Client, plain: list[Any]
 ) -> None:
     client.set_strategy("fixed", "eagle:7x4x16")

@@ -42,7 +42,7 @@ def test_models_list_the_served_one(sdk: openai.OpenAI) -> None:
     assert model.id == MODEL and extra(model)["max_model_len"] > 1000
 
 
-def test_completions_have_the_native_tokens_and_logprobs_for_the_same_seed(
+def test_completions_match_native_tokens_for_the_same_seed(
     sdk: openai.OpenAI, client: Client
 ) -> None:
     reply = sdk.completions.create(
@@ -154,9 +154,7 @@ def test_token_ids_in_and_echo_with_the_prompts_logprobs(
     assert reply.choices[0].text == PROMPTS[1] + (native.text or "")
 
 
-def test_max_tokens_0_scores_the_prompt_alone_with_the_bits_of_a_whole_request(
-    sdk: openai.OpenAI, client: Client
-) -> None:
+def test_max_tokens_0_scores_the_prompt_bit_for_bit(sdk: openai.OpenAI, client: Client) -> None:
     reply = sdk.completions.create(
         model=MODEL,
         prompt=PROMPTS,
@@ -186,9 +184,7 @@ def test_max_tokens_0_scores_the_prompt_alone_with_the_bits_of_a_whole_request(
     )  # type: ignore[union-attr]
 
 
-def test_a_choice_is_said_to_have_ended_when_it_ends_and_not_with_its_siblings(
-    sdk: openai.OpenAI,
-) -> None:
+def test_choice_reports_its_end_before_its_siblings_end(sdk: openai.OpenAI) -> None:
     question: Any = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
     asked: dict[str, Any] = {"model": MODEL, "n": 4, "seed": 7, "max_tokens": 300, "stream": True}
     for stream in (

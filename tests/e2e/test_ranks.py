@@ -37,9 +37,7 @@ def memory_by_rank(url: str) -> dict[str, float]:
     return {rank: float(value) for rank, value in found}
 
 
-def test_a_shared_target_takes_a_push_and_goes_on_with_its_tokens_after_a_kill(
-    tmp_path: Path,
-) -> None:
+def test_shared_target_takes_a_push_and_continues_after_a_kill(tmp_path: Path) -> None:
     new = perturbed_copy(TARGET, tmp_path / "new")
     flags = ("--device", "cpu", "--tensor-parallel", "2", "--weight-root", str(tmp_path))
     state = ("--state-dir", str(tmp_path / "state"))

@@ -127,7 +127,7 @@ def test_a_killed_engine_goes_on_where_it_was(undisturbed: Reply) -> None:
         )
 
 
-def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(
+def test_killed_and_restarted_server_continues_its_rollouts(
     undisturbed: Reply, tmp_path: Path
 ) -> None:
     """The connection breaks, the trainer knows nothing, repeats itself, and nothing ran twice."""

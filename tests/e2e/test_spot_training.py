@@ -135,7 +135,7 @@ def check_adopted(client: Client) -> Mapping[str, Any]:
     return found
 
 
-def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(own: Client) -> None:
+def test_weak_drafter_is_trained_and_adopted_exactly(own: Client) -> None:
     before = begin(own)
     until(lambda: status(own)["state"] in ("training", "evaluating"))
     with pytest.raises(Conflict, match="a round is on its way"):

@@ -79,7 +79,7 @@ FORCED = (sys.executable, str(Path(__file__).with_name("forced_adoptions.py")))
 
 
 @pytest.mark.soak
-def test_ten_adoptions_and_a_death_between_requests_leave_tokens_as_they_are(
+def test_ten_adoptions_and_a_death_change_no_token(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollouts run while the trainer starts, parks, adopts, is killed, comes back and goes on."""

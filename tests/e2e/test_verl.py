@@ -261,7 +261,7 @@ def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerP
         assert len(tokens) == 300 and steps == sorted(steps) and set(steps) <= {5, 6}
 
 
-def test_a_rollout_releases_and_takes_memory_again_and_pushes_by_disk(
+def test_rollout_releases_and_retakes_memory_and_pushes_by_disk(
     config: Any, running: ServerProcess
 ) -> None:
     with Client(running.url, timeout_s=30) as client:
@@ -278,7 +278,7 @@ def test_a_rollout_releases_and_takes_memory_again_and_pushes_by_disk(
         assert said.weight_versions[0].version.endswith("-7") and not list(Path(root).iterdir())
 
 
-def test_only_the_first_worker_of_a_replica_pushes_and_all_take_the_tensors(
+def test_only_the_first_worker_of_a_replica_pushes(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from verl.workers.config import RolloutConfig

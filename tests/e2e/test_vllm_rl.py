@@ -148,7 +148,7 @@ def test_the_order_of_prime_rl(pushable: tuple[ServerProcess, Path]) -> None:
     )
 
 
-def test_a_trainer_on_the_same_device_takes_the_memory_between_steps(
+def test_trainer_on_the_same_device_uses_memory_between_steps(
     pushable: tuple[ServerProcess, Path],
 ) -> None:
     """Sleep with a request running, wake the weights, push, wake the KV: the request goes on, the

@@ -184,7 +184,7 @@ def test_a_drain_holds_back_new_requests_of_its_adapter_only(engine: Adapting, r
     assert [version for version, *_ in engine.spans("a-1")] == ["initial+a@two"]
 
 
-def test_a_repeated_push_changes_nothing_and_other_content_of_its_name_is_refused(
+def test_repeated_push_is_unchanged_and_other_content_is_refused(
     engine: Adapting, root: Path
 ) -> None:
     assert engine.load("a", root / "a", "one").result == "committed"

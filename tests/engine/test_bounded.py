@@ -86,7 +86,7 @@ def test_so_many_joins_at_once_and_no_more(
     assert engine.report("later").result == "joined"
 
 
-def test_so_many_readers_at_once_and_no_more_also_behind_a_commit(
+def test_concurrent_readers_are_bounded_also_after_a_commit(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, sound, engine = threading.Event(), checksums.mix64, Pushable(settings)
@@ -189,9 +189,7 @@ def test_groups_that_broke_take_no_place_and_are_not_listed(settings: EngineSett
         trainer.close()
 
 
-def test_memory_does_not_go_to_sleep_while_a_trainer_holds_the_gpu(
-    settings: EngineSettings,
-) -> None:
+def test_sleep_is_refused_while_a_trainer_holds_the_gpu(settings: EngineSettings) -> None:
     """Giving memory back waits for every kernel, and so would the loop for the trainer."""
     engine = Pushable(settings)
     groups = engine.engine.pushes.transaction.options.intake.groups

@@ -240,7 +240,7 @@ def test_without_graphs_and_with_few_pages_the_bits_are_the_same(
     assert scarce.engine.gauges()["preemptions"] > 0 and not scarce.engine.runner.graphs.bytes
 
 
-def test_graphs_compute_with_pushed_weights_and_with_the_old_ones_after_a_rollback(
+def test_graphs_follow_a_push_and_its_rollback(
     engine: Pushable, settings: EngineSettings, root: Path, plain: Bits
 ) -> None:
     model = engine.engine.runner.state.model

@@ -36,9 +36,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
         yield checkpoints(tmp_path_factory.mktemp("smallest"))
 
 
-def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step_is_in_flight(
-    settings: EngineSettings,
-) -> None:
+def test_aborted_request_frees_its_slot_and_pages_in_flight(settings: EngineSettings) -> None:
     narrow = replace(drafting(settings, "eagle", 2, 1, 3), max_running=1, pages=2)
     first, second = request(0, 12, max_tokens=20), request(1, 7, max_tokens=3)
     engine, cpu = Pushable(narrow), Pushable(on_cpu(narrow))

@@ -78,7 +78,7 @@ def said(engine: Pushable, *requests: GenerateRequest) -> dict[str, tuple[object
     return bits(engine, [r.id for r in requests])
 
 
-def test_a_target_is_exchanged_in_place_and_rolled_back_bit_for_bit(
+def test_target_swaps_in_place_and_rolls_back_bit_for_bit(
     settings: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(settings)
@@ -178,9 +178,7 @@ def test_outputs_in_flight_are_delivered_before_the_pause(
     }
 
 
-def test_a_drafter_is_exchanged_with_its_vocabulary_and_changes_no_token(
-    settings: EngineSettings, root: Path
-) -> None:
+def test_drafter_and_vocabulary_swap_changes_no_token(settings: EngineSettings, root: Path) -> None:
     engine = Pushable(drafting(settings, "eagle", 2, 2, 4))
     where, old = addresses(engine), values(engine)
     before = said(engine, *asked())

@@ -262,7 +262,7 @@ def test_late_rank_ends_epoch_naming_the_step(
 
 
 @pytest.mark.parametrize("length", [1, 33])
-def test_a_prompt_whose_last_chunk_scores_no_token_is_read_by_both_ranks(
+def test_both_ranks_read_a_prompt_with_an_unscored_last_chunk(
     shared: Pushable, length: int
 ) -> None:
     choose(shared, None)

@@ -41,7 +41,7 @@ def test_what_a_pause_stops_goes_on_with_the_same_bits(
     assert bits(engine) == expected
 
 
-def test_idle_time_is_used_where_nothing_runs_and_nothing_is_paused(engine: Pushable) -> None:
+def test_idle_work_runs_only_while_nothing_runs_or_is_paused(engine: Pushable) -> None:
     engine.engine._record = lambda reach: True
     assert not engine.engine.use_idle_time(), "a command waits"
     engine.step()

@@ -91,7 +91,7 @@ def test_ranks_that_are_to_map_memory_and_cannot_are_refused(
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_refusal_is_told_also_where_another_rank_has_ended_with_it(
+def test_refusal_is_reported_even_if_another_rank_has_ended(
     comes: bool, tmp_path: Path, no_peers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 ends while rank 0 looks whether all live, after the last meeting or before it."""

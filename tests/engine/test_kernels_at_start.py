@@ -62,7 +62,7 @@ def test_a_policy_in_force_lacks_no_kernel_variant(
 
 
 @pytest.mark.long
-def test_kernels_are_compiled_in_other_processes_and_loaded_before_a_launch(tmp_path: Path) -> None:
+def test_kernels_are_compiled_elsewhere_and_loaded_before_launch(tmp_path: Path) -> None:
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.engine.compiled_ahead"],

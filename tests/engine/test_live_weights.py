@@ -142,7 +142,7 @@ class Slow:
         return self._tensor.float()
 
 
-def test_weights_are_pushed_while_those_before_are_written_for_the_trainer(
+def test_push_proceeds_while_old_weights_go_to_the_trainer(
     engine: Pushable, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, writing = threading.Event(), threading.Event()

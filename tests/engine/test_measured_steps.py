@@ -139,7 +139,7 @@ def test_measuring_while_serving_keeps_cached_prefixes_and_judges_no_drafter() -
     assert engine.scheduler.pool.cached == cached and cached_tokens(engine, prompt) == 48
 
 
-def test_a_slow_machine_still_measures_every_batch_and_steps_of_many_rows() -> None:
+def test_slow_machine_still_measures_every_batch_and_large_steps() -> None:
     """A profile of few rows may tell that more rows cost nothing, which no small step mends."""
     settings = EngineSettings(
         model=TARGET,

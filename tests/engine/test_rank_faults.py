@@ -127,7 +127,7 @@ PUSH_MOMENTS = ("while it is staged", "once it is staged", "at install")
         for moment, fault in itertools.product(PUSH_MOMENTS, FAULTS)
     ],
 )
-def test_a_rank_lost_in_a_push_leaves_one_version_to_the_next_epoch(
+def test_rank_lost_in_a_push_leaves_one_version_after_restart(
     settings: EngineSettings,
     launched: list[Ranks],
     root: Path,

@@ -49,7 +49,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_pinned_memory_is_given_back_and_is_one_memory_again_to_host_and_gpu() -> None:
+def test_pinned_memory_is_released_and_shared_by_host_and_gpu() -> None:
     tensor, values = (
         pinned((PAGES // 4,), torch.int32),
         torch.arange(PAGES // 4, dtype=torch.int32, device="cuda"),

@@ -54,7 +54,7 @@ def steps_of_a_new_process(settings: EngineSettings, place: Path, done: int) -> 
     return found
 
 
-def test_a_checkpoint_of_another_drafter_of_the_same_version_is_not_resumed(
+def test_checkpoint_of_another_drafter_is_not_resumed(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     places = [tmp_path / str(number) for number in range(4)]
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_another_drafter_of_the_same_version_is_not_resumed(
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_the_optimizer_goes_on_where_a_client_has_pushed_the_last_candidate(
+def test_optimizer_continues_after_a_push_of_the_last_candidate(
     settings: EngineSettings, root: Path, tmp_path: Path, asleep: bool
 ) -> None:
     (tmp_path / "work").mkdir()

@@ -247,7 +247,7 @@ def test_what_is_committed_is_one_step(
         max_size=4,
     )
 )
-def test_a_session_takes_its_parts_in_any_order_and_no_other_ones(
+def test_session_takes_only_its_own_parts_in_any_order(
     sessions: list[list[tuple[int, Fate]]],
 ) -> None:
     receiving = Receiving("device")
@@ -284,7 +284,7 @@ def test_without_a_version_all_comes_through_one_group() -> None:
     assert said == "committed" and receiving.live["d"].tolist() == [2.0] * 4
 
 
-def test_who_joins_a_group_anew_begins_a_push_in_an_order_of_their_own() -> None:
+def test_rejoined_sender_may_begin_a_push_in_its_own_order() -> None:
     receiving = Receiving("device")
     receiving.part(("a", "b"), 1.0)
     receiving.join()

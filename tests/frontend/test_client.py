@@ -379,7 +379,7 @@ both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asyn
 
 @both
 @pytest.mark.parametrize("detach", [False, True])
-def test_a_batch_survives_drops_refusals_and_lost_replies_and_runs_once(
+def test_batch_runs_once_despite_drops_refusals_and_lost_replies(
     server: LiveServer, asynchronous: bool, detach: bool
 ) -> None:
     before = len(server.engine.submitted)

@@ -427,7 +427,7 @@ def test_every_setting_says_unit_default_and_what_it_does() -> None:
         ({"drafter_training": "idle", "drafter_feature_mb": "64", "drafter_ring_mb": "5"}, 9, 5),
     ],
 )
-def test_the_ring_of_features_holds_16384_tokens_where_memory_is_available(
+def test_feature_ring_holds_16384_tokens_given_memory(
     flags: dict[str, str],
     available: int,
     ring_mb: int,

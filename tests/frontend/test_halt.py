@@ -125,7 +125,7 @@ def test_what_comes_in_a_pause_that_takes_it_waits(
     assert asked.result(30).json()["output_ids"] == [65, 65]
 
 
-def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(
+def test_waiting_pause_refuses_requests_and_answers_at_the_end(
     server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
@@ -378,7 +378,7 @@ def test_a_session_drops_what_an_earlier_one_left(server: LiveServer) -> None:
     assert post(server, "/finish_weight_update").json()["state"] == "committed"
 
 
-def test_an_end_without_a_begin_is_a_conflict_and_no_error_to_retry(server: LiveServer) -> None:
+def test_end_without_a_begin_is_a_conflict_not_to_retry(server: LiveServer) -> None:
     assert post(server, "/finish_weight_update").status_code == 409
     ended = post(server, "/end_weight_update")
     assert ended.status_code == 409 and ended.json()["success"] is False
@@ -438,7 +438,7 @@ def test_health_generate_reports_at_once_when_no_token_is_made(
 
 
 @pytest.mark.parametrize(("path", "body", "back"), HALTS)
-def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(
+def test_open_health_generate_does_not_wait_for_a_pause(
     path: str, body: object, back: str, server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     server.engine.deaf = True

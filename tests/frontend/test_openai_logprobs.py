@@ -114,9 +114,7 @@ def test_with_max_tokens_0_the_prompt_is_scored_and_nothing_follows(
         assert answer["usage"]["completion_tokens"] == 0
 
 
-def test_prompt_logprobs_minus_1_is_the_whole_vocabulary_where_max_logprobs_holds_it(
-    model: Path,
-) -> None:
+def test_prompt_logprobs_minus_1_is_the_whole_vocabulary(model: Path) -> None:
     with live_server(model, max_logprobs=300) as server:
         complete(server, prompt="ab", max_tokens=0, prompt_logprobs=-1)
         assert server.engine.submitted[-1].sampling.prompt_logprobs == 300

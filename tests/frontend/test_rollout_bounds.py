@@ -25,7 +25,7 @@ from tlt_server.frontend.rollouts.shelf import FORGOTTEN, Shelf
 from tlt_server.metrics import Metrics
 
 
-def test_no_more_rollouts_are_kept_than_the_limit_and_fetched_ones_make_room(model: Path) -> None:
+def test_kept_rollouts_are_bounded_and_fetched_ones_make_room(model: Path) -> None:
     with live_server(model, max_rollouts=2) as server:
         ids = [post(server, detach=True).json()["id"] for _ in range(2)]
         until(lambda: all(rollout.done_s for rollout in server.rollouts))
@@ -64,9 +64,7 @@ def test_finished_rollouts_go_after_their_time(model: Path) -> None:
         )
 
 
-def test_journals_over_their_limit_end_a_rollout_with_a_typed_error_and_give_the_room_back(
-    model: Path,
-) -> None:
+def test_journals_over_their_limit_end_a_rollout_and_free_room(model: Path) -> None:
     with live_server(model, max_rollout_mb=1, max_queue=20000, max_n=20000) as server:
         rollout = post(
             server,
@@ -184,7 +182,7 @@ def test_a_key_within_its_share_gets_in_where_all_others_run(model: Path, tmp_pa
         assert statuses == [202, 202, 429, 202, 429]
 
 
-def test_a_new_rollout_makes_a_few_old_ones_go_and_waits_for_no_more(model: Path) -> None:
+def test_new_rollout_evicts_a_few_old_ones_at_most(model: Path) -> None:
     config = load({"model": str(model), "max_rollouts": "100"})
     shelf = Shelf(config, Metrics())
     for i in range(180):  # others' rollouts ran when these were taken

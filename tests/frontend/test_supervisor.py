@@ -334,7 +334,7 @@ def test_one_that_is_given_up_on_trial_makes_room_for_the_next(server: LiveServe
     until(lambda: not server.engine.running and len(server.client) == 0)
 
 
-def test_another_version_after_a_restart_is_not_served_until_a_push(server: LiveServer) -> None:
+def test_other_version_after_restart_is_not_served_until_a_push(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         client.update_weights("p", "v1")
         waiting = Collected(server, request("w", (66,), 10**6))

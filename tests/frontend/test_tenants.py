@@ -254,7 +254,7 @@ def status(server: LiveServer, key: str) -> int:
     ).status_code
 
 
-def test_keys_are_replaced_while_serving_and_a_broken_file_changes_nothing(
+def test_keys_reload_while_serving_and_ignore_a_broken_file(
     model: Path, tmp_path: Path, stream: io.StringIO
 ) -> None:
     file = tmp_path / "keys"
@@ -402,7 +402,7 @@ def test_only_an_abort_that_says_so_ends_everything(model: Path, path: str) -> N
         assert asked.result(30).json()["choices"][0]["finish_reason"] == "abort"
 
 
-def test_an_abort_of_everything_is_audited_with_who_asked_and_how_many_ended(
+def test_abort_of_everything_logs_its_caller_and_count(
     keyed: LiveServer, stream: io.StringIO
 ) -> None:
     calls: list[tuple[str, Any]] = [

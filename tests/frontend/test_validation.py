@@ -257,7 +257,7 @@ def test_null_fields_choose_no_form_of_a_generate_body(server: LiveServer, body:
     assert reply.status_code == 200 and ("results" in reply.json()) == bool(body["requests"])
 
 
-def test_a_batch_over_the_queue_is_refused_before_its_sequences_are_made(model: Path) -> None:
+def test_batch_over_the_queue_is_refused_before_its_sequences(model: Path) -> None:
     body = json.dumps(
         {"requests": [{"token_ids": [1], "n": 256}] * 4096, "sampling": {"max_tokens": 1}}
     )

@@ -392,7 +392,7 @@ async def pushed(twin: Twin, call: int, role: PushRole) -> WeightReport:
         return await update.push(Manifest(path=str(call), role=role))
 
 
-def test_a_model_whose_push_was_refused_is_not_left_out_at_the_end() -> None:
+def test_end_of_update_reports_a_refused_push() -> None:
     async def story(role: PushRole) -> None:
         twin = Twin()
         await done(twin, twin.session.begin("all"))
@@ -464,7 +464,7 @@ def test_end_of_update_does_not_name_another_live_version() -> None:
     asyncio.run(rolled_back())
 
 
-def test_an_adoption_goes_on_without_its_caller_and_pushes_wait_for_it() -> None:
+def test_adoption_outlives_its_caller_and_delays_pushes() -> None:
     async def run() -> None:
         twin = Twin()
         own = asyncio.create_task(

@@ -114,9 +114,7 @@ def test_without_best_tokens_only_raw_logprobs_are_computed() -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_rows_find_their_sequence_and_skipped_and_broken_ones_leave_the_others_alone(
-    filtered: bool,
-) -> None:
+def test_skipped_and_broken_rows_leave_other_sequences_alone(filtered: bool) -> None:
     logits_SV, p = rows_of(1500, 5, 7), Parameters(9, 7)
     p.top_k[:] = 20 if filtered else 0
     p.temperature[:] = np.linspace(0.5, 1.5, 9)

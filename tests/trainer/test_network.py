@@ -228,7 +228,7 @@ def test_a_drafter_of_another_target_is_refused(directories, target, tmp_path):
         load_trainable(other, target.config)
 
 
-def test_features_computed_again_are_the_bits_of_those_of_one_pass(target, source):
+def test_recomputed_features_have_the_bits_of_one_pass(target, source):
     """Chunks and kept copies change no bit."""
     documents = source._documents
     once = source.read(2, 0, LENGTHS[2])

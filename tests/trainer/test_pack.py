@@ -68,9 +68,7 @@ def gradients(drafter, fixed, objective, packs):
     acceptance=st.sampled_from(["none", "total-variation", "shared-noise"]),
     spare=st.integers(0, 9),
 )
-def test_a_packs_loss_and_gradients_are_the_sums_over_its_documents(
-    shapes, name, acceptance, spare
-):
+def test_pack_loss_and_gradients_sum_over_its_documents(shapes, name, acceptance, spare):
     drafter, objective = network(), make_objective(name, acceptance)
     fixed = frozen(drafter)
     source = Documents(*(document(n, p, seed) for seed, (n, p) in enumerate(shapes)))
@@ -124,7 +122,7 @@ def test_a_padded_batch_has_the_gradients_of_a_pack():
         torch.testing.assert_close(found[0][key], found[1][key], atol=2e-5, rtol=1e-3, msg=key)
 
 
-def test_prompt_tokens_and_those_outside_the_draft_vocabulary_weigh_nothing():
+def test_prompt_and_out_of_vocabulary_tokens_weigh_nothing():
     drafter = network()
     source = Documents(document(12, 5, seed=1))
     (window,) = windows(0, 12, 20, 2)

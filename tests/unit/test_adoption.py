@@ -52,7 +52,7 @@ def test_a_skewed_loss_is_not_taken_for_a_gain() -> None:
     assert adopting_runs([gain_KT]) <= 0.05
 
 
-def test_losses_beyond_the_cut_are_adopted_by_at_most_the_level_of_each_candidate() -> None:
+def test_false_adoptions_stay_within_the_level_of_each_candidate() -> None:
     """Cut gains have a positive mean, gains as they are none: the bound of one candidate holds for
     each, and that of a whole drafter does not.
     """
@@ -68,7 +68,7 @@ def test_losses_beyond_the_cut_are_adopted_by_at_most_the_level_of_each_candidat
     assert LEVEL < np.any(alone, axis=0).mean() <= CANDIDATES * LEVEL
 
 
-def test_a_trajectory_of_candidates_on_the_same_prompts_is_seldom_adopted() -> None:
+def test_candidates_tried_on_the_same_prompts_are_seldom_adopted() -> None:
     """Each candidate is the one before, trained on; an adoption after every third one."""
     random = np.random.default_rng(6)
     gain_KT, adopted_K = np.zeros((RUNS, 48)), np.zeros(RUNS, np.bool_)

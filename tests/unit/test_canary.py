@@ -50,7 +50,7 @@ def run(
     return 0
 
 
-def test_a_collapse_puts_the_drafter_to_rest_until_weights_change_again():
+def test_collapse_rests_the_drafter_until_weights_change():
     canary = Canary((OFF, SMALL, EAGLE, PAST, LONG), 0.5)
     assert not run(canary, 0.8, 100)
     canary.renewed()

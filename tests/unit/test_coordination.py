@@ -52,7 +52,7 @@ class Fleet:
         return [url for url, server in self.servers.items() if server.trainer == "training"]
 
 
-def test_the_idle_server_of_four_trains_is_called_back_and_all_get_its_drafter() -> None:
+def test_idle_server_trains_is_recalled_and_all_get_its_drafter() -> None:
     fleet = Fleet(4)
     for url in "abd":
         fleet.set(url, load=3)
@@ -222,7 +222,7 @@ def test_a_server_that_had_nothing_to_train_on_is_asked_again() -> None:
     assert fleet.step() == [GiveSamples("a")]
 
 
-def test_training_moves_to_another_idle_server_and_a_failed_one_is_put_off() -> None:
+def test_training_moves_to_an_idle_server_and_defers_failed_ones() -> None:
     fleet = Fleet(3, min_idle=1)
     fleet.step()
     fleet.step()

@@ -231,7 +231,7 @@ def test_steps_next_to_a_trainer_leave_other_estimates_unchanged(alternates: boo
     assert [model.predict(load) for load in loads] == pytest.approx(before, rel=rel)
 
 
-def test_a_slowdown_by_a_trainer_is_told_once_enough_steps_show_it() -> None:
+def test_trainer_slowdown_is_reported_after_enough_steps() -> None:
     model, load = CostModel(), StepLoad("", 0, 0, 16, 16, 0, CONTEXT)
     for _ in range(100):
         model.observe(load, 0.004)

@@ -580,7 +580,7 @@ def test_attention_has_room_for_the_trees_of_a_step(
     )
 
 
-def test_attention_without_room_for_the_trees_of_a_step_is_refused_at_start() -> None:
+def test_attention_too_small_for_its_trees_is_refused_at_start() -> None:
     says = (
         f"128 query heads of 128: .* room for 336 rows .* may have {TREE_ROWS}; start with "
         "--attention torch"

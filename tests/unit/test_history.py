@@ -259,7 +259,7 @@ def test_memory_is_bounded():
     assert not history._running and not history._by_group_id
 
 
-def test_the_newest_responses_of_a_prompt_are_kept_and_all_are_forgotten_on_demand():
+def test_history_keeps_newest_responses_and_forgets_on_demand():
     history, prompt = History(HistorySettings(kept_tokens=60)), [5, 6, 7]
     for step in range(9):
         text = np.array([*prompt, 20 + step, *range(100 * step + 100, 100 * step + 115)])

@@ -67,9 +67,7 @@ def test_parts_are_safetensors_files_and_the_manifest_sums_each_tensor(tmp_path:
         }
 
 
-def test_a_directory_brings_its_calibration_and_the_manifest_names_tensors_alone(
-    tmp_path: Path,
-) -> None:
+def test_directory_push_sends_calibration_but_names_only_tensors(tmp_path: Path) -> None:
     for name in ("target", "drafter"):
         (tmp_path / name).mkdir()
         save_file({"b": TENSORS["b"]}, tmp_path / name / "model.safetensors")

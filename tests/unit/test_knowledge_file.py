@@ -223,7 +223,7 @@ def test_a_damaged_file_is_not_used(content: bytes, tmp_path: Path) -> None:
     assert KnowledgeFile(tmp_path, MADE_BY).load(Knowledge(("eagle",))) == ""
 
 
-def test_without_a_directory_or_room_nothing_is_kept_and_nothing_breaks(
+def test_missing_directory_or_room_only_disables_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nowhere = KnowledgeFile(None, MADE_BY)

@@ -109,7 +109,7 @@ def test_a_hostile_value_at_any_field_is_refused_at_a_bounded_cost(size: int, co
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(8))
-def test_many_hostile_values_of_the_largest_size_are_refused_at_a_bounded_cost(seed: int) -> None:
+def test_many_largest_hostile_values_cost_a_bounded_time(seed: int) -> None:
     for kind, _, _, body in sample(2**24, 60, seed):
         check(KINDS[kind], body)
 

@@ -306,7 +306,7 @@ def test_a_path_leaves_the_counts_as_they_were():
     assert bits(first, 0) == bits(again, 0) and first.token_S[0] == 1
 
 
-def test_min_tokens_masks_stop_tokens_inside_the_draft_window_only_as_long_as_needed():
+def test_min_tokens_masks_stop_tokens_only_as_long_as_needed():
     logits = np.array([0.0, 1.0, 9.0, 8.0], np.float32)
     sampling = Sampling(temperature=0.0, min_tokens=3, stop_token_ids=(3,))
     window = [Row(logits, sampling, output=(0,), path=(1,) * depth, eos=(2,)) for depth in range(4)]

@@ -131,9 +131,7 @@ def test_a_round_ends_in_a_drafter_that_is_adopted() -> None:
 
 
 @pytest.mark.parametrize("paid", [True, False])
-def test_the_next_round_begins_at_once_where_a_candidate_was_better_but_not_proven(
-    *, paid: bool
-) -> None:
+def test_next_round_begins_at_once_after_an_unproven_candidate(*, paid: bool) -> None:
     rig = Rig()
     rig.work.outcome = RoundEnd("no_gain", judged("no_gain"), paid=paid)
     rig.hand_over()
@@ -156,7 +154,7 @@ def test_work_parks_it_with_what_is_half_done() -> None:
     assert rig.spot.state == S.TRAINING and rig.work.segments == 2  # the same round goes on
 
 
-def test_the_quiet_time_doubles_where_it_was_wrong_and_shrinks_again() -> None:
+def test_quiet_time_doubles_after_a_miss_and_shrinks_again() -> None:
     quiet = QuietTime(0.25, 2.0)
     for expected in (0.5, 1.0, 2.0, 2.0):
         quiet.lasted(0.1)
@@ -166,7 +164,7 @@ def test_the_quiet_time_doubles_where_it_was_wrong_and_shrinks_again() -> None:
         assert quiet.seconds == expected
 
 
-def test_no_segment_runs_before_the_engine_was_idle_for_the_quiet_time() -> None:
+def test_no_segment_runs_before_the_quiet_time() -> None:
     rig = Rig()
     rig.hand_over()
     rig.run(1, busy=True)
@@ -375,7 +373,7 @@ def test_untrainable_drafter_fails_until_weights_change() -> None:
     assert rig.spot.state == S.TRAINING
 
 
-def test_an_operator_may_have_the_weights_of_such_a_drafter_looked_at_again() -> None:
+def test_operator_may_retry_an_untrainable_drafter() -> None:
     rig = Rig()
     rig.work.refuses = True
     rig.hand_over()
@@ -440,7 +438,7 @@ def test_weights_that_do_not_come_are_asked_for_again() -> None:
     assert rig.sent == [WeightsWanted()] * 3
 
 
-def test_features_are_computed_before_a_round_as_long_as_they_come() -> None:
+def test_features_are_computed_before_a_round_as_they_arrive() -> None:
     rig = Rig()
     rig.work.without = 5
     rig.hand_over()

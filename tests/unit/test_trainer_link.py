@@ -77,9 +77,7 @@ def test_a_process_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPa
     assert all(process.returncode == -signal.SIGTERM for process in launched)
 
 
-def test_the_pause_before_a_restart_doubles_up_to_a_limit_until_one_lives_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_restart_delay_doubles_until_a_process_lives_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(links, "MAX_DELAY_S", 0.05)
 
@@ -215,7 +213,7 @@ class SlowWeights:
         return Verdict(version=offer.version)
 
 
-def test_a_pause_is_answered_after_an_adoption_and_lets_no_other_begin(tmp_path: Path) -> None:
+def test_pause_follows_an_open_adoption_and_prevents_the_next(tmp_path: Path) -> None:
     async def run() -> None:
         weights = SlowWeights()
         link = TrainerLink(stub, Metrics().samples, None, tmp_path)
@@ -244,7 +242,7 @@ sys.stdin.readline()
 """
 
 
-def test_memory_is_given_back_once_the_process_says_so_or_is_gone(
+def test_memory_is_released_once_the_process_confirms_or_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: asyncio.Queue[Process] = asyncio.Queue()
@@ -274,7 +272,7 @@ def test_memory_is_given_back_once_the_process_says_so_or_is_gone(
     asyncio.run(asyncio.wait_for(run(), 240))
 
 
-def test_a_pause_for_a_time_ends_by_itself_and_an_operators_does_not(tmp_path: Path) -> None:
+def test_only_a_timed_pause_ends_by_itself(tmp_path: Path) -> None:
     async def run() -> None:
         weights = SlowWeights()
         weights.go_on.set()
