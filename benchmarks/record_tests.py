@@ -53,7 +53,11 @@ RUNS = {  # bits of kernels first: nothing counts before they are right
 }
 OVER_TWO = {
     "exchange": ("tests/kernels/test_gpu_rank_exchange.py", "-n", "0"),
-    "engine": ("tests/engine/test_gpu_ranks_on_gpus.py", *ALONE),
+    "engine": (
+        "tests/engine/test_gpu_ranks_on_gpus.py",
+        "tests/engine/test_strategies_on_gpu.py",
+        *ALONE,
+    ),
     "weight channels": ("tests/e2e/test_channels_on_gpu.py", *ALONE),
 }
 TEST_S = 400  # one test with its fixtures and cold kernels of every width
