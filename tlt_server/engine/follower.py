@@ -65,6 +65,12 @@ FOLLOWING = Registry(
         "interpreter": "tlt_server.engine.gpu.rank:GpuRank",
     },
 )
+# The field of an answer that tells of an error; the first kind that fits counts.
+ANSWERS: dict[type[Exception], str] = {
+    torch.OutOfMemoryError: "exhausted",
+    Unavailable: "refused",
+    TltError: "error",
+}
 
 
 class Rank:
@@ -170,9 +176,8 @@ def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) 
             if not envelope.asks:
                 order = type(envelope.order).__name__
                 raise EngineFailed(f"order {number} ({order}): {why}") from None
-            kinds = {torch.OutOfMemoryError: "exhausted", Unavailable: "refused", TltError: "error"}
-            kind = next(name for kind, name in kinds.items() if isinstance(cause, kind))
-            answer = structs.replace(answer, **{kind: why})
+            field = next(name for kind, name in ANSWERS.items() if isinstance(cause, kind))
+            answer = structs.replace(answer, **{field: why})
         if envelope.asks:
             outbox.send(msgspec.msgpack.encode(answer))
 

@@ -180,7 +180,7 @@ def record(passes: Passes, key: DraftKey | ExtendKey) -> None:
     except RuntimeError as error:
         if not ran_out(error):
             raise
-        passes.graphs.end(f"the GPU has no room to record {key} while nothing runs", BUSY)
+        passes.graphs.end(f"the GPU has no room to record {key}", BUSY)
 
 
 def _capture_later(passes: Passes, key: DraftKey | ExtendKey) -> None:

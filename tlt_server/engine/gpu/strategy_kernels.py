@@ -143,10 +143,7 @@ class KernelPreparation:
         runner = self._strategies.runner
         if not runner.graphs.quiet:  # loading may wait for all that the GPU does
             return False
-        return self._advance(runner.followers)
-
-    def _advance(self, followers: Followers) -> bool:
-        until_s = self._clock() + PART_S
+        followers, until_s = runner.followers, self._clock() + PART_S
         if not (
             followers.prepared()
             and self._list(followers, until_s)
