@@ -111,11 +111,16 @@ def test_a_session_commits_and_ends_its_own_push_only(engine: Pushable, root: Pa
     assert (done.result, done.version) == ("committed", "8")
 
 
-def test_a_push_that_has_no_name_yet_can_be_aborted(engine: Pushable, root: Path) -> None:
+def test_push_without_a_name_is_reported_and_aborted(engine: Pushable, root: Path) -> None:
     assert part(engine, root, "new1", 0).result == "gathering"
     engine.engine.send(RollbackWeights("r"))
-    assert engine.report("r").result == "conflict"
+    refused = engine.report("r")
+    assert refused.result == "conflict" and refused.error is not None
+    assert refused.error[1].startswith("a version without a name is being pushed; wait")
     assert engine.abort("").result == "aborted" and engine.abort("").result == "not_found"
+    ended = engine.report("")
+    assert ended.error is not None
+    assert ended.error[1] == "the push of a version without a name was aborted; nothing has changed"
 
 
 def test_naming_requires_the_expected_live_version(engine: Pushable, root: Path) -> None:

@@ -108,10 +108,13 @@ def test_idle_update_is_dropped_and_reported(model: Path, logged: list[Any]) -> 
         until(lambda: client.weights()["update"] is None)
         with pytest.raises(errors.Conflict, match="ended by itself"):
             client.update_weights("p", "v2")  # perhaps another trainer's, who asks again
-        named = httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v1"})
-        assert named.status_code == 409 and "ended by itself" in named.text, (
+        named = {"new_version": "v1"}
+        refused = httpx.post(f"{server.url}/update_weight_version", json=named)
+        assert refused.status_code == 409 and "ended by itself" in refused.text, (
             "it was meant for what is gone"
         )
+        repeated = httpx.post(f"{server.url}/update_weight_version", json=named)
+        assert repeated.status_code == 200, "its caller was told to send it again"
         assert httpx.post(f"{server.url}/end_weight_update").status_code == 409
         assert client.update_weights("p", "v2")["state"] == "committed"
         assert (

@@ -75,8 +75,7 @@ class Transaction:
             if self.push.manifest == manifest and not (manifest.partial or self.push.ending):
                 return self.push
             raise Conflict(
-                f"version {self.push.title} is being pushed; wait for it or abort it, then push "
-                "again"
+                f"{self.push.title} is being pushed; wait for it or abort it, then push again"
             )
         self.push = Push(manifest, manifest, Candidate(self.options, headless))
         if self.versions.repeats(manifest):
@@ -217,7 +216,7 @@ class Transaction:
                     return None
                 push.fail(
                     ChannelBroken(
-                        f"of version {push.title} nothing came for {timeout_s:g} s and "
+                        f"of {push.title} nothing came for {timeout_s:g} s and "
                         f"{push.missing}; push all of them again"
                     )
                 )
@@ -283,10 +282,10 @@ class Transaction:
                 return push, staged
             case Gathering():
                 raise Conflict(
-                    f"version {push.title} is not complete: {push.missing}; push them, then commit"
+                    f"{push.title} is not complete: {push.missing}; push them, then commit"
                 )
         raise Conflict(
-            f"version {push.title} is not staged yet ({push.state.name}); wait for the push to be "
+            f"{push.title} is not staged yet ({push.state.name}); wait for the push to be "
             "answered, then commit"
         )
 
@@ -310,7 +309,7 @@ class Transaction:
         """`Conflict` during a push."""
         if self.push is not None:
             raise Conflict(
-                f"version {self.push.title} is being pushed; wait for it or abort it, then {then}"
+                f"{self.push.title} is being pushed; wait for it or abort it, then {then}"
             )
 
     def _named(self, version: str, session: str) -> Push:

@@ -92,7 +92,8 @@ class Push:
 
     @property
     def title(self) -> str:
-        return repr(self.version or "without a name")
+        """Return the version for messages."""
+        return f"version {self.version!r}" if self.version else "a version without a name"
 
     @property
     def missing(self) -> str:
@@ -149,8 +150,7 @@ class Push:
 
     def incomplete(self, why: str) -> TltError:
         return Conflict(
-            f"the push of version {self.title} cannot become complete: {why}; push all of its "
-            "tensors again"
+            f"the push of {self.title} cannot become complete: {why}; push all of its tensors again"
         )
 
     def abort(self) -> None:
@@ -161,7 +161,7 @@ class Push:
             self.fail(self.aborted())
 
     def aborted(self) -> TltError:
-        return Conflict(f"the push of version {self.title} was aborted; nothing has changed")
+        return Conflict(f"the push of {self.title} was aborted; nothing has changed")
 
     def goes_on_with(self, manifest: Manifest) -> bool:
         """Return True if the manifest brings more of this push; otherwise it begins another."""

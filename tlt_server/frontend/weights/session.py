@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import structlog
@@ -48,7 +48,8 @@ Version = Annotated[
     ),
 ]
 Directory = Annotated[str, Meta(max_length=4096)]  # the length of a path on Linux
-
+Call = Literal["push", "rename", "end"]
+WAITING = ("staged", "gathering")  # results of pushes that are not live yet
 
 log = structlog.get_logger()
 
@@ -87,20 +88,17 @@ class Update:
         # the answer to its end, for a repeated end; outside any session that of the last session,
         # until a push
         self.ended = ended
-        self.ending = asyncio.Lock()
         self.name = name  # name of the version that becomes live at the end, or is live
+        self.ending = asyncio.Lock()
         self.calls = 0  # number of calls that have started to push
         self.succeeded = 0  # number of the last call that succeeded
-        self.owed: set[str] = set()  # roles still missing from a push
-        self.brought: set[str] = set()  # roles that came, to be live at the end
-        self.waits = False  # the pushed weights are staged, or more of them are to come
-        self.live = ""  # version of the target where the pushed weights are live already
         self.pushing = 0  # number of calls in progress
+        self.owed: set[str] = set()  # roles whose last push failed, or is under way
+        self.reports: dict[str, WeightReport] = {}  # role -> the last push of it that succeeded
         self.started_s = self.touched_s = 0.0  # by the loop's clock
-        # outside any session, until a push: the last session ended by itself, and its trainer may
-        # not know
-        self.follows_a_drop = False
-        self.refused_one = False  # the first push since then was refused, so its trainer knows
+        # outside any session, until a push: the last session ended by itself, which callers of
+        # these kinds have not been told
+        self.untold: set[Call] = set()
 
     @property
     def role(self) -> Role:
@@ -108,9 +106,9 @@ class Update:
         return "drafter" if self.selector == "draft" else "target"
 
     @property
-    def holds_a_target(self) -> bool:
-        """True if the end of this update would make a target live."""
-        return self.selector in ("target", "all") and "target" in self.brought
+    def holds(self) -> set[str]:
+        """Roles whose pushed weights are staged, or still lack a part."""
+        return {role for role, report in self.reports.items() if report.result in WAITING}
 
     async def push(self, manifest: Manifest) -> WeightReport:
         """Push weights. On return they are live, or staged (inside a session), or gathering (the
@@ -128,14 +126,11 @@ class Update:
             )
         self.owed.update(manifest.roles)
         report = await session.report(PushWeights(session.command_id(), manifest))
-        if report.error is not None:
-            return report
-        self.owed.difference_update(manifest.roles)
-        self.waits = report.result in ("staged", "gathering")
-        if self.waits:
-            self.brought.update(manifest.roles)
-        elif report.role != "drafter":
-            self.live = report.state.target
+        if report.error is None:
+            self.owed.difference_update(manifest.roles)
+            # The engine has one push at a time, so one that is done ends what waited.
+            done = () if report.result in WAITING else self.holds
+            self.reports |= dict.fromkeys((*manifest.roles, *done), report)
         return report
 
 
@@ -174,15 +169,17 @@ class WeightSession:
         changes nothing else. `Conflict` where that would drop a target's weights for the drafter's:
         a trainer that means to bring both would learn from the wrong target for ever.
         """
-        if selector == "draft" and self._update.holds_a_target:
+        earlier = self._update
+        of_target = earlier.selector in ("target", "all") and "target" in earlier.holds
+        if selector == "draft" and of_target:
             raise Conflict(
                 "a weight update that was started holds weights of the target, which this would "
                 "drop; finish it first (POST /finish_weight_update, /end_weight_update), or start "
                 "it again, for all or for the target, to drop them"
             )
-        earlier, self._update = self._update, Update(self, selector, self.command_id())
-        self._update.started_s = self._update.touched_s = asyncio.get_running_loop().time()
-        self._end_when_idle(self._update)
+        update = self._update = Update(self, selector, self.command_id())
+        update.started_s = update.touched_s = asyncio.get_running_loop().time()
+        self._end_when_idle(update)
         await self._drop(earlier)
 
     async def _drop(self, update: Update) -> None:
@@ -202,7 +199,7 @@ class WeightSession:
                 loop.call_later(left_s if left_s > 0 else self._ttl_s / 10, look)
                 return
             self._update = Update(self)
-            self._update.follows_a_drop = True
+            self._update.untold = {*get_args(Call)}
             log.warning(
                 "weight_update_dropped",
                 selector=update.selector,
@@ -251,14 +248,14 @@ class WeightSession:
             update.pushing -= 1
             update.touched_s = asyncio.get_running_loop().time()
         update.succeeded = max(update.succeeded, call)
-        update.follows_a_drop = False
+        update.untold.clear()
 
-    def _check_known(self) -> None:
-        """Refuse a call that may be meant for a session that has ended by itself, so that it
-        changes nothing else.
+    def _tell(self, call: Call) -> None:
+        """Refuse the first call of a kind after a session that ended by itself, as it may be meant
+        for that session, so that it changes nothing else.
         """
-        if self._update.follows_a_drop:
-            self._update.refused_one = True
+        if call in self._update.untold:
+            self._update.untold.remove(call)
             raise Conflict(
                 f"the weight update ended by itself, since no call came for {self._ttl_s:g} s "
                 "(weight_update_ttl_s), and what it held was dropped; start another, or send this "
@@ -266,8 +263,7 @@ class WeightSession:
             )
 
     def check_takes(self, update: Update) -> None:
-        if update is self._update and not update.refused_one:
-            self._check_known()
+        """`Conflict` where a push of this update would be another's."""
         if update is not self._update:
             raise Conflict(
                 "a weight update has started or ended since this push was asked for, and the push "
@@ -275,6 +271,7 @@ class WeightSession:
             )
         if update.ending.locked():
             raise Conflict("the weight update is being ended; wait for that, then push")
+        self._tell("push")
 
     async def end(self, name: str = "") -> WeightReport:
         """Commit what was pushed. A repeated end gets the answer of the first, unless it gives
@@ -283,7 +280,7 @@ class WeightSession:
         Where nothing can be committed the session stays open: the trainer may push what is missing
         or give another name.
         """
-        self._check_known()
+        self._tell("end")
         update = self._update
         async with update.ending:
             if update.ended is not None:
@@ -317,7 +314,7 @@ class WeightSession:
             return update.ended
 
     async def _commit(self, update: Update, name: str) -> WeightReport:
-        if update.waits:
+        if update.holds:
             return await self.ask(CommitWeights(self.command_id(), name=name, session=update.id))
         if name and not update.calls:
             raise Conflict(
@@ -325,14 +322,14 @@ class WeightSession:
                 "push and then end it, or start another and end it without a name (POST "
                 "/update_weight_version outside of an update names what is live)"
             )
-        if name and update.live:
-            return await self._name(name, update.live)
+        if name and (target := update.reports.get("target")) is not None:
+            return await self._name(name, of=target.state.target)
         looked = await self.look()
         return msgspec.structs.replace(looked, result="unchanged", version=looked.state.target)
 
     async def rename(self, version: str) -> None:
         """Name what the open session pushes; without a session, what is live."""
-        self._check_known()
+        self._tell("rename")
         if self._update.selector is not None:
             self._update.name, self._update.touched_s = version, asyncio.get_running_loop().time()
         else:
