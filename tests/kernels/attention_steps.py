@@ -135,10 +135,8 @@ def a_step(
             table_QP[q, torch.arange(committed) // PAGE].long() * PAGE
             + torch.arange(committed) % PAGE
         )
-        k_SKD[held], v_SKD[held] = (
-            noise(committed, kv_heads, width, seed=b),
-            noise(committed, kv_heads, width, seed=50 + b),
-        )
+        k_SKD[held] = noise(committed, kv_heads, width, seed=b)
+        v_SKD[held] = noise(committed, kv_heads, width, seed=50 + b)
         rows_of.append(list(range(len(position), len(position) + abs(count))))
         if count < 0:
             position += range(known + count, known)
@@ -188,11 +186,9 @@ def a_step(
 def committed(step: Step, row: int) -> Step:
     """Return a step with the row alone, after it and its ancestors moved from scratch to pages."""
     rows = step.rows
-    batch_slot, base, last = (
-        int(rows.batch_slot_R[row]),
-        int(rows.base_R[row]),
-        int(rows.position_R[row]),
-    )
+    batch_slot = int(rows.batch_slot_R[row])
+    base = int(rows.base_R[row])
+    last = int(rows.position_R[row])
     table_QP = rows.page_table_QP.clone()
     spare = (len(step.k_SKD) + PAGE - 1) // PAGE
     count = -(-(last + 1) // PAGE)
@@ -211,10 +207,8 @@ def committed(step: Step, row: int) -> Step:
         if table_QP[batch_slot, page] < 0:
             table_QP[batch_slot, page] = spare + page
     for p in range(base, last + 1):
-        to, source = (
-            int(table_QP[batch_slot, p // PAGE]) * PAGE + p % PAGE,
-            int(rows.path_RD[row, p - base]),
-        )
+        to = int(table_QP[batch_slot, p // PAGE]) * PAGE + p % PAGE
+        source = int(rows.path_RD[row, p - base])
         k_SKD[to], v_SKD[to] = step.k_SKD[source], step.v_SKD[source]
     alone = step.only([row])
     return replace(

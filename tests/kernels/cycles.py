@@ -56,12 +56,10 @@ class Cycle:
         broken: float = 0.0,
     ) -> None:
         rng = np.random.default_rng(seed)
-        self.rng, self.decode_rows, self.depth, self.chunks = (
-            rng,
-            decode_rows,
-            depth,
-            2 if chunks else 0,
-        )
+        self.rng = rng
+        self.decode_rows = decode_rows
+        self.depth = depth
+        self.chunks = 2 if chunks else 0
         self.batch_slots = batch_slots = make_batch_slots(rng, requests + 5, 90)
         order = rng.permutation(requests + 4)
         batch_slot_B = np.append(order[: requests - 1], batch_slots.idle).astype(np.int32)
@@ -212,9 +210,8 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
         if broken:
             keep, done = 0, True
         assert outcome.count_E[e] == keep, f"count_E[{e}]"
-        assert outcome.accepted_E[e] == max(len(tokens) - 1, 0) and outcome.verified_E[e] == max(
-            count - 1, 0
-        ), f"entry {e}"
+        assert outcome.accepted_E[e] == max(len(tokens) - 1, 0), f"entry {e}"
+        assert outcome.verified_E[e] == max(count - 1, 0), f"entry {e}"
         own_I = [trees.node_V[row] % columns < OWN_COLUMNS for row in range(root + 1, root + count)]
         own_path = [trees.node_V[row] % columns < OWN_COLUMNS for row in path[1:]]
         assert outcome.own_verified_E[e] == sum(own_I), f"own_verified_E[{e}]"
@@ -229,9 +226,8 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
         hint_row = path[keep - 1] if keep else -1
         if e >= requests and not broken:
             hint_row = root
-        assert kept.hint_row_E[e] == hint_row and (
-            hint_row < 0 or kept.hint_batch_slot_E[e] == q
-        ), f"hint of entry {e}"
+        assert kept.hint_row_E[e] == hint_row, f"hint of entry {e}"
+        assert hint_row < 0 or kept.hint_batch_slot_E[e] == q, f"hint of entry {e}"
         if e >= requests:
             continue
         moved = path[1:keep]

@@ -106,11 +106,9 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
 
 @pytest.mark.parametrize("shape", [(20, 7), (3, 20, 2, 5), (20, 0)])
 def test_copy_slots_matches_its_twin(shape):
-    found, source_C, target_C = (
-        noise(*shape),
-        torch.tensor([3, 4, 9, 3]),
-        torch.tensor([10, 11, 10, 0]),
-    )
+    found = noise(*shape)
+    source_C = torch.tensor([3, 4, 9, 3])
+    target_C = torch.tensor([10, 11, 10, 0])
     expected = found.clone()
     elementwise.copy_kv_slots(found, source_C, target_C)
     reference.copy_kv_slots(expected, source_C, target_C)
@@ -276,10 +274,8 @@ def test_a_draft_path_has_the_bits_it_will_have_once_committed(shape, length):
 def test_row_kernels_have_the_same_bits_in_any_batch(width):
     x_RH, weight_H = noise(33, width), noise(width, seed=1)
     gate_up_RX = noise(33, 2 * width)
-    normed_RH, gated_RI = (
-        elementwise.rms_norm(x_RH, weight_H, 1e-6),
-        elementwise.silu_mul(gate_up_RX),
-    )
+    normed_RH = elementwise.rms_norm(x_RH, weight_H, 1e-6)
+    gated_RI = elementwise.silu_mul(gate_up_RX)
     for r in (0, 5, 32):
         assert torch.equal(elementwise.rms_norm(x_RH[r : r + 1], weight_H, 1e-6)[0], normed_RH[r])
         assert torch.equal(elementwise.silu_mul(gate_up_RX[r : r + 1])[0], gated_RI[r])

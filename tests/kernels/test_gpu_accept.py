@@ -95,9 +95,8 @@ def test_features_of_last_positions_and_of_page_ends_are_remembered() -> None:
             expected_batch_slots[batch_slot] = g_RH[row]
     assert (kept.page_R >= 0).any()
     store_hints(cycle.kept, g_RH, cycle.batch_slots, page_hint_PH)
-    assert torch.equal(cycle.batch_slots.hint_QH, expected_batch_slots) and torch.equal(
-        page_hint_PH, expected_pages
-    )
+    assert torch.equal(cycle.batch_slots.hint_QH, expected_batch_slots)
+    assert torch.equal(page_hint_PH, expected_pages)
 
 
 def test_the_table_learns_as_the_cpu_engines_does() -> None:
@@ -141,11 +140,9 @@ def test_counts_are_halved_at_their_limit() -> None:
     counts.hits_Z.fill_(60)
     calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, counts, decode_rows=20, limit=100)
     seen_Z = counts.trials_Z != 100
-    assert (
-        seen_Z.any()
-        and (counts.trials_Z[seen_Z] >= 50).all()
-        and (counts.trials_Z[seen_Z] < 60).all()
-    )
+    assert seen_Z.any()
+    assert (counts.trials_Z[seen_Z] >= 50).all()
+    assert (counts.trials_Z[seen_Z] < 60).all()
     assert (counts.hits_Z[seen_Z] >= 30).all() and (counts.survival_Z[~seen_Z] == 0.5).all()
     assert ((counts.survival_Z[seen_Z] - 92 / 164).abs() < 0.02).all(), (
         "prior 32 of 64, then 60 of 100 and a few more"

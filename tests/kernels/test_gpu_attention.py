@@ -113,9 +113,8 @@ def covers_every_row(step: Step, plan: AttentionPlan) -> None:
             for begin, end in [item[4:6] for item in shared] + [item[3:5] for item in mine]
         ]
         keys = sorted((begin, end) for begin, end in ranges if begin < end)
-        assert [begin for begin, _ in keys] == [0, *(end for _, end in keys[:-1])] and keys[-1][
-            1
-        ] == position + 1, (r, keys)
+        assert [begin for begin, _ in keys] == [0, *(end for _, end in keys[:-1])], (r, keys)
+        assert keys[-1][1] == position + 1, (r, keys)
         states = {item[6] for item in shared} | {item[7] for item in mine}
         assert len(states) == 1 or 0 not in states, (
             r,
@@ -125,9 +124,8 @@ def covers_every_row(step: Step, plan: AttentionPlan) -> None:
             assert len(ranges) == 1
             continue
         first, folded = mine[0][8], mine[0][7]
-        assert plan.state_R[r] == first and all(
-            item[6:9] == [len(mine), folded, first] for item in mine
-        )
+        assert plan.state_R[r] == first
+        assert all(item[6:9] == [len(mine), folded, first] for item in mine)
         assert sorted(
             [item[7] for item in shared] + [item[5] for item in mine if item[5] >= 0]
         ) == list(range(folded))

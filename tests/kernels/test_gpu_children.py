@@ -50,14 +50,10 @@ class Rows:
         )
 
     def twin(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens, z = (
-            np.empty((len(self.logits), width), np.int32),
-            np.empty((len(self.logits), width), np.float32),
-        )
-        seeds, temperatures = (
-            self.seed_of_slot[self.batch_slot],
-            self.temperature_of_slot[self.batch_slot],
-        )
+        tokens = np.empty((len(self.logits), width), np.int32)
+        z = np.empty((len(self.logits), width), np.float32)
+        seeds = self.seed_of_slot[self.batch_slot]
+        temperatures = self.temperature_of_slot[self.batch_slot]
         drafting.children(
             self.logits, self.target_ids, seeds, self.position + 1, temperatures, tokens, z
         )

@@ -46,11 +46,9 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m, n, k", SHAPES)
 def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    x, weight, bias = (
-        draw(m, k, dtype=dtype),
-        draw(n, k, dtype=dtype, seed=1),
-        draw(n, dtype=dtype, seed=2),
-    )
+    x = draw(m, k, dtype=dtype)
+    weight = draw(n, k, dtype=dtype, seed=1)
+    bias = draw(n, dtype=dtype, seed=2)
     expected = x.double() @ weight.double().T
     assert linear(x, weight).dtype == dtype
     assert_close("product", linear(x, weight), expected, TOLERANCE[dtype])
@@ -82,11 +80,9 @@ def test_gated(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 def test_no_rows_launch_nothing() -> None:
     x, weight = draw(0, 32), draw(8, 32)
-    assert (
-        linear(x, weight).shape == (0, 8)
-        and gated(x, weight).shape == (0, 4)
-        and partials(x, weight, leaves=2).shape[1:] == (0, 8)
-    )
+    assert linear(x, weight).shape == (0, 8)
+    assert gated(x, weight).shape == (0, 4)
+    assert partials(x, weight, leaves=2).shape[1:] == (0, 8)
 
 
 class TestWhichKernel:
@@ -296,10 +292,8 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(n: int, k: int, outliers:
 @gpu
 @pytest.mark.parametrize("rows", [1, 16, 64, 200, 300])
 def test_both_kernels_give_the_same_bits(rows: int) -> None:
-    x, weight = (
-        draw(rows, 3584, dtype=torch.bfloat16),
-        draw(1200, 3584, dtype=torch.bfloat16, seed=1) * 0.02,
-    )
+    x = draw(rows, 3584, dtype=torch.bfloat16)
+    weight = draw(1200, 3584, dtype=torch.bfloat16, seed=1) * 0.02
     tile = portable_tile(rows, torch.bfloat16)
     for name, found, is_gated in (
         ("linear", linear(x, weight, out_dtype=torch.float32), False),
@@ -334,11 +328,9 @@ def test_a_tile_stores_what_the_portable_kernel_stores(
     of 16 bytes (and except for gated ones it does not).
     """
     is_gated = kind is Kind.GATED
-    m, n, k = (
-        2 * tile.rows + 5,
-        (3000 if ragged else 3008) if is_gated else (6001 if ragged else 6016),
-        552,
-    )
+    m = 2 * tile.rows + 5
+    n = (3000 if ragged else 3008) if is_gated else (6001 if ragged else 6016)
+    k = 552
     if (
         kernel := in_use(torch.bfloat16, torch.device(DEVICE), n if is_gated else 0)
     ) != "streaming":
@@ -347,10 +339,8 @@ def test_a_tile_stores_what_the_portable_kernel_stores(
 
     parts, fold = {Kind.PARTIALS: (2, 1), Kind.FOLDED: (2, 2)}.get(kind, (1, 1))
     leaf = leaf_size(k, parts * fold) if parts > 1 else k
-    x, weight = (
-        draw(m, k, dtype=torch.bfloat16),
-        draw(2 * n if is_gated else n, k, dtype=torch.bfloat16, seed=1) * 0.2,
-    )
+    x = draw(m, k, dtype=torch.bfloat16)
+    weight = draw(2 * n if is_gated else n, k, dtype=torch.bfloat16, seed=1) * 0.2
     bias = draw(n, dtype=torch.bfloat16, seed=2) if kind is Kind.LINEAR else None
     dtype = torch.bfloat16 if kind in (Kind.LINEAR, Kind.GATED) else torch.float32
     found, expected = (

@@ -45,21 +45,15 @@ def check_level(
         for j in range(per):
             x, row = first + b * per + j, tree.rows[j]
             if row is None:
-                assert (
-                    found.rows.position_R[x] == -1
-                    and found.rows.kv_slot_R[x] == TRASH
-                    and found.rows.batch_slot_R[x] == batch_slots.idle
-                ), f"row {x}"
-                assert (
-                    found.survival_X[x] == -1
-                    and found.rows.base_R[x] == 0
-                    and (found.rows.path_RD[x] == -1).all()
-                ), f"row {x}"
+                assert found.rows.position_R[x] == -1, f"row {x}"
+                assert found.rows.kv_slot_R[x] == TRASH, f"row {x}"
+                assert found.rows.batch_slot_R[x] == batch_slots.idle, f"row {x}"
+                assert found.survival_X[x] == -1, f"row {x}"
+                assert found.rows.base_R[x] == 0, f"row {x}"
+                assert (found.rows.path_RD[x] == -1).all(), f"row {x}"
                 continue
-            node, length = (
-                tree.nodes[row[0]] if row[0] >= 0 else None,
-                int(batch_slots.length_Q[batch_slot_B[b]]),
-            )
+            node = tree.nodes[row[0]] if row[0] >= 0 else None
+            length = int(batch_slots.length_Q[batch_slot_B[b]])
             path = [tree.nodes[c]["kv_slot"] for c in tree.path(row[0])]
             expected = {
                 "token": node["token"]
@@ -178,18 +172,14 @@ def test_a_high_floor_leaves_rows_dead() -> None:
 
 def test_tied_survival_goes_to_the_lower_column() -> None:
     batch_slots = make_batch_slots(np.random.default_rng(0), 2, 40)
-    (
-        batch_slots.done_Q[0],
-        batch_slots.drafters_Q[0],
-        batch_slots.max_depth_Q[0],
-        batch_slots.length_Q[0],
-        batch_slots.limit_Q[0],
-        batch_slots.capacity_Q[0],
-    ) = 0, 1, 9, 5, 40, 32
-    draft, nodes = (
-        Draft.allocate(1, 2, 2, device=DEVICE),
-        Nodes.allocate(1, columns(2, 2), device=DEVICE),
-    )
+    batch_slots.done_Q[0] = 0
+    batch_slots.drafters_Q[0] = 1
+    batch_slots.max_depth_Q[0] = 9
+    batch_slots.length_Q[0] = 5
+    batch_slots.limit_Q[0] = 40
+    batch_slots.capacity_Q[0] = 32
+    draft = Draft.allocate(1, 2, 2, device=DEVICE)
+    nodes = Nodes.allocate(1, columns(2, 2), device=DEVICE)
     roots(
         torch.tensor([0], dtype=torch.int32, device=DEVICE),
         batch_slots,

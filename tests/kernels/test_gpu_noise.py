@@ -20,10 +20,8 @@ SEEDS = [0, 1, 2**31, 2**32 - 1, 2**32, 0x0123456789ABCDEF, 2**63 - 1]
 def _words(quad_N, out_4N, key_0, key_1, position, N: tl.constexpr):
     lanes = tl.arange(0, N)
     quads = tl.load(quad_N + lanes).to(tl.uint32)
-    keys_0, keys_1 = (
-        tl.zeros_like(quads) + key_0.to(tl.uint32),
-        tl.zeros_like(quads) + key_1.to(tl.uint32),
-    )
+    keys_0 = tl.zeros_like(quads) + key_0.to(tl.uint32)
+    keys_1 = tl.zeros_like(quads) + key_1.to(tl.uint32)
     w0, w1, w2, w3 = noise.philox4x32(keys_0, keys_1, quads, position.to(tl.uint32))
     tl.store(out_4N + lanes, w0.to(tl.int64))
     tl.store(out_4N + N + lanes, w1.to(tl.int64))

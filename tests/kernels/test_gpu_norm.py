@@ -63,11 +63,9 @@ def test_add_rms_norm_adds_parts_bias_and_residual(
 def test_embeddings_are_looked_up_clamped_and_normed(dtype: torch.dtype) -> None:
     token = torch.tensor([3, -1, 11, 99, 0], dtype=torch.int32, device=DEVICE)
     known = torch.tensor([3, 0, 11, 11, 0], device=DEVICE)
-    embedding, weight, feature_weight = (
-        draw(12, 160, dtype=dtype),
-        draw(160, dtype=dtype),
-        draw(160, dtype=dtype, seed=3),
-    )
+    embedding = draw(12, 160, dtype=dtype)
+    weight = draw(160, dtype=dtype)
+    feature_weight = draw(160, dtype=dtype, seed=3)
     embedded = embed_rms_norm(token, embedding, weight, EPS)
     assert_close("residual", embedded.residual_RH, embedding[known], 0.0)
     assert_close(
@@ -114,11 +112,9 @@ def test_no_rows_launch_nothing() -> None:
 @gpu
 @pytest.mark.parametrize("hidden", [3584, 256])
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(hidden: int) -> None:
-    part, residual, weight = (
-        draw(4, 300, hidden),
-        draw(300, hidden),
-        draw(hidden, dtype=torch.bfloat16),
-    )
+    part = draw(4, 300, hidden)
+    residual = draw(300, hidden)
+    weight = draw(hidden, dtype=torch.bfloat16)
     added = (part[0] + part[1]) + (part[2] + part[3])
     whole_residual = residual.clone()
     whole = add_rms_norm(part, whole_residual, weight, EPS)

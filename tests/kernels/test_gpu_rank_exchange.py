@@ -245,10 +245,8 @@ def test_ranks_sample_real_vocabularies_as_one_gpu_does(vocabulary: int, ranks: 
 def check_samples(vocabulary: int, ranks: int, rows: int = 3) -> None:
     row_S = torch.tensor([0, 2, -1, 1, *range(3, rows)], dtype=torch.int32).to(DEVICE)
     logits = 3 * draw(len(row_S), vocabulary)
-    table, slots = (
-        RowTable.allocate(rows, 1, device=DEVICE),
-        BatchSlots.allocate(4, 32, hidden=1, device=DEVICE),
-    )
+    table = RowTable.allocate(rows, 1, device=DEVICE)
+    slots = BatchSlots.allocate(4, 32, hidden=1, device=DEVICE)
     table.position_R.copy_(torch.arange(4, 4 + rows))
     table.batch_slot_R.copy_(torch.arange(rows) % 3)
     slots.seed_Q.copy_(torch.tensor([11, 12, 13, 14]))
@@ -275,10 +273,8 @@ def test_ranks_order_children_like_a_single_rank(ranks: int, count: int) -> None
     borders = [tokens * rank // ranks // 16 * 16 for rank in range(ranks + 1)]
     borders[-1] = tokens
     logits[0, borders[1] - 1 : borders[1] + 1] = 9.0
-    rows, slots = (
-        RowTable.allocate(count, 1, device=DEVICE),
-        BatchSlots.allocate(2, 32, hidden=1, device=DEVICE),
-    )
+    rows = RowTable.allocate(count, 1, device=DEVICE)
+    slots = BatchSlots.allocate(2, 32, hidden=1, device=DEVICE)
     rows.position_R.copy_(torch.arange(count))
     rows.position_R[-1] = -1
     rows.batch_slot_R.copy_(torch.arange(count) % 2)
@@ -396,11 +392,9 @@ def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does
 ) -> None:
     """The order in which a row's squares are added is that of the layout of the reduction."""
     texts = for_hopper
-    pull, push, both = (
-        "pull_add_rms_norm pull",
-        "push_add_rms_norm push",
-        "push_add_rms_norm two steps",
-    )
+    pull = "pull_add_rms_norm pull"
+    push = "push_add_rms_norm push"
+    both = "push_add_rms_norm two steps"
     for name, signals in ((pull, 1), (push, 1), (both, 2), ("gather pull", 1)):
         ptx = texts[f"{name} 3584"]["ptx"]
         assert "multimem" not in ptx

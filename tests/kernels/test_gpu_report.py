@@ -176,10 +176,8 @@ def test_what_was_emitted_is_found_where_it_was_sampled(requests: int, decode_ro
                 "each sample has a log-prob of its own"
             )
             said += count
-        assert (
-            torch.equal(found.row_S[live], cycle.trees.sample_row_S[live])
-            and (found.row_S[~live] == -1).all()
-        )
+        assert torch.equal(found.row_S[live], cycle.trees.sample_row_S[live])
+        assert (found.row_S[~live] == -1).all()
     assert said > 0
 
 

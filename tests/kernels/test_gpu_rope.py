@@ -81,10 +81,8 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
 def test_a_dead_row_writes_only_the_kv_slot_that_it_carries():
     qkv_RX, tables = noise(2, 3 * 32), noise(4, 16)
     k_SKD, v_SKD = torch.full((2, 5, 1, 32), float("nan"), device=DEVICE)
-    position_R, kv_slot_R = (
-        torch.tensor([-1, 3], dtype=torch.int32, device=DEVICE),
-        torch.tensor([4, 1], dtype=torch.int32, device=DEVICE),
-    )
+    position_R = torch.tensor([-1, 3], dtype=torch.int32, device=DEVICE)
+    kv_slot_R = torch.tensor([4, 1], dtype=torch.int32, device=DEVICE)
     q_RND = rope_store(
         qkv_RX, position_R, kv_slot_R, tables.cos(), tables.sin(), k_SKD, v_SKD, heads=1
     )

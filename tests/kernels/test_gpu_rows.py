@@ -118,10 +118,8 @@ def select_and_check(
         if host.done_Q[q] or not with_nodes:
             tables[b] = {}
             nodes.survival_BC[b] = -1
-    rows, trees = (
-        RowTable.allocate(decode_rows, depth, device=DEVICE),
-        Trees.allocate(requests, 0, decode_rows, device=DEVICE),
-    )
+    rows = RowTable.allocate(decode_rows, depth, device=DEVICE)
+    trees = Trees.allocate(requests, 0, decode_rows, device=DEVICE)
     kept = KeptRows.allocate(requests, 0, decode_rows, 0, depth, device=DEVICE)
     for group in (rows, trees, kept):
         poison(group)
@@ -191,10 +189,8 @@ def test_prefill_chunks_follow_the_decode_rows(
             count + 20 + w % 2, 100
         )
         start_W[w] = 20 if count else 0  # every other chunk reaches its end
-    rows, trees = (
-        RowTable.allocate(decode_rows + prefill_rows, 2, device=DEVICE),
-        Trees.allocate(requests, chunks, decode_rows, device=DEVICE),
-    )
+    rows = RowTable.allocate(decode_rows + prefill_rows, 2, device=DEVICE)
+    trees = Trees.allocate(requests, chunks, decode_rows, device=DEVICE)
     kept = KeptRows.allocate(requests, chunks, decode_rows, prefill_rows, 2, device=DEVICE)
     for group in (rows, trees, kept):
         poison(group)
@@ -251,16 +247,12 @@ def test_prefill_chunks_follow_the_decode_rows(
         assert described.sample_row_S[decode_rows + w] == (r - 1 if samples else -1), (
             f"sample of work {w}"
         )
-    assert (
-        (found.position_R[r:] == -1).all()
-        and (found.kv_slot_R[r:] == TRASH).all()
-        and (found.batch_slot_R[r:] == batch_slots.idle).all()
-    )
-    assert (
-        (found.path_RD[decode_rows:] == -1).all()
-        and (page_R[r:] == -1).all()
-        and (found.base_R[r:] == 0).all()
-    )
+    assert (found.position_R[r:] == -1).all()
+    assert (found.kv_slot_R[r:] == TRASH).all()
+    assert (found.batch_slot_R[r:] == batch_slots.idle).all()
+    assert (found.path_RD[decode_rows:] == -1).all()
+    assert (page_R[r:] == -1).all()
+    assert (found.base_R[r:] == 0).all()
 
 
 @gpu

@@ -20,10 +20,8 @@ MARGIN = 8  # elements around
 )
 @pytest.mark.parametrize("count", [0, 1, 31, 4096, 10_001])
 def test_contents_are_exchanged(dtype: torch.dtype, count: int) -> None:
-    width, generator = (
-        torch.empty(0, dtype=dtype).element_size(),
-        torch.Generator().manual_seed(count),
-    )
+    width = torch.empty(0, dtype=dtype).element_size()
+    generator = torch.Generator().manual_seed(count)
     raw = [
         torch.randint(
             0, 256, ((count + 2 * MARGIN) * width,), dtype=torch.uint8, generator=generator

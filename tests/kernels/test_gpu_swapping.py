@@ -93,9 +93,8 @@ def test_between_a_gpu_and_pinned_memory_they_go_tile_by_tile(
     resident, staged = Network(1), Network(2, pinned=True)
     assert resident.storage()[0].is_cuda and staged.storage()[0].is_pinned()
     check(resident, staged)
-    assert resident.storage()[0].is_pinned() and staged.storage()[0].is_cuda, (
-        "addresses change hands"
-    )
+    assert resident.storage()[0].is_pinned()
+    assert staged.storage()[0].is_cuda, "addresses change hands"
 
 
 def test_every_pair_that_is_swapped_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +105,8 @@ def test_every_pair_that_is_swapped_was_compiled(monkeypatch: pytest.MonkeyPatch
     )
     compile_swaps(Network(1))
     compiled = set(asked)
-    assert compiled == {(4, True), (4, False), (2, True), (8, True)} and len(asked) == len(
-        compiled
-    ), "each once"
+    assert compiled == {(4, True), (4, False), (2, True), (8, True)}
+    assert len(asked) == len(compiled), "each once"
     asked.clear()
     swap_networks(Network(1), Network(2))
     assert set(asked) == compiled

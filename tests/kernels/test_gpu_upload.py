@@ -36,10 +36,8 @@ def test_admissions_and_pages_arrive() -> None:
     page_hint_PH = torch.randn(300, 6, device=DEVICE)
     expected = BatchSlots(*numpy_of(batch_slots))
     for batch_slot, length, first_page in ((3, 5, 10), (0, 2100, 20)):
-        tokens, pages = (
-            rng.integers(0, 1000, length).astype(np.int32),
-            list(range(first_page, first_page + -(-length // 16))),
-        )
+        tokens = rng.integers(0, 1000, length).astype(np.int32)
+        pages = list(range(first_page, first_page + -(-length // 16)))
         seed = int(rng.integers(0, 2**64, dtype=np.uint64)) | 1 << 63 | 1 << 31
         assert upload.admit(
             batch_slot,
@@ -165,8 +163,6 @@ def test_a_batch_slot_is_started_again_in_stream_order() -> None:
             2, np.full(length, length, np.int32), range(length // 16 + 1), limit=400, seed=length
         )
         apply(send(upload, buffer_U), LAYOUT, batch_slots)
-    assert (
-        batch_slots.length_Q[2] == 20
-        and (batch_slots.token_QT[2, :20] == 20).all()
-        and (batch_slots.token_QT[2, 20:300] == 300).all()
-    )
+    assert batch_slots.length_Q[2] == 20
+    assert (batch_slots.token_QT[2, :20] == 20).all()
+    assert (batch_slots.token_QT[2, 20:300] == 300).all()

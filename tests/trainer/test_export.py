@@ -199,9 +199,8 @@ def test_export_command_writes_its_reported_tensors(root: Path, tmp_path: Path, 
     out = tmp_path / "out"
     command = ["drafter", "export", *flags, "--layout", "sglang", "--out", str(out)]
     assert main([*command, "--base", "org/target", "--data", "chats"]) == 0
-    assert (
-        "15 tensors" in capsys.readouterr().out and "Data: chats" in (out / "README.md").read_text()
-    )
+    assert "15 tensors" in capsys.readouterr().out
+    assert "Data: chats" in (out / "README.md").read_text()
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     assert main(command) == 2 and "not an empty directory" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

@@ -125,10 +125,8 @@ def test_eagle1_trains_as_it_serves_and_saves_unchanged(directories, source, tmp
         numerics=Numerics("strict"),
         feature_layers=feature_layers(directory, config),
     )
-    trainable, text = (
-        load_trainable(directory, config),
-        Recomputed(CpuPrefill(target), source._documents),
-    )
+    trainable = load_trainable(directory, config)
+    text = Recomputed(CpuPrefill(target), source._documents)
     pair = directories[0], directory
     assert difference(pair, target, text, trainable, network=Eagle1) < 1e-5
     again = tmp_path / "again"

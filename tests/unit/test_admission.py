@@ -199,15 +199,11 @@ def test_alone_a_request_passes_every_forecast() -> None:
 def test_no_bound_is_ever_passed_and_everything_returns_to_zero(
     seed: int, max_queue: int, max_queue_tokens: int, max_page_forecast: float, steps: int
 ) -> None:
-    draw, admission, count = (
-        random.Random(seed),
-        make(
-            max_queue=max_queue,
-            max_queue_tokens=max_queue_tokens,
-            max_page_forecast=max_page_forecast,
-        ),
-        0,
+    draw = random.Random(seed)
+    admission = make(
+        max_queue=max_queue, max_queue_tokens=max_queue_tokens, max_page_forecast=max_page_forecast
     )
+    count = 0
     twin: dict[str, tuple[int, int]] = {}  # the slow twin: what is open, summed each time
     for _ in range(steps):
         match draw.choice(["open", "open", "give", "end", "leave", "step"]):

@@ -142,10 +142,8 @@ def test_a_file_says_where_and_how(
         == entry["figures"]
         == {"bench": "decode"}
     )
-    assert (
-        entry["command"] == "tlt bench decode --model '.../my model'"
-        and entry["commit"] == "abc1234"
-    )
+    assert entry["command"] == "tlt bench decode --model '.../my model'"
+    assert entry["commit"] == "abc1234"
 
 
 def test_the_commit_is_asked_of_git_unless_named() -> None:

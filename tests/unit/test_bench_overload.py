@@ -118,11 +118,9 @@ def test_refusals_must_be_typed_and_say_when_to_come_again() -> None:
 
 
 def test_percentiles_are_values_that_were_seen() -> None:
-    assert (
-        percentile([float(i) for i in range(1, 101)], 99) == 99
-        and percentile([3.0], 50) == 3
-        and percentile([], 99) == 0
-    )
+    assert percentile([float(i) for i in range(1, 101)], 99) == 99
+    assert percentile([3.0], 50) == 3
+    assert percentile([], 99) == 0
 
 
 def test_arrivals_are_seeded_and_of_the_rate_that_was_asked_for() -> None:

@@ -192,11 +192,9 @@ def test_prompt_rows_and_chunks_find_room_and_the_step_ends_with_the_grain(
     assert rows <= key.prompt_rows and chunks <= key.chunks <= 64
     total, asked = key.decode_rows + key.prompt_rows, key.decode_rows + rows
     if total not in prompts.sizes:
-        assert (
-            total % prompts.grain == 0
-            and total - prompts.grain < asked
-            and asked > prompts.sizes[-1]
-        ), "a grain too much"
+        assert total % prompts.grain == 0
+        assert total - prompts.grain < asked
+        assert asked > prompts.sizes[-1], "a grain too much"
     assert not any(asked <= size < total for size in prompts.sizes), "a size too large"
 
 
@@ -228,9 +226,8 @@ def test_prompt_steps_within_the_capture_share_a_key_per_size() -> None:
         assert sorted(key.decode_rows + key.prompt_rows for key in keys) == [
             size for size in PROMPT_SIZES if size > batch
         ]
-        assert all(shapes.keeps(key) for key in keys) and not shapes.keeps(
-            shapes.step(decoding, OFF, most + 1, 1).extend
-        )
+        assert all(shapes.keeps(key) for key in keys)
+        assert not shapes.keeps(shapes.step(decoding, OFF, most + 1, 1).extend)
 
 
 @pytest.mark.parametrize("max_running", [1, 7, 64, 256, 512])
@@ -241,9 +238,8 @@ def test_a_full_step_is_as_large_as_asked_for_padding_included(
     shapes = Shapes(max_running, MIN_DEPTH)
     for decoding in range(max_running + 1):
         room = shapes.room(decoding, max_rows)
-        assert room <= max_rows - decoding and (room > 0 or decoding >= max_rows), (
-            "prompts wait for no reason"
-        )
+        assert room <= max_rows - decoding
+        assert room > 0 or decoding >= max_rows, "prompts wait for no reason"
         if room > 0:
             key = shapes.step(decoding, OFF, room, 1).extend
             assert key.decode_rows + key.prompt_rows <= max(
@@ -311,12 +307,10 @@ def test_the_largest_prompts_are_rehearsed_but_not_kept_and_variants_of_their_ow
     *keys, many_short, filters, edits, halves = shapes.rehearsed(8192)
     assert filters.filtered and edits.edited and halves.structured
     assert all(map(shapes.keeps, (filters, edits, halves)))
-    assert (many_short.chunks, many_short.prompt_rows) == (64, PROMPT_SIZES[0]) and shapes.keeps(
-        many_short
-    )
-    assert {key.chunks for key in keys} == {PROMPT_CHUNKS, 64} and not any(
-        shapes.keeps(key) for key in keys
-    )
+    assert (many_short.chunks, many_short.prompt_rows) == (64, PROMPT_SIZES[0])
+    assert shapes.keeps(many_short)
+    assert {key.chunks for key in keys} == {PROMPT_CHUNKS, 64}
+    assert not any(shapes.keeps(key) for key in keys)
     assert {key.decode_rows + key.prompt_rows for key in keys} == {8192}
     *beyond, short, filtered, edited, structured = shapes.rehearsed(PROMPT_SIZES[-1])
     assert [short, filtered, edited, structured] == [many_short, filters, edits, halves]

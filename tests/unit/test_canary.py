@@ -56,11 +56,9 @@ def test_collapse_rests_the_drafter_until_weights_change():
     canary.renewed()
     assert canary.permitted(EAGLE) == EAGLE
     assert run(canary, 0.1, 100) * 4 in range(MIN_JUDGED, MIN_JUDGED + 8)
-    assert (
-        canary.permitted(EAGLE) == PAST
-        and canary.permitted(SMALL) == PAST
-        and canary.permitted(OFF) == OFF
-    )
+    assert canary.permitted(EAGLE) == PAST
+    assert canary.permitted(SMALL) == PAST
+    assert canary.permitted(OFF) == OFF
     assert canary.gauges() == {"drafters_resting": 1, "drafter_collapses": 1}
     canary.renewed()
     assert canary.permitted(EAGLE) == EAGLE and canary.gauges()["drafters_resting"] == 0
@@ -102,12 +100,10 @@ def test_steps_that_say_nothing_do_not_count():
     canary = Canary((OFF, EAGLE, PAST), 0.5)
     run(canary, 0.8, 100)
     canary.renewed()
-    assert (
-        not run(canary, 0.0, 100, strategy=OFF)
-        and not run(canary, 0.0, 100, strategy=PAST)
-        and not run(canary, 0.0, 100, refusing=1)
-        and not run(canary, 0.0, 100, bound=1)
-    )
+    assert not run(canary, 0.0, 100, strategy=OFF)
+    assert not run(canary, 0.0, 100, strategy=PAST)
+    assert not run(canary, 0.0, 100, refusing=1)
+    assert not run(canary, 0.0, 100, bound=1)
     assert run(canary, 0.0, 100)
 
 

@@ -73,11 +73,9 @@ def test_a_gpu_that_is_left_alone_is_not_mentioned() -> None:
 )
 def test_the_type_is_the_checkpoints_own_where_that_is_half(own: str, dtype: str) -> None:
     found, reasons = chosen(own=lambda: own, device="cuda")
-    assert (
-        found.dtype == dtype
-        and reasons["dtype"].startswith(f"{dtype}: ")
-        and (own == dtype or own in reasons["dtype"])
-    )
+    assert found.dtype == dtype
+    assert reasons["dtype"].startswith(f"{dtype}: ")
+    assert own == dtype or own in reasons["dtype"]
 
 
 def test_what_is_asked_for_is_what_runs() -> None:

@@ -38,9 +38,8 @@ def test_the_pair_is_small_and_has_the_published_names():
     assert sum(path.stat().st_size for path in PAIR.rglob("*") if path.is_file()) <= 16 * 2**20
     state = load_file(PAIR / "drafter" / "model.safetensors")
     config = json.loads((PAIR / "drafter" / "config.json").read_text())
-    assert state["fc.weight"].shape == (256, 768) and state[
-        "midlayer.self_attn.q_proj.weight"
-    ].shape == (256, 512)
+    assert state["fc.weight"].shape == (256, 768)
+    assert state["midlayer.self_attn.q_proj.weight"].shape == (256, 512)
     kept = state["d2t"] + torch.arange(config["draft_vocab_size"])
     assert state["t2d"].nonzero()[:, 0].equal(kept) and len(state["lm_head.weight"]) == len(kept)
     assert not any("bias" in name or "embed" in name for name in state)

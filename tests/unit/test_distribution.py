@@ -53,10 +53,8 @@ def draws(sampling: Sampling, seeds: list[int], positions: np.ndarray) -> np.nda
     states = [SamplingState(request, len(LOGITS_V), []) for request in requests]
     rows = len(seeds) * len(positions)
     logits_SV = torch.from_numpy(np.tile(LOGITS_V.astype(np.float32), (rows, 1)))
-    state_S, position_S = (
-        np.repeat(np.arange(len(seeds)), len(positions)),
-        np.tile(positions, len(seeds)),
-    )
+    state_S = np.repeat(np.arange(len(seeds)), len(positions))
+    position_S = np.tile(positions, len(seeds))
     return sample(
         logits_SV, states, state_S, position_S, np.zeros((rows, 0), np.int32)
     ).token_S.reshape(len(seeds), -1)

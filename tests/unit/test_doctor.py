@@ -44,9 +44,8 @@ def found(check: Callable[..., Finding], *arguments: Any) -> Finding:
 
 def expect(finding: Finding, status: str, *words: str) -> None:
     assert finding.status == status, finding
-    assert finding.remedy and not finding.remedy.startswith("see"), (
-        "a finding that is not ok has a remedy"
-    )
+    assert finding.remedy
+    assert not finding.remedy.startswith("see"), "a finding that is not ok has a remedy"
     for word in words:
         assert word in finding.found + finding.remedy, f"{word!r} is not in {finding}"
 
@@ -178,10 +177,8 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_certificates(tmp_path: Path) -> None:
-    issued, (cert, key) = (
-        trustme.CA().issue_cert("127.0.0.1"),
-        (tmp_path / "cert.pem", tmp_path / "key.pem"),
-    )
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     issued.cert_chain_pems[0].write_to_path(cert)
     settings = configured(tls_cert=cert, tls_key=key)
     expect(found(places.certificates, settings), "fail", "cannot read tls_key", "PEM file")
@@ -232,11 +229,9 @@ def test_disk(free: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(GIB, GIB, free * 2**20)
     )
     finding = found(places.disk_space, configured(state_dir=tmp_path))
-    assert (
-        finding.status == status
-        and "GiB free" in finding.found
-        and bool(finding.remedy) == (status != "ok")
-    )
+    assert finding.status == status
+    assert "GiB free" in finding.found
+    assert bool(finding.remedy) == (status != "ok")
 
 
 def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

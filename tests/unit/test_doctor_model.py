@@ -201,10 +201,8 @@ def test_a_length_that_the_model_has_not() -> None:
 def test_drafter(pair: Path) -> None:
     config = pair / "drafter" / "config.json"
     described = config.read_text()
-    assert (
-        found(model.drafter, broken(pair)).status == "ok"
-        and found(model.drafter, configured(drafter="history")).found == "history"
-    )
+    assert found(model.drafter, broken(pair)).status == "ok"
+    assert found(model.drafter, configured(drafter="history")).found == "history"
     rewrite(config, hidden_size=1024)
     expect(
         found(model.drafter, broken(pair)),
@@ -358,10 +356,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     description = found(model.device, configured()).found
-    assert (
-        description.startswith("cuda, bfloat16, attention triton, up to 256 sequences")
-        and "torch sees Card 9000" in description
-    )
+    assert description.startswith("cuda, bfloat16, attention triton, up to 256 sequences")
+    assert "torch sees Card 9000" in description
     expect(
         found(model.device, configured(attention="flash_attn")),
         "fail",

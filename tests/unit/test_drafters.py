@@ -43,10 +43,8 @@ def assert_well_formed(candidates, batch, strategy):
         above = 1.0 if parent < 0 else candidates.survival_N[parent]
         assert 0 <= candidates.survival_N[n] <= above
         if parent >= 0:
-            assert (
-                candidates.request_N[parent] == b
-                and candidates.depth_N[parent] == candidates.depth_N[n] - 1
-            )
+            assert candidates.request_N[parent] == b
+            assert candidates.depth_N[parent] == candidates.depth_N[n] - 1
     *others, survival_N, cell_N = vars(candidates).values()
     assert survival_N.dtype == np.float32
     assert all(a.dtype == np.int32 for a in (*others, cell_N))

@@ -62,10 +62,8 @@ def sums(cycles: list[int], tokens: list[int]) -> ByResponse:
 
 
 def test_drafters_are_compared_response_by_response() -> None:
-    base, other = (
-        sums([10, 20, 30, 40], [40, 80, 90, 160]),
-        sums([8, 16, 24, 32], [40, 80, 90, 160]),
-    )
+    base = sums([10, 20, 30, 40], [40, 80, 90, 160])
+    other = sums([8, 16, 24, 32], [40, 80, 90, 160])
     found = figures.paired(base, other, np.arange(4, dtype=np.int32))
     assert found.cycles_saved == pytest.approx((0.2, 0.2, 0.2))
     assert found.time_saved == pytest.approx((0.2, 0.2, 0.2))

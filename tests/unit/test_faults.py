@@ -47,11 +47,9 @@ def test_memory_that_ran_out_names_what_to_lower() -> None:
     message = describe(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), ready=True
     )
-    assert (
-        "Tried to allocate 2.00 GiB" in message
-        and "the engine restarts" in message
-        and "lower memory_fraction" in message
-    )
+    assert "Tried to allocate 2.00 GiB" in message
+    assert "the engine restarts" in message
+    assert "lower memory_fraction" in message
 
 
 def test_a_fault_of_ours_keeps_its_message_until_requests_come() -> None:

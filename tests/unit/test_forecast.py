@@ -126,9 +126,8 @@ def test_long_sequences_are_reckoned_with() -> None:
     assert 0.5 < forecast.long_share <= 1
     for _ in range(2000):
         forecast.ended(30, 100)
-    assert forecast.share == pytest.approx(0.3, abs=0.01) and forecast.long_share == pytest.approx(
-        0.3, abs=0.03
-    )
+    assert forecast.share == pytest.approx(0.3, abs=0.01)
+    assert forecast.long_share == pytest.approx(0.3, abs=0.03)
 
 
 @pytest.mark.parametrize(

@@ -203,10 +203,8 @@ def test_measured_steps_correct_a_wrong_profile() -> None:
 def test_slower_machine_keeps_the_ranking_of_strategies() -> None:
     model = CostModel()
     model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
-    used, other = (
-        StepLoad("eagle", 7, 1, 16, 128, 0, CONTEXT),
-        StepLoad("", 0, 0, 16, 16, 0, CONTEXT),
-    )
+    used = StepLoad("eagle", 7, 1, 16, 128, 0, CONTEXT)
+    other = StepLoad("", 0, 0, 16, 16, 0, CONTEXT)
     before = model.predict(used) / model.predict(other)
     for _ in range(40):
         model.observe(used, 1.5 * gpu_seconds(used))

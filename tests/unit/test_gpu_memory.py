@@ -131,17 +131,13 @@ def test_pages_are_what_the_fraction_leaves() -> None:
     budget = plan(given, free)
     left = free - budget.kv - budget.working - RESERVE - TOTAL * (1 - given.memory_fraction)
     assert 0 <= left < needs(given).per_page and budget.staging == 0
-    assert (
-        f"{budget.pages} pages" in budget.describe()
-        and "14.2 GiB of weights" in budget.describe()
-        and "pushed" not in budget.describe()
-    )
+    assert f"{budget.pages} pages" in budget.describe()
+    assert "14.2 GiB of weights" in budget.describe()
+    assert "pushed" not in budget.describe()
     pushed = plan(settings(weight_root="/w"), free)
     assert "28.4 GiB for pushed weights" in pushed.describe()
-    assert (
-        pushed.staging == 2 * needs(given).weights
-        and 0 <= budget.kv - pushed.kv - pushed.staging < needs(given).per_page
-    )
+    assert pushed.staging == 2 * needs(given).weights
+    assert 0 <= budget.kv - pushed.kv - pushed.staging < needs(given).per_page
 
 
 def test_no_more_than_could_be_in_use() -> None:
@@ -175,21 +171,15 @@ def test_fewer_rows_and_no_pushes_are_named_where_they_would_do() -> None:
     free = int(13.3 * GIB)
     message = refusal(settings(memory_fraction=0.98), free, length=131072)
     rows = int(offered(message, "max_rows"))
-    assert (
-        512 <= rows < 4096
-        and pages(settings(memory_fraction=0.98, max_rows=rows), free, length=131072) >= 8192
-    )
+    assert 512 <= rows < 4096
+    assert pages(settings(memory_fraction=0.98, max_rows=rows), free, length=131072) >= 8192
     assert "memory_fraction to" not in message, "it is as high as we advise"
     root = refusal(settings(weight_root="/w"), 40 * GIB)
-    assert (
-        "set weight_staging to host" in root
-        and pages(settings(weight_root="/w", weight_staging="host"), 40 * GIB) >= 2048
-    )
+    assert "set weight_staging to host" in root
+    assert pages(settings(weight_root="/w", weight_staging="host"), 40 * GIB) >= 2048
     open_only = refusal(settings(weight_channels="ipc"), 40 * GIB)
-    assert (
-        "set weight_staging to host" in open_only
-        and pages(settings(weight_channels="ipc", weight_staging="host"), 40 * GIB) >= 2048
-    )
+    assert "set weight_staging to host" in open_only
+    assert pages(settings(weight_channels="ipc", weight_staging="host"), 40 * GIB) >= 2048
 
 
 def wider(given: EngineSettings, *widths: int) -> list[Wider]:
@@ -269,9 +259,8 @@ def test_several_ranks_are_offered_only_valid_staging() -> None:
 
 def test_nothing_fits_at_all() -> None:
     message = refusal(settings(memory_fraction=0.98), 2 * GIB)
-    assert "max_model_len to" not in message and message.endswith(
-        "for graphs; end what else uses this GPU (nvidia-smi lists it)"
-    )
+    assert "max_model_len to" not in message
+    assert message.endswith("for graphs; end what else uses this GPU (nvidia-smi lists it)")
     assert refusal(settings(), GIB, total=16 * GIB).endswith(f"; {SMALLER}")
 
 
@@ -282,15 +271,11 @@ def test_memory_that_was_asked_for() -> None:
         "2048; lower max_model_len to "
         "1824, or raise kv_memory_mb to 1792"
     )
-    assert (
-        pages(settings(kv_memory_mb=1792), TOTAL) == 2048
-        and pages(settings(kv_memory_mb=100), TOTAL, length=1824) == 114
-    )
+    assert pages(settings(kv_memory_mb=1792), TOTAL) == 2048
+    assert pages(settings(kv_memory_mb=100), TOTAL, length=1824) == 114
     message = refusal(settings(kv_memory_mb=50 * 1024), 30 * GIB)
-    assert (
-        "short" in message
-        and pages(settings(kv_memory_mb=int(offered(message, "kv_memory_mb"))), 30 * GIB) > 2048
-    )
+    assert "short" in message
+    assert pages(settings(kv_memory_mb=int(offered(message, "kv_memory_mb"))), 30 * GIB) > 2048
     message = refusal(settings(pages=10**6), 30 * GIB)
     assert pages(settings(pages=int(offered(message, "pages"))), 30 * GIB) > 2048
 

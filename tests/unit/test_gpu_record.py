@@ -47,9 +47,8 @@ def test_counts_of_a_test_run(tmp_path: Path) -> None:
         "red": ["t::b", "t::c"],
     }
     report.write_text(ONE_PASSED)
-    assert counts(suites(report), 0)["failed"] == 0 and counts(suites(report), 2)["failed"] == 1, (
-        "interrupted before a test failed"
-    )
+    assert counts(suites(report), 0)["failed"] == 0
+    assert counts(suites(report), 2)["failed"] == 1, "interrupted before a test failed"
 
 
 def test_a_record_is_green_once_every_part_has_passed() -> None:
@@ -139,22 +138,16 @@ def test_parts_run_one_by_one_into_one_record(
     monkeypatch.setattr(record_tests, "run", ran)
     monkeypatch.setattr(record_tests, "tested", ran_tests)
     for part in ONE.runs:
-        assert (
-            record_tests.main(["--commit", "abc", "--part", part, "-n", "4"]) == 0
-            and "red" in capsys.readouterr().out
-        )
+        assert record_tests.main(["--commit", "abc", "--part", part, "-n", "4"]) == 0
+        assert "red" in capsys.readouterr().out
     statuses["exact"] = 1
-    assert (
-        record_tests.main(["--commit", "abc", "--part", EXACT]) == 1
-        and "red" in capsys.readouterr().out
-    )
+    assert record_tests.main(["--commit", "abc", "--part", EXACT]) == 1
+    assert "red" in capsys.readouterr().out
     [said] = json.loads(ONE.record.read_text())["figures"]["parts"][EXACT]["red"]
     assert said == "tlt bench exact"
     statuses["exact"] = 0
-    assert (
-        record_tests.main(["--commit", "abc", "--part", EXACT]) == 0
-        and "green" in capsys.readouterr().out
-    )
+    assert record_tests.main(["--commit", "abc", "--part", EXACT]) == 0
+    assert "green" in capsys.readouterr().out
     assert list(json.loads(ONE.record.read_text())["figures"]["parts"]) == [*ONE.parts]
     statuses["exact"] = 1
     assert record_tests.main(["--commit", "abc+", "--part", EXACT, "--part", "engine"]) == 1, (

@@ -17,10 +17,8 @@ def test_a_body_fills_its_size_and_is_what_its_name_says(body: Body) -> None:
 
 
 def test_figures_are_judged_by_their_bounds() -> None:
-    most, least = (
-        Figure("a", "bodies", "f", 20, 10),
-        Figure("a", "tenants", "f", 0.95, 0.99, least=True),
-    )
+    most = Figure("a", "bodies", "f", 20, 10)
+    least = Figure("a", "tenants", "f", 0.95, 0.99, least=True)
     assert most.keeps(20, most.must) and not most.keeps(20.1, most.must)
     assert least.keeps(0.95, least.must) and not least.keeps(0.98, least.stretch)
     assert {row.scenario for row in rows({})} == set(SCENARIOS)

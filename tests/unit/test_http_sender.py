@@ -57,9 +57,8 @@ def test_parts_are_safetensors_files_and_the_manifest_sums_each_tensor(tmp_path:
             for data in told.parts.values()
             for name, tensor in load(bytes(data)).items()
         }
-        assert came.keys() == TENSORS.keys() and all(
-            came[name].equal(TENSORS[name]) for name in came
-        )
+        assert came.keys() == TENSORS.keys()
+        assert all(came[name].equal(TENSORS[name]) for name in came)
         sums = {entry["name"]: entry["checksum"] for entry in told.manifest["tensors"]}
         assert sums == {
             name: f"xxh3:{xxhash.xxh3_128_hexdigest(raw(tensor))}"

@@ -285,10 +285,8 @@ def test_flushed_running_sequence_shares_nothing_and_delays_none() -> None:
     scheduler.commit(batch, in_flight)
     scheduler.submit([sequence(1, prompt, 2, 1)])
     batch = scheduler.next_batch()
-    assert batch is not None and [(chunk.sequence.id, chunk.start) for chunk in batch.chunks] == [
-        ("r0", 8),
-        ("r1", 0),
-    ]
+    assert batch is not None
+    assert [(chunk.sequence.id, chunk.start) for chunk in batch.chunks] == [("r0", 8), ("r1", 0)]
     scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
     finish(scheduler, kv)
     kv.check_published(scheduler.pool)
@@ -307,9 +305,8 @@ def test_only_what_runs_holds_kv() -> None:
     scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
     scheduler.change_version("v2", "continue")
     scheduler.give_up_pages()
-    assert not scheduler.holds_kv and any(s.saved for s in scheduler._waiting), (
-        "a copy is the sequence's own"
-    )
+    assert not scheduler.holds_kv
+    assert any(s.saved for s in scheduler._waiting), "a copy is the sequence's own"
     finish(scheduler, kv)
     assert not scheduler.holds_kv
 
@@ -406,11 +403,8 @@ def test_an_abort_of_nothing_ends_nothing_and_all_is_said() -> None:
     scheduler, _ = make(24)
     scheduler.submit([sequence(i, [1, 2, 3], 4, i) for i in range(3)])
     assert scheduler.abort([]) == [] and not scheduler.idle
-    assert {o.id for o in scheduler.abort([], "abort", all=True)} == {
-        "r0",
-        "r1",
-        "r2",
-    } and scheduler.idle
+    assert {o.id for o in scheduler.abort([], "abort", all=True)} == {"r0", "r1", "r2"}
+    assert scheduler.idle
 
 
 def test_deadlines_end_running_and_waiting_sequences() -> None:

@@ -147,8 +147,7 @@ def test_a_state_dict_is_its_items(sender: Sender, server: Server) -> None:
         try:
             sender.push(given, "v")  # type: ignore[arg-type]
         except TltClientError as error:
-            assert isinstance(sender, IpcSender) and "start it with ipc" in str(error), (
-                "it came to the question for the sockets"
-            )
+            assert isinstance(sender, IpcSender)
+            assert "start it with ipc" in str(error), "it came to the question for the sockets"
         else:
             assert server.names == list(TENSORS)

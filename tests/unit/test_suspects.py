@@ -128,11 +128,9 @@ def test_what_was_started_is_what_the_last_note_says(tmp_path: Path) -> None:
 
 
 def test_company_of_a_killer_is_no_reason_to_refuse() -> None:
-    suspects, killer, others = (
-        Suspects(),
-        request(1, "killer"),
-        [request(i, str(i)) for i in range(2, 6)],
-    )
+    suspects = Suspects()
+    killer = request(1, "killer")
+    others = [request(i, str(i)) for i in range(2, 6)]
     everyone = [(r, 7) for r in (*others, killer)]
     for time_s in range(3):
         suspects.crashed(everyone, None, float(time_s))  # all at once, at the same place each time
