@@ -6,6 +6,7 @@ import asyncio
 import selectors
 import time
 from collections.abc import Callable, Coroutine
+from functools import wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,6 +19,16 @@ def until(condition: Callable[[], object], within_s: float = 240.0) -> None:
         waited_s = time.monotonic() - begun_s
         assert waited_s < within_s, "it did not happen"
         time.sleep(min(max(0.01, waited_s / 20), 0.1))
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine in an event loop of its own."""
+
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(test(**given))
+
+    return run
 
 
 class Jumping(selectors.DefaultSelector):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_open_sequences import opened, size, submit
 from tests.unit.test_rests import left_s
+from tests.waiting import in_loop
 from tlt_server.commands import Abort, Command, Submit
 from tlt_server.errors import EngineFailed
 from tlt_server.frontend.link.rests import Rests
@@ -181,24 +182,20 @@ BEGUN_BEFORE = [  # one that an earlier engine began ends the one where another 
 @example(BEGUN_BEFORE)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ASKS | ACTS | ACTS, max_size=40))
-def test_no_key_rests_for_what_another_one_did(history: list[tuple[Any, ...]]) -> None:
-    async def main() -> None:
-        drawn = History()
-        for action in history:
-            drawn.act(action)
-        await drawn.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_no_key_rests_for_what_another_one_did(history: list[tuple[Any, ...]]) -> None:
+    drawn = History()
+    for action in history:
+        drawn.act(action)
+    await drawn.close()
 
 
 @pytest.mark.parametrize("ends", ["leave", "expire"])
-def test_a_client_that_leaves_before_a_death_is_blamed(ends: str) -> None:
-    async def main() -> None:
-        drawn = History()
-        for _ in range(2):
-            drawn.act(("ask", "a", DEADLY, False))
-            drawn.act(("step", 0, 9) if ends == "leave" else ("step", 9, 0))
-        assert drawn.causes == ["a", "a"] and left_s(drawn.rests, "a", 2.0)
-        await drawn.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_a_client_that_leaves_before_a_death_is_blamed(ends: str) -> None:
+    drawn = History()
+    for _ in range(2):
+        drawn.act(("ask", "a", DEADLY, False))
+        drawn.act(("step", 0, 9) if ends == "leave" else ("step", 9, 0))
+    assert drawn.causes == ["a", "a"] and left_s(drawn.rests, "a", 2.0)
+    await drawn.close()

@@ -7,86 +7,79 @@ from collections import Counter
 
 import pytest
 
+from tests.waiting import in_loop
 from tlt_server.frontend.http.loop_share import PASS_BYTES, LoopShare
 
 
-def test_a_pass_has_bounded_work_and_the_loop_runs_in_between() -> None:
-    async def run() -> None:
-        share, passes = LoopShare(), 0
-        done_in: Counter[int] = Counter()
-        over = False
+@in_loop
+async def test_a_pass_has_bounded_work_and_the_loop_runs_in_between() -> None:
+    share, passes = LoopShare(), 0
+    done_in: Counter[int] = Counter()
+    over = False
 
-        async def count() -> None:
-            nonlocal passes
-            while not over:
-                passes += 1
-                await asyncio.sleep(0)
+    async def count() -> None:
+        nonlocal passes
+        while not over:
+            passes += 1
+            await asyncio.sleep(0)
 
-        async def work(owner: str) -> None:
-            for _ in range(50):
-                await share.turn(owner, PASS_BYTES // 4)
-                done_in[passes] += 1
+    async def work(owner: str) -> None:
+        for _ in range(50):
+            await share.turn(owner, PASS_BYTES // 4)
+            done_in[passes] += 1
 
-        counting = asyncio.create_task(count())
-        await asyncio.gather(*(work(f"{i % 3}") for i in range(16)))
-        over = True
-        await counting
-        assert sum(done_in.values()) == 16 * 50
-        assert max(done_in.values()) <= 4 + 1
-
-    asyncio.run(run())
+    counting = asyncio.create_task(count())
+    await asyncio.gather(*(work(f"{i % 3}") for i in range(16)))
+    over = True
+    await counting
+    assert sum(done_in.values()) == 16 * 50
+    assert max(done_in.values()) <= 4 + 1
 
 
-def test_work_that_fits_never_waits() -> None:
-    async def run() -> None:
-        share = LoopShare()
-        waits = share.turn("a", PASS_BYTES - 1)
-        try:
-            waits.__await__().send(None)
-        except StopIteration:
-            return
-        raise AssertionError("it waited")
-
-    asyncio.run(run())
+@in_loop
+async def test_work_that_fits_never_waits() -> None:
+    share = LoopShare()
+    waits = share.turn("a", PASS_BYTES - 1)
+    try:
+        waits.__await__().send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waited")
 
 
 @pytest.mark.parametrize("size", [PASS_BYTES, 30 * PASS_BYTES])
-def test_a_key_with_sixteen_streams_makes_another_wait_for_two_passes(size: int) -> None:
-    async def run() -> None:
-        share = LoopShare()
+@in_loop
+async def test_a_key_with_sixteen_streams_makes_another_wait_for_two_passes(size: int) -> None:
+    share = LoopShare()
 
-        async def greedy() -> None:
-            while True:
-                await share.turn("greedy", size)
+    async def greedy() -> None:
+        while True:
+            await share.turn("greedy", size)
 
-        async def small() -> None:
-            for _ in range(100):
-                await share.turn("small", PASS_BYTES)
+    async def small() -> None:
+        for _ in range(100):
+            await share.turn("small", PASS_BYTES)
 
-        tasks = [asyncio.create_task(greedy()) for _ in range(16)]
-        working = asyncio.create_task(small())
-        passes = 0
-        while not working.done():  # noqa: ASYNC110 (counts passes)
-            passes += 1
-            await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert passes <= 100 * 3
-
-    asyncio.run(run())
-
-
-def test_who_leaves_while_waiting_takes_no_turn() -> None:
-    async def run() -> None:
-        share = LoopShare()
-        await share.turn("a", 10 * PASS_BYTES)
-        waiting = [asyncio.create_task(share.turn(owner, 1)) for owner in "abc"]
+    tasks = [asyncio.create_task(greedy()) for _ in range(16)]
+    working = asyncio.create_task(small())
+    passes = 0
+    while not working.done():  # noqa: ASYNC110 (counts passes)
+        passes += 1
         await asyncio.sleep(0)
-        waiting[1].cancel()
-        async with asyncio.timeout(10):
-            await waiting[0]
-            await waiting[2]
-            await share.turn("b", 1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert passes <= 100 * 3
 
-    asyncio.run(run())
+
+@in_loop
+async def test_who_leaves_while_waiting_takes_no_turn() -> None:
+    share = LoopShare()
+    await share.turn("a", 10 * PASS_BYTES)
+    waiting = [asyncio.create_task(share.turn(owner, 1)) for owner in "abc"]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    async with asyncio.timeout(10):
+        await waiting[0]
+        await waiting[2]
+        await share.turn("b", 1)

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.waiting import in_loop
 from tlt_server.commands import Command, Submit
 from tlt_server.errors import EngineFailed, QueueFull
 from tlt_server.frontend.link.admission import Admission
@@ -38,298 +39,272 @@ def submit(sequences: OpenSequences, batch: list[GenerateRequest], *, resumes: b
     return sequences.submit(batch, deadline_s=None, resumes=resumes, accepted=False)
 
 
-def test_a_large_batch_goes_in_slices_with_other_requests_in_between() -> None:
-    async def main() -> None:
-        for count, ids in ((1000, 3), (40, 8000), (3, 2 * SLICE_IDS)):
-            sequences, sent = opened()
-            batch = requests(count, ids)
-            submit(sequences, batch)
-            assert len(sent) == 1
-            one = GenerateRequest(id="b", token_ids=[1], sampling=Sampling(), seed=1)
-            submit(sequences, [one])
-            for _ in range(100):
-                await asyncio.sleep(0)
-            *slices, last = [command.requests for command in sent if isinstance(command, Submit)]
-            assert last == [one]
-            assert [request for slice in slices for request in slice] == batch
-            for slice in slices:
-                assert len(slice) <= SLICE_REQUESTS
-                assert len(slice) == 1 or sum(len(r.token_ids) for r in slice) <= SLICE_IDS
-
-    asyncio.run(main())
-
-
-def test_what_ends_between_two_slices_is_not_sent() -> None:
-    async def main() -> None:
+@in_loop
+async def test_a_large_batch_goes_in_slices_with_other_requests_in_between() -> None:
+    for count, ids in ((1000, 3), (40, 8000), (3, 2 * SLICE_IDS)):
         sequences, sent = opened()
-        batch = requests(SLICE_REQUESTS + 2, 1)
-        submission = submit(sequences, batch)
-        sequences.abort([batch[-1].id], "abort")
-        await asyncio.sleep(0.01)
-        assert batch[-1].id not in submission.open
-        given = [r.id for command in sent if isinstance(command, Submit) for r in command.requests]
-        assert given == [r.id for r in batch[:-1]]
-        submission.close()
-        await asyncio.sleep(0.01)
-        sent.clear()
-        submit(sequences, batch).close()
-        await asyncio.sleep(0.01)
-        assert [type(command).__name__ for command in sent] == ["Submit", "Abort"]
+        batch = requests(count, ids)
+        submit(sequences, batch)
+        assert len(sent) == 1
+        one = GenerateRequest(id="b", token_ids=[1], sampling=Sampling(), seed=1)
+        submit(sequences, [one])
+        for _ in range(100):
+            await asyncio.sleep(0)
+        *slices, last = [command.requests for command in sent if isinstance(command, Submit)]
+        assert last == [one]
+        assert [request for slice in slices for request in slice] == batch
+        for slice in slices:
+            assert len(slice) <= SLICE_REQUESTS
+            assert len(slice) == 1 or sum(len(r.token_ids) for r in slice) <= SLICE_IDS
 
-    asyncio.run(main())
+
+@in_loop
+async def test_what_ends_between_two_slices_is_not_sent() -> None:
+    sequences, sent = opened()
+    batch = requests(SLICE_REQUESTS + 2, 1)
+    submission = submit(sequences, batch)
+    sequences.abort([batch[-1].id], "abort")
+    await asyncio.sleep(0.01)
+    assert batch[-1].id not in submission.open
+    given = [r.id for command in sent if isinstance(command, Submit) for r in command.requests]
+    assert given == [r.id for r in batch[:-1]]
+    submission.close()
+    await asyncio.sleep(0.01)
+    sent.clear()
+    submit(sequences, batch).close()
+    await asyncio.sleep(0.01)
+    assert [type(command).__name__ for command in sent] == ["Submit", "Abort"]
 
 
 @pytest.mark.parametrize("end", ["die", "expire", "abort", "leave"])
-def test_thousands_end_in_several_passes_of_the_loop(end: str) -> None:
-    async def main() -> None:
-        sequences, sent = opened()
-        submission = submit(sequences, requests(4 * PIECE, 1))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(sequences) == 4 * PIECE and not sequences.held_ids
-        match end:
-            case "die":
-                sequences.died([], EngineFailed("it is gone"))
-            case "expire":
-                sequences.expire(submission)
-            case "abort":
-                sequences.died([], EngineFailed("it is gone"))
-                sequences.resume()
-                sequences.abort(sequences.ids, "abort")
-            case "leave":
-                submission.close()
-        assert len(sequences) == 3 * PIECE
+@in_loop
+async def test_thousands_end_in_several_passes_of_the_loop(end: str) -> None:
+    sequences, sent = opened()
+    submission = submit(sequences, requests(4 * PIECE, 1))
+    for _ in range(10):
         await asyncio.sleep(0)
-        assert len(sequences) == 2 * PIECE
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(sequences) == 0 and sequences.idle.is_set()
-        if end != "leave":
-            outputs = [
-                o for few, _ in [each async for each in submission.slices(size, 1)] for o in few
-            ]
-            assert {output.id for output in outputs} == {r.id for r in requests(4 * PIECE, 1)}
-            assert all(output.finish_reason == "error" for output in outputs)
-
-    asyncio.run(main())
+    assert len(sequences) == 4 * PIECE and not sequences.held_ids
+    match end:
+        case "die":
+            sequences.died([], EngineFailed("it is gone"))
+        case "expire":
+            sequences.expire(submission)
+        case "abort":
+            sequences.died([], EngineFailed("it is gone"))
+            sequences.resume()
+            sequences.abort(sequences.ids, "abort")
+        case "leave":
+            submission.close()
+    assert len(sequences) == 3 * PIECE
+    await asyncio.sleep(0)
+    assert len(sequences) == 2 * PIECE
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(sequences) == 0 and sequences.idle.is_set()
+    if end != "leave":
+        outputs = [o for few, _ in [each async for each in submission.slices(size, 1)] for o in few]
+        assert {output.id for output in outputs} == {r.id for r in requests(4 * PIECE, 1)}
+        assert all(output.finish_reason == "error" for output in outputs)
 
 
 def size(output: StepOutput) -> int:
     return 1
 
 
-def test_resubmission_goes_in_slices_after_the_suspects() -> None:
-    async def main() -> None:
-        sequences, sent = opened()
-        batch = [
-            *requests(2 * PIECE, 1),
-            GenerateRequest(id="a", token_ids=[2], sampling=Sampling(), seed=1),
-        ]
-        submission = submit(sequences, batch, resumes=True)
-        await asyncio.sleep(0.01)
-        first = batch[-1].id
-        sequences.dispatch([StepOutput(id=first, token_ids=[7, 8], logprobs=[-1.0, -1.0])])
-        sequences.died([first], EngineFailed("it is gone"))
-        sent.clear()
-        sequences.resume()
-        submit(sequences, [GenerateRequest(id="b", token_ids=[1], sampling=Sampling(), seed=1)])
-        await asyncio.sleep(0.01)
-        [tried] = sent
-        assert [(r.id, r.generated) for r in tried.requests] == [(first, [7, 8])]  # type: ignore[union-attr]
-        sequences.dispatch([StepOutput(id=first, token_ids=[9], logprobs=[-1.0])])
-        await asyncio.sleep(0.01)
-        *others, last = [c.requests for c in sent[1:] if isinstance(c, Submit)]
-        assert [r.id for few in others for r in few] == [r.id for r in batch[:-1]]
-        assert [r.id for r in last] == ["b"]
-        submission.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_resubmission_goes_in_slices_after_the_suspects() -> None:
+    sequences, sent = opened()
+    batch = [
+        *requests(2 * PIECE, 1),
+        GenerateRequest(id="a", token_ids=[2], sampling=Sampling(), seed=1),
+    ]
+    submission = submit(sequences, batch, resumes=True)
+    await asyncio.sleep(0.01)
+    first = batch[-1].id
+    sequences.dispatch([StepOutput(id=first, token_ids=[7, 8], logprobs=[-1.0, -1.0])])
+    sequences.died([first], EngineFailed("it is gone"))
+    sent.clear()
+    sequences.resume()
+    submit(sequences, [GenerateRequest(id="b", token_ids=[1], sampling=Sampling(), seed=1)])
+    await asyncio.sleep(0.01)
+    [tried] = sent
+    assert [(r.id, r.generated) for r in tried.requests] == [(first, [7, 8])]  # type: ignore[union-attr]
+    sequences.dispatch([StepOutput(id=first, token_ids=[9], logprobs=[-1.0])])
+    await asyncio.sleep(0.01)
+    *others, last = [c.requests for c in sent[1:] if isinstance(c, Submit)]
+    assert [r.id for few in others for r in few] == [r.id for r in batch[:-1]]
+    assert [r.id for r in last] == ["b"]
+    submission.close()
 
 
-def test_tokens_of_an_earlier_server_reach_every_engine() -> None:
-    async def main() -> None:
-        sequences, sent = opened()
-        [fresh] = requests(1, 1)
-        request = msgspec.structs.replace(fresh, generated=[5, 6])
-        submission = submit(sequences, [request], resumes=True)
-        for token in (7, 8):
-            sequences.dispatch([StepOutput(id=request.id, token_ids=[token], logprobs=[-1.0])])
-            sequences.died([], EngineFailed("it is gone"))
-            sequences.resume()
-        submits = [command for command in sent if isinstance(command, Submit)]
-        assert [r.generated for few in submits for r in few.requests] == [
-            [5, 6],
-            [5, 6, 7],
-            [5, 6, 7, 8],
-        ]
-        submission.close()
-
-    asyncio.run(main())
-
-
-def test_a_second_death_before_all_is_given_again_sends_nothing_twice() -> None:
-    async def main() -> None:
-        sequences, sent = opened()
-        batch = requests(3 * PIECE, 1)
-        submission = submit(sequences, batch, resumes=True)
+@in_loop
+async def test_tokens_of_an_earlier_server_reach_every_engine() -> None:
+    sequences, sent = opened()
+    [fresh] = requests(1, 1)
+    request = msgspec.structs.replace(fresh, generated=[5, 6])
+    submission = submit(sequences, [request], resumes=True)
+    for token in (7, 8):
+        sequences.dispatch([StepOutput(id=request.id, token_ids=[token], logprobs=[-1.0])])
         sequences.died([], EngineFailed("it is gone"))
         sequences.resume()
+    submits = [command for command in sent if isinstance(command, Submit)]
+    assert [r.generated for few in submits for r in few.requests] == [
+        [5, 6],
+        [5, 6, 7],
+        [5, 6, 7, 8],
+    ]
+    submission.close()
+
+
+@in_loop
+async def test_a_second_death_before_all_is_given_again_sends_nothing_twice() -> None:
+    sequences, sent = opened()
+    batch = requests(3 * PIECE, 1)
+    submission = submit(sequences, batch, resumes=True)
+    sequences.died([], EngineFailed("it is gone"))
+    sequences.resume()
+    await asyncio.sleep(0)
+    sequences.died([], EngineFailed("it is gone again"))
+    await asyncio.sleep(0.01)
+    sent.clear()
+    sequences.resume()
+    await asyncio.sleep(0.01)
+    given = [r.id for command in sent if isinstance(command, Submit) for r in command.requests]
+    assert given == [r.id for r in batch]
+    submission.close()
+
+
+@in_loop
+async def test_outputs_of_a_sequence_stand_together_in_slices_of_bounded_size() -> None:
+    sequences, _ = opened()
+    batch = requests(3, 1)
+    submission = submit(sequences, batch)
+    for token in range(10):
+        sequences.dispatch(StepOutput(id=r.id, token_ids=[token], logprobs=[-1.0]) for r in batch)
+    sequences.abort([r.id for r in batch], "abort")
+    sequences.end_all(EngineFailed("it is gone"))
+    slices = [few async for few, _ in submission.slices(size, 4)]
+    assert [len(few) for few in slices] == [4] * 8 + [1]
+    outputs = [output for few in slices for output in few]
+    assert [output.id for output in outputs] == [r.id for r in batch for _ in range(11)]
+    assert [o.token_ids for o in outputs[:11]] == [[token] for token in range(10)] + [[]]
+
+
+@in_loop
+async def test_patient_submission_wakes_for_first_and_last_outputs() -> None:
+    sequences, _ = opened()
+    batch = requests(2, 1)
+    submission = sequences.submit(
+        batch, deadline_s=None, resumes=False, accepted=False, patience_s=60
+    )
+    taken: list[int] = []
+
+    async def take() -> None:
+        async for few, _ in submission.slices(size, 10**6):
+            taken.append(len(few))
+
+    taking = asyncio.create_task(take())
+    for token in range(100):
+        reason = "length" if token == 99 else None
+        sequences.dispatch(
+            StepOutput(id=r.id, token_ids=[token], logprobs=[-1.0], finish_reason=reason)
+            for r in batch
+        )
         await asyncio.sleep(0)
-        sequences.died([], EngineFailed("it is gone again"))
-        await asyncio.sleep(0.01)
-        sent.clear()
-        sequences.resume()
-        await asyncio.sleep(0.01)
-        given = [r.id for command in sent if isinstance(command, Submit) for r in command.requests]
-        assert given == [r.id for r in batch]
-        submission.close()
-
-    asyncio.run(main())
+        await asyncio.sleep(0)
+    await taking
+    assert taken == [2, 2 * 99]
 
 
-def test_outputs_of_a_sequence_stand_together_in_slices_of_bounded_size() -> None:
-    async def main() -> None:
-        sequences, _ = opened()
-        batch = requests(3, 1)
-        submission = submit(sequences, batch)
-        for token in range(10):
-            sequences.dispatch(
-                StepOutput(id=r.id, token_ids=[token], logprobs=[-1.0]) for r in batch
-            )
-        sequences.abort([r.id for r in batch], "abort")
-        sequences.end_all(EngineFailed("it is gone"))
-        slices = [few async for few, _ in submission.slices(size, 4)]
-        assert [len(few) for few in slices] == [4] * 8 + [1]
-        outputs = [output for few in slices for output in few]
-        assert [output.id for output in outputs] == [r.id for r in batch for _ in range(11)]
-        assert [o.token_ids for o in outputs[:11]] == [[token] for token in range(10)] + [[]]
-
-    asyncio.run(main())
+@in_loop
+async def test_patient_submission_gives_outputs_after_its_time() -> None:
+    sequences, _ = opened()
+    [request] = requests(1, 1)
+    submission = sequences.submit(
+        [request], deadline_s=None, resumes=False, accepted=False, patience_s=0.01
+    )
+    slices = submission.slices(size, 10**6)
+    for tokens in ([1], [2], [3]):
+        sequences.dispatch([StepOutput(id=request.id, token_ids=tokens, logprobs=[-1.0])])
+        few, _ = await asyncio.wait_for(anext(slices), 10)
+        assert [output.token_ids for output in few] == [tokens]
+    submission.close()
 
 
-def test_patient_submission_wakes_for_first_and_last_outputs() -> None:
-    async def main() -> None:
-        sequences, _ = opened()
-        batch = requests(2, 1)
-        submission = sequences.submit(
-            batch, deadline_s=None, resumes=False, accepted=False, patience_s=60
+@in_loop
+async def test_equal_waits_for_tokens_are_observed_one_by_one() -> None:
+    metrics = Metrics()
+    admission = Admission(max_queue=10, max_queue_tokens=100, max_page_forecast=1e9)
+    sequences = OpenSequences(admission, metrics, lambda command: True)
+    batch = requests(3, 1)
+    submission = submit(sequences, batch)
+    for tokens in ([1], [2, 3], [4, 5]):
+        sequences.dispatch(
+            StepOutput(id=r.id, token_ids=tokens, logprobs=[-1.0] * len(tokens)) for r in batch
         )
-        taken: list[int] = []
-
-        async def take() -> None:
-            async for few, _ in submission.slices(size, 10**6):
-                taken.append(len(few))
-
-        taking = asyncio.create_task(take())
-        for token in range(100):
-            reason = "length" if token == 99 else None
-            sequences.dispatch(
-                StepOutput(id=r.id, token_ids=[token], logprobs=[-1.0], finish_reason=reason)
-                for r in batch
-            )
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        await taking
-        assert taken == [2, 2 * 99]
-
-    asyncio.run(main())
-
-
-def test_patient_submission_gives_outputs_after_its_time() -> None:
-    async def main() -> None:
-        sequences, _ = opened()
-        [request] = requests(1, 1)
-        submission = sequences.submit(
-            [request], deadline_s=None, resumes=False, accepted=False, patience_s=0.01
-        )
-        slices = submission.slices(size, 10**6)
-        for tokens in ([1], [2], [3]):
-            sequences.dispatch([StepOutput(id=request.id, token_ids=tokens, logprobs=[-1.0])])
-            few, _ = await asyncio.wait_for(anext(slices), 10)
-            assert [output.token_ids for output in few] == [tokens]
-        submission.close()
-
-    asyncio.run(main())
-
-
-def test_equal_waits_for_tokens_are_observed_one_by_one() -> None:
-    async def main() -> None:
-        metrics = Metrics()
-        admission = Admission(max_queue=10, max_queue_tokens=100, max_page_forecast=1e9)
-        sequences = OpenSequences(admission, metrics, lambda command: True)
-        batch = requests(3, 1)
-        submission = submit(sequences, batch)
-        for tokens in ([1], [2, 3], [4, 5]):
-            sequences.dispatch(
-                StepOutput(id=r.id, token_ids=tokens, logprobs=[-1.0] * len(tokens)) for r in batch
-            )
-            await asyncio.sleep(0.02)
-        observed = {
-            sample.name + sample.labels.get("le", ""): sample.value
-            for family in metrics.sequences.inter_token_s.collect()
-            for sample in family.samples
-        }
-        assert observed["tlt_inter_token_seconds_count"] == 6
-        assert observed["tlt_inter_token_seconds_bucket0.008"] == 0
-        assert observed["tlt_inter_token_seconds_bucket+Inf"] == 6
-        assert observed["tlt_inter_token_seconds_sum"] >= 6 * 0.01
-        submission.close()
-
-    asyncio.run(main())
+        await asyncio.sleep(0.02)
+    observed = {
+        sample.name + sample.labels.get("le", ""): sample.value
+        for family in metrics.sequences.inter_token_s.collect()
+        for sample in family.samples
+    }
+    assert observed["tlt_inter_token_seconds_count"] == 6
+    assert observed["tlt_inter_token_seconds_bucket0.008"] == 0
+    assert observed["tlt_inter_token_seconds_bucket+Inf"] == 6
+    assert observed["tlt_inter_token_seconds_sum"] >= 6 * 0.01
+    submission.close()
 
 
 @pytest.mark.parametrize(("others_tokens", "blamed"), [(0, ""), (1, "a")])
-def test_a_key_on_trial_is_blamed_once_others_have_run(others_tokens: int, blamed: str) -> None:
+@in_loop
+async def test_a_key_on_trial_is_blamed_once_others_have_run(
+    others_tokens: int, blamed: str
+) -> None:
     def asked(id: str, owner: str) -> GenerateRequest:
         return GenerateRequest(
             id=id, token_ids=[ord(owner)], sampling=Sampling(max_tokens=9), seed=1, owner=owner
         )
 
-    async def main() -> None:
-        sequences, _ = opened()
-        submit(sequences, [asked("a1", "a")])
-        sequences.died(["a1"], EngineFailed("it is gone"))
-        await asyncio.sleep(0.01)
-        submit(sequences, [asked("b1", "b")])
-        for token in range(others_tokens):
-            sequences.dispatch([StepOutput(id="b1", token_ids=[token], logprobs=[-1.0])])
-        submit(sequences, [asked("a2", "a")])
-        await asyncio.sleep(0.01)
-        assert sequences.alone(["b1", "a2"]) == blamed
-        assert sequences.alone(["a2"]) == "a" and sequences.alone(["b1"]) == "b"
-        sequences.end_all(EngineFailed("the test is over"))
-
-    asyncio.run(main())
+    sequences, _ = opened()
+    submit(sequences, [asked("a1", "a")])
+    sequences.died(["a1"], EngineFailed("it is gone"))
+    await asyncio.sleep(0.01)
+    submit(sequences, [asked("b1", "b")])
+    for token in range(others_tokens):
+        sequences.dispatch([StepOutput(id="b1", token_ids=[token], logprobs=[-1.0])])
+    submit(sequences, [asked("a2", "a")])
+    await asyncio.sleep(0.01)
+    assert sequences.alone(["b1", "a2"]) == blamed
+    assert sequences.alone(["a2"]) == "a" and sequences.alone(["b1"]) == "b"
+    sequences.end_all(EngineFailed("the test is over"))
 
 
 @pytest.mark.parametrize("end", ["leave", "expire"])
-def test_what_clients_leave_counts_until_the_engine_ends_it(end: str) -> None:
-    async def main() -> None:
-        sent: list[Command] = []
-        admission = Admission(max_queue=10, max_queue_tokens=10**9, max_page_forecast=1e9)
-        sequences = OpenSequences(admission, Metrics(), lambda command: not sent.append(command))
+@in_loop
+async def test_what_clients_leave_counts_until_the_engine_ends_it(end: str) -> None:
+    sent: list[Command] = []
+    admission = Admission(max_queue=10, max_queue_tokens=10**9, max_page_forecast=1e9)
+    sequences = OpenSequences(admission, Metrics(), lambda command: not sent.append(command))
 
-        def leave(batch: list[GenerateRequest]) -> None:
-            submission = submit(sequences, batch)
-            if end == "leave":
-                submission.close()
-            else:
-                sequences.expire(submission)
+    def leave(batch: list[GenerateRequest]) -> None:
+        submission = submit(sequences, batch)
+        if end == "leave":
+            submission.close()
+        else:
+            sequences.expire(submission)
 
-        first, more = requests(10, 1), requests(12, 1)[10:]
-        leave(first)
-        assert len(sequences) == 0 and sequences.idle.is_set() and len(admission) == 10
-        with pytest.raises(QueueFull, match="max_queue"):
-            submit(sequences, more)
-        # The engine may have ended one before it read the abort; of one it says so twice.
-        for id, reason in (("a-0.0", "stop"), ("a-1.0", "abort"), ("a-1.0", "abort")):
-            sequences.dispatch([last_output(id, reason)])
-        assert len(admission) == 8
-        leave(more)
-        assert len(admission) == 10
-        sequences.died(["a-3.0"], EngineFailed("it is gone"))
-        await asyncio.sleep(0.01)
-        assert len(admission) == 0
-        admission.check()
-
-    asyncio.run(main())
+    first, more = requests(10, 1), requests(12, 1)[10:]
+    leave(first)
+    assert len(sequences) == 0 and sequences.idle.is_set() and len(admission) == 10
+    with pytest.raises(QueueFull, match="max_queue"):
+        submit(sequences, more)
+    # The engine may have ended one before it read the abort; of one it says so twice.
+    for id, reason in (("a-0.0", "stop"), ("a-1.0", "abort"), ("a-1.0", "abort")):
+        sequences.dispatch([last_output(id, reason)])
+    assert len(admission) == 8
+    leave(more)
+    assert len(admission) == 10
+    sequences.died(["a-3.0"], EngineFailed("it is gone"))
+    await asyncio.sleep(0.01)
+    assert len(admission) == 0
+    admission.check()

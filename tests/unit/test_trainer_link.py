@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from tests.waiting import in_loop
 from tlt_server.errors import Unavailable
 from tlt_server.frontend.link import trainer as links
 from tlt_server.frontend.link.trainer import TrainerLink
@@ -213,25 +214,23 @@ class SlowWeights:
         return Verdict(version=offer.version)
 
 
-def test_pause_follows_an_open_adoption_and_prevents_the_next(tmp_path: Path) -> None:
-    async def run() -> None:
-        weights = SlowWeights()
-        link = TrainerLink(stub, Metrics().samples, None, tmp_path)
-        running = asyncio.create_task(link.run(weights=weights))
-        await weights.offered.wait()
-        pausing = asyncio.create_task(link.order("pause"))
-        await asyncio.wait({pausing}, timeout=0.05)
-        assert not pausing.done()
-        weights.go_on.set()
-        report = await pausing
-        assert (report.state, report.reason) == ("paused", "adopted")
-        await link.order("train")  # here: offer another one
-        assert (await link.order("pause")).reason == "paused"
-        assert weights.adopted == ["d2"]
-        running.cancel()
-        await asyncio.wait({running})
-
-    asyncio.run(asyncio.wait_for(run(), 240))
+@in_loop
+async def test_pause_follows_an_open_adoption_and_prevents_the_next(tmp_path: Path) -> None:
+    weights = SlowWeights()
+    link = TrainerLink(stub, Metrics().samples, None, tmp_path)
+    running = asyncio.create_task(link.run(weights=weights))
+    await weights.offered.wait()
+    pausing = asyncio.create_task(link.order("pause"))
+    await asyncio.wait({pausing}, timeout=0.05)
+    assert not pausing.done()
+    weights.go_on.set()
+    report = await pausing
+    assert (report.state, report.reason) == ("paused", "adopted")
+    await link.order("train")  # here: offer another one
+    assert (await link.order("pause")).reason == "paused"
+    assert weights.adopted == ["d2"]
+    running.cancel()
+    await asyncio.wait({running})
 
 
 LETS_GO = """
@@ -242,7 +241,8 @@ sys.stdin.readline()
 """
 
 
-def test_memory_is_released_once_the_process_confirms_or_ends(
+@in_loop
+async def test_memory_is_released_once_the_process_confirms_or_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: asyncio.Queue[Process] = asyncio.Queue()
@@ -254,62 +254,55 @@ def test_memory_is_released_once_the_process_confirms_or_ends(
         launched.put_nowait(process)
         return process
 
-    async def run() -> None:
-        link = TrainerLink(launch, Metrics().samples, None, tmp_path)
-        assert await link.gave_back(1)  # there is no process yet
-        running = asyncio.create_task(link.run())
-        process = await launched.get()
-        assert await link.gave_back(1) and process.returncode is None
-        monkeypatch.setattr(links, "RELEASE_S", 0.05)
-        assert not await link.gave_back(2)
-        monkeypatch.setattr(links, "RELEASE_S", 20)
-        waiting = asyncio.create_task(link.gave_back(2))
-        process.kill()
-        assert await waiting
-        running.cancel()
-        await asyncio.wait({running})
-
-    asyncio.run(asyncio.wait_for(run(), 240))
+    link = TrainerLink(launch, Metrics().samples, None, tmp_path)
+    assert await link.gave_back(1)  # there is no process yet
+    running = asyncio.create_task(link.run())
+    process = await launched.get()
+    assert await link.gave_back(1) and process.returncode is None
+    monkeypatch.setattr(links, "RELEASE_S", 0.05)
+    assert not await link.gave_back(2)
+    monkeypatch.setattr(links, "RELEASE_S", 20)
+    waiting = asyncio.create_task(link.gave_back(2))
+    process.kill()
+    assert await waiting
+    running.cancel()
+    await asyncio.wait({running})
 
 
-def test_only_a_timed_pause_ends_by_itself(tmp_path: Path) -> None:
-    async def run() -> None:
-        weights = SlowWeights()
-        weights.go_on.set()
-        link = TrainerLink(stub, Metrics().samples, None, tmp_path)
-        running = asyncio.create_task(link.run(weights=weights))
-        await weights.offered.wait()
-        assert link.hold_left_s is None
-        assert (await link.hold(3600)).held
-        left_s = link.hold_left_s
-        assert left_s is not None and 3500 < left_s <= 3600
-        await link.order("train")  # here: offer another one, which the pause refuses
-        assert (await link.hold(3600)).reason == "paused"
-        assert (await link.hold(0)).reason == "released" and link.hold_left_s is None
-        await link.hold(3600)
-        await link.hold(0.01)  # the last call counts
-        await until(lambda: link.spot.reason == "released")
-        assert link.hold_left_s is None
-        await link.hold(0.01)
-        await link.order("pause")
-        await asyncio.sleep(0.05)
-        assert link.spot.state == "paused"
-        running.cancel()
-        await asyncio.wait({running})
-
-    asyncio.run(asyncio.wait_for(run(), 240))
+@in_loop
+async def test_only_a_timed_pause_ends_by_itself(tmp_path: Path) -> None:
+    weights = SlowWeights()
+    weights.go_on.set()
+    link = TrainerLink(stub, Metrics().samples, None, tmp_path)
+    running = asyncio.create_task(link.run(weights=weights))
+    await weights.offered.wait()
+    assert link.hold_left_s is None
+    assert (await link.hold(3600)).held
+    left_s = link.hold_left_s
+    assert left_s is not None and 3500 < left_s <= 3600
+    await link.order("train")  # here: offer another one, which the pause refuses
+    assert (await link.hold(3600)).reason == "paused"
+    assert (await link.hold(0)).reason == "released" and link.hold_left_s is None
+    await link.hold(3600)
+    await link.hold(0.01)  # the last call counts
+    await until(lambda: link.spot.reason == "released")
+    assert link.hold_left_s is None
+    await link.hold(0.01)
+    await link.order("pause")
+    await asyncio.sleep(0.05)
+    assert link.spot.state == "paused"
+    running.cancel()
+    await asyncio.wait({running})
 
 
 @pytest.mark.parametrize("for_s", [None, 3600.0])
-def test_a_pause_outlives_the_process(for_s: float | None, tmp_path: Path) -> None:
-    async def run() -> None:
-        link = TrainerLink(stub, Metrics().samples, None, tmp_path)
-        with pytest.raises(Unavailable):  # no process yet
-            await (link.order("pause") if for_s is None else link.hold(for_s))
-        running = asyncio.create_task(link.run(weights=SlowWeights()))
-        await until(lambda: link.spot.state == "paused")
-        assert link.spot.held == (for_s is not None)
-        running.cancel()
-        await asyncio.wait({running})
-
-    asyncio.run(asyncio.wait_for(run(), 240))
+@in_loop
+async def test_a_pause_outlives_the_process(for_s: float | None, tmp_path: Path) -> None:
+    link = TrainerLink(stub, Metrics().samples, None, tmp_path)
+    with pytest.raises(Unavailable):  # no process yet
+        await (link.order("pause") if for_s is None else link.hold(for_s))
+    running = asyncio.create_task(link.run(weights=SlowWeights()))
+    await until(lambda: link.spot.state == "paused")
+    assert link.spot.held == (for_s is not None)
+    running.cancel()
+    await asyncio.wait({running})
