@@ -1,34 +1,29 @@
-"""Operations of the server as values: a request, and how its reply is read. This module does no
-I/O and reads no clock.
+"""Operations of the server as values: a request, and how its reply is read. No I/O, no clock.
 
-`Client` and `AsyncClient` send these values; an operation is written once, here.
+An operation is written once: here, in `weight_calls` or in `drafter_calls`, with its arguments and
+its docstring. `Client` and `AsyncClient` have a line for each, which makes a method of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from os import PathLike, fspath
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import httpx
 import msgspec
 
-from tlt_client.arguments import check_finite, plain, version_of
-from tlt_client.channels import CHANNELS
-from tlt_client.errors import NotLive
+from tlt_client.arguments import check_finite, plain
 from tlt_client.fields import GenerateBody, Item, SamplingFields
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
 from tlt_client.wire import (
     AbortReply,
-    DrafterSamples,
     EngineState,
     Reply,
     RolloutList,
     RolloutReply,
     RolloutStatus,
     RolloutSummary,
-    Weights,
 )
 
 Items = Sequence[Item | dict[str, Any]]
@@ -71,7 +66,7 @@ class Call(Generic[T]):
         )
 
 
-def _put(
+def put(
     method: str,
     path: str,
     content: Any,
@@ -89,101 +84,63 @@ def _put(
 # batches
 
 
-def _body(
-    items: Items,
-    sampling: Fields,
-    timeout_s: float | None,
-    queue_timeout_s: float | None,
-    priority: int,
-    **how: bool,
-) -> GenerateBody:
-    items = list(items)
-    for name, value in {
-        "timeout_s": timeout_s,
-        "queue_timeout_s": queue_timeout_s,
-        "sampling": sampling,
-        "requests": items,
-    }.items():
-        check_finite(name, value)
-    return GenerateBody(
-        requests=items,
-        sampling=sampling if sampling is not None else msgspec.UNSET,
-        timeout_s=timeout_s,
-        queue_timeout_s=queue_timeout_s,
-        priority=priority,
-        **how,
-    )
+class StreamFields(TypedDict, total=False):
+    """Options of a batch; those left out have the server's defaults."""
+
+    sampling: Fields
+    timeout_s: float | None
+    queue_timeout_s: float | None
+    priority: int
 
 
-def _named(key: str | None) -> dict[str, str]:
-    return {"idempotency-key": key} if key is not None else {}
+class BatchFields(StreamFields, total=False):
+    idempotency_key: str | None
 
 
-def generate(
-    items: Items,
-    sampling: Fields,
-    timeout_s: float | None,
-    queue_timeout_s: float | None,
-    priority: int,
-    key: str | None,
-) -> Call[Reply]:
-    body = _body(items, sampling, timeout_s, queue_timeout_s, priority)
-    return _put("POST", "/generate", body, whole_reply, _named(key), repeatable=key is not None)
+def generate(items: Items, **options: Unpack[BatchFields]) -> Call[Reply]:
+    return _batch(items, whole_reply, options)
 
 
-def detach(
-    items: Items,
-    sampling: Fields,
-    timeout_s: float | None,
-    queue_timeout_s: float | None,
-    priority: int,
-    key: str | None,
-) -> Call[str]:
+def detach(items: Items, **options: Unpack[BatchFields]) -> Call[str]:
     """Return a call whose value is the id of the rollout."""
-    body = _body(items, sampling, timeout_s, queue_timeout_s, priority, detach=True)
-    return _put(
-        "POST",
-        "/generate",
-        body,
-        lambda response: _status(response).id,
-        _named(key),
-        repeatable=key is not None,
-    )
+    return _batch(items, lambda response: _status(response).id, options, detach=True)
 
 
-def stream(
-    items: Items,
-    sampling: Fields,
-    timeout_s: float | None,
-    queue_timeout_s: float | None,
-    priority: int,
-) -> Call[httpx.Response]:
+def stream(items: Items, **options: Unpack[StreamFields]) -> Call[httpx.Response]:
     """Return a call whose value is the open response."""
-    return _put(
-        "POST",
-        "/generate",
-        _body(items, sampling, timeout_s, queue_timeout_s, priority, stream=True),
-        succeeded,
-        streams=True,
-    )
+    return _batch(items, succeeded, {**options}, stream=True)
+
+
+def _batch(
+    items: Items,
+    read: Callable[[httpx.Response], T],
+    options: BatchFields,
+    *,
+    detach: bool = False,
+    stream: bool = False,
+) -> Call[T]:
+    fields: dict[str, Any] = {**options, "requests": list(items)}
+    key = fields.pop("idempotency_key", None)
+    if fields.get("sampling") is None:
+        fields["sampling"] = msgspec.UNSET
+    for name, value in fields.items():
+        check_finite(name, value)
+    body = GenerateBody(**fields, detach=detach, stream=stream)
+    headers = {"idempotency-key": key} if key is not None else {}
+    return put("POST", "/generate", body, read, headers, repeatable=key is not None, streams=stream)
 
 
 # rollouts
 
 
 def rollouts() -> Call[list[RolloutSummary]]:
+    """Return this key's rollouts, oldest first; with the scope operate, those of all keys."""
     return Call("GET", "/rollouts", lambda response: _list(response).rollouts, repeatable=True)
 
 
 def fetch(id: str, wait_s: float) -> Call[RolloutReply]:
-    return Call(
-        "GET",
-        f"/rollouts/{in_path(id)}",
-        _rollout_reply,
-        params={"wait_s": wait_s},
-        repeatable=True,
-        wait_s=wait_s,
-    )
+    path, params = f"/rollouts/{in_path(id)}", {"wait_s": wait_s}
+    return Call("GET", path, _rollout_reply, params=params, repeatable=True, wait_s=wait_s)
 
 
 def delete(id: str) -> Call[httpx.Response]:
@@ -198,199 +155,91 @@ def ready() -> Call[bool]:
 
 
 def server_info() -> Call[Mapping[str, Any]]:
+    """Return the server's model, engine, limits and settings."""
     return Call("GET", "/server_info", json_object, repeatable=True)
 
 
 def metrics() -> Call[str]:
+    """Return the Prometheus exposition, as text."""
     return Call("GET", "/metrics", lambda response: succeeded(response).text, repeatable=True)
 
 
-def strategy() -> Call[Mapping[str, Any]]:
-    return Call("GET", "/strategy", json_object, repeatable=True)
-
-
-def drafter() -> Call[Mapping[str, Any]]:
-    return Call("GET", "/drafter", json_object, repeatable=True)
-
-
-def drafter_order(order: str, **fields: float | None) -> Call[Mapping[str, Any]]:
-    """`order`: train, pause, resume or rollback."""
-    repeatable = order in ("pause", "resume")
-    given = {name: value for name, value in fields.items() if value is not None}
-    return _put("POST", f"/drafter/{order}", given, json_object, repeatable=repeatable)
-
-
-def export_drafter(name: str, layout: str) -> Call[Mapping[str, Any]]:
-    return _put("POST", "/drafter/export", {"name": name, "layout": layout}, json_object)
-
-
-def drafter_samples(after: int, limit: int) -> Call[DrafterSamples]:
-    def read(response: httpx.Response) -> DrafterSamples:
-        headers, content = succeeded(response).headers, response.content
-        return DrafterSamples(
-            content, int(headers["x-samples-after"]), int(headers["x-samples-left"])
-        )
-
-    params = {"after": after, "limit": limit}
-    return Call("GET", "/drafter/samples", read, params=params, repeatable=True)
-
-
 def load() -> Call[int]:
+    """Return the number of sequences that the server has accepted and not ended."""
     return Call(
         "GET", "/load", lambda response: int(json_object(response)["server_load"]), repeatable=True
     )
 
 
+def strategy() -> Call[Mapping[str, Any]]:
+    """Return the policy in force, its arms and pins, the strategy of the last step, what is
+    expected of it, and the last switches with their reasons.
+    """
+    return Call("GET", "/strategy", json_object, repeatable=True)
+
+
 def set_strategy(
-    policy: str, strategy: str | None, arms: Sequence[str] | None, pins: Sequence[Mapping[str, Any]]
+    policy: str,
+    strategy: str | None = None,
+    *,
+    arms: Sequence[str] | None = None,
+    pins: Sequence[Mapping[str, Any]] = (),
 ) -> Call[Mapping[str, Any]]:
+    """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`,
+    `goodput`) between two steps; this never changes a token. Where the answer names it under
+    `preparing`, its kernels are still compiled: `strategy` tells when it is in force.
+
+    `arms`: drafters and strategies that the policy may choose from. `pins`: strategies that hold
+    in its place, such as {"batch": [1, 8], "strategy": "eagle:7x1x8"}.
+    """
     fields = {"strategy": strategy, "arms": arms, "pins": pins or None}
     given = {name: value for name, value in fields.items() if value is not None}
-    return _put("PUT", "/strategy", {"policy": policy, **given}, json_object, repeatable=True)
+    return put("PUT", "/strategy", {"policy": policy, **given}, json_object, repeatable=True)
 
 
 # pauses and memory
 
 
-def pause(in_flight: str, new_requests: str, clear_cache: bool) -> Call[EngineState]:
+def pause(
+    in_flight: str = "continue", *, new_requests: str = "wait", clear_cache: bool = False
+) -> Call[EngineState]:
+    """Stop generating until `resume`. `in_flight`: accepted sequences keep their KV (`continue`),
+    give it back and compute it again (`recompute`), end with what they have (`abort`), or end
+    first (`drain`). New requests `wait`, or get a 503 (`refuse`).
+    """
     fields = {"in_flight": in_flight, "new_requests": new_requests, "clear_cache": clear_cache}
-    return _put("POST", "/engine/pause", fields, _state, repeatable=True)
+    return put("POST", "/engine/pause", fields, _state, repeatable=True)
 
 
 def resume() -> Call[EngineState]:
-    return _put("POST", "/engine/resume", {}, _state, repeatable=True)
+    """Go on with paused sequences and waiting requests."""
+    return put("POST", "/engine/resume", {}, _state, repeatable=True)
 
 
-def abort(ids: Sequence[str], everything: bool) -> Call[AbortReply]:
-    fields = ({"ids": ids} if ids else {}) | ({"all": True} if everything else {})
-    read = read_as(AbortReply)
-    return _put("POST", "/engine/abort", fields, read, repeatable=not everything)
+def abort(*ids: str, all: bool = False) -> Call[AbortReply]:
+    """End the items of these ids, or `all` that are open, with what they have; their replies say
+    finish_reason "abort". An id that is not open has ended already.
+    """
+    fields = ({"ids": ids} if ids else {}) | ({"all": True} if all else {})
+    return put("POST", "/engine/abort", fields, read_as(AbortReply), repeatable=not all)
 
 
-def sleep(memory: Sequence[str], in_flight: str) -> Call[EngineState]:
+def sleep(*memory: str, in_flight: str = "recompute") -> Call[EngineState]:
+    """Give memory back: "weights", "kv_cache", or without a name both. New requests are refused
+    until all is awake. Accepted sequences go on then with the same tokens (`recompute`), end with
+    what they have (`abort`), or end first (`drain`).
+    """
     fields = {"memory": memory, "in_flight": in_flight}
-    return _put("POST", "/engine/sleep", fields, _state, repeatable=True)
+    return put("POST", "/engine/sleep", fields, _state, repeatable=True)
 
 
-def wake(memory: Sequence[str]) -> Call[EngineState]:
-    return _put("POST", "/engine/wake", {"memory": memory}, _state, repeatable=True)
+def wake(*memory: str) -> Call[EngineState]:
+    """Take memory again, weights bit for bit as they were; without a name all of it."""
+    return put("POST", "/engine/wake", {"memory": memory}, _state, repeatable=True)
 
 
-def clear_cache(unless_held: bool) -> Call[EngineState]:
-    fields = {"unless_held": unless_held}
-    return _put("POST", "/engine/clear_cache", fields, _state, repeatable=True)
-
-
-# weights
-
-
-def update_weights(
-    path: str | PathLike[str], version: str, fields: Mapping[str, Any]
-) -> Call[Mapping[str, Any]]:
-    return push_weights(version, {"path": fspath(path), **fields})
-
-
-def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    """Return a call that is repeatable if the channel is. It raises `NotLive` where the push ends
-    staged and was to commit.
+def clear_cache(*, unless_held: bool = False) -> Call[EngineState]:
+    """Forget every cached prefix; running sequences keep their own KV. With `unless_held` raise
+    `Conflict` instead while sequences hold KV.
     """
-    channel, commits = CHANNELS.get(str(fields.get("channel"))), fields.get("commit", True)
-
-    def read(response: httpx.Response) -> Mapping[str, Any]:
-        reply = json_object(response)
-        if reply["state"] == "staged" and commits:
-            raise NotLive(
-                f"version {version!r} is staged, not live: a weight update is open on this server "
-                "(GET /weights says since when; POST /finish_weight_update or /end_weight_update "
-                "makes it live); end it, then push again, or push with commit=False"
-            )
-        return reply
-
-    return _put(
-        "POST",
-        "/update_weights",
-        {"version": version_of(version), **fields},
-        read,
-        repeatable=channel is None or channel.repeatable,
-    )
-
-
-def put_weights(
-    version: str, part: str, data: bytes, start: int, total: int
-) -> Call[Mapping[str, Any]]:
-    headers = {
-        "content-range": f"bytes {start}-{start + len(data) - 1}/{total}",
-        "content-type": "application/octet-stream",
-    }
-    return Call(
-        "PUT",
-        f"/weights/{in_path(version_of(version))}/{in_path(part)}",
-        json_object,
-        data,
-        headers,
-        repeatable=True,
-    )
-
-
-def weights_part(version: str, part: str) -> Call[Mapping[str, Any]]:
-    return Call("GET", f"/weights/{in_path(version)}/{in_path(part)}", json_object, repeatable=True)
-
-
-def join_group(name: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    return _put("POST", "/weight_groups", {"name": name, **fields}, json_object)
-
-
-def leave_group(name: str) -> Call[Mapping[str, Any]]:
-    return Call("DELETE", f"/weight_groups/{in_path(name)}", json_object, repeatable=True)
-
-
-def commit_weights(version: str) -> Call[Mapping[str, Any]]:
-    return _put("POST", f"/weights/{in_path(version)}/commit", {}, json_object, repeatable=True)
-
-
-def abort_weights(version: str, upload_only: bool) -> Call[Mapping[str, Any]]:
-    """Return a call that ends a push. With `upload_only` it follows another call's failure, which
-    must not wait for it, so its wait is short.
-    """
-    path = f"/weights/{in_path(version)}/abort" if version else "/weights/abort"
-    return _put(
-        "POST",
-        path,
-        {"upload_only": True} if upload_only else {},
-        json_object,
-        within_s=10.0 if upload_only else None,
-    )
-
-
-def roll_back_weights(fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    return _put("POST", "/weights/rollback", fields, json_object, repeatable=bool(fields.get("to")))
-
-
-def unload_adapter(name: str, in_flight: str) -> Call[Mapping[str, Any]]:
-    path = f"/adapters/{in_path(name)}"
-    return Call("DELETE", path, json_object, params={"in_flight": in_flight})
-
-
-def weights() -> Call[Weights]:
-    return Call(
-        "GET", "/weights", lambda response: cast(Weights, json_object(response)), repeatable=True
-    )
-
-
-def weight_checksums(action: str) -> Call[Mapping[str, str]]:
-    return _checked({"action": action}, "checksums")
-
-
-def compare_weights(baseline: Mapping[str, str] | None) -> Call[list[str]]:
-    given = {} if baseline is None else {"baseline": dict(baseline)}
-    return _checked({"action": "compare", **given}, "mismatches")
-
-
-def _checked(fields: Mapping[str, Any], name: str) -> Call[Any]:
-    return _put(
-        "POST",
-        "/weight_checker",
-        fields,
-        lambda response: json_object(response)[name],
-        repeatable=True,
-    )
+    return put("POST", "/engine/clear_cache", {"unless_held": unless_held}, _state, repeatable=True)

@@ -7,16 +7,17 @@ network of the package but that of channels is here.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 import uuid
-from collections.abc import AsyncGenerator, Generator
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import httpx
 
 from tlt_client import flows
 from tlt_client.arguments import bearer
-from tlt_client.calls import Call
+from tlt_client.calls import BatchFields, Call
 from tlt_client.errors import ConnectionFailed, InvalidArgument, TltClientError
 from tlt_client.flows import Flow, Wait
 from tlt_client.responses import connection_errors
@@ -25,6 +26,7 @@ from tlt_client.tls import Tls
 from tlt_client.wire import Done, EventParser, StreamEvent
 
 T = TypeVar("T")
+P = ParamSpec("P")
 CONNECT_S = 10.0
 TRUNCATED = "the stream ended before its last event"
 
@@ -57,9 +59,11 @@ def _options(
     }
 
 
-def batch_key(key: str | None, retries: Retries) -> str | None:
-    """Return the idempotency key of a batch: with retries each has one, so that it runs once."""
-    return key if key is not None or not retries.times else str(uuid.uuid4())
+def keyed(options: BatchFields, retries: Retries) -> BatchFields:
+    """Return a batch's options: with retries each has an idempotency key, so that it runs once."""
+    if retries.times and options.get("idempotency_key") is None:
+        return {**options, "idempotency_key": str(uuid.uuid4())}
+    return options
 
 
 class Transport:
@@ -188,3 +192,36 @@ class AsyncTransport:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def blocking(operation: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
+    """Return an operation as a method of a client, with its arguments and docstring."""
+
+    def method(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        value: T = self._transport.ask(operation(*args, **kwargs))
+        return value
+
+    return _described(method, operation)
+
+
+def awaited(
+    operation: Callable[P, Call[T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Return an operation as a method of an asyncio client."""
+
+    async def method(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        value: T = await self._transport.ask(operation(*args, **kwargs))
+        return value
+
+    return _described(method, operation)
+
+
+def _described(method: Any, operation: Callable[..., Any]) -> Any:
+    found = inspect.signature(operation)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    returned = str(found.return_annotation).removeprefix("Call[").removesuffix("]")
+    method.__name__, method.__doc__ = operation.__name__, operation.__doc__
+    method.__signature__ = found.replace(
+        parameters=[own, *found.parameters.values()], return_annotation=returned
+    )
+    return method
