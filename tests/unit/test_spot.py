@@ -19,6 +19,7 @@ from tlt_server.training import (
     Judged,
     Offer,
     Order,
+    SpotReport,
     TrainerState,
     Verdict,
     WeightsWanted,
@@ -88,12 +89,33 @@ class FakeWork:
 
 
 class Rig:
-    def __init__(self, *, due: bool = True) -> None:
+    """A trainer of these weights after some turns."""
+
+    def __init__(self, turns: int = 0) -> None:
         self.now, self.work = 0.0, FakeWork()
         self.sent: list[FromTrainer] = []
         self.spot = SpotTrainer(lambda device: self.work, self.sent.append, lambda: self.now)
-        if due:
-            self.spot.take(Order(number=1, do="train"))
+        self._orders = 0
+        self.order("train")
+        if turns:
+            self.hand_over()
+            self.run(turns)
+
+    @property
+    def report(self) -> SpotReport:
+        """The next report, which has something new to say."""
+        report = self.spot.report()
+        assert report is not None
+        return report
+
+    def order(self, *orders: Do) -> None:
+        for do in orders:
+            self._orders += 1
+            self.spot.take(Order(number=self._orders, do=do))
+
+    def verdict(self, **fields: str) -> None:
+        """Answer the offer."""
+        self.spot.take(Verdict(version=OFFER.version, **fields))
 
     def run(self, turns: int = 1, *, busy: bool = False) -> None:
         """Look this often, half a second apart."""
@@ -121,10 +143,10 @@ def test_a_round_ends_in_a_drafter_that_is_adopted() -> None:
     rig.run(3)  # nothing happens until the verdict
     assert rig.work.segments == 3
     rig.spot.take(InForce("v1", OFFER.version))  # its own push is no change to start afresh for
-    rig.spot.take(Verdict(version=OFFER.version))
+    rig.verdict()
     assert rig.spot.state == S.IDLE and rig.work.adoptions == [OFFER.version]
-    report = rig.spot.report()
-    assert report is not None and report.adopted == 1 and not report.refused
+    report = rig.report
+    assert report.adopted == 1 and not report.refused
     assert report.candidate is not None and report.candidate.outcome == "adopted"
     rig.run(1)  # it paid, so the next one begins at once
     assert rig.spot.state == S.TRAINING and rig.sent.count(WeightsWanted()) == 1  # it has them
@@ -143,13 +165,11 @@ def test_next_round_begins_at_once_after_an_unproven_candidate(*, paid: bool) ->
 
 
 def test_work_parks_it_with_what_is_half_done() -> None:
-    rig = Rig()
-    rig.hand_over()
-    rig.run(2)
+    rig = Rig(turns=2)
     rig.run(3, busy=True)
     assert rig.spot.state == S.PARKED and rig.work.segments == 1 and not rig.work.closed
-    report = rig.spot.report()
-    assert report is not None and (report.parkings, report.parking_ms) == (1, [3.0])
+    report = rig.report
+    assert (report.parkings, report.parking_ms) == (1, [3.0])
     rig.run(2)
     assert rig.spot.state == S.TRAINING and rig.work.segments == 2  # the same round goes on
 
@@ -176,9 +196,7 @@ def test_no_segment_runs_before_the_quiet_time() -> None:
 
 
 def test_a_push_drops_the_round_and_asks_for_the_new_weights() -> None:
-    rig = Rig()
-    rig.hand_over()
-    rig.run(3)
+    rig = Rig(turns=3)
     rig.spot.take(InForce("v2", "d1"))
     assert rig.work.closed == 1 and rig.spot.state == S.IDLE
     rig.run(2)
@@ -186,8 +204,8 @@ def test_a_push_drops_the_round_and_asks_for_the_new_weights() -> None:
     rig.hand_over(InForce("v2", "d1"))
     rig.run()
     assert rig.spot.state == S.TRAINING
-    report = rig.spot.report()
-    assert report is not None and report.refused == {"weights_changed": 1}
+    report = rig.report
+    assert report.refused == {"weights_changed": 1}
     assert report.trained_on == "v2"
 
 
@@ -212,7 +230,7 @@ def test_training_on_replaced_weights_is_never_adopted(state: TrainerState, caus
     rig.run(turns)
     rig.run(then == "busy", busy=True)
     if then == "pause":
-        rig.spot.take(Order(number=2, do="pause"))
+        rig.order("pause")
     assert rig.spot.state == state
     rig.work.refuses, before = False, len(rig.sent)
     if cause == "sleep":
@@ -224,57 +242,46 @@ def test_training_on_replaced_weights_is_never_adopted(state: TrainerState, caus
         live = InForce("v2" if cause == "push" else "v0", "d1")
         rig.spot.take(live)
     if state == S.ADOPTING:  # the engine had taken the offer before it was told
-        rig.spot.take(Verdict(version=OFFER.version))
+        rig.verdict()
     rig.run(3)
     assert not rig.work.adoptions and OFFER not in rig.sent[before:]
-    rig.spot.take(Order(number=3, do="resume"))
-    rig.spot.take(Order(number=4, do="train"))
+    rig.order("resume", "train")
     rig.run(80)
     assert rig.sent[before:] == [WeightsWanted()], "weights are asked for before anything else"
     rig.hand_over(live)
     rig.run(80)
-    report = rig.spot.report()
-    assert report is not None and report.trained_on == live.target and rig.sent[-1] == OFFER
+    report = rig.report
+    assert report.trained_on == live.target and rig.sent[-1] == OFFER
 
 
 def test_a_verdict_about_a_dropped_offer_changes_nothing() -> None:
-    rig = Rig()
-    rig.hand_over()
-    rig.run(5)
+    rig = Rig(turns=5)
     assert rig.spot.state == S.ADOPTING
     rig.spot.take(InForce("v2", "d1"))
-    rig.spot.take(Verdict(version=OFFER.version))
+    rig.verdict()
     assert rig.spot.state == S.IDLE and not rig.work.adoptions
-    report = rig.spot.report()
-    assert report is not None and report.candidate is not None
+    report = rig.report
+    assert report.candidate is not None
     assert report.candidate.outcome == "weights_changed"
 
 
 def test_a_pause_keeps_its_reason_over_the_verdict_of_an_offer() -> None:
-    rig = Rig()
-    rig.hand_over()
-    rig.run(5)
-    rig.spot.take(Order(number=2, do="pause"))
-    rig.spot.take(Verdict(version=OFFER.version, refused="paused", error="paused"))
-    report = rig.spot.report()
-    assert report is not None and report.refused == {"paused": 1} and report.state == S.PAUSED
+    rig = Rig(turns=5)
+    rig.order("pause")
+    rig.verdict(refused="paused", error="paused")
+    report = rig.report
+    assert report.refused == {"paused": 1} and report.state == S.PAUSED
     assert report.reason == "an operator has paused it" and not rig.work.adoptions
-    rig.spot.take(Order(number=3, do="resume"))
+    rig.order("resume")
     assert rig.spot.state == S.IDLE
 
 
 def test_a_hold_ends_by_its_release_and_changes_no_other_pause() -> None:
-    rig = Rig()
-    rig.hand_over()
-    rig.run(2)
-
-    numbers = [1]
+    rig = Rig(turns=2)
 
     def ordered(do: Do) -> tuple[TrainerState, bool]:
-        numbers.append(len(numbers))
-        rig.spot.take(Order(number=numbers[-1], do=do))
-        report = rig.spot.report()
-        assert report is not None
+        rig.order(do)
+        report = rig.report
         return report.state, report.held
 
     assert ordered("hold") == (S.PAUSED, True)
@@ -296,12 +303,10 @@ def test_a_hold_ends_by_its_release_and_changes_no_other_pause() -> None:
 
 
 def test_a_refused_offer_is_counted_by_its_reason() -> None:
-    rig = Rig()
-    rig.hand_over()
-    rig.run(5)
-    rig.spot.take(Verdict(version=OFFER.version, refused="conflict", error="another push"))
-    report = rig.spot.report()
-    assert report is not None and report.refused == {"conflict": 1} and report.adopted == 0
+    rig = Rig(turns=5)
+    rig.verdict(refused="conflict", error="another push")
+    report = rig.report
+    assert report.refused == {"conflict": 1} and report.adopted == 0
     assert report.reason == "another push" and report.state == S.IDLE
 
 
@@ -318,8 +323,7 @@ def test_memory_shortage_halves_the_micro_batch_once() -> None:
     rig.run(5)
     assert rig.work.segments == segments
     rig.work.fault = None
-    rig.spot.take(Order(number=2, do="resume"))
-    rig.spot.take(Order(number=3, do="train"))
+    rig.order("resume", "train")
     rig.run(2)
     assert rig.spot.state == S.TRAINING
 
@@ -334,7 +338,7 @@ def test_weights_beyond_memory_pause_training_and_are_retried(adopts: bool) -> N
     rig.work.full = True
     if adopts:
         rig.spot.take(InForce("v1", OFFER.version))
-        rig.spot.take(Verdict(version=OFFER.version))
+        rig.verdict()
     else:
         rig.hand_over()
     assert rig.spot.state == S.PAUSED and "memory ran out" in rig.spot.phases.reason
@@ -342,8 +346,7 @@ def test_weights_beyond_memory_pause_training_and_are_retried(adopts: bool) -> N
     rig.run(3)
     assert WeightsWanted() not in rig.sent
     rig.work.full = False
-    rig.spot.take(Order(number=2, do="resume"))
-    rig.spot.take(Order(number=3, do="train"))
+    rig.order("resume", "train")
     rig.run(2)
     assert rig.sent[-1] == WeightsWanted()
 
@@ -355,8 +358,7 @@ def test_a_full_disk_pauses_and_keeps_the_process() -> None:
     rig.run(3)
     assert rig.spot.state == S.PAUSED and "No space left" in rig.spot.phases.reason
     rig.work.fault = None
-    rig.spot.take(Order(number=2, do="resume"))
-    rig.spot.take(Order(number=3, do="train"))
+    rig.order("resume", "train")
     rig.run(2)
     assert rig.spot.state == S.TRAINING
 
@@ -377,48 +379,41 @@ def test_operator_may_retry_an_untrainable_drafter() -> None:
     rig = Rig()
     rig.work.refuses = True
     rig.hand_over()
-    rig.spot.take(Order(number=2, do="resume"))
+    rig.order("resume")
     rig.run(2)
     assert rig.spot.state == S.IDLE and rig.sent == [WeightsWanted()] and not rig.work.segments
 
 
 def test_no_round_begins_before_the_verdict_about_the_last_one() -> None:
-    rig = Rig()
-    rig.hand_over()
-    rig.run(5)
-    for number, order in enumerate(("pause", "resume", "train"), 2):
-        rig.spot.take(Order(number=number, do=order))
+    rig = Rig(turns=5)
+    rig.order("pause", "resume", "train")
     rig.run(3)
     assert rig.spot.state == S.IDLE and rig.work.segments == 3
     rig.spot.take(InForce("v1", OFFER.version))
-    rig.spot.take(Verdict(version=OFFER.version))
+    rig.verdict()
     rig.run(1)
     assert rig.work.adoptions and rig.spot.state == S.TRAINING
 
 
 def test_a_pause_keeps_what_is_half_done() -> None:
-    rig = Rig()
-    rig.hand_over()
-    rig.run(2)
-    rig.spot.take(Order(number=2, do="pause"))
+    rig = Rig(turns=2)
+    rig.order("pause")
     rig.run(9)
     assert rig.spot.state == S.PAUSED and rig.work.segments == 1
-    rig.spot.take(Order(number=3, do="resume"))
+    rig.order("resume")
     assert rig.spot.state == S.PARKED
     rig.run(2)
     assert rig.spot.state == S.EVALUATING and rig.work.segments == 3
 
 
 def test_sleep_gives_memory_back_and_weights_are_asked_for_again() -> None:
-    rig = Rig()
-    rig.hand_over()
-    rig.run(2)
+    rig = Rig(turns=2)
     assert rig.spot.report() is not None
     for _ in range(2):
         rig.spot.advance(busy=True, asleep=1)
     assert rig.work.released == 1 and rig.work.closed == 1 and rig.spot.state == S.IDLE
-    report = rig.spot.report()
-    assert report is not None and report.slept == 1
+    report = rig.report
+    assert report.slept == 1
     rig.run(3)
     assert rig.sent == [WeightsWanted()]
 
@@ -547,5 +542,5 @@ def test_training_goes_on_where_a_round_ends_without_a_trial() -> None:
     rig.hand_over()
     rig.run(7)
     assert rig.spot.state == S.TRAINING and rig.work.segments > 3
-    report = rig.spot.report()
-    assert report is not None and not report.refused
+    report = rig.report
+    assert not report.refused
