@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.records import Cycle, StepOutput, Switch
@@ -21,63 +21,44 @@ MAX_OUTPUTS = 256  # in one event; on a slow core the frontend takes 2 ms to tak
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """The engine's report of itself once it is ready."""
 
-    model: Annotated[str, Meta(description="the name of the served model")]
-    weight_version: Annotated[str, Meta(description="the target's version that is live")]
-    drafter_version: Annotated[str, Meta(description="empty where no drafter can be pushed")] = ""
-    vocab_size: Annotated[int, Meta(description="token ids end below it")]
-    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
-    eos_token_ids: Annotated[list[int], Meta(description="that end an output")]
-    pages: Annotated[int, Meta(description="of KV")]
-    page_size: Annotated[int, Meta(description="positions per page")]
-    max_running: Annotated[int, Meta(description="sequences that decode at once")]
-    drafter: Annotated[str, Meta(description="where draft tokens come from")]
-    policy: Annotated[str, Meta(description="who chooses each step's strategy")]
-    numerics: Annotated[
-        str, Meta(description="the guarantee that the tokens have, with how it is kept")
-    ]
-    fingerprint: Annotated[
-        Fingerprint, Meta(description="equal on servers that give the same bits")
-    ]
-    tensor_parallel: Annotated[int, Meta(description="ranks that share the target")] = 1
-    max_rows: Annotated[int, Meta(description="prompt rows that one step processes")] = 0
-    attention: Annotated[str, Meta(description="the attention backend")]
-    dtype: Annotated[str, Meta(description="of weights and KV")]
-    device: Annotated[str, Meta(description="that computes: cpu or cuda")]
-    gpu: Annotated[
-        str, Meta(description="the GPU's name, memory and compute capability; empty on a CPU")
-    ] = ""
+    model: Annotated[str, "the name of the served model"]
+    weight_version: Annotated[str, "the target's version that is live"]
+    drafter_version: Annotated[str, "empty where no drafter can be pushed"] = ""
+    vocab_size: Annotated[int, "token ids end below it"]
+    max_model_len: Annotated[int, "the longest prompt plus output, in tokens"]
+    eos_token_ids: Annotated[list[int], "that end an output"]
+    pages: Annotated[int, "of KV"]
+    page_size: Annotated[int, "positions per page"]
+    max_running: Annotated[int, "sequences that decode at once"]
+    drafter: Annotated[str, "where draft tokens come from"]
+    policy: Annotated[str, "who chooses each step's strategy"]
+    numerics: Annotated[str, "the guarantee that the tokens have, with how it is kept"]
+    fingerprint: Annotated[Fingerprint, "equal on servers that give the same bits"]
+    tensor_parallel: Annotated[int, "ranks that share the target"] = 1
+    max_rows: Annotated[int, "prompt rows that one step processes"] = 0
+    attention: Annotated[str, "the attention backend"]
+    dtype: Annotated[str, "of weights and KV"]
+    device: Annotated[str, "that computes: cpu or cuda"]
+    gpu: Annotated[str, "the GPU's name, memory and compute capability; empty on a CPU"] = ""
     products: Annotated[
-        str,
-        Meta(
-            description=(
-                "the kernel of matrix products: streaming, or portable and why; empty on a CPU"
-            )
-        ),
+        str, "the kernel of matrix products: streaming, or portable and why; empty on a CPU"
     ] = ""
-    prepared: Annotated[
-        str, Meta(description="the strategies that a step can use at once, without a delay")
-    ] = ""
-    graphs: Annotated[bool, Meta(description="whether steps are captured as CUDA graphs")] = False
+    prepared: Annotated[str, "the strategies that a step can use at once, without a delay"] = ""
+    graphs: Annotated[bool, "whether steps are captured as CUDA graphs"] = False
     choices: Annotated[
-        dict[str, str],
-        Meta(description="setting that was left to what is found here -> its value and why"),
+        dict[str, str], "setting that was left to what is found here -> its value and why"
     ] = {}
     training_device: Annotated[
-        str, Meta(description="where a drafter is trained; cuda: on the GPU that computes")
+        str, "where a drafter is trained; cuda: on the GPU that computes"
     ] = "cpu"
-    threads: Annotated[int, Meta(description="that compute")]
-    phases: Annotated[dict[str, float], Meta(description="start-up phase -> seconds")]
-    pid: Annotated[int, Meta(description="of the engine process")] = 0
-    rank_pids: Annotated[list[int], Meta(description="of the ranks after the first")] = []
-    adapters: Annotated[
-        dict[str, str], Meta(description="LoRA adapter that is loaded -> its version")
-    ] = {}
-    spooled: Annotated[
-        bool, Meta(description="whether committed versions are kept for a restart")
-    ] = False
+    threads: Annotated[int, "that compute"]
+    phases: Annotated[dict[str, float], "start-up phase -> seconds"]
+    pid: Annotated[int, "of the engine process"] = 0
+    rank_pids: Annotated[list[int], "of the ranks after the first"] = []
+    adapters: Annotated[dict[str, str], "LoRA adapter that is loaded -> its version"] = {}
+    spooled: Annotated[bool, "whether committed versions are kept for a restart"] = False
     lost: Annotated[
-        dict[str, str],
-        Meta(description="role -> which committed version is not what is live, and why"),
+        dict[str, str], "role -> which committed version is not what is live, and why"
     ] = {}
 
     @property
@@ -97,9 +78,9 @@ class Ready(Struct, frozen=True, tag="ready"):
 class Phase(Struct, frozen=True, tag="phase"):
     """A start-up phase has ended."""
 
-    name: Annotated[str, Meta(description="of the start-up phase")]
-    seconds: Annotated[float, Meta(description="that it took")]
-    detail: Annotated[str, Meta(description="what it found")] = ""
+    name: Annotated[str, "of the start-up phase"]
+    seconds: Annotated[float, "that it took"]
+    detail: Annotated[str, "what it found"] = ""
 
 
 class PhaseProgress(Struct, frozen=True, tag="phase_progress"):
@@ -141,34 +122,21 @@ def of_step(
 class WeightState(Struct, frozen=True, kw_only=True):
     """The live versions, those that a rollback can restore, and a push on its way."""
 
-    target: Annotated[str, Meta(description="the version that is live")]
-    drafter: Annotated[
-        str, Meta(description="the drafter's; empty where there is none to push")
-    ] = ""
-    previous: Annotated[
-        dict[str, str], Meta(description="role -> version before, which a rollback can restore")
-    ] = {}
+    target: Annotated[str, "the version that is live"]
+    drafter: Annotated[str, "the drafter's; empty where there is none to push"] = ""
+    previous: Annotated[dict[str, str], "role -> version before, which a rollback can restore"] = {}
     open: Annotated[
-        dict[str, str],
-        Meta(description="version, role and state of a push on its way; empty without one"),
+        dict[str, str], "version, role and state of a push on its way; empty without one"
     ] = {}
-    spooled: Annotated[
-        bool, Meta(description="whether committed versions are kept for a restart")
-    ] = False
+    spooled: Annotated[bool, "whether committed versions are kept for a restart"] = False
     quarantined: Annotated[
         dict[str, str],
-        Meta(
-            description="role -> why nothing is generated: a push that wrote into the weights in "
-            "use has failed"
-        ),
+        "role -> why nothing is generated: a push that wrote into the weights in use has failed",
     ] = {}
-    groups: Annotated[list[str], Meta(description="process groups that were joined")] = []
-    adapters: Annotated[
-        dict[str, str], Meta(description="LoRA adapter that is loaded -> its version")
-    ] = {}
+    groups: Annotated[list[str], "process groups that were joined"] = []
+    adapters: Annotated[dict[str, str], "LoRA adapter that is loaded -> its version"] = {}
     sockets: Annotated[
-        str,
-        Meta(description="directory of the sockets of pushes by ipc; empty: the channel is closed"),
+        str, "directory of the sockets of pushes by ipc; empty: the channel is closed"
     ] = ""
 
 

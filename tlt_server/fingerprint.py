@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 
 class Fingerprint(Struct, frozen=True):
-    leaves: Annotated[int, Meta(description="slices of each long sum, added as a fixed tree")]
-    dtype: Annotated[str, Meta(description="of weights and KV")]
-    architecture: Annotated[str, Meta(description="of the processor")]
-    numerics: Annotated[str, Meta(description="the mode, the kernels' version and the library")]
-    attention: Annotated[str, Meta(description="the backend that computes it")] = ""
+    leaves: Annotated[int, "slices of each long sum, added as a fixed tree"]
+    dtype: Annotated[str, "of weights and KV"]
+    architecture: Annotated[str, "of the processor"]
+    numerics: Annotated[str, "the mode, the kernels' version and the library"]
+    attention: Annotated[str, "the backend that computes it"] = ""
 
     def difference(self, other: Fingerprint) -> str:
         """Return the first field that differs, with both values; empty if none does."""

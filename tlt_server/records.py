@@ -217,16 +217,13 @@ SwitchReason = Literal[
 class Switch(Struct, frozen=True):
     """A step with another strategy than the steps before."""
 
-    time_s: Annotated[float, Meta(description="when, in Unix seconds")]
-    strategy: Annotated[str, Meta(description="the strategy from then on")]
-    before: Annotated[str, Meta(description="the one before; empty for the first")]
+    time_s: Annotated[float, "when, in Unix seconds"]
+    strategy: Annotated[str, "the strategy from then on"]
+    before: Annotated[str, "the one before; empty for the first"]
     reason: Annotated[
-        SwitchReason,
-        Meta(
-            description="the change that led to it; acceptance: what is known of drafts and times"
-        ),
+        SwitchReason, "the change that led to it; acceptance: what is known of drafts and times"
     ]
-    batch: Annotated[int, Meta(description="sequences that decoded then")]
+    batch: Annotated[int, "sequences that decoded then"]
 
 
 class StepContext(Struct, frozen=True):

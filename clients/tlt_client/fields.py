@@ -30,16 +30,10 @@ Alternatives = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 Priority = Annotated[
     int,
-    Meta(
-        ge=-MAX_INT32,
-        le=MAX_INT32,
-        description="sequences of lower values start first; below 0 needs the scope operate",
-    ),
+    "sequences of lower values start first; below 0 needs the scope operate",
+    Meta(ge=-MAX_INT32, le=MAX_INT32),
 ]
-Train = Annotated[
-    bool,
-    Meta(description="false: it is not kept to train the drafter, where the server trains one"),
-]
+Train = Annotated[bool, "false: it is not kept to train the drafter, where the server trains one"]
 Seed = Annotated[  # msgspec has no bounds of 64 bits
     int, Meta(ge=0, extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})
 ]
@@ -49,102 +43,77 @@ class SharedSampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling fields with the same name and meaning in all dialects."""
 
     temperature: (
-        Annotated[float, Meta(ge=0, le=100, description="0: the most likely token always")]
-        | UnsetType
+        Annotated[float, "0: the most likely token always", Meta(ge=0, le=100)] | UnsetType
     ) = UNSET
     top_p: (
         Annotated[
-            float,
-            Meta(
-                gt=0, le=1, description="keep the most likely tokens up to this probability in all"
-            ),
+            float, "keep the most likely tokens up to this probability in all", Meta(gt=0, le=1)
         ]
         | UnsetType
     ) = UNSET
     min_p: (
         Annotated[
             float,
-            Meta(
-                ge=0,
-                le=1,
-                description="drop tokens below this fraction of the most likely one's probability",
-            ),
+            "drop tokens below this fraction of the most likely one's probability",
+            Meta(ge=0, le=1),
         ]
         | UnsetType
     ) = UNSET
     min_tokens: (
         Annotated[
-            Length,
-            Meta(
-                description="no stop token, and no end at a stop string, before this many output "
-                "tokens"
-            ),
+            Length, "no stop token, and no end at a stop string, before this many output tokens"
         ]
         | UnsetType
     ) = UNSET
     stop: (
         Annotated[
             str | Annotated[list[str], Meta(extra={"limit": "max_stop_strings"})],
-            Meta(description="end before one of these texts"),
+            "end before one of these texts",
         ]
         | UnsetType
     ) = UNSET
     stop_token_ids: (
         Annotated[
             list[Length],
-            Meta(extra={"limit": "max_stop_token_ids"}, description="end with one of these tokens"),
+            "end with one of these tokens",
+            Meta(extra={"limit": "max_stop_token_ids"}),
         ]
         | UnsetType
     ) = UNSET
-    ignore_eos: (
-        Annotated[bool, Meta(description="the model's own end tokens do not end the output")]
-        | UnsetType
-    ) = UNSET
+    ignore_eos: Annotated[bool, "the model's own end tokens do not end the output"] | UnsetType = (
+        UNSET
+    )
     repetition_penalty: (
-        Annotated[
-            float,
-            Meta(ge=0.01, le=100, description="on tokens of the prompt and the output; 1: none"),
-        ]
+        Annotated[float, "on tokens of the prompt and the output; 1: none", Meta(ge=0.01, le=100)]
         | UnsetType
     ) = UNSET
     presence_penalty: (
-        Annotated[
-            float,
-            Meta(ge=-2, le=2, description="taken off the logits of tokens that the output has"),
-        ]
+        Annotated[float, "taken off the logits of tokens that the output has", Meta(ge=-2, le=2)]
         | UnsetType
     ) = UNSET
     frequency_penalty: (
-        Annotated[
-            float,
-            Meta(ge=-2, le=2, description="taken off for each time that the output has the token"),
-        ]
+        Annotated[float, "taken off for each time that the output has the token", Meta(ge=-2, le=2)]
         | UnsetType
     ) = UNSET
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Meta(ge=-100, le=100)]],
-            Meta(
-                extra={"limit": "max_logit_bias"},
-                description="token id -> what is added to its logit",
-            ),
+            "token id -> what is added to its logit",
+            Meta(extra={"limit": "max_logit_bias"}),
         ]
         | UnsetType
     ) = UNSET
     allowed_token_ids: (
         Annotated[
-            list[Length],
-            Meta(max_length=MAX_ALLOWED, description="only these tokens are sampled; absent: all"),
+            list[Length], "only these tokens are sampled; absent: all", Meta(max_length=MAX_ALLOWED)
         ]
         | UnsetType
     ) = UNSET
     bad_words: (
         Annotated[
             list[Annotated[str, Meta(min_length=1, max_length=MAX_WORD)]],
-            Meta(
-                max_length=MAX_BAD_WORDS,
-                description="words that are not sampled, with a space before or not",
-            ),
+            "words that are not sampled, with a space before or not",
+            Meta(max_length=MAX_BAD_WORDS),
         ]
         | UnsetType
     ) = UNSET
@@ -154,25 +123,17 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The texts that an output may be, in exactly one of several languages."""
 
     json_schema: Annotated[
-        Json | None,
-        Meta(
-            description="a JSON schema, as an object or as its text; properties come in its order"
-        ),
+        Json | None, "a JSON schema, as an object or as its text; properties come in its order"
     ] = None
-    regex: Annotated[
-        str | None, Meta(description="a regular expression that matches the whole output")
-    ] = None
-    choice: Annotated[Choices | None, Meta(description="texts, of which the output is one")] = None
+    regex: Annotated[str | None, "a regular expression that matches the whole output"] = None
+    choice: Annotated[Choices | None, "texts, of which the output is one"] = None
     grammar: Annotated[
-        str | None,
-        Meta(description="a grammar in Lark's form or in GBNF, the one with ::= in its rules"),
+        str | None, "a grammar in Lark's form or in GBNF, the one with ::= in its rules"
     ] = None
     structural_tag: Annotated[
         Json | None,
-        Meta(
-            description="free text in which tags hold JSON, as an object or as its text: triggers "
-            "and structures of begin, schema and end"
-        ),
+        "free text in which tags hold JSON, as an object or as its text: triggers and structures "
+        "of begin, schema and end",
     ] = None
 
 
@@ -180,41 +141,28 @@ class SamplingFields(SharedSampling, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling fields, all optional: an item's win over the batch's, those over the defaults."""
 
     structured_outputs: StructuredOutputs | dict[str, Any] | UnsetType = UNSET
-    top_k: (
-        Annotated[Length, Meta(description="keep this many most likely tokens; 0: all")] | UnsetType
-    ) = UNSET
+    top_k: Annotated[Length, "keep this many most likely tokens; 0: all"] | UnsetType = UNSET
     max_tokens: (
         Annotated[
             Length | None,
-            Meta(
-                description="null: what the prompt leaves of the model's length; 0: only read the "
-                "prompt"
-            ),
+            "null: what the prompt leaves of the model's length; 0: only read the prompt",
         ]
         | UnsetType
     ) = UNSET
     logprobs: (
-        Annotated[
-            Length,
-            Meta(description="alternatives reported per token; the token's own log-prob always is"),
-        ]
+        Annotated[Length, "alternatives reported per token; the token's own log-prob always is"]
         | UnsetType
     ) = UNSET
     include_stop_str_in_output: (
-        Annotated[bool, Meta(description="the text keeps the stop string or token that ended it")]
-        | UnsetType
+        Annotated[bool, "the text keeps the stop string or token that ended it"] | UnsetType
     ) = UNSET
     raw_logprobs: (
-        Annotated[bool, Meta(description="report log-probs under the unprocessed distribution too")]
-        | UnsetType
+        Annotated[bool, "report log-probs under the unprocessed distribution too"] | UnsetType
     ) = UNSET
     prompt_logprobs: (
         Annotated[
             Alternatives | None,
-            Meta(
-                description="alternatives per prompt token; null: not reported, -1: the whole "
-                "vocabulary"
-            ),
+            "alternatives per prompt token; null: not reported, -1: the whole vocabulary",
         ]
         | UnsetType
     ) = UNSET
@@ -224,8 +172,7 @@ class SdLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Limits on what is drafted for one item."""
 
     drafter: Annotated[
-        ShortName | None,
-        Meta(description="the only one that may draft; steps of another draft nothing for this"),
+        ShortName | None, "the only one that may draft; steps of another draft nothing for this"
     ] = None
     max_depth: int | UnsetType = UNSET  # the longest path of draft tokens
     max_rows: int | UnsetType = UNSET  # rows verified per step, the root included
@@ -234,29 +181,21 @@ class SdLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Item(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One prompt, in exactly one of three forms, and how many choices to make of it."""
 
-    id: Annotated[
-        ShortName | None, Meta(description="comes back with the results; ids of one batch differ")
-    ] = None
-    prompt: Annotated[str | None, Meta(description="a text")] = None
+    id: Annotated[ShortName | None, "comes back with the results; ids of one batch differ"] = None
+    prompt: Annotated[str | None, "a text"] = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[dict[str, Any]] | None = None
     group_id: Annotated[
-        ShortName | None,
-        Meta(description="siblings draft from each other's text; absent: the choices of this item"),
+        ShortName | None, "siblings draft from each other's text; absent: the choices of this item"
     ] = None
-    salt: Annotated[
-        Salt, Meta(description="requests share cached prefixes only with those of the same salt")
-    ] = ""
+    salt: Annotated[Salt, "requests share cached prefixes only with those of the same salt"] = ""
     lora: Annotated[
-        str, Meta(max_length=MAX_NAME, description="the LoRA adapter that computes it; empty: none")
+        str, "the LoRA adapter that computes it; empty: none", Meta(max_length=MAX_NAME)
     ] = ""
-    n: Annotated[Count, Meta(description="choices")] = 1
+    n: Annotated[Count, "choices"] = 1
     seed: Annotated[
         Seed | None,
-        Meta(
-            description="keys the choices' noise: the same seed gives the same tokens; absent: "
-            "the server's own"
-        ),
+        "keys the choices' noise: the same seed gives the same tokens; absent: the server's own",
     ] = None
     sd: bool | Literal["auto", "off"] | SdLimits | dict[str, Any] = True
     train: Train = True
@@ -268,17 +207,10 @@ class GenerateBody(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     requests: Sequence[Item | dict[str, Any]]
     sampling: SamplingFields | dict[str, Any] | UnsetType = UNSET
-    stream: Annotated[
-        bool, Meta(description="server-sent events as tokens come, instead of one reply")
-    ] = False
-    timeout_s: Annotated[
-        Seconds | None, Meta(description="the batch's deadline, from its arrival")
-    ] = None
+    stream: Annotated[bool, "server-sent events as tokens come, instead of one reply"] = False
+    timeout_s: Annotated[Seconds | None, "the batch's deadline, from its arrival"] = None
     queue_timeout_s: Annotated[
-        Seconds | None,
-        Meta(description="a sequence not started by then ends with the error queue_timeout"),
+        Seconds | None, "a sequence not started by then ends with the error queue_timeout"
     ] = None
     priority: Priority = 0
-    detach: Annotated[
-        bool, Meta(description="answer at once with an id; GET /rollouts/{id} has the results")
-    ] = False
+    detach: Annotated[bool, "answer at once with an id; GET /rollouts/{id} has the results"] = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -13,196 +13,148 @@ FinishReason = Literal["stop", "length", "abort"]
 class VersionSpan(Struct, frozen=True):
     """Output tokens [start, end) were computed by weight version `version`."""
 
-    version: Annotated[
-        str, Meta(description="the weight version that computed these output tokens")
-    ]
-    start: Annotated[int, Meta(description="the first of them, counted from 0")]
-    end: Annotated[int, Meta(description="one past the last")]
+    version: Annotated[str, "the weight version that computed these output tokens"]
+    start: Annotated[int, "the first of them, counted from 0"]
+    end: Annotated[int, "one past the last"]
 
 
 class SdReport(Struct, frozen=True):
     """Speculation of one choice."""
 
-    steps: Annotated[int, Meta(description="that emitted tokens")] = 0
-    draft_steps: Annotated[int, Meta(description="of those, with at least one draft row")] = 0
-    drafted: Annotated[int, Meta(description="draft rows verified")] = 0
-    accepted: Annotated[
-        int, Meta(description="drafts accepted, also those that a stop cut off")
-    ] = 0
+    steps: Annotated[int, "that emitted tokens"] = 0
+    draft_steps: Annotated[int, "of those, with at least one draft row"] = 0
+    drafted: Annotated[int, "draft rows verified"] = 0
+    accepted: Annotated[int, "drafts accepted, also those that a stop cut off"] = 0
     mean_accept_length: Annotated[
         float | None,
-        Meta(
-            description="tokens per step that had a draft, the bonus token included; null without "
-            "such a step"
-        ),
+        "tokens per step that had a draft, the bonus token included; null without such a step",
     ] = None
-    histogram: Annotated[
-        list[int], Meta(description="entry k: draft steps with k drafts accepted")
-    ] = []
+    histogram: Annotated[list[int], "entry k: draft steps with k drafts accepted"] = []
 
 
 Alternatives = tuple[list[int], list[float]]  # token ids and their log-probs, best first
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    index: Annotated[int, Meta(description="which of the item's n choices, from 0")]
-    token_ids: Annotated[list[int], Meta(description="the output, its stop token included")]
+    index: Annotated[int, "which of the item's n choices, from 0"]
+    token_ids: Annotated[list[int], "the output, its stop token included"]
     text: Annotated[
         str | None,
-        Meta(
-            description="the output as text, without stop token or stop string; null where the "
-            "model has no tokenizer"
-        ),
+        "the output as text, without stop token or stop string; null where the model has no "
+        "tokenizer",
     ]
-    logprobs: Annotated[
-        list[float], Meta(description="one per token, under the distribution that was sampled from")
-    ]
+    logprobs: Annotated[list[float], "one per token, under the distribution that was sampled from"]
     finish_reason: Annotated[
-        FinishReason,
-        Meta(description="what ended it: a stop token or string, its length, or an abort"),
+        FinishReason, "what ended it: a stop token or string, its length, or an abort"
     ]
     stop_reason: Annotated[
-        int | str | None,
-        Meta(description="the stop token's id or the stop string; null for another end"),
+        int | str | None, "the stop token's id or the stop string; null for another end"
     ]
-    weight_versions: Annotated[
-        list[VersionSpan], Meta(description="which weights computed which tokens")
-    ]
-    seed: Annotated[int, Meta(description="with which the choice can be repeated")]
-    sd: Annotated[SdReport, Meta(description="figures of its speculation")]
+    weight_versions: Annotated[list[VersionSpan], "which weights computed which tokens"]
+    seed: Annotated[int, "with which the choice can be repeated"]
+    sd: Annotated[SdReport, "figures of its speculation"]
     raw_logprobs: Annotated[
-        list[float] | None,
-        Meta(description="one per token, under the unprocessed distribution; where asked for"),
+        list[float] | None, "one per token, under the unprocessed distribution; where asked for"
     ] = None
     top_logprobs: Annotated[
-        list[Alternatives] | None,
-        Meta(description="per token the most likely alternatives; where asked for"),
+        list[Alternatives] | None, "per token the most likely alternatives; where asked for"
     ] = None
     prompt_logprobs: Annotated[
         list[Alternatives | None] | None,
-        Meta(
-            description="per prompt token its own and the most likely alternatives, null for the "
-            "first; where asked for"
-        ),
+        "per prompt token its own and the most likely alternatives, null for the first; where "
+        "asked for",
     ] = None
 
 
 class WireError(Struct, frozen=True):
-    code: Annotated[str, Meta(description="the kind of error, for programs")]
-    message: Annotated[str, Meta(description="the value, the limit and the remedy")]
-    retryable: Annotated[bool, Meta(description="whether the same request may succeed later")] = (
-        False
-    )
+    code: Annotated[str, "the kind of error, for programs"]
+    message: Annotated[str, "the value, the limit and the remedy"]
+    retryable: Annotated[bool, "whether the same request may succeed later"] = False
 
 
 class ItemResult(Struct, frozen=True):
     """One item's end: choices, or an error."""
 
-    id: Annotated[
-        str, Meta(description="of the item, as the request gave it or as it was numbered")
-    ]
-    choices: Annotated[
-        list[Choice], Meta(description="the item's n choices; empty where it failed")
-    ] = []
-    error: Annotated[WireError | None, Meta(description="why there are no choices; else null")] = (
-        None
-    )
+    id: Annotated[str, "of the item, as the request gave it or as it was numbered"]
+    choices: Annotated[list[Choice], "the item's n choices; empty where it failed"] = []
+    error: Annotated[WireError | None, "why there are no choices; else null"] = None
 
 
 class Usage(Struct, frozen=True):
-    prompt_tokens: Annotated[int, Meta(description="of all items, each prompt counted once")] = 0
-    completion_tokens: Annotated[int, Meta(description="of all choices")] = 0
-    cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")] = 0
+    prompt_tokens: Annotated[int, "of all items, each prompt counted once"] = 0
+    completion_tokens: Annotated[int, "of all choices"] = 0
+    cached_tokens: Annotated[int, "prompt tokens whose KV was there already"] = 0
 
 
 class Reply(Struct, frozen=True):
-    results: Annotated[
-        list[ItemResult], Meta(description="one per item, in the order of the request")
-    ]
-    usage: Annotated[Usage, Meta(description="tokens of the whole batch")]
+    results: Annotated[list[ItemResult], "one per item, in the order of the request"]
+    usage: Annotated[Usage, "tokens of the whole batch"]
     numerics: Annotated[
-        str,
-        Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept"),
+        str, "the guarantee that the tokens have: strict or fast, with how it is kept"
     ]
 
 
 class Progress(Struct, frozen=True):
-    items: Annotated[int, Meta(description="of the batch")]
-    items_ended: Annotated[int, Meta(description="with a result or an error")]
-    tokens: Annotated[int, Meta(description="generated so far")]
+    items: Annotated[int, "of the batch"]
+    items_ended: Annotated[int, "with a result or an error"]
+    tokens: Annotated[int, "generated so far"]
 
 
 class RolloutStatus(Struct, frozen=True):
     """The id and state of one rollout."""
 
-    id: Annotated[str, Meta(description="with which it is followed, fetched and deleted")]
+    id: Annotated[str, "with which it is followed, fetched and deleted"]
     status: Annotated[
-        Literal["running", "done", "deleted"],
-        Meta(description="running or done; of a rollout just deleted, deleted"),
+        Literal["running", "done", "deleted"], "running or done; of a rollout just deleted, deleted"
     ]
 
 
 class RolloutSummary(Struct, frozen=True):
     """A rollout without its prompts and results."""
 
-    id: Annotated[str, Meta(description="with which it is followed, fetched and deleted")]
-    status: Annotated[Literal["running", "done"], Meta(description="whether all items have ended")]
-    detached: Annotated[
-        bool, Meta(description="asked for with `detach`, else with an Idempotency-Key alone")
-    ]
-    created_s: Annotated[float, Meta(description="when it was started, in Unix seconds")]
-    done_s: Annotated[
-        float | None,
-        Meta(description="when its last item ended, in Unix seconds; null while it runs"),
-    ]
-    bytes: Annotated[int, Meta(description="size of its journal")]
-    progress: Annotated[Progress, Meta(description="how far it is")]
-    owner: Annotated[
-        str, Meta(description="the name of the key that began it; empty on a server without keys")
-    ] = ""
+    id: Annotated[str, "with which it is followed, fetched and deleted"]
+    status: Annotated[Literal["running", "done"], "whether all items have ended"]
+    detached: Annotated[bool, "asked for with `detach`, else with an Idempotency-Key alone"]
+    created_s: Annotated[float, "when it was started, in Unix seconds"]
+    done_s: Annotated[float | None, "when its last item ended, in Unix seconds; null while it runs"]
+    bytes: Annotated[int, "size of its journal"]
+    progress: Annotated[Progress, "how far it is"]
+    owner: Annotated[str, "the name of the key that began it; empty on a server without keys"] = ""
 
 
 class RolloutList(Struct, frozen=True):
-    rollouts: Annotated[list[RolloutSummary], Meta(description="all that are kept, oldest first")]
+    rollouts: Annotated[list[RolloutSummary], "all that are kept, oldest first"]
 
 
 class RolloutReply(Struct, frozen=True):
     """A rollout with all results that there are; once `status` is done, with all of them."""
 
-    id: Annotated[str, Meta(description="of the rollout")]
-    status: Annotated[Literal["running", "done"], Meta(description="whether all items have ended")]
-    progress: Annotated[Progress, Meta(description="how far it is")]
+    id: Annotated[str, "of the rollout"]
+    status: Annotated[Literal["running", "done"], "whether all items have ended"]
+    progress: Annotated[Progress, "how far it is"]
     results: Annotated[
-        list[ItemResult],
-        Meta(description="of the items that have ended, in the order of the request"),
+        list[ItemResult], "of the items that have ended, in the order of the request"
     ]
-    usage: Annotated[Usage, Meta(description="tokens of these items")]
+    usage: Annotated[Usage, "tokens of these items"]
     numerics: Annotated[
-        str,
-        Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept"),
+        str, "the guarantee that the tokens have: strict or fast, with how it is kept"
     ]
 
 
 class EngineState(Struct, frozen=True):
     """State of the engine: a pause, memory that is given back."""
 
-    paused: Annotated[bool, Meta(description="whether a pause holds")]
+    paused: Annotated[bool, "whether a pause holds"]
     new_requests: Annotated[
         Literal["run", "wait", "refuse"],
-        Meta(
-            description="what becomes of them now: they run, wait for the end of a pause, or get a "
-            "503"
-        ),
+        "what becomes of them now: they run, wait for the end of a pause, or get a 503",
     ]
-    asleep: Annotated[
-        list[Literal["kv_cache", "weights"]], Meta(description="memory that is given back")
-    ]
+    asleep: Annotated[list[Literal["kv_cache", "weights"]], "memory that is given back"]
 
 
 class AbortReply(Struct, frozen=True):
     sequences: Annotated[
-        int,
-        Meta(description="open sequences that the abort ends; those of ended items do not count"),
+        int, "open sequences that the abort ends; those of ended items do not count"
     ]
 
 
@@ -254,35 +206,29 @@ class Weights(TypedDict):
 class Token(Struct, frozen=True, kw_only=True):
     """New tokens of choice `index` of item `id` in a stream; text may come later than tokens."""
 
-    id: Annotated[str, Meta(description="of the item")]
-    index: Annotated[int, Meta(description="which of the item's n choices, from 0")]
-    token_ids: Annotated[list[int], Meta(description="the new tokens")]
+    id: Annotated[str, "of the item"]
+    index: Annotated[int, "which of the item's n choices, from 0"]
+    token_ids: Annotated[list[int], "the new tokens"]
     text: Annotated[
         str | None,
-        Meta(
-            description="the new text, which may come later than the tokens; null where the model "
-            "has no tokenizer"
-        ),
+        "the new text, which may come later than the tokens; null where the model has no tokenizer",
     ]
     logprobs: Annotated[
-        list[float],
-        Meta(description="one per new token, under the distribution that was sampled from"),
+        list[float], "one per new token, under the distribution that was sampled from"
     ]
     top_logprobs: Annotated[
-        list[Alternatives] | None,
-        Meta(description="per new token the most likely alternatives; where asked for"),
+        list[Alternatives] | None, "per new token the most likely alternatives; where asked for"
     ] = None
     prompt_logprobs: Annotated[
         list[Alternatives | None] | None,
-        Meta(description="with the choice's first tokens, as in the choice; where asked for"),
+        "with the choice's first tokens, as in the choice; where asked for",
     ] = None
 
 
 class Done(Struct, frozen=True):
-    usage: Annotated[Usage, Meta(description="tokens of the whole batch")]
+    usage: Annotated[Usage, "tokens of the whole batch"]
     numerics: Annotated[
-        str,
-        Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept"),
+        str, "the guarantee that the tokens have: strict or fast, with how it is kept"
     ]
 
 

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.http.parameters import HEADER, REQUIRED, Parameter
 
-SAID = Meta(description="said")
+SAID = "said"
 Word = Literal["b", "a"]
-COUNT = Annotated[int, Meta(ge=1, le=20, description="said")]
-SECONDS = Annotated[float, Meta(ge=0, le=60, description="said")]
+COUNT = Annotated[int, SAID, Meta(ge=1, le=20)]
+SECONDS = Annotated[float, SAID, Meta(ge=0, le=60)]
 
 
 def declared(hint: Any, default: Any = None, path: tuple[str, ...] = ()) -> Parameter:

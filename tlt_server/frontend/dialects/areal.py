@@ -37,18 +37,13 @@ GROUP = "areal"  # where a trainer names none
 class ArealOutcome(Struct, frozen=True):
     """The outcome of a change."""
 
-    success: Annotated[bool, Meta(description="whether it was made")]
-    message: Annotated[
-        str, Meta(description="what was done, or the value, the limit and the remedy")
-    ]
+    success: Annotated[bool, "whether it was made"]
+    message: Annotated[str, "what was done, or the value, the limit and the remedy"]
 
 
 class DirectoryPush(Tolerant, frozen=True, kw_only=True):
     model_path: Annotated[
-        Directory,
-        Meta(
-            min_length=1, description="directory of safetensors, absolute or below the weight root"
-        ),
+        Directory, "directory of safetensors, absolute or below the weight root", Meta(min_length=1)
     ]
 
 
@@ -58,11 +53,9 @@ class GroupOfRanks(RanksOfGroup, Tolerant, frozen=True, kw_only=True):
 
 
 class DescribedTensors(Tolerant, frozen=True, kw_only=True):
-    names: Annotated[
-        TensorNames, Meta(description="names of tensors, in the order in which they are broadcast")
-    ]
-    dtypes: Annotated[TypeNames, Meta(description='as torch names them, such as "bfloat16"')]
-    shapes: Annotated[Shapes, Meta(description="shapes of the tensors")]
+    names: Annotated[TensorNames, "names of tensors, in the order in which they are broadcast"]
+    dtypes: Annotated[TypeNames, 'as torch names them, such as "bfloat16"']
+    shapes: Annotated[Shapes, "shapes of the tensors"]
     group_name: GroupName = GROUP
 
 

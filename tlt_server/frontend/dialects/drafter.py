@@ -34,21 +34,14 @@ LIMIT, MAX_LIMIT = 256, 4096  # sequences of a reply
 SLICE_BYTES = 2**18
 After = Annotated[
     int,
-    Meta(
-        ge=0,
-        le=MAX_NUMBER,
-        description="number of the last sequence of the reply before, from its header "
-        "X-Samples-After; 0: from the oldest one",
-    ),
+    "number of the last sequence of the reply before, from its header X-Samples-After; 0: from the "
+    "oldest one",
+    Meta(ge=0, le=MAX_NUMBER),
 ]
 AtMost = Annotated[
     int,
-    Meta(
-        ge=1,
-        le=MAX_LIMIT,
-        description="the most sequences of the reply, which ends earlier where they have 8 MiB "
-        "together",
-    ),
+    "the most sequences of the reply, which ends earlier where they have 8 MiB together",
+    Meta(ge=1, le=MAX_LIMIT),
 ]
 
 
@@ -58,24 +51,19 @@ ROUTES = Routes(engine_fails=False)
 class ExportFields(Strict, frozen=True, kw_only=True):
     name: Annotated[
         str,
-        Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-            description="of the new directory, below `exports` in the state directory",
-        ),
+        "of the new directory, below `exports` in the state directory",
+        Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
     ]
     layout: Annotated[
-        Literal["eagle3", "sglang", "speculators", "eagle1"],
-        Meta(description="as of tlt drafter export"),
+        Literal["eagle3", "sglang", "speculators", "eagle1"], "as of tlt drafter export"
     ] = "eagle3"
 
 
 class TrainingPause(Strict, frozen=True, kw_only=True):
     for_s: Annotated[
         Annotated[float, Meta(ge=0, le=MAX_PAUSE_S)] | None,
-        Meta(
-            description="seconds after which training goes on by itself, counted from the last "
-            "such call; 0 ends such a pause at once; null: until POST /drafter/resume"
-        ),
+        "seconds after which training goes on by itself, counted from the last such call; 0 ends "
+        "such a pause at once; null: until POST /drafter/resume",
     ] = None
 
 

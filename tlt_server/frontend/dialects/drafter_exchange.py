@@ -38,17 +38,12 @@ MAX_NUMBER = 2**63 - 1
 MAX_SLICE = 2**23  # bytes of a reply
 Offered = Annotated[
     Literal["live", "candidate"],
-    Meta(
-        description="live: the drafter that is served; candidate: the last one that the trainer "
-        "has judged"
-    ),
+    "live: the drafter that is served; candidate: the last one that the trainer has judged",
 ]
-FileName = Annotated[str, Meta(description="a name in GET /drafter/files")]
-Version = Annotated[
-    str | None, Meta(description="the drafter's version, as GET /drafter/files says it")
-]
+FileName = Annotated[str, "a name in GET /drafter/files"]
+Version = Annotated[str | None, "the drafter's version, as GET /drafter/files says it"]
 Start = Annotated[
-    int, Meta(ge=0, le=MAX_NUMBER, description="first byte of the reply, which has at most 8 MiB")
+    int, "first byte of the reply, which has at most 8 MiB", Meta(ge=0, le=MAX_NUMBER)
 ]
 OCTETS = "application/octet-stream"
 
@@ -57,29 +52,28 @@ class SamplesTaken(Struct, frozen=True, kw_only=True):
     """The reply to recorded sequences that were sent."""
 
     sequences: Annotated[
-        int,
-        Meta(description="sequences that fit; the trainer process leaves out those that it has"),
+        int, "sequences that fit; the trainer process leaves out those that it has"
     ]
-    refused: Annotated[int, Meta(description="sequences that did not fit")]
-    refusals: Annotated[list[str], Meta(description="the first reasons for that")]
+    refused: Annotated[int, "sequences that did not fit"]
+    refusals: Annotated[list[str], "the first reasons for that"]
 
 
 class DrafterFile(Struct, frozen=True, kw_only=True):
     """A file of a drafter."""
 
-    name: Annotated[str, Meta(description="file name")]
-    bytes: Annotated[int, Meta(description="its size")]
+    name: Annotated[str, "file name"]
+    bytes: Annotated[int, "its size"]
 
 
 class DrafterFiles(Struct, frozen=True, kw_only=True):
     """The files of a drafter, which a push of role `drafter` or `all` takes."""
 
-    version: Annotated[str, Meta(description="their weight version")]
-    target_version: Annotated[str, Meta(description="the target's weight version that is live")]
-    files: Annotated[list[DrafterFile], Meta(description="safetensors files and calibration")]
+    version: Annotated[str, "their weight version"]
+    target_version: Annotated[str, "the target's weight version that is live"]
+    files: Annotated[list[DrafterFile], "safetensors files and calibration"]
     candidate: Annotated[
         CandidateState | None,
-        Meta(description="the trial of the candidate, adopted or not; null: it is the live one"),
+        "the trial of the candidate, adopted or not; null: it is the live one",
     ]
 
 

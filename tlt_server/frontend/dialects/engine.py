@@ -28,46 +28,39 @@ ALL_MEMORY: tuple[Memory, ...] = ("weights", "kv_cache")
 class NativePause(Strict, frozen=True, kw_only=True):
     in_flight: Annotated[
         InFlight,
-        Meta(
-            description="accepted sequences: continue keeps them and their KV; recompute gives "
-            "their KV back and computes it again after POST /engine/resume; abort ends them with "
-            "what they have; drain lets them end first"
-        ),
+        "accepted sequences: continue keeps them and their KV; recompute gives their KV back and "
+        "computes it again after POST /engine/resume; abort ends them with what they have; drain "
+        "lets them end first",
     ] = "continue"
     new_requests: Annotated[
-        Literal["wait", "refuse"],
-        Meta(description="requests that come meanwhile: wait, or get a 503"),
+        Literal["wait", "refuse"], "requests that come meanwhile: wait, or get a 503"
     ] = "wait"
-    clear_cache: Annotated[bool, Meta(description="forget cached prefixes too")] = False
+    clear_cache: Annotated[bool, "forget cached prefixes too"] = False
 
 
 class NativeSleep(Strict, frozen=True, kw_only=True):
     memory: Annotated[
         list[Memory],
-        Meta(
-            max_length=MAX_MEMORY,
-            description="what to give back: weights of target and drafter, KV; empty: both",
-        ),
+        "what to give back: weights of target and drafter, KV; empty: both",
+        Meta(max_length=MAX_MEMORY),
     ] = []
     in_flight: Annotated[
         Literal["recompute", "abort", "drain"],
-        Meta(
-            description="accepted sequences: recompute continues with the same tokens once all is "
-            "awake; abort ends them with what they have; drain lets them end first"
-        ),
+        "accepted sequences: recompute continues with the same tokens once all is awake; abort "
+        "ends them with what they have; drain lets them end first",
     ] = "recompute"
 
 
 class NativeWake(Strict, frozen=True, kw_only=True):
     memory: Annotated[
-        list[Memory], Meta(max_length=MAX_MEMORY, description="what to take again; empty: both")
+        list[Memory], "what to take again; empty: both", Meta(max_length=MAX_MEMORY)
     ] = []
 
 
 class NativeClear(Strict, frozen=True, kw_only=True):
-    unless_held: Annotated[
-        bool, Meta(description="409 instead while a sequence runs or is paused with its KV")
-    ] = False
+    unless_held: Annotated[bool, "409 instead while a sequence runs or is paused with its KV"] = (
+        False
+    )
 
 
 class NativeAbort(Strict, frozen=True, kw_only=True):
@@ -77,12 +70,11 @@ class NativeAbort(Strict, frozen=True, kw_only=True):
 
     ids: Annotated[
         Annotated[list[ShortName], Meta(min_length=1, extra={"limit": NAMES})] | None,
-        Meta(description="ids that items of POST /generate, or other requests, were given"),
+        "ids that items of POST /generate, or other requests, were given",
     ] = None
-    all: Annotated[
-        bool | None,
-        Meta(description="true: everything that is open, which needs the scope operate"),
-    ] = None
+    all: Annotated[bool | None, "true: everything that is open, which needs the scope operate"] = (
+        None
+    )
 
 
 ROUTES = Routes()

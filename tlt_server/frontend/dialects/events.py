@@ -24,11 +24,8 @@ from tlt_server.frontend.service import Service
 MAX_WAIT_S = 86400.0
 WaitForChanges = Annotated[
     float,
-    Meta(
-        ge=0,
-        le=MAX_WAIT_S,
-        description="the longest time to wait for changes; 0: only the current state",
-    ),
+    "the longest time to wait for changes; 0: only the current state",
+    Meta(ge=0, le=MAX_WAIT_S),
 ]
 
 State = TypeVar("State")
@@ -37,28 +34,17 @@ State = TypeVar("State")
 class ServerState(Struct, frozen=True):
     """The facts that decide whether and how requests are served."""
 
-    ready: Annotated[bool, Meta(description="whether a request sent now would be taken")]
-    reason: Annotated[str, Meta(description="why not; else empty")]
-    draining: Annotated[
-        bool, Meta(description="whether the server is about to stop; this state is the last")
-    ]
-    paused: Annotated[bool, Meta(description="whether a pause holds")]
-    asleep: Annotated[list[str], Meta(description="memory that is given back: weights, kv_cache")]
+    ready: Annotated[bool, "whether a request sent now would be taken"]
+    reason: Annotated[str, "why not; else empty"]
+    draining: Annotated[bool, "whether the server is about to stop; this state is the last"]
+    paused: Annotated[bool, "whether a pause holds"]
+    asleep: Annotated[list[str], "memory that is given back: weights, kv_cache"]
     weight_version: Annotated[
-        str,
-        Meta(
-            description="the target's version that is live; empty until the engine has been ready"
-        ),
+        str, "the target's version that is live; empty until the engine has been ready"
     ]
-    drafter_version: Annotated[
-        str, Meta(description="the drafter's; empty where none can be pushed")
-    ]
+    drafter_version: Annotated[str, "the drafter's; empty where none can be pushed"]
     engine_pid: Annotated[
-        int,
-        Meta(
-            description="the engine's process, another one after a restart; 0 until the engine has "
-            "been ready"
-        ),
+        int, "the engine's process, another one after a restart; 0 until the engine has been ready"
     ]
 
 

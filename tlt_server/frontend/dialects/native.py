@@ -64,12 +64,8 @@ BORROWED = ("text", "input_ids")  # a body with one of these fields has SGLang's
 IdempotencyKey = Annotated[
     str | None,
     HEADER,
-    Meta(
-        min_length=1,
-        max_length=MAX_KEY,
-        pattern="^[!-~]+$",
-        description="name of the batch, so that it never runs twice: 1 to 256 printable characters",
-    ),
+    "name of the batch, so that it never runs twice: 1 to 256 printable characters",
+    Meta(min_length=1, max_length=MAX_KEY, pattern="^[!-~]+$"),
 ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,11 +27,9 @@ from tlt_server.frontend.service import Service
 class Startup(Struct, frozen=True):
     """The progress of the engine's start."""
 
-    started: Annotated[bool, Meta(description="whether the engine has been ready")]
-    phases: Annotated[list[Phase], Meta(description="phases that have ended, in order")]
-    under_way: Annotated[
-        UnderWay | None, Meta(description="the phase of a start, or of a restart, that runs now")
-    ]
+    started: Annotated[bool, "whether the engine has been ready"]
+    phases: Annotated[list[Phase], "phases that have ended, in order"]
+    under_way: Annotated[UnderWay | None, "the phase of a start, or of a restart, that runs now"]
 
 
 ROUTES = Routes()
@@ -79,9 +77,7 @@ async def metrics(service: Service, request: Request) -> Response:
 async def info(
     service: Service,
     caller: Caller,
-    config_format: Annotated[
-        str, Meta(description="accepted and without effect: the reply is JSON")
-    ] = "",
+    config_format: Annotated[str, "accepted and without effect: the reply is JSON"] = "",
 ) -> ServerInfo:
     """Describe this server: model, engine, limits and settings."""
     return server_info(service, caller)

@@ -24,12 +24,9 @@ from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
 
 MAX_WAIT_S = 60.0
-RolloutId = Annotated[
-    str, Meta(description="the id in the reply to the request that started the rollout")
-]
+RolloutId = Annotated[str, "the id in the reply to the request that started the rollout"]
 WaitForEnd = Annotated[
-    float,
-    Meta(ge=0, le=MAX_WAIT_S, description="the longest time to wait for the end of the rollout"),
+    float, "the longest time to wait for the end of the rollout", Meta(ge=0, le=MAX_WAIT_S)
 ]
 
 

@@ -36,13 +36,10 @@ RATIO = "outlook_ratio_"  # begins the names of the gauges of drafters
 
 Batches = Annotated[
     list[Annotated[int, Meta(ge=1, le=MAX_INT32)]],
-    Meta(
-        min_length=2,
-        max_length=2,
-        description="the smallest and the largest number of decoding sequences that it holds for",
-    ),
+    "the smallest and the largest number of decoding sequences that it holds for",
+    Meta(min_length=2, max_length=2),
 ]
-PinnedName = Annotated[str, Meta(description="drafter:DEPTHxWIDTHxROWS, or off")]
+PinnedName = Annotated[str, "drafter:DEPTHxWIDTHxROWS, or off"]
 
 
 class PinFields(Strict, frozen=True, kw_only=True):
@@ -57,25 +54,19 @@ class PolicyFields(Strict, frozen=True, kw_only=True):
 
     policy: Annotated[
         str,
-        Meta(
-            description="the policy that chooses each step's strategy",
-            extra_json_schema={"enum": list(POLICIES)},
-        ),
+        "the policy that chooses each step's strategy",
+        Meta(extra_json_schema={"enum": list(POLICIES)}),
     ]
     strategy: Annotated[
-        str | None,
-        Meta(description="for the policy fixed: drafter:DEPTHxWIDTHxROWS, such as eagle:7x4x16"),
+        str | None, "for the policy fixed: drafter:DEPTHxWIDTHxROWS, such as eagle:7x4x16"
     ] = None
     arms: Annotated[
         Annotated[list[str], Meta(min_length=1, max_length=MAX_ARMS)] | None,
-        Meta(
-            description="all that a policy may choose from, next to off: drafters, and strategies "
-            "of which goodput takes depth and width; absent: everything"
-        ),
+        "all that a policy may choose from, next to off: drafters, and strategies of which goodput "
+        "takes depth and width; absent: everything",
     ] = None
     pins: Annotated[
-        list[PinFields],
-        Meta(max_length=MAX_PINS, description="strategies that hold for ranges of batch sizes"),
+        list[PinFields], "strategies that hold for ranges of batch sizes", Meta(max_length=MAX_PINS)
     ] = []
 
 
@@ -89,51 +80,34 @@ class PinState(Struct, frozen=True):
 class StrategyState(Struct, frozen=True, kw_only=True):
     """The policy and the strategy in force, those that could be, and what the choice rests on."""
 
-    policy: Annotated[str, Meta(description="the policy that chooses each step's strategy")]
-    strategy: Annotated[str | None, Meta(description="strategy of the policy fixed; else null")]
-    in_force: Annotated[
-        str | None, Meta(description="strategy of the last step; null before the first")
-    ]
+    policy: Annotated[str, "the policy that chooses each step's strategy"]
+    strategy: Annotated[str | None, "strategy of the policy fixed; else null"]
+    in_force: Annotated[str | None, "strategy of the last step; null before the first"]
     expected_tokens_per_s: Annotated[
-        float | None, Meta(description="expected of steps like the last ones; null: not known")
+        float | None, "expected of steps like the last ones; null: not known"
     ]
-    arms: Annotated[
-        list[str],
-        Meta(description="strategies that beg chooses from; goodput has other depths, too"),
-    ]
+    arms: Annotated[list[str], "strategies that beg chooses from; goodput has other depths, too"]
     pins: Annotated[
         list[PinState],
-        Meta(
-            description="pins in force, with the limit of sd_max_batch; not those for more "
-            "sequences than run at once"
-        ),
+        "pins in force, with the limit of sd_max_batch; not those for more sequences than run at "
+        "once",
     ]
-    prepared: Annotated[
-        str, Meta(description="what the policy in force found prepared, and what was loaded for it")
-    ]
+    prepared: Annotated[str, "what the policy in force found prepared, and what was loaded for it"]
     preparing: Annotated[
         str | None,
-        Meta(
-            description="the policy that was set last, while its kernels are compiled and loaded; "
-            "null: it is in force"
-        ),
+        "the policy that was set last, while its kernels are compiled and loaded; null: it is in "
+        "force",
     ]
-    policies: Annotated[list[str], Meta(description="policies that can be set")]
-    drafters: Annotated[list[str], Meta(description="drafters that are loaded")]
+    policies: Annotated[list[str], "policies that can be set"]
+    drafters: Annotated[list[str], "drafters that are loaded"]
     cost_error: Annotated[
-        float | None,
-        Meta(description="mean relative error of predicted step times; null: not known"),
+        float | None, "mean relative error of predicted step times; null: not known"
     ]
     outlook_ratio: Annotated[
-        dict[str, float],
-        Meta(description="drafter -> draft tokens accepted over those predicted, of late"),
+        dict[str, float], "drafter -> draft tokens accepted over those predicted, of late"
     ]
-    calibration_error: Annotated[
-        dict[str, float], Meta(description="drafter -> how far that ratio is from 1")
-    ]
-    switches: Annotated[
-        list[Switch], Meta(description="the last changes of the strategy, newest last")
-    ]
+    calibration_error: Annotated[dict[str, float], "drafter -> how far that ratio is from 1"]
+    switches: Annotated[list[Switch], "the last changes of the strategy, newest last"]
 
 
 ROUTES = Routes()

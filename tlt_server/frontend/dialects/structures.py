@@ -15,10 +15,10 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.requests import SharedSampling, StructuredOutputs
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 
-Schema = Annotated[Json | None, Meta(description="a JSON schema")]
-Regex = Annotated[str | None, Meta(description="matches the whole output")]
-Texts = Annotated[Choices | None, Meta(description="texts, of which the output is one")]
-GrammarText = Annotated[str | None, Meta(description="a grammar in GBNF or in Lark's form")]
+Schema = Annotated[Json | None, "a JSON schema"]
+Regex = Annotated[str | None, "matches the whole output"]
+Texts = Annotated[Choices | None, "texts, of which the output is one"]
+GrammarText = Annotated[str | None, "a grammar in GBNF or in Lark's form"]
 ANY_OBJECT = StructuredOutputs(json_schema={"type": "object"})
 _SPACES = RefusedField(
     "white space in JSON is a space, or a line break with an indent: leave it out"
@@ -28,8 +28,8 @@ _PROPERTIES = RefusedField("the schema says so by additionalProperties: use that
 
 
 class JsonSchemaFormat(Tolerant, frozen=True, kw_only=True):
-    schema: Annotated[Json, Meta(description="the JSON schema")]
-    name: Annotated[str, Meta(max_length=256, description="has no effect")] = ""
+    schema: Annotated[Json, "the JSON schema"]
+    name: Annotated[str, "has no effect", Meta(max_length=256)] = ""
 
 
 class ResponseFormat(Tolerant, frozen=True, kw_only=True):
@@ -39,23 +39,18 @@ class ResponseFormat(Tolerant, frozen=True, kw_only=True):
     }
 
     type: Annotated[
-        Literal["text", "json_object", "json_schema", "structural_tag"],
-        Meta(description="text: no structure"),
+        Literal["text", "json_object", "json_schema", "structural_tag"], "text: no structure"
     ]
-    json_schema: Annotated[
-        JsonSchemaFormat | None, Meta(description="the schema, with the type json_schema")
-    ] = None
+    json_schema: Annotated[JsonSchemaFormat | None, "the schema, with the type json_schema"] = None
     structures: Annotated[
         list[dict[str, Any]] | None,  # the parts of a tag are counted when they are written
-        Meta(description="with the type structural_tag: begin, schema and end of each tag"),
+        "with the type structural_tag: begin, schema and end of each tag",
     ] = None
     triggers: Annotated[
         Annotated[list[str], Meta(max_length=1024)] | None,
-        Meta(description="with the type structural_tag: texts that begin a tag"),
+        "with the type structural_tag: texts that begin a tag",
     ] = None
-    format: Annotated[
-        dict[str, Any] | None, Meta(description="with the type structural_tag: its newer form")
-    ] = None
+    format: Annotated[dict[str, Any] | None, "with the type structural_tag: its newer form"] = None
 
     def native(self, where: str) -> StructuredOutputs | None:
         match self.type:
@@ -89,11 +84,11 @@ class VllmStructure(Tolerant, frozen=True, kw_only=True):
     }
 
     json: Schema = None
-    json_object: Annotated[bool, Meta(description="any JSON object")] = False
+    json_object: Annotated[bool, "any JSON object"] = False
     regex: Regex = None
     choice: Texts = None
     grammar: GrammarText = None
-    structural_tag: Annotated[Json | None, Meta(description="see response_format")] = None
+    structural_tag: Annotated[Json | None, "see response_format"] = None
 
     def native(self, where: str) -> StructuredOutputs | None:
         given: dict[str, Any] = {
@@ -135,17 +130,11 @@ class Structured(SharedSampling, frozen=True, kw_only=True):
 class VllmStructured(Structured, frozen=True, kw_only=True):
     """vLLM's fields, the older ones too."""
 
-    response_format: Annotated[
-        ResponseFormat | None, Meta(description="what the output looks like")
-    ] = None
-    structured_outputs: Annotated[
-        VllmStructure | None, Meta(description="the texts that the output may be")
-    ] = None
-    guided_decoding: Annotated[
-        VllmStructure | None, Meta(description="the older name of structured_outputs")
-    ] = None
+    response_format: Annotated[ResponseFormat | None, "what the output looks like"] = None
+    structured_outputs: Annotated[VllmStructure | None, "the texts that the output may be"] = None
+    guided_decoding: Annotated[VllmStructure | None, "the older name of structured_outputs"] = None
     guided_json: Schema = None
-    guided_json_object: Annotated[bool, Meta(description="any JSON object")] = False
+    guided_json_object: Annotated[bool, "any JSON object"] = False
     guided_regex: Regex = None
     guided_choice: Texts = None
     guided_grammar: GrammarText = None
@@ -167,9 +156,9 @@ class SglangStructured(Structured, frozen=True, kw_only=True):
     json_schema: Schema = None
     regex: Regex = None
     ebnf: GrammarText = None
-    structural_tag: Annotated[
-        Json | None, Meta(description="triggers, and structures of begin, schema and end")
-    ] = None
+    structural_tag: Annotated[Json | None, "triggers, and structures of begin, schema and end"] = (
+        None
+    )
 
     def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:
         yield "json_schema", _native("json_schema", self.json_schema)

@@ -36,9 +36,9 @@ MAX_BAD_TOKENS = 4096  # limit on all words together
 FORMS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 Truncation = Annotated[
     Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None,
-    Meta(description="keep this many last tokens of the prompt; -1: as many as fit"),
+    "keep this many last tokens of the prompt; -1: as many as fit",
 ]
-TopK = Annotated[int, Meta(ge=-1, le=MAX_INT32, description="0 or -1: all tokens")]
+TopK = Annotated[int, "0 or -1: all tokens", Meta(ge=-1, le=MAX_INT32)]
 # Seeds in the borrowed dialects, with or without a sign
 AnySeed = Annotated[
     int, Meta(ge=-(2**63), extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})
@@ -66,15 +66,14 @@ class StructuredOutputs(fields.StructuredOutputs, Strict, frozen=True, kw_only=T
 
 class SamplingFields(fields.SamplingFields, SharedSampling, Strict, frozen=True, kw_only=True):
     structured_outputs: (
-        Annotated[StructuredOutputs, Meta(description="the texts that the output may be")]
-        | UnsetType
+        Annotated[StructuredOutputs, "the texts that the output may be"] | UnsetType
     ) = UNSET
 
 
 class Message(Strict, frozen=True, kw_only=True):
-    role: Annotated[ShortName, Meta(description="whose turn it is, as the chat template knows it")]
-    content: Annotated[str, Meta(description="what was said")]
-    name: Annotated[str | None, Meta(description="who said it, for templates that ask")] = None
+    role: Annotated[ShortName, "whose turn it is, as the chat template knows it"]
+    content: Annotated[str, "what was said"]
+    name: Annotated[str | None, "who said it, for templates that ask"] = None
 
     def for_template(self) -> dict[str, str]:
         name = {} if self.name is None else {"name": self.name}
@@ -82,19 +81,19 @@ class Message(Strict, frozen=True, kw_only=True):
 
 
 class SdFields(fields.SdLimits, Strict, frozen=True, kw_only=True):
-    max_depth: Annotated[
-        int, Meta(ge=1, le=MAX_DEPTH, description="the longest path of draft tokens")
-    ] = MAX_DEPTH
+    max_depth: Annotated[int, "the longest path of draft tokens", Meta(ge=1, le=MAX_DEPTH)] = (
+        MAX_DEPTH
+    )
     max_rows: Annotated[
-        int, Meta(ge=2, le=MAX_ROWS, description="rows verified per step, the root included")
+        int, "rows verified per step, the root included", Meta(ge=2, le=MAX_ROWS)
     ] = MAX_ROWS
 
 
 PROMPTS = ("prompt", "token_ids", "messages")
-PromptTokens = Annotated[PromptIds | None, Meta(description="a text as the model's tokens")]
+PromptTokens = Annotated[PromptIds | None, "a text as the model's tokens"]
 Conversation = Annotated[
     Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None,
-    Meta(description="a conversation, for the chat template"),
+    "a conversation, for the chat template",
 ]
 
 
@@ -106,25 +105,16 @@ class ItemFields(fields.Item, Strict, frozen=True, kw_only=True):
     messages: Conversation = None  # type: ignore[assignment]
     sd: Annotated[
         bool | Literal["auto", "off"] | SdFields,
-        Meta(
-            description="what is drafted for this item, whose tokens are the same: auto or true, "
-            "off or false, or limits"
-        ),
+        "what is drafted for this item, whose tokens are the same: auto or true, off or false, or "
+        "limits",
     ] = True
-    sampling: Annotated[
-        SamplingFields | None, Meta(description="fields that differ from the batch's")
-    ] = None
+    sampling: Annotated[SamplingFields | None, "fields that differ from the batch's"] = None
 
 
 class NativeRequest(fields.GenerateBody, Strict, frozen=True, kw_only=True):
     requests: Annotated[
         list[ItemFields],
-        Meta(
-            min_length=1,
-            description="the batch; all of it is admitted or nothing",
-            extra={"limit": ITEMS},
-        ),
+        "the batch; all of it is admitted or nothing",
+        Meta(min_length=1, extra={"limit": ITEMS}),
     ]
-    sampling: Annotated[SamplingFields, Meta(description="for items that say nothing else")] = (
-        SamplingFields()
-    )
+    sampling: Annotated[SamplingFields, "for items that say nothing else"] = SamplingFields()

@@ -9,7 +9,8 @@ reads them, and `openapi` describes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from types import UnionType
+from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin
 
 from msgspec import Struct
 
@@ -54,3 +55,13 @@ def shown(value: Any) -> str:
     """Return the value as an error message shows it: its repr, at most 80 characters long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType)
+
+
+def sentence_of(hint: Any) -> str:
+    """Return the text in `Annotated[TYPE, text]`, which describes a field; empty without one."""
+    marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((mark for mark in reversed(marks) if isinstance(mark, str)), "")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, MsgspecError, Raw, Struct, UnsetType, ValidationError
@@ -13,7 +13,7 @@ from msgspec.json import Decoder
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.http.bounds import LIMITS, Bounds
 from tlt_server.frontend.http.counting import Length, check_members
-from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant
+from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant, is_union
 from tlt_server.frontend.http.readers import (
     NULL,
     AlikeReader,
@@ -165,7 +165,7 @@ def reader_of(hint: Any, bounds: Bounds, metas: tuple[Meta, ...] = ()) -> ValueR
     if origin is Annotated:
         inner, *own = get_args(hint)
         return reader_of(inner, bounds, (*metas, *(meta for meta in own if isinstance(meta, Meta))))
-    if _is_union(hint):
+    if is_union(hint):
         parts = [part for part in get_args(hint) if part is not UnsetType]
         readers = [reader_of(part, bounds) for part in parts if part is not NoneType]
         reader = readers[0] if len(readers) == 1 else UnionReader(readers)
@@ -178,7 +178,7 @@ def reader_of(hint: Any, bounds: Bounds, metas: tuple[Meta, ...] = ()) -> ValueR
         [element], length = get_args(hint), _length(hint, metas, bounds)
         lists = [
             ListReader(reader_of(part, bounds), length)
-            for part in (get_args(element) if _is_union(element) else (element,))
+            for part in (get_args(element) if is_union(element) else (element,))
         ]
         return lists[0] if len(lists) == 1 else AlikeReader(lists)
     if origin is dict:
@@ -200,10 +200,6 @@ def _length(hint: Any, metas: tuple[Meta, ...], bounds: Bounds) -> Length:
         if meta.max_length is not None:
             return Length(least, meta.max_length, None)
     raise TypeError(f"{hint} has no limit on its length; state one in its annotation")
-
-
-def _is_union(hint: Any) -> bool:
-    return get_origin(hint) in (Union, UnionType)
 
 
 def _holds_any(hint: Any) -> bool:

@@ -12,10 +12,10 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import isclass
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from tlt_client.fields import MAX_INT32
 from tlt_server import __version__
@@ -33,7 +33,7 @@ from tlt_server.errors import (
     Unavailable,
 )
 from tlt_server.frontend.http.endpoints import Endpoint
-from tlt_server.frontend.http.fields import Open, Tolerant
+from tlt_server.frontend.http.fields import Open, Tolerant, is_union, sentence_of
 from tlt_server.frontend.http.parameters import REQUIRED
 from tlt_server.packed import PackedIds
 
@@ -121,7 +121,13 @@ def _schemas(endpoints: Sequence[Endpoint]) -> tuple[dict[Any, Any], dict[str, A
     ]
     types = list(dict.fromkeys((*takes, *gives)))
     schemas, components = msgspec.json.schema_components(types, ref_template=REF.format("{name}"))
-    for struct in _structs(dict.fromkeys(takes)) - {PackedIds}:
+    for struct in _structs(types) - {PackedIds}:
+        hints = get_type_hints(struct, include_extras=True)
+        for field in msgspec.structs.fields(struct):
+            _describe(
+                components[struct.__name__]["properties"][field.encode_name], hints[field.name]
+            )
+    for struct in _structs(takes) - {PackedIds}:
         _adjust(components[struct.__name__], struct)
     del components[PackedIds.__name__]
     return dict(zip(types, _with_ids(schemas), strict=True)), _with_ids(components)
@@ -146,6 +152,21 @@ def _structs(types: Iterable[Any]) -> set[type[Struct]]:
             hints = get_type_hints(type, include_extras=True)
             left += [hints[name] for name in type.__struct_fields__]
     return found
+
+
+def _describe(schema: dict[str, Any], hint: Any) -> None:
+    """Add the sentences of an annotation to the schema of its type."""
+    if sentence := sentence_of(hint):
+        schema["description"] = sentence
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if is_union(hint):
+        parts = [part for part in get_args(hint) if part is not UnsetType]
+        schemas = [schema] if len(parts) == 1 else schema.get("anyOf", ())
+        for part, within in zip(parts, schemas, strict=False):
+            _describe(within, part)
+    elif get_origin(hint) is list and "items" in schema:
+        _describe(schema["items"], get_args(hint)[0])
 
 
 def _adjust(schema: dict[str, Any], struct: type[Struct]) -> None:
@@ -209,7 +230,7 @@ def _parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
             "name": parameter.name,
             "in": parameter.place,
             "required": parameter.default is REQUIRED,
-            "description": parameter.meta.description,
+            "description": parameter.sentence,
             "schema": parameter.schema,
         }
 

@@ -1,6 +1,6 @@
 """Values that a client sends outside the body, each declared by an argument of a handler.
 
-`Annotated[KIND, Meta(...)]` is one of the path if the path names it, with `HEADER` a header, and
+`Annotated[KIND, "sentence"]` is one of the path if the path names it, with `HEADER` a header, and
 else one of the query: a word, words, a flag, a count, a time in seconds, or a text. Unknown ones
 are ignored.
 """
@@ -17,10 +17,11 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.fields import sentence_of, shown
 
-HEADER = "header"  # mark of an argument that is a header
+HEADER = object()  # mark of an argument that is a header
 REQUIRED = inspect.Parameter.empty
+Place = Literal["path", "query", "header"]
 # In any case, since trainers send `True` of Python as well as `true` of JSON.
 FLAGS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(
     ("false", "0", "no", "off"), False
@@ -29,23 +30,26 @@ FLAGS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(
 
 class Parameter(NamedTuple):
     name: str
-    place: Literal["path", "query", "header"]
+    place: Place
     kind: Any
-    meta: Meta
+    sentence: str
+    bounds: Meta
     default: Any
 
     @classmethod
     def of(cls, name: str, hint: Any, default: Any, path: Collection[str]) -> Parameter | None:
         """Return the parameter that an argument stands for, or None. `path`: names in the path."""
-        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (None,)
-        meta = next((mark for mark in marks if isinstance(mark, Meta)), None)
-        if meta is None:
+        sentence = sentence_of(hint)
+        if not sentence:
             return None
+        kind, *marks = get_args(hint)
         if NoneType in get_args(kind):
             kind = get_args(kind)[0]
+        bounds = next((mark for mark in marks if isinstance(mark, Meta)), Meta())
         if HEADER in marks:
-            return cls(name.replace("_", "-").title(), "header", kind, meta, default)
-        return cls(name, "path" if name in path else "query", kind, meta, default)
+            return cls(name.replace("_", "-").title(), "header", kind, sentence, bounds, default)
+        place: Place = "path" if name in path else "query"
+        return cls(name, place, kind, sentence, bounds, default)
 
     @property
     def _is_list(self) -> bool:
@@ -62,8 +66,7 @@ class Parameter(NamedTuple):
         if self._is_list:
             return {"type": "array", "items": schema}
         if not self._known:
-            schema = msgspec.json.schema(Annotated[self.kind, self.meta])
-            del schema["description"]
+            schema = msgspec.json.schema(Annotated[self.kind, self.bounds])
         has_default = self.default not in (REQUIRED, None, "")
         return schema | {"default": self.default} if has_default else schema
 
@@ -79,8 +82,8 @@ class Parameter(NamedTuple):
 
     def _value(self, text: str, has: str) -> Any:
         value: Any = text
-        least: Any = self.meta.ge
-        most: Any = self.meta.le
+        least: Any = self.bounds.ge
+        most: Any = self.bounds.le
         requirement = f"one of {', '.join(self._known or FLAGS)}"
         if self._known:
             value = text if text in self._known else None

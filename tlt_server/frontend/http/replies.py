@@ -13,7 +13,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 import structlog
-from msgspec import Meta, Struct
+from msgspec import Struct
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -105,7 +105,7 @@ def _say_when(response: Response, retry_after_s: float | None) -> None:
 class Refusal(Struct, frozen=True):
     """The body of every reply that is an error."""
 
-    error: Annotated[WireError, Meta(description="what went wrong")]
+    error: Annotated[WireError, "what went wrong"]
 
 
 def error_body(error: TltError) -> WireError:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tlt_server.errors import EngineFailed
 from tlt_server.events import CHECKED, Phase, PhaseProgress
@@ -36,10 +36,10 @@ DOING = {
 class UnderWay(Struct, frozen=True):
     """The phase of a start that is under way."""
 
-    phase: Annotated[str, Meta(description="what the engine does now")]
-    done: Annotated[int, Meta(description="steps of it that are done")]
-    of: Annotated[int, Meta(description="all of its steps; 0: it has none that are counted")]
-    seconds: Annotated[float, Meta(description="time since the phase began")]
+    phase: Annotated[str, "what the engine does now"]
+    done: Annotated[int, "steps of it that are done"]
+    of: Annotated[int, "all of its steps; 0: it has none that are counted"]
+    seconds: Annotated[float, "time since the phase began"]
 
     def __str__(self) -> str:
         counted = f" ({self.done} of {self.of})" if self.of else ""

@@ -14,13 +14,9 @@ from tlt_server.frontend.weights.session import WeightSession
 
 AdapterName = Annotated[
     str,
-    Meta(
-        min_length=1,
-        max_length=MAX_ADAPTER,
-        pattern=ADAPTER,
-        description="a name without '+', '@', control and format characters; the model's own: "
-        "requests that name the model have it",
-    ),
+    "a name without '+', '@', control and format characters; the model's own: requests that name "
+    "the model have it",
+    Meta(min_length=1, max_length=MAX_ADAPTER, pattern=ADAPTER),
 ]
 
 

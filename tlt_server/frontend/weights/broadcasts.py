@@ -22,21 +22,17 @@ from tlt_server.errors import InvalidRequest, TltError
 from tlt_server.events import WeightReport
 from tlt_server.frontend.weights.session import Selector, Update, WeightSession
 
-GroupName = Annotated[
-    str, Meta(min_length=1, max_length=128, pattern=SEEN, description="of the process group")
-]
+GroupName = Annotated[str, "of the process group", Meta(min_length=1, max_length=128, pattern=SEEN)]
 Address = Annotated[
-    str, Meta(min_length=1, max_length=256, description="where the store is, which rank 0 hosts")
+    str, "where the store is, which rank 0 hosts", Meta(min_length=1, max_length=256)
 ]
 Port = Annotated[
     Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, Meta(max_length=16)],
-    Meta(description="its port; a string of digits will do"),
+    "its port; a string of digits will do",
 ]
-Rank = Annotated[int, Meta(ge=0, le=65535, description="the server's rank")]
-Backend = Annotated[
-    Literal["gloo", "nccl"], Meta(description="gloo on CPUs; without it a trainer means nccl")
-]
-WorldSize = Annotated[int, Meta(ge=2, le=65536, description="ranks in all")]
+Rank = Annotated[int, "the server's rank", Meta(ge=0, le=65535)]
+Backend = Annotated[Literal["gloo", "nccl"], "gloo on CPUs; without it a trainer means nccl"]
+WorldSize = Annotated[int, "ranks in all", Meta(ge=2, le=65536)]
 TensorName = Annotated[str, Meta(max_length=MAX_NAME)]
 Dimensions = Annotated[
     list[Annotated[int, Meta(ge=0, le=MAX_DIMENSION)]], Meta(max_length=MAX_DIMENSIONS)

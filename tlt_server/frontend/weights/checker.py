@@ -23,14 +23,12 @@ from tlt_server.frontend.weights.session import WeightSession
 class CheckFields(Tolerant, frozen=True, kw_only=True):
     action: Annotated[
         Literal["checksum", "reset", "reset_tensors", "snapshot", "compare"],
-        Meta(
-            description="snapshot, reset: remember the checksums for compare; reset, "
-            "reset_tensors: every tensor differs until it is pushed again"
-        ),
+        "snapshot, reset: remember the checksums for compare; reset, reset_tensors: every tensor "
+        "differs until it is pushed again",
     ] = "checksum"
     baseline: Annotated[
         Annotated[dict[str, str], Meta(max_length=MAX_TENSORS)] | None,
-        Meta(description="for compare; without it, what was remembered"),
+        "for compare; without it, what was remembered",
     ] = None
 
     @property

@@ -39,13 +39,9 @@ from tlt_server.frontend.link.client import EngineClient
 Selector = Literal["target", "draft", "all"]
 Version = Annotated[
     str,
-    Meta(
-        min_length=1,
-        max_length=MAX_VERSION,
-        pattern=VERSION,
-        description="a name without slash, control and format characters, and without '@' after "
-        "'+', which every token will carry",
-    ),
+    "a name without slash, control and format characters, and without '@' after '+', which every "
+    "token will carry",
+    Meta(min_length=1, max_length=MAX_VERSION, pattern=VERSION),
 ]
 Directory = Annotated[str, Meta(max_length=4096)]  # the length of a path on Linux
 Call = Literal["push", "rename", "end"]
@@ -59,14 +55,11 @@ class UpdateStatus(Struct, frozen=True):
     (POST /end_weight_update or /finish_weight_update). Starting another drops what this one staged.
     """
 
-    selector: Annotated[str, Meta(description="whose weights it brings")]
-    pushes: Annotated[int, Meta(description="calls that have pushed in it")]
-    age_s: Annotated[float, Meta(description="since it was started")]
+    selector: Annotated[str, "whose weights it brings"]
+    pushes: Annotated[int, "calls that have pushed in it"]
+    age_s: Annotated[float, "since it was started"]
     ends_in_s: Annotated[
-        float,
-        Meta(
-            description="until it is ended and dropped, unless a call comes (weight_update_ttl_s)"
-        ),
+        float, "until it is ended and dropped, unless a call comes (weight_update_ttl_s)"
     ]
 
 

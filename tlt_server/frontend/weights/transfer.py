@@ -36,8 +36,7 @@ GROUP = "weight_transfer"
 MAX_UPDATES = 2**10  # broadcasts that one call may announce
 ID_BYTES = 128  # size of an id of NCCL
 BucketBytes = Annotated[
-    int,
-    Meta(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this"),
+    int, "a bucket closes after the tensor that takes it over this", Meta(ge=1, le=2**40)
 ]
 
 
@@ -45,16 +44,15 @@ class InitInfo(RanksOfGroup, Tolerant, frozen=True, kw_only=True):
     """A group whose ranks from 1 on are servers'."""
 
     master_address: Annotated[
-        Address | None,
-        Meta(description="where the store is, which rank 0 hosts; absent: there is none"),
+        Address | None, "where the store is, which rank 0 hosts; absent: there is none"
     ] = None  # type: ignore[assignment]
     master_port: Port = 0
     nccl_unique_id_b64: Annotated[
-        str, Meta(max_length=256, description="NCCL's id in base64, in place of address and port")
+        str, "NCCL's id in base64, in place of address and port", Meta(max_length=256)
     ] = ""
-    packed: Annotated[
-        bool, Meta(description="tensors come as raw bytes in buckets; false: one broadcast each")
-    ] = False
+    packed: Annotated[bool, "tensors come as raw bytes in buckets; false: one broadcast each"] = (
+        False
+    )
     packed_buffer_size_bytes: BucketBytes = 2**30
 
     def unique_id(self) -> bytes:
@@ -81,7 +79,7 @@ class InitInfo(RanksOfGroup, Tolerant, frozen=True, kw_only=True):
 
 
 class InitFields(Tolerant, frozen=True, kw_only=True):
-    init_info: Annotated[InitInfo, Meta(description="where the group is made, and who is in it")]
+    init_info: Annotated[InitInfo, "where the group is made, and who is in it"]
 
 
 class BroadcasterFields(Tolerant, frozen=True, kw_only=True):
@@ -90,7 +88,7 @@ class BroadcasterFields(Tolerant, frozen=True, kw_only=True):
     host: Address
     port: Port
     rank_offset: Rank = 0
-    inference_world_size: Annotated[int, Meta(ge=1, le=65535, description="servers in all")]
+    inference_world_size: Annotated[int, "servers in all", Meta(ge=1, le=65535)]
     backend: Annotated[Backend, Meta(extra_json_schema={"default": "nccl"})] | UnsetType = UNSET
 
     def info(self) -> InitInfo:
@@ -116,15 +114,12 @@ class UpdateInfo(Tolerant, frozen=True, kw_only=True):
     """Tensors, in the order in which they are broadcast."""
 
     names: Annotated[
-        TensorNames,
-        Meta(description="as the checkpoint names them; the drafter's may begin with `draft.`"),
+        TensorNames, "as the checkpoint names them; the drafter's may begin with `draft.`"
     ]
-    dtype_names: Annotated[TypeNames, Meta(description='as torch names them, such as "bfloat16"')]
-    shapes: Annotated[Shapes, Meta(description="of the tensors")]
-    packed: Annotated[bool | None, Meta(description="absent: as the group was made")] = None
-    packed_buffer_size_bytes: Annotated[
-        BucketBytes | None, Meta(description="absent: as the group was made")
-    ] = None
+    dtype_names: Annotated[TypeNames, 'as torch names them, such as "bfloat16"']
+    shapes: Annotated[Shapes, "of the tensors"]
+    packed: Annotated[bool | None, "absent: as the group was made"] = None
+    packed_buffer_size_bytes: Annotated[BucketBytes | None, "absent: as the group was made"] = None
 
     def entries(self) -> list[TensorEntry]:
         return described(self.names, self.dtype_names, self.shapes)
@@ -141,11 +136,9 @@ class UpdateFields(Tolerant, frozen=True, kw_only=True):
 
     update_info: Annotated[
         UpdateInfo | Annotated[list[UpdateInfo], Meta(min_length=1, max_length=MAX_UPDATES)],
-        Meta(description="what is broadcast, or one after another several such"),
+        "what is broadcast, or one after another several such",
     ]
-    weight_version: Annotated[
-        Version | None, Meta(description="absent: the channel and the content's digest")
-    ] = None
+    weight_version: Annotated[Version | None, "absent: the channel and the content's digest"] = None
 
 
 class Transfer:

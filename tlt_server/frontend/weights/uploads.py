@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
 from tlt_client.channels.checkpoint import CALIBRATION
@@ -42,28 +42,23 @@ PIECE_BYTES = 2**20  # size of one write
 class PartStatus(Struct, frozen=True):
     """The received bytes of a part."""
 
-    part: Annotated[str, Meta(description="its name")]
-    bytes: Annotated[int, Meta(description="received, from its start; the next range starts here")]
-    total: Annotated[int, Meta(description="bytes of the whole part")]
+    part: Annotated[str, "its name"]
+    bytes: Annotated[int, "received, from its start; the next range starts here"]
+    total: Annotated[int, "bytes of the whole part"]
     begins: Annotated[
-        bool,
-        Meta(
-            description=(
-                "the version's upload started with this call, so its sender may take it back"
-            )
-        ),
+        bool, "the version's upload started with this call, so its sender may take it back"
     ] = False
 
 
 class UploadStatus(Struct, frozen=True):
     """A version on its way by http."""
 
-    version: Annotated[str, Meta(description="the version of the parts")]
-    parts: Annotated[int, Meta(description="parts that were started")]
-    bytes: Annotated[int, Meta(description="bytes received")]
-    total: Annotated[int, Meta(description="bytes of all started parts when complete")]
-    age_s: Annotated[float, Meta(description="since its first byte")]
-    idle_s: Annotated[float, Meta(description="since its last byte; it is kept for upload_ttl_s")]
+    version: Annotated[str, "the version of the parts"]
+    parts: Annotated[int, "parts that were started"]
+    bytes: Annotated[int, "bytes received"]
+    total: Annotated[int, "bytes of all started parts when complete"]
+    age_s: Annotated[float, "since its first byte"]
+    idle_s: Annotated[float, "since its last byte; it is kept for upload_ttl_s"]
 
 
 @dataclass

@@ -18,8 +18,8 @@ MAX_PARTS = 2**12  # limit on one message
 
 
 class Part(Tolerant, frozen=True, kw_only=True):
-    type: Annotated[Literal["text"], Meta(description="other types are refused")]
-    text: Annotated[str, Meta(description="a piece of the message")]
+    type: Annotated[Literal["text"], "other types are refused"]
+    text: Annotated[str, "a piece of the message"]
 
 
 class ChatMessage(Open, frozen=True, kw_only=True):
@@ -27,10 +27,10 @@ class ChatMessage(Open, frozen=True, kw_only=True):
     newlines.
     """
 
-    role: Annotated[ShortName, Meta(description="whose turn it is, as the chat template knows it")]
+    role: Annotated[ShortName, "whose turn it is, as the chat template knows it"]
     content: Annotated[
         str | None | Annotated[list[Part], Meta(max_length=MAX_PARTS)],
-        Meta(description="the text of the message; null or absent: it has none"),
+        "the text of the message; null or absent: it has none",
     ] = None
 
     def for_template(self) -> dict[str, Any]:

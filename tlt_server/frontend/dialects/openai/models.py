@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
-
 from tlt_server.errors import NotFound
 from tlt_server.frontend.dialects.models import unknown
 from tlt_server.frontend.dialects.openai.replies import Model, Models, failure
@@ -15,7 +13,7 @@ from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes(error_shape=failure)
-ModelName = Annotated[str, Meta(description="a name of the model, as `GET /v1/models` lists it")]
+ModelName = Annotated[str, "a name of the model, as `GET /v1/models` lists it"]
 
 
 @ROUTES.get("/v1/models", needs="data")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from tlt_client.wire import FinishReason, SdReport, VersionSpan
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
@@ -20,246 +20,188 @@ class Speculation(Struct, frozen=True):
     """The figures of speculation on one choice."""
 
     mean_acceptance_length: Annotated[
-        float, Meta(description="tokens per step that had a draft, the bonus token included")
+        float, "tokens per step that had a draft, the bonus token included"
     ]
-    draft_acceptance_rate: Annotated[
-        float, Meta(description="the fraction of verified drafts that was accepted")
-    ]
-    acceptance_histogram: Annotated[
-        list[int], Meta(description="entry k: steps that accepted k drafts")
-    ]
-    num_spec_steps: Annotated[int, Meta(description="steps that had a draft")]
-    num_accepted_draft_tokens: Annotated[int, Meta(description="drafts accepted")]
-    num_draft_tokens: Annotated[int, Meta(description="drafts verified")]
-    num_spec_tokens: Annotated[int, Meta(description="the largest number that one step accepted")]
+    draft_acceptance_rate: Annotated[float, "the fraction of verified drafts that was accepted"]
+    acceptance_histogram: Annotated[list[int], "entry k: steps that accepted k drafts"]
+    num_spec_steps: Annotated[int, "steps that had a draft"]
+    num_accepted_draft_tokens: Annotated[int, "drafts accepted"]
+    num_draft_tokens: Annotated[int, "drafts verified"]
+    num_spec_tokens: Annotated[int, "the largest number that one step accepted"]
 
 
 class RequestMetrics(Struct, frozen=True):
     """The figures that a reply has in addition to its choices."""
 
-    speculative_decoding: Annotated[
-        Speculation | None, Meta(description="null for a choice that never had a draft")
-    ]
+    speculative_decoding: Annotated[Speculation | None, "null for a choice that never had a draft"]
 
 
 class CompletionChoice(Struct, kw_only=True):
-    index: Annotated[int, Meta(description="p * n + i for choice i of prompt p")]
-    text: Annotated[
-        str,
-        Meta(description="the output, or in a chunk what was added; with `echo` after the prompt"),
-    ]
-    logprobs: Annotated[
-        Logprobs | None, Meta(description="log-probs of the tokens, if asked for")
-    ] = None
+    index: Annotated[int, "p * n + i for choice i of prompt p"]
+    text: Annotated[str, "the output, or in a chunk what was added; with `echo` after the prompt"]
+    logprobs: Annotated[Logprobs | None, "log-probs of the tokens, if asked for"] = None
     finish_reason: Annotated[
-        FinishReason | None, Meta(description="what ended it; null in a chunk that does not")
+        FinishReason | None, "what ended it; null in a chunk that does not"
     ] = None
     stop_reason: Annotated[
-        int | str | None,
-        Meta(description="the stop token's id or the stop string; null for another end"),
+        int | str | None, "the stop token's id or the stop string; null for another end"
     ] = None
-    token_ids: Annotated[
-        list[int] | UnsetType, Meta(description="the tokens; with `return_token_ids`")
-    ] = UNSET
+    token_ids: Annotated[list[int] | UnsetType, "the tokens; with `return_token_ids`"] = UNSET
     prompt_token_ids: Annotated[
-        list[int] | UnsetType, Meta(description="the prompt's tokens; with `return_token_ids`")
+        list[int] | UnsetType, "the prompt's tokens; with `return_token_ids`"
     ] = UNSET
     prompt_logprobs: Annotated[
-        PromptLogprobs | UnsetType,
-        Meta(description="per prompt token, null for the first; where asked for"),
+        PromptLogprobs | UnsetType, "per prompt token, null for the first; where asked for"
     ] = UNSET
     weight_versions: Annotated[
         list[VersionSpan] | UnsetType,
-        Meta(description="which weights computed which tokens; with `return_weight_versions`"),
+        "which weights computed which tokens; with `return_weight_versions`",
     ] = UNSET
-    metrics: Annotated[
-        RequestMetrics | UnsetType, Meta(description="figures of its speculation")
-    ] = UNSET
+    metrics: Annotated[RequestMetrics | UnsetType, "figures of its speculation"] = UNSET
 
 
 class CalledFunction(Struct):
-    name: Annotated[str, Meta(description="the function")]
-    arguments: Annotated[str, Meta(description="valid JSON, as the model wrote it")]
+    name: Annotated[str, "the function"]
+    arguments: Annotated[str, "valid JSON, as the model wrote it"]
 
 
 class ToolCall(Struct):
-    function: Annotated[CalledFunction, Meta(description="what is called")]
-    id: Annotated[str, Meta(description="for `tool_call_id` of the function's output")]
-    type: Annotated[Literal["function"], Meta(description="the kind of call")] = "function"
-    index: Annotated[int | UnsetType, Meta(description="which of the calls; in a chunk")] = UNSET
+    function: Annotated[CalledFunction, "what is called"]
+    id: Annotated[str, "for `tool_call_id` of the function's output"]
+    type: Annotated[Literal["function"], "the kind of call"] = "function"
+    index: Annotated[int | UnsetType, "which of the calls; in a chunk"] = UNSET
 
 
 class Speech(Struct):
-    role: Annotated[Literal["assistant"] | UnsetType, Meta(description="who speaks")] = UNSET
+    role: Annotated[Literal["assistant"] | UnsetType, "who speaks"] = UNSET
     content: Annotated[
         str | None | UnsetType,
-        Meta(
-            description="the text, or in a chunk what was added; null next to calls alone, or with "
-            "return_meta_info empty"
-        ),
+        "the text, or in a chunk what was added; null next to calls alone, or with "
+        "return_meta_info empty",
     ] = UNSET
-    tool_calls: Annotated[
-        list[ToolCall] | UnsetType, Meta(description="calls that the model made")
-    ] = UNSET
+    tool_calls: Annotated[list[ToolCall] | UnsetType, "calls that the model made"] = UNSET
     reasoning_content: Annotated[
-        str | UnsetType, Meta(description="what it thought before; with a reasoning_parser")
+        str | UnsetType, "what it thought before; with a reasoning_parser"
     ] = UNSET
-    reasoning: Annotated[str | UnsetType, Meta(description="the same by its other name")] = UNSET
+    reasoning: Annotated[str | UnsetType, "the same by its other name"] = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
     """A choice, with `message` in a whole reply and `delta` in a chunk of a stream."""
 
-    index: Annotated[int, Meta(description="which of the n choices, from 0")]
-    message: Annotated[Speech | UnsetType, Meta(description="the answer; in a whole reply")] = UNSET
-    delta: Annotated[
-        Speech | UnsetType, Meta(description="what was added to the answer; in a chunk")
-    ] = UNSET
-    logprobs: Annotated[
-        ChatLogprobs | None, Meta(description="log-probs of the tokens, if asked for")
-    ] = None
+    index: Annotated[int, "which of the n choices, from 0"]
+    message: Annotated[Speech | UnsetType, "the answer; in a whole reply"] = UNSET
+    delta: Annotated[Speech | UnsetType, "what was added to the answer; in a chunk"] = UNSET
+    logprobs: Annotated[ChatLogprobs | None, "log-probs of the tokens, if asked for"] = None
     finish_reason: Annotated[
         FinishReason | Literal["tool_calls"] | None,
-        Meta(
-            description="what ended it, tool_calls: it stopped after calls; null in a chunk that "
-            "does not end it"
-        ),
+        "what ended it, tool_calls: it stopped after calls; null in a chunk that does not end it",
     ] = None
     stop_reason: Annotated[
-        int | str | None,
-        Meta(description="the stop token's id or the stop string; null for another end"),
+        int | str | None, "the stop token's id or the stop string; null for another end"
     ] = None
-    token_ids: Annotated[
-        list[int] | UnsetType, Meta(description="the tokens; with `return_token_ids`")
-    ] = UNSET
+    token_ids: Annotated[list[int] | UnsetType, "the tokens; with `return_token_ids`"] = UNSET
     prompt_token_ids: Annotated[
-        list[int] | UnsetType,
-        Meta(description="the conversation's tokens; with `return_prompt_token_ids`"),
+        list[int] | UnsetType, "the conversation's tokens; with `return_prompt_token_ids`"
     ] = UNSET
     weight_versions: Annotated[
         list[VersionSpan] | UnsetType,
-        Meta(description="which weights computed which tokens; with `return_weight_versions`"),
+        "which weights computed which tokens; with `return_weight_versions`",
     ] = UNSET
-    metrics: Annotated[
-        RequestMetrics | UnsetType, Meta(description="figures of its speculation")
-    ] = UNSET
+    metrics: Annotated[RequestMetrics | UnsetType, "figures of its speculation"] = UNSET
     meta_info: Annotated[
-        MetaInfo | UnsetType,
-        Meta(description="figures in SGLang's form, at the end; with `return_meta_info`"),
+        MetaInfo | UnsetType, "figures in SGLang's form, at the end; with `return_meta_info`"
     ] = UNSET
 
 
 class Completion(Struct, kw_only=True):
-    id: Annotated[str, Meta(description="id of the reply, the same in all its chunks")]
-    object: Annotated[Literal["text_completion"], Meta(description="the kind of reply")] = (
-        "text_completion"
-    )
-    created: Annotated[int, Meta(description="Unix seconds")]
-    model: Annotated[str, Meta(description="the name of the served model")]
+    id: Annotated[str, "id of the reply, the same in all its chunks"]
+    object: Annotated[Literal["text_completion"], "the kind of reply"] = "text_completion"
+    created: Annotated[int, "Unix seconds"]
+    model: Annotated[str, "the name of the served model"]
     choices: Annotated[
         list[CompletionChoice],
-        Meta(
-            description="choices of all prompts; in a chunk those that gained something, and none "
-            "in the last one with `usage`"
-        ),
+        "choices of all prompts; in a chunk those that gained something, and none in the last one "
+        "with `usage`",
     ]
     usage: Annotated[
         OpenAIUsage | None | UnsetType,
-        Meta(
-            description="tokens of the whole request; in chunks null except in the last one, with "
-            "`include_usage`"
-        ),
+        "tokens of the whole request; in chunks null except in the last one, with `include_usage`",
     ] = UNSET
-    metrics: Annotated[
-        RequestMetrics | UnsetType, Meta(description="figures of a reply's only choice")
-    ] = UNSET
+    metrics: Annotated[RequestMetrics | UnsetType, "figures of a reply's only choice"] = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
-    id: Annotated[str, Meta(description="id of the reply, the same in all its chunks")]
-    object: Annotated[
-        Literal["chat.completion", "chat.completion.chunk"], Meta(description="the kind of reply")
-    ] = "chat.completion"
-    created: Annotated[int, Meta(description="Unix seconds")]
-    model: Annotated[str, Meta(description="the name of the served model")]
+    id: Annotated[str, "id of the reply, the same in all its chunks"]
+    object: Annotated[Literal["chat.completion", "chat.completion.chunk"], "the kind of reply"] = (
+        "chat.completion"
+    )
+    created: Annotated[int, "Unix seconds"]
+    model: Annotated[str, "the name of the served model"]
     choices: Annotated[
         list[ChatChoice],
-        Meta(
-            description="choices of the conversation; in a chunk those that gained something, and "
-            "none in the last one with `usage`"
-        ),
+        "choices of the conversation; in a chunk those that gained something, and none in the last "
+        "one with `usage`",
     ]
     usage: Annotated[
         OpenAIUsage | None | UnsetType,
-        Meta(
-            description="tokens of the whole request; in chunks null except in the last one, with "
-            "`include_usage`"
-        ),
+        "tokens of the whole request; in chunks null except in the last one, with `include_usage`",
     ] = UNSET
     prompt_token_ids: Annotated[
-        list[int] | UnsetType,
-        Meta(description="the conversation's tokens; with `return_token_ids`"),
+        list[int] | UnsetType, "the conversation's tokens; with `return_token_ids`"
     ] = UNSET
     prompt_logprobs: Annotated[
-        PromptLogprobs | UnsetType,
-        Meta(description="per prompt token, null for the first; where asked for"),
+        PromptLogprobs | UnsetType, "per prompt token, null for the first; where asked for"
     ] = UNSET
-    metrics: Annotated[
-        RequestMetrics | UnsetType, Meta(description="figures of a reply's only choice")
-    ] = UNSET
+    metrics: Annotated[RequestMetrics | UnsetType, "figures of a reply's only choice"] = UNSET
 
 
 class Model(Struct, frozen=True):
-    id: Annotated[str, Meta(description="the name to send as `model`")]
-    created: Annotated[int, Meta(description="when the server started, in Unix seconds")]
-    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+    id: Annotated[str, "the name to send as `model`"]
+    created: Annotated[int, "when the server started, in Unix seconds"]
+    max_model_len: Annotated[int, "the longest prompt plus output, in tokens"]
     root: Annotated[
         str,
-        Meta(
-            description="the directory of the model, or its name for a key that may neither push "
-            "nor operate; of a LoRA adapter its version"
-        ),
+        "the directory of the model, or its name for a key that may neither push nor operate; of a "
+        "LoRA adapter its version",
     ]
-    parent: Annotated[
-        str | None, Meta(description="of a LoRA adapter the model's name; else null")
-    ] = None
-    object: Annotated[Literal["model"], Meta(description="the kind of entry")] = "model"
-    owned_by: Annotated[Literal["tlt"], Meta(description="always the same")] = "tlt"
+    parent: Annotated[str | None, "of a LoRA adapter the model's name; else null"] = None
+    object: Annotated[Literal["model"], "the kind of entry"] = "model"
+    owned_by: Annotated[Literal["tlt"], "always the same"] = "tlt"
 
 
 class Models(Struct, frozen=True):
     data: Annotated[
-        list[Model],
-        Meta(description="the names of the one model that is served, then its LoRA adapters"),
+        list[Model], "the names of the one model that is served, then its LoRA adapters"
     ]
-    object: Annotated[Literal["list"], Meta(description="the kind of reply")] = "list"
+    object: Annotated[Literal["list"], "the kind of reply"] = "list"
 
 
 class Tokens(Struct, frozen=True):
-    tokens: Annotated[list[int], Meta(description="token ids")]
-    count: Annotated[int, Meta(description="number of token ids")]
-    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+    tokens: Annotated[list[int], "token ids"]
+    count: Annotated[int, "number of token ids"]
+    max_model_len: Annotated[int, "the longest prompt plus output, in tokens"]
 
 
 class Rendered(Struct, frozen=True):
-    model: Annotated[str, Meta(description="the name of the served model")]
-    prompt: Annotated[str, Meta(description="the conversation in the chat template")]
-    token_ids: Annotated[list[int], Meta(description="its tokens")]
-    count: Annotated[int, Meta(description="number of token ids")]
-    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+    model: Annotated[str, "the name of the served model"]
+    prompt: Annotated[str, "the conversation in the chat template"]
+    token_ids: Annotated[list[int], "its tokens"]
+    count: Annotated[int, "number of token ids"]
+    max_model_len: Annotated[int, "the longest prompt plus output, in tokens"]
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
-    tokenizer_class: Annotated[str, Meta(description="always the same")] = "PreTrainedTokenizerFast"
-    chat_template: Annotated[str | None, Meta(description="null: messages are not read")]
-    bos_token: Annotated[str | None, Meta(description="null: there is none")]
-    eos_token: Annotated[str | None, Meta(description="null: there is none")]
-    pad_token: Annotated[str | None, Meta(description="null: there is none")]
-    unk_token: Annotated[str | None, Meta(description="null: there is none")]
+    tokenizer_class: Annotated[str, "always the same"] = "PreTrainedTokenizerFast"
+    chat_template: Annotated[str | None, "null: messages are not read"]
+    bos_token: Annotated[str | None, "null: there is none"]
+    eos_token: Annotated[str | None, "null: there is none"]
+    pad_token: Annotated[str | None, "null: there is none"]
+    unk_token: Annotated[str | None, "null: there is none"]
 
 
 class Detokenized(Struct, frozen=True):
-    prompt: Annotated[str, Meta(description="the text of the tokens")]
+    prompt: Annotated[str, "the text of the tokens"]
 
 
 failure = failure_naming(

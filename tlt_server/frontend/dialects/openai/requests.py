@@ -45,73 +45,50 @@ Scalar = bool | Int64 | float | str
 
 
 class StreamOptions(Tolerant, frozen=True, kw_only=True):
-    include_usage: Annotated[
-        bool, Meta(description="a last chunk with the usage of all choices")
-    ] = False
+    include_usage: Annotated[bool, "a last chunk with the usage of all choices"] = False
     continuous_usage_stats: Annotated[
-        bool, Meta(description="with include_usage: each chunk has the usage so far")
+        bool, "with include_usage: each chunk has the usage so far"
     ] = False
 
 
 class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
     """The fields that completions and chat completions share."""
 
-    model: Annotated[
-        str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
-    ] = ""
-    n: Annotated[Count, Meta(description="choices per prompt")] = 1
+    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
+    n: Annotated[Count, "choices per prompt"] = 1
     seed: Annotated[
         AnySeed | None,
-        Meta(
-            description="keys the choices' noise: the same seed gives the same tokens, here and on "
-            "/generate"
-        ),
+        "keys the choices' noise: the same seed gives the same tokens, here and on /generate",
     ] = None
     top_k: TopK = 0
-    logprobs: Annotated[bool | Length, Meta(description="true, or a number of alternatives")] = (
+    logprobs: Annotated[bool | Length, "true, or a number of alternatives"] = False
+    prompt_logprobs: Annotated[
+        Alternatives | None, "alternatives per prompt token; -1: the whole vocabulary"
+    ] = None
+    stream: Annotated[bool, "server-sent chunks as tokens come, instead of one reply"] = False
+    stream_options: Annotated[StreamOptions, "what a stream has in addition"] = StreamOptions()
+    return_token_ids: Annotated[bool, "token_ids of the choices and prompt_token_ids"] = False
+    return_tokens_as_token_ids: Annotated[bool, "tokens in log-probs are named token_id:<id>"] = (
         False
     )
-    prompt_logprobs: Annotated[
-        Alternatives | None,
-        Meta(description="alternatives per prompt token; -1: the whole vocabulary"),
-    ] = None
-    stream: Annotated[
-        bool, Meta(description="server-sent chunks as tokens come, instead of one reply")
-    ] = False
-    stream_options: Annotated[StreamOptions, Meta(description="what a stream has in addition")] = (
-        StreamOptions()
-    )
-    return_token_ids: Annotated[
-        bool, Meta(description="token_ids of the choices and prompt_token_ids")
-    ] = False
-    return_tokens_as_token_ids: Annotated[
-        bool, Meta(description="tokens in log-probs are named token_id:<id>")
-    ] = False
-    return_weight_versions: Annotated[
-        bool, Meta(description="which weight version computed which tokens")
-    ] = False
+    return_weight_versions: Annotated[bool, "which weight version computed which tokens"] = False
     include_stop_str_in_output: Annotated[
-        bool, Meta(description="the text keeps the stop string or token that ended it")
+        bool, "the text keeps the stop string or token that ended it"
     ] = False
     truncate_prompt_tokens: Truncation = None
     add_special_tokens: Annotated[
         bool | None,
-        Meta(
-            description="texts get the tokenizer's special tokens; absent: true for completions, "
-            "false for chat"
-        ),
+        "texts get the tokenizer's special tokens; absent: true for completions, false for chat",
     ] = None
     cache_salt: Annotated[
-        Salt, Meta(description="requests share cached prefixes only with those of the same salt")
+        Salt, "requests share cached prefixes only with those of the same salt"
     ] = ""
     priority: Priority = 0
     train: Train = True
     request_id: Annotated[
         ShortName | None,
-        Meta(
-            description="names the request for POST /abort_requests and in the reply's id; absent: "
-            "the header X-Request-Id"
-        ),
+        "names the request for POST /abort_requests and in the reply's id; absent: the header "
+        "X-Request-Id",
     ] = None
 
     def alternatives(self) -> int | None:
@@ -167,14 +144,10 @@ class CompletionRequest(Asked, frozen=True, kw_only=True):
         str
         | PromptIds
         | Annotated[list[str | PromptIds], Meta(min_length=1, extra={"limit": ITEMS})],
-        Meta(description="a text, texts, token ids, or lists of these"),
+        "a text, texts, token ids, or lists of these",
     ]
-    max_tokens: Annotated[
-        Length, Meta(description="the longest output; 0: only read the prompt")
-    ] = 16
-    echo: Annotated[
-        bool, Meta(description="the choice's text, tokens and log-probs begin with the prompt's")
-    ] = False
+    max_tokens: Annotated[Length, "the longest output; 0: only read the prompt"] = 16
+    echo: Annotated[bool, "the choice's text, tokens and log-probs begin with the prompt's"] = False
 
     def alternatives(self) -> int | None:
         if self.logprobs is True:
@@ -199,72 +172,49 @@ class CompletionRequest(Asked, frozen=True, kw_only=True):
 # The inputs of the chat template other than the messages.
 Options = Annotated[
     dict[str, Scalar | None],
-    Meta(
-        max_length=MAX_OPTIONS,
-        description="scalars; the template sees those that it reads by name, such as "
-        "enable_thinking",
-    ),
+    "scalars; the template sees those that it reads by name, such as enable_thinking",
+    Meta(max_length=MAX_OPTIONS),
 ]
 Template = Annotated[
     Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None,
-    Meta(
-        description="the name of one of the model's, or one in its place, where the server has "
-        "allow_chat_template"
-    ),
+    "the name of one of the model's, or one in its place, where the server has allow_chat_template",
 ]
 OpenTurn = Annotated[
-    bool | None,
-    Meta(description="open the assistant's turn; absent: unless the final message is continued"),
+    bool | None, "open the assistant's turn; absent: unless the final message is continued"
 ]
-OpenEnd = Annotated[bool, Meta(description="leave the final message open, to be continued")]
-Effort = Annotated[
-    ShortName | None, Meta(description="the template sees it, if it reads reasoning_effort")
-]
+OpenEnd = Annotated[bool, "leave the final message open, to be continued"]
+Effort = Annotated[ShortName | None, "the template sees it, if it reads reasoning_effort"]
 
-Verbosity = Annotated[
-    ShortName | None, Meta(description="the template sees it, if it reads verbosity")
-]
+Verbosity = Annotated[ShortName | None, "the template sees it, if it reads verbosity"]
 
 
 class ChatRequest(Asked, frozen=True, kw_only=True):
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.CHAT)
 
-    messages: Annotated[Messages, Meta(description="the conversation so far")]
+    messages: Annotated[Messages, "the conversation so far"]
     max_tokens: Annotated[
         Length | None,
-        Meta(
-            description="absent: what the prompt leaves of the model's length; 0: only read the "
-            "prompt"
-        ),
+        "absent: what the prompt leaves of the model's length; 0: only read the prompt",
     ] = None
-    max_completion_tokens: Annotated[
-        Length | None, Meta(description="the newer name of max_tokens")
-    ] = None
+    max_completion_tokens: Annotated[Length | None, "the newer name of max_tokens"] = None
     tools: Tools = []
     tool_choice: Choice = "auto"
     parallel_tool_calls: Parallel = True
-    include_reasoning: Annotated[bool, Meta(description="false: reasoning is left out")] = True
-    separate_reasoning: Annotated[
-        bool, Meta(description="false: reasoning stays in the content")
-    ] = True
+    include_reasoning: Annotated[bool, "false: reasoning is left out"] = True
+    separate_reasoning: Annotated[bool, "false: reasoning stays in the content"] = True
     chat_template: Template = None
     chat_template_kwargs: Options = {}
     add_generation_prompt: OpenTurn = None
     continue_final_message: OpenEnd = False
     reasoning_effort: Effort = None
     verbosity: Verbosity = None
-    top_logprobs: Annotated[
-        Length | None, Meta(description="alternatives per token; needs logprobs")
-    ] = None
+    top_logprobs: Annotated[Length | None, "alternatives per token; needs logprobs"] = None
     input_ids: Annotated[
-        PromptIds | None, Meta(description="the prompt's tokens, in place of the chat template's")
+        PromptIds | None, "the prompt's tokens, in place of the chat template's"
     ] = None
-    return_prompt_token_ids: Annotated[
-        bool, Meta(description="prompt_token_ids of the choices")
-    ] = False
+    return_prompt_token_ids: Annotated[bool, "prompt_token_ids of the choices"] = False
     return_meta_info: Annotated[
-        bool,
-        Meta(description="meta_info of the choices as SGLang has it, and no content that is null"),
+        bool, "meta_info of the choices as SGLang has it, and no content that is null"
     ] = False
 
     @property
@@ -303,10 +253,8 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     exactly_one: ClassVar[tuple[str, ...]] = ("prompt", "messages")
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.TOKENIZE)
 
-    prompt: Annotated[str | None, Meta(description="a text")] = None
-    messages: Annotated[
-        Messages | None, Meta(description="a conversation, put into the chat template")
-    ] = None
+    prompt: Annotated[str | None, "a text"] = None
+    messages: Annotated[Messages | None, "a conversation, put into the chat template"] = None
     tools: Tools = []
     chat_template: Template = None
     chat_template_kwargs: Options = {}
@@ -315,11 +263,9 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     reasoning_effort: Effort = None
     verbosity: Verbosity = None
     add_special_tokens: Annotated[
-        bool | None, Meta(description="absent: true for a text, false for a conversation")
+        bool | None, "absent: true for a text, false for a conversation"
     ] = None
-    model: Annotated[
-        str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
-    ] = ""
+    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
 
     def shown_tools(self) -> list[dict[str, Any]]:
         """Return the tools. `InvalidRequest`: they are none."""
@@ -356,7 +302,5 @@ AllIds = Annotated[
 
 
 class DetokenizeRequest(Tolerant, frozen=True, kw_only=True):
-    tokens: Annotated[AllIds, Meta(description="ids of the model's vocabulary")]
-    model: Annotated[
-        str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
-    ] = ""
+    tokens: Annotated[AllIds, "ids of the model's vocabulary"]
+    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
-
 from tlt_client.fields import ShortName
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
@@ -16,16 +14,14 @@ MAX_TOOLS = 1024
 
 Tools = Annotated[
     list[dict[str, Any]],
-    Meta(
-        description='functions, each `{"type": "function", "function": {"name", "description", '
-        '"parameters"}}`; the chat template shows them to the model'
-    ),
+    'functions, each `{"type": "function", "function": {"name", "description", "parameters"}}`; '
+    "the chat template shows them to the model",
 ]
-Parallel = Annotated[bool, Meta(description="false: at most one call is read out of the answer")]
+Parallel = Annotated[bool, "false: at most one call is read out of the answer"]
 
 
 class NamedFunction(Tolerant, frozen=True, kw_only=True):
-    name: Annotated[ShortName, Meta(description="one of the tools")]
+    name: Annotated[ShortName, "one of the tools"]
 
 
 class NamedTool(Tolerant, frozen=True, kw_only=True):
@@ -33,16 +29,13 @@ class NamedTool(Tolerant, frozen=True, kw_only=True):
         "allowed_tools": RefusedField("send only the tools that are allowed")
     }
 
-    type: Annotated[Literal["function"], Meta(description="the kind of tool")] = "function"
-    function: Annotated[NamedFunction, Meta(description="the function to call")]
+    type: Annotated[Literal["function"], "the kind of tool"] = "function"
+    function: Annotated[NamedFunction, "the function to call"]
 
 
 Choice = Annotated[
     Literal["none", "auto", "required"] | NamedTool,
-    Meta(
-        description="none: tools are not shown to the model; auto: it may call; required, or a "
-        "function: it must"
-    ),
+    "none: tools are not shown to the model; auto: it may call; required, or a function: it must",
 ]
 
 

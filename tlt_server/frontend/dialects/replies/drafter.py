@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tlt_server.frontend.link.trainer import ProcessPhase, TrainerLink
 from tlt_server.training import Judged
@@ -13,113 +13,78 @@ from tlt_server.training import Judged
 class ServedDrafter(Struct, frozen=True, kw_only=True):
     """A drafter that is loaded, with what the target has accepted of it of late."""
 
-    name: Annotated[str, Meta(description="as strategies name it")]
+    name: Annotated[str, "as strategies name it"]
     architecture: Annotated[
-        str | None,
-        Meta(description="of its network, as its config.json says; null: it has no network"),
+        str | None, "of its network, as its config.json says; null: it has no network"
     ]
-    weight_version: Annotated[
-        str | None, Meta(description="version of its weights; null: it has no network")
-    ]
+    weight_version: Annotated[str | None, "version of its weights; null: it has no network"]
     trained_for: Annotated[
         str | None,
-        Meta(
-            description="the target's version, or its first 64 characters, that a trainer made "
-            "these weights for; null: they are of no trainer"
-        ),
+        "the target's version, or its first 64 characters, that a trainer made these weights for; "
+        "null: they are of no trainer",
     ]
     resting: Annotated[
-        bool,
-        Meta(description="whether it drafts nothing, as a change of weights collapsed acceptance"),
+        bool, "whether it drafts nothing, as a change of weights collapsed acceptance"
     ]
     steps: Annotated[
         int,
-        Meta(
-            description="steps that the next figures are of: the last ones in which all requests "
-            "took its drafts"
-        ),
+        "steps that the next figures are of: the last ones in which all requests took its drafts",
     ]
     accept_length: Annotated[
-        float | None,
-        Meta(description="mean tokens per request and such step; null: there is no such step"),
+        float | None, "mean tokens per request and such step; null: there is no such step"
     ]
     accepted_at_depth: Annotated[
         list[float],
-        Meta(
-            description="share of requests whose first 1, 2, ... drafts were accepted, of the "
-            "steps that drafted as deep"
-        ),
+        "share of requests whose first 1, 2, ... drafts were accepted, of the steps that drafted "
+        "as deep",
     ]
 
 
 class BufferState(Struct, frozen=True, kw_only=True):
     """The sequences that are kept to train the drafter."""
 
-    sequences: Annotated[int, Meta(description="sequences that are kept")]
-    tokens: Annotated[int, Meta(description="their tokens, with those of prompts")]
-    bytes: Annotated[int, Meta(description="their size")]
+    sequences: Annotated[int, "sequences that are kept"]
+    tokens: Annotated[int, "their tokens, with those of prompts"]
+    bytes: Annotated[int, "their size"]
     tokens_by_version: Annotated[
-        dict[str, int],
-        Meta(description="the target's weight version -> output tokens; `older`: all before these"),
+        dict[str, int], "the target's weight version -> output tokens; `older`: all before these"
     ]
-    feature_tokens: Annotated[int, Meta(description="tokens whose features the trainer holds")]
-    feature_bytes: Annotated[int, Meta(description="size of these features")]
-    directory: Annotated[
-        str | None, Meta(description="where segment files are; null: sequences are in memory only")
-    ]
-    disk_error: Annotated[
-        str, Meta(description="why sequences are not written to files now; else empty")
-    ]
-    offered: Annotated[int, Meta(description="sequences recorded since the engine has started")]
-    dropped: Annotated[
-        int, Meta(description="those of them that were lost as the trainer was slow or away")
-    ]
-    refused: Annotated[
-        int, Meta(description="sequences and files that did not fit, since the trainer has started")
-    ]
-    refusals: Annotated[list[str], Meta(description="the last reasons for that, newest last")]
+    feature_tokens: Annotated[int, "tokens whose features the trainer holds"]
+    feature_bytes: Annotated[int, "size of these features"]
+    directory: Annotated[str | None, "where segment files are; null: sequences are in memory only"]
+    disk_error: Annotated[str, "why sequences are not written to files now; else empty"]
+    offered: Annotated[int, "sequences recorded since the engine has started"]
+    dropped: Annotated[int, "those of them that were lost as the trainer was slow or away"]
+    refused: Annotated[int, "sequences and files that did not fit, since the trainer has started"]
+    refusals: Annotated[list[str], "the last reasons for that, newest last"]
 
 
 class CandidateState(Struct, frozen=True, kw_only=True):
     """A drafter that was trained, replayed on held-out prompts against the one in force."""
 
-    version: Annotated[str, Meta(description="the weight version under which it is adopted")]
-    target_version: Annotated[str, Meta(description="the target's version that it was trained for")]
-    drafter_version: Annotated[str, Meta(description="the drafter that was in force")]
+    version: Annotated[str, "the weight version under which it is adopted"]
+    target_version: Annotated[str, "the target's version that it was trained for"]
+    drafter_version: Annotated[str, "the drafter that was in force"]
     outcome: Annotated[
         str,
-        Meta(
-            description="adopted, offered (being pushed), no_gain, worse, self_check (a replay did "
-            "not repeat the server's own counts), weights_changed or asleep (before its push), or "
-            "the code of the error that ended its push"
-        ),
+        "adopted, offered (being pushed), no_gain, worse, self_check (a replay did not repeat the "
+        "server's own counts), weights_changed or asleep (before its push), or the code of the "
+        "error that ended its push",
     ]
-    groups: Annotated[int, Meta(description="held-out prompts that it was judged on")]
-    gain: Annotated[
-        float, Meta(description="mean of (before - after) / (before + after), in cycles")
-    ]
-    interval: Annotated[
-        list[float], Meta(description="that holds the gain at all times at once, with 95 %")
-    ]
-    accept_length: Annotated[float, Meta(description="replayed tokens per cycle")]
-    accept_length_before: Annotated[float, Meta(description="the same of the drafter in force")]
+    groups: Annotated[int, "held-out prompts that it was judged on"]
+    gain: Annotated[float, "mean of (before - after) / (before + after), in cycles"]
+    interval: Annotated[list[float], "that holds the gain at all times at once, with 95 %"]
+    accept_length: Annotated[float, "replayed tokens per cycle"]
+    accept_length_before: Annotated[float, "the same of the drafter in force"]
     ms_per_cycle: Annotated[
         float | None,
-        Meta(
-            description="milliseconds of a replayed cycle, for a sequence that runs alone, by the "
-            "step times that the engine has measured; null: it has measured none"
-        ),
+        "milliseconds of a replayed cycle, for a sequence that runs alone, by the step times that "
+        "the engine has measured; null: it has measured none",
     ]
-    ms_per_cycle_before: Annotated[
-        float | None, Meta(description="the same of the drafter in force")
-    ]
-    ms_per_token: Annotated[float | None, Meta(description="milliseconds of a token, likewise")]
-    ms_per_token_before: Annotated[
-        float | None, Meta(description="the same of the drafter in force")
-    ]
-    accepted_at_depth: Annotated[
-        list[float], Meta(description="share of its cycles that accept 1, 2, ... drafts")
-    ]
+    ms_per_cycle_before: Annotated[float | None, "the same of the drafter in force"]
+    ms_per_token: Annotated[float | None, "milliseconds of a token, likewise"]
+    ms_per_token_before: Annotated[float | None, "the same of the drafter in force"]
+    accepted_at_depth: Annotated[list[float], "share of its cycles that accept 1, 2, ... drafts"]
 
 
 class TrainerStatus(Struct, frozen=True, kw_only=True):
@@ -129,101 +94,73 @@ class TrainerStatus(Struct, frozen=True, kw_only=True):
         Literal[
             "idle", "training", "parking", "parked", "evaluating", "adopting", "paused", "failed"
         ],
-        Meta(
-            description="idle: waits for sequences or an idle engine; parked: keeps a half-done "
-            "step while the engine works; failed: the process has ended, or this drafter cannot be "
-            "trained"
-        ),
+        "idle: waits for sequences or an idle engine; parked: keeps a half-done step while the "
+        "engine works; failed: the process has ended, or this drafter cannot be trained",
     ]
-    reason: Annotated[str, Meta(description="why it is in this state, where that is not obvious")]
+    reason: Annotated[str, "why it is in this state, where that is not obvious"]
     pause_left_s: Annotated[
-        float | None,
-        Meta(description="seconds that a pause with `for_s` lasts yet; null: it is in none"),
+        float | None, "seconds that a pause with `for_s` lasts yet; null: it is in none"
     ]
     device: Annotated[
         str,
-        Meta(
-            description="where it trains: cpu, cuda (the GPU that computes) or another GPU; empty "
-            "before the engine was ready"
-        ),
+        "where it trains: cpu, cuda (the GPU that computes) or another GPU; empty before the "
+        "engine was ready",
     ]
     slowdown: Annotated[
         float | None,
-        Meta(
-            description="time of a step of the engine while the trainer runs, over its time "
-            "without; null: too few steps have run next to it"
-        ),
+        "time of a step of the engine while the trainer runs, over its time without; null: too few "
+        "steps have run next to it",
     ]
-    process: Annotated[ProcessPhase, Meta(description="failed: it ended and is started again soon")]
+    process: Annotated[ProcessPhase, "failed: it ended and is started again soon"]
     error: Annotated[
         str,
-        Meta(
-            description="how the last process ended, whose own words are in the standard error of "
-            "the server; empty: none has"
-        ),
+        "how the last process ended, whose own words are in the standard error of the server; "
+        "empty: none has",
     ]
-    restarts: Annotated[int, Meta(description="processes after the first one")]
-    trained_on: Annotated[
-        str, Meta(description="the target's version whose weights it has; empty: none yet")
-    ]
-    steps: Annotated[int, Meta(description="optimizer steps, over restarts too")]
-    rounds: Annotated[int, Meta(description="rounds of training, over restarts too")]
-    tokens: Annotated[int, Meta(description="tokens trained on")]
-    recomputed_tokens: Annotated[
-        int, Meta(description="those whose features were computed again in idle time")
-    ]
-    loss: Annotated[float | None, Meta(description="of the last step; null: there was none")]
-    undone_steps: Annotated[int, Meta(description="steps whose loss or gradient was not finite")]
+    restarts: Annotated[int, "processes after the first one"]
+    trained_on: Annotated[str, "the target's version whose weights it has; empty: none yet"]
+    steps: Annotated[int, "optimizer steps, over restarts too"]
+    rounds: Annotated[int, "rounds of training, over restarts too"]
+    tokens: Annotated[int, "tokens trained on"]
+    recomputed_tokens: Annotated[int, "those whose features were computed again in idle time"]
+    loss: Annotated[float | None, "of the last step; null: there was none"]
+    undone_steps: Annotated[int, "steps whose loss or gradient was not finite"]
     without_features: Annotated[
-        int, Meta(description="sequences that the last round left out, as they have no features")
+        int, "sequences that the last round left out, as they have no features"
     ]
-    recorded_tokens: Annotated[int, Meta(description="output tokens since the last round")]
-    interval_tokens: Annotated[
-        int, Meta(description="output tokens after which the next round is due")
-    ]
-    quiet_s: Annotated[
-        float, Meta(description="time for which the engine must be idle before it goes on")
-    ]
-    parkings: Annotated[int, Meta(description="times that a request has interrupted it")]
-    adopted: Annotated[int, Meta(description="drafters that were adopted")]
-    refused: Annotated[
-        dict[str, int], Meta(description="reason -> rounds that ended without an adoption")
-    ]
-    compared_cycles: Annotated[int, Meta(description="cycles that the self-check has replayed")]
-    different_cycles: Annotated[int, Meta(description="those whose counts were not the server's")]
-    candidate: Annotated[
-        CandidateState | None, Meta(description="the last one; null: there was none")
-    ]
-    memory_bytes: Annotated[int, Meta(description="memory of the process")]
-    micro_batch: Annotated[int, Meta(description="tokens of a micro-batch")]
-    checkpoints: Annotated[int, Meta(description="checkpoints that were written")]
-    checkpoint_stall_ms: Annotated[
-        float, Meta(description="time for which the last one kept the training waiting")
-    ]
-    checkpoint_error: Annotated[
-        str, Meta(description="why the last one was not written or read; else empty")
-    ]
+    recorded_tokens: Annotated[int, "output tokens since the last round"]
+    interval_tokens: Annotated[int, "output tokens after which the next round is due"]
+    quiet_s: Annotated[float, "time for which the engine must be idle before it goes on"]
+    parkings: Annotated[int, "times that a request has interrupted it"]
+    adopted: Annotated[int, "drafters that were adopted"]
+    refused: Annotated[dict[str, int], "reason -> rounds that ended without an adoption"]
+    compared_cycles: Annotated[int, "cycles that the self-check has replayed"]
+    different_cycles: Annotated[int, "those whose counts were not the server's"]
+    candidate: Annotated[CandidateState | None, "the last one; null: there was none"]
+    memory_bytes: Annotated[int, "memory of the process"]
+    micro_batch: Annotated[int, "tokens of a micro-batch"]
+    checkpoints: Annotated[int, "checkpoints that were written"]
+    checkpoint_stall_ms: Annotated[float, "time for which the last one kept the training waiting"]
+    checkpoint_error: Annotated[str, "why the last one was not written or read; else empty"]
 
 
 class DrafterState(Struct, frozen=True, kw_only=True):
     """The drafters that are served, and what is recorded to train one."""
 
-    target_version: Annotated[str, Meta(description="the target's weight version that is live")]
-    drafters: Annotated[list[ServedDrafter], Meta(description="drafters that are loaded")]
-    training: Annotated[str, Meta(description="the setting drafter_training")]
-    trainer: Annotated[
-        TrainerStatus | None, Meta(description="the trainer process; null: drafter_training is off")
-    ]
-    buffer: Annotated[BufferState | None, Meta(description="null: nothing is recorded")]
+    target_version: Annotated[str, "the target's weight version that is live"]
+    drafters: Annotated[list[ServedDrafter], "drafters that are loaded"]
+    training: Annotated[str, "the setting drafter_training"]
+    trainer: Annotated[TrainerStatus | None, "the trainer process; null: drafter_training is off"]
+    buffer: Annotated[BufferState | None, "null: nothing is recorded"]
 
 
 class ExportReply(Struct, frozen=True, kw_only=True):
     """A drafter that was written and read back."""
 
-    directory: Annotated[str, Meta(description="where it is, below the state directory")]
-    layout: Annotated[str, Meta(description="of its files")]
-    version: Annotated[str, Meta(description="the drafter's version")]
-    said: Annotated[str, Meta(description="what the export compared")]
+    directory: Annotated[str, "where it is, below the state directory"]
+    layout: Annotated[str, "of its files"]
+    version: Annotated[str, "the drafter's version"]
+    said: Annotated[str, "what the export compared"]
 
 
 def trainer_status(link: TrainerLink) -> TrainerStatus:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tlt_server.errors import (
     ChannelBroken,
@@ -49,25 +49,20 @@ TYPES = {
 
 
 class Problem(Struct, frozen=True):
-    message: Annotated[str, Meta(description="the value, the limit and the remedy")]
-    type: Annotated[str, Meta(description="the kind of error as this API names it")]
+    message: Annotated[str, "the value, the limit and the remedy"]
+    type: Annotated[str, "the kind of error as this API names it"]
     param: Annotated[
-        str | None,
-        Meta(description="the field of the request that it is about; null where it is about none"),
+        str | None, "the field of the request that it is about; null where it is about none"
     ]
     code: Annotated[
-        str,
-        Meta(
-            description="the kind of error as the native dialect names it, or "
-            "context_length_exceeded"
-        ),
+        str, "the kind of error as the native dialect names it, or context_length_exceeded"
     ]
 
 
 class Failure(Struct, frozen=True):
     """The error envelope."""
 
-    error: Annotated[Problem, Meta(description="what went wrong")]
+    error: Annotated[Problem, "what went wrong"]
 
 
 def failure_naming(fields: Collection[str]) -> Callable[[TltError], Failure]:

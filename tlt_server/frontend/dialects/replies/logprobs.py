@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Annotated, NamedTuple, TypeVar, cast
 
-from msgspec import UNSET, Meta, Struct
+from msgspec import UNSET, Struct
 
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.pieces import Pieces
@@ -24,22 +24,15 @@ class Logprobs(Struct, KnownWeight, frozen=True):
     """The shape of completions. The token itself is always among its `top_logprobs`."""
 
     tokens: Annotated[
-        list[str],
-        Meta(
-            description="the tokens as text, or as `token_id:<id>` where the request asks for that"
-        ),
+        list[str], "the tokens as text, or as `token_id:<id>` where the request asks for that"
     ]
-    token_logprobs: Annotated[
-        list[float | None], Meta(description="one per token; null for the first of a prompt")
-    ]
+    token_logprobs: Annotated[list[float | None], "one per token; null for the first of a prompt"]
     top_logprobs: Annotated[
         list[dict[str, float] | None],
-        Meta(
-            description="per token the log-probs of the most likely alternatives and of itself, by "
-            "text; null for the first of a prompt"
-        ),
+        "per token the log-probs of the most likely alternatives and of itself, by text; null for "
+        "the first of a prompt",
     ]
-    text_offset: Annotated[list[int], Meta(description="where each token begins, in characters")]
+    text_offset: Annotated[list[int], "where each token begins, in characters"]
 
     def weight(self) -> float:
         if hasattr(self.top_logprobs, "__next__"):  # made late
@@ -49,26 +42,22 @@ class Logprobs(Struct, KnownWeight, frozen=True):
 
 
 class Alternative(Struct, frozen=True):
-    token: Annotated[str, Meta(description="its text, or `token_id:<id>`")]
-    logprob: Annotated[float, Meta(description="under the distribution that was sampled from")]
-    bytes: Annotated[
-        list[int], Meta(description="bytes of the token in UTF-8, perhaps a part of a character")
-    ]
+    token: Annotated[str, "its text, or `token_id:<id>`"]
+    logprob: Annotated[float, "under the distribution that was sampled from"]
+    bytes: Annotated[list[int], "bytes of the token in UTF-8, perhaps a part of a character"]
 
 
 class ChatToken(Struct, frozen=True):
-    token: Annotated[str, Meta(description="its text, or `token_id:<id>`")]
-    logprob: Annotated[float, Meta(description="under the distribution that was sampled from")]
-    bytes: Annotated[
-        list[int], Meta(description="bytes of the token in UTF-8, perhaps a part of a character")
-    ]
+    token: Annotated[str, "its text, or `token_id:<id>`"]
+    logprob: Annotated[float, "under the distribution that was sampled from"]
+    bytes: Annotated[list[int], "bytes of the token in UTF-8, perhaps a part of a character"]
     top_logprobs: Annotated[
-        list[Alternative], Meta(description="the most likely tokens at this position, best first")
+        list[Alternative], "the most likely tokens at this position, best first"
     ]
 
 
 class ChatLogprobs(Struct, KnownWeight, frozen=True):
-    content: Annotated[list[ChatToken], Meta(description="one per token of the answer")]
+    content: Annotated[list[ChatToken], "one per token of the answer"]
 
     def weight(self) -> float:
         if hasattr(self.content, "__next__"):  # made late
@@ -80,12 +69,11 @@ class ChatLogprobs(Struct, KnownWeight, frozen=True):
 class PromptToken(Struct, frozen=True):
     """The log-prob of a prompt's token, or of an alternative to it."""
 
-    logprob: Annotated[float, Meta(description="under the unprocessed distribution")]
+    logprob: Annotated[float, "under the unprocessed distribution"]
     rank: Annotated[
-        int | None,
-        Meta(description="from 1; null for a token that is not among the alternatives asked for"),
+        int | None, "from 1; null for a token that is not among the alternatives asked for"
     ]
-    decoded_token: Annotated[str, Meta(description="its text")]
+    decoded_token: Annotated[str, "its text"]
 
 
 PromptLogprobs = list[dict[str, PromptToken] | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from tlt_client.wire import VersionSpan
 from tlt_server.frontend.generation.choice import FinishedChoice
@@ -17,75 +17,52 @@ Scored = tuple[float | None, int, str | None]  # log-prob, token id, and its tex
 class Finish(Struct, frozen=True):
     """The end of a choice."""
 
-    type: Annotated[Literal["stop", "length", "abort"], Meta(description="the kind of end")]
+    type: Annotated[Literal["stop", "length", "abort"], "the kind of end"]
     matched: Annotated[
-        int | str | UnsetType, Meta(description="the stop token's id or the stop string; of a stop")
+        int | str | UnsetType, "the stop token's id or the stop string; of a stop"
     ] = UNSET
-    length: Annotated[int | UnsetType, Meta(description="output tokens; of an end by length")] = (
-        UNSET
-    )
-    message: Annotated[str | UnsetType, Meta(description="why; of an abort")] = UNSET
+    length: Annotated[int | UnsetType, "output tokens; of an end by length"] = UNSET
+    message: Annotated[str | UnsetType, "why; of an abort"] = UNSET
 
 
 class MetaInfo(Struct, frozen=True, kw_only=True):
-    id: Annotated[
-        str, Meta(description="the request's rid, numbered where there are several choices")
-    ]
-    finish_reason: Annotated[
-        Finish | None, Meta(description="what ended it; null in a chunk that does not")
-    ]
-    prompt_tokens: Annotated[int, Meta(description="tokens of its prompt")]
-    completion_tokens: Annotated[int, Meta(description="tokens of its output so far")]
-    cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")]
-    weight_version: Annotated[
-        str, Meta(description="version that computed the last token, or else the live version")
-    ]
+    id: Annotated[str, "the request's rid, numbered where there are several choices"]
+    finish_reason: Annotated[Finish | None, "what ended it; null in a chunk that does not"]
+    prompt_tokens: Annotated[int, "tokens of its prompt"]
+    completion_tokens: Annotated[int, "tokens of its output so far"]
+    cached_tokens: Annotated[int, "prompt tokens whose KV was there already"]
+    weight_version: Annotated[str, "version that computed the last token, or else the live version"]
     weight_versions: Annotated[
-        list[VersionSpan] | UnsetType,
-        Meta(description="which weights computed which tokens; at the end"),
+        list[VersionSpan] | UnsetType, "which weights computed which tokens; at the end"
     ] = UNSET
-    e2e_latency: Annotated[float, Meta(description="seconds since the request was accepted")]
+    e2e_latency: Annotated[float, "seconds since the request was accepted"]
     output_token_logprobs: Annotated[
         list[Scored] | UnsetType,
-        Meta(
-            description="per output token its log-prob, its id, and its text or null; with "
-            "return_logprob"
-        ),
+        "per output token its log-prob, its id, and its text or null; with return_logprob",
     ] = UNSET
     output_top_logprobs: Annotated[
         list[list[Scored]] | UnsetType,
-        Meta(description="per output token the best alternatives; with top_logprobs_num"),
+        "per output token the best alternatives; with top_logprobs_num",
     ] = UNSET
     input_token_logprobs: Annotated[
         list[Scored] | UnsetType,
-        Meta(
-            description="per prompt token from logprob_start_len on; the log-prob of the very "
-            "first one is null; with -1 only the last token, with null; with return_logprob"
-        ),
+        "per prompt token from logprob_start_len on; the log-prob of the very first one is null; "
+        "with -1 only the last token, with null; with return_logprob",
     ] = UNSET
     input_top_logprobs: Annotated[
         list[list[Scored] | None] | UnsetType,
-        Meta(description="per prompt token the best alternatives; where asked for"),
+        "per prompt token the best alternatives; where asked for",
     ] = UNSET
-    spec_verify_ct: Annotated[
-        int | UnsetType, Meta(description="steps that verified a draft; at the end")
-    ] = UNSET
+    spec_verify_ct: Annotated[int | UnsetType, "steps that verified a draft; at the end"] = UNSET
     spec_accept_length: Annotated[
         float | UnsetType,
-        Meta(
-            description="tokens per such step, the bonus token included; 1 without one; at the end"
-        ),
+        "tokens per such step, the bonus token included; 1 without one; at the end",
     ] = UNSET
     spec_accept_rate: Annotated[
-        float | UnsetType,
-        Meta(description="the fraction of verified drafts that was accepted; at the end"),
+        float | UnsetType, "the fraction of verified drafts that was accepted; at the end"
     ] = UNSET
-    spec_accept_token_num: Annotated[
-        int | UnsetType, Meta(description="drafts accepted; at the end")
-    ] = UNSET
-    spec_draft_token_num: Annotated[
-        int | UnsetType, Meta(description="drafts verified; at the end")
-    ] = UNSET
+    spec_accept_token_num: Annotated[int | UnsetType, "drafts accepted; at the end"] = UNSET
+    spec_draft_token_num: Annotated[int | UnsetType, "drafts verified; at the end"] = UNSET
 
 
 def ended(meta: MetaInfo, choice: FinishedChoice, **more: Any) -> MetaInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, cast
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tlt_server.events import WeightReport
 from tlt_server.labels import label_of
@@ -19,22 +19,15 @@ class PushReply(Struct, frozen=True):
 
     state: Annotated[
         PushState,
-        Meta(
-            description="the outcome; gathering: further calls bring the missing tensors; "
-            "unchanged: the same push, or the version to be committed, was live before, or nothing "
-            "was pushed"
-        ),
+        "the outcome; gathering: further calls bring the missing tensors; unchanged: the same "
+        "push, or the version to be committed, was live before, or nothing was pushed",
     ]
-    version: Annotated[str, Meta(description="name of the version pushed")]
-    role: Annotated[str, Meta(description="what was pushed")]
-    weight_version: Annotated[str, Meta(description="the target's version that is live now")]
-    checksums: Annotated[
-        dict[str, str], Meta(description="mix64 of the values of each tensor pushed, by name")
-    ]
-    phases_s: Annotated[
-        dict[str, float], Meta(description="duration of the push, by phase, in seconds")
-    ]
-    pause_ms: Annotated[float, Meta(description="how long the commit kept the loop from stepping")]
+    version: Annotated[str, "name of the version pushed"]
+    role: Annotated[str, "what was pushed"]
+    weight_version: Annotated[str, "the target's version that is live now"]
+    checksums: Annotated[dict[str, str], "mix64 of the values of each tensor pushed, by name"]
+    phases_s: Annotated[dict[str, float], "duration of the push, by phase, in seconds"]
+    pause_ms: Annotated[float, "how long the commit kept the loop from stepping"]
 
 
 def outcome(report: WeightReport, *, labelled: bool = False) -> PushReply:

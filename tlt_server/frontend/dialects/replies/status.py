@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 
 class Status(Struct, frozen=True):
-    status: Annotated[Literal["ok"], Meta(description="the answer is yes; a no is an error")] = "ok"
+    status: Annotated[Literal["ok"], "the answer is yes; a no is an error"] = "ok"

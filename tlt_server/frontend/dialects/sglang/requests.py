@@ -46,7 +46,7 @@ Body = TypeVar("Body")
 # A text with a pattern in a union with a list makes msgspec 0.22 free memory twice, so the pattern
 # of this one is checked below.
 OneName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
-NameOrNone = Annotated[ShortName | None, Meta(description="null: none")]
+NameOrNone = Annotated[ShortName | None, "null: none"]
 
 
 class SglangSampling(SglangStructured, Tolerant, frozen=True, kw_only=True):
@@ -56,27 +56,19 @@ class SglangSampling(SglangStructured, Tolerant, frozen=True, kw_only=True):
         known_fields.SGLANG_SAMPLING
     )
 
-    n: Annotated[Count, Meta(description="choices per prompt")] = 1
+    n: Annotated[Count, "choices per prompt"] = 1
     sampling_seed: Annotated[
-        AnySeed | None,
-        Meta(description="keys the choices' noise: the same seed gives the same tokens"),
+        AnySeed | None, "keys the choices' noise: the same seed gives the same tokens"
     ] = None
-    max_new_tokens: Annotated[
-        Length, Meta(description="the longest output; 0: only read the prompt")
-    ] = 128
+    max_new_tokens: Annotated[Length, "the longest output; 0: only read the prompt"] = 128
     min_new_tokens: Annotated[
-        Length,
-        Meta(
-            description="no stop token, and no end at a stop string, before this many output tokens"
-        ),
+        Length, "no stop token, and no end at a stop string, before this many output tokens"
     ] = 0
     top_k: TopK = 0
-    no_stop_trim: Annotated[
-        bool, Meta(description="the text keeps the stop string or stop token that ended it")
-    ] = False
-    skip_special_tokens: Annotated[bool, Meta(description="the text leaves special tokens out")] = (
-        True
+    no_stop_trim: Annotated[bool, "the text keeps the stop string or stop token that ended it"] = (
+        False
     )
+    skip_special_tokens: Annotated[bool, "the text leaves special tokens out"] = True
 
 
 class GenerateFields(Tolerant, frozen=True, kw_only=True):
@@ -87,46 +79,39 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
 
     text: Annotated[
         str | Annotated[list[str], Meta(min_length=1, extra={"limit": PROMPTS})] | None,
-        Meta(description="a text, or several"),
+        "a text, or several",
     ] = None
     input_ids: Annotated[
         PromptIds | Annotated[list[PromptIds], Meta(min_length=1, extra={"limit": PROMPTS})] | None,
-        Meta(description="token ids, or several lists"),
+        "token ids, or several lists",
     ] = None
-    sampling_params: Annotated[SglangSampling, Meta(description="how to sample")] = SglangSampling()
+    sampling_params: Annotated[SglangSampling, "how to sample"] = SglangSampling()
     rid: Annotated[
         OneName | Annotated[list[ShortName], Meta(min_length=1, extra={"limit": NAMES})] | None,
-        Meta(description="names the request, or each prompt, for POST /abort_request"),
+        "names the request, or each prompt, for POST /abort_request",
     ] = None
     lora_path: Annotated[
         OneName | Annotated[list[NameOrNone], Meta(min_length=1, extra={"limit": NAMES})] | None,
-        Meta(description="the LoRA adapter that computes it, or of each prompt, by name"),
+        "the LoRA adapter that computes it, or of each prompt, by name",
     ] = None
-    return_logprob: Annotated[bool, Meta(description="report log-probs")] = False
-    return_text_in_logprobs: Annotated[
-        bool, Meta(description="log-probs come with the text of their tokens")
-    ] = False
+    return_logprob: Annotated[bool, "report log-probs"] = False
+    return_text_in_logprobs: Annotated[bool, "log-probs come with the text of their tokens"] = False
     logprob_start_len: Annotated[
         int,
-        Meta(
-            ge=-1,
-            le=MAX_INT32,
-            description="report the prompt's from this token on, too; -1: none of them",
-        ),
+        "report the prompt's from this token on, too; -1: none of them",
+        Meta(ge=-1, le=MAX_INT32),
     ] = -1
     top_logprobs_num: Annotated[
-        int, Meta(ge=0, le=MAX_INT32, description="alternatives per token, with return_logprob")
+        int, "alternatives per token, with return_logprob", Meta(ge=0, le=MAX_INT32)
     ] = 0
     priority: Annotated[
         Annotated[int, Meta(ge=-MAX_INT32, le=MAX_INT32)],
-        Meta(description="sequences of higher values start first; above 0 needs the scope operate"),
+        "sequences of higher values start first; above 0 needs the scope operate",
     ] = 0
     train: Train = True
-    stream: Annotated[
-        bool, Meta(description="server-sent chunks, each with all that there is so far")
-    ] = False
+    stream: Annotated[bool, "server-sent chunks, each with all that there is so far"] = False
     incremental_streaming_output: Annotated[
-        bool, Meta(description="a stream's chunks hold what no chunk before had")
+        bool, "a stream's chunks hold what no chunk before had"
     ] = False
 
     @property
@@ -225,27 +210,23 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
 
 class PauseFields(Tolerant, frozen=True, kw_only=True):
     mode: Annotated[
-        Literal["abort", "retract", "in_place"],
-        Meta(description="what becomes of running sequences"),
+        Literal["abort", "retract", "in_place"], "what becomes of running sequences"
     ] = "abort"
 
 
 class SglangAbort(Tolerant, frozen=True, kw_only=True):
     rid: Annotated[
         Annotated[str, Meta(max_length=256)] | None,
-        Meta(description="the name that the request was given; empty: none"),
+        "the name that the request was given; empty: none",
     ] = None
-    abort_all: Annotated[bool, Meta(description="end everything that is open")] = False
+    abort_all: Annotated[bool, "end everything that is open"] = False
 
 
 class MemoryFields(Tolerant, frozen=True, kw_only=True):
     tags: Annotated[
         list[Literal["weights", "kv_cache", "cuda_graph"]],
-        Meta(
-            max_length=MAX_TAGS,
-            description="empty: all; cuda_graph is without effect, as graphs come and go with the "
-            "rest",
-        ),
+        "empty: all; cuda_graph is without effect, as graphs come and go with the rest",
+        Meta(max_length=MAX_TAGS),
     ] = []
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -93,9 +92,7 @@ async def weight_version(service: Service) -> VersionReply:
 @ROUTES.get("/v1/loads", needs="any", error_shape=failure_naming(()))
 async def loads(
     service: Service,
-    include: Annotated[
-        str, Meta(description="accepted and without effect: the reply is small")
-    ] = "",
+    include: Annotated[str, "accepted and without effect: the reply is small"] = "",
 ) -> LoadsReply:
     """Count the sequences that are open, run and wait, and the KV positions in use."""
     own, gauges = _info(service), service.engine.gauges

@@ -23,25 +23,17 @@ GROUP = "weight_update_group"  # where a trainer names none
 
 
 class BeginFields(Tolerant, frozen=True, kw_only=True):
-    selector: Annotated[Selector, Meta(description="the model whose weights are pushed")] = "target"
+    selector: Annotated[Selector, "the model whose weights are pushed"] = "target"
 
 
 class PushFields(Tolerant, frozen=True, kw_only=True):
     """The fields that the pushes by all channels share."""
 
     abort_all_requests: Annotated[
-        bool,
-        Meta(
-            description="end running sequences with what they have; else they continue under the "
-            "new weights"
-        ),
+        bool, "end running sequences with what they have; else they continue under the new weights"
     ] = False
     flush_cache: Annotated[
-        bool,
-        Meta(
-            description="accepted and without effect: KV of another version never serves a new "
-            "request"
-        ),
+        bool, "accepted and without effect: KV of another version never serves a new request"
     ] = True
 
     @property
@@ -51,26 +43,16 @@ class PushFields(Tolerant, frozen=True, kw_only=True):
 
 class DiskFields(PushFields, frozen=True, kw_only=True):
     model_path: Annotated[
-        Directory,
-        Meta(
-            min_length=1, description="directory of safetensors, absolute or below the weight root"
-        ),
+        Directory, "directory of safetensors, absolute or below the weight root", Meta(min_length=1)
     ]
-    load_format: Annotated[
-        Literal["auto", "safetensors"], Meta(description="both mean safetensors")
-    ] = "auto"
-    weight_version: Annotated[
-        Version | None, Meta(description="absent: the directory's name and digest")
-    ] = None
+    load_format: Annotated[Literal["auto", "safetensors"], "both mean safetensors"] = "auto"
+    weight_version: Annotated[Version | None, "absent: the directory's name and digest"] = None
 
 
 class SglangLoad(Tolerant, frozen=True, kw_only=True):
     lora_name: AdapterName
     lora_path: Annotated[
-        Directory,
-        Meta(
-            min_length=1, description="directory of the adapter, absolute or below the weight root"
-        ),
+        Directory, "directory of the adapter, absolute or below the weight root", Meta(min_length=1)
     ]
 
 
@@ -95,24 +77,18 @@ class GroupOf(Tolerant, frozen=True, kw_only=True):
 class DistributedFields(PushFields, frozen=True, kw_only=True):
     names: Annotated[
         TensorNames,
-        Meta(
-            description="names of tensors, in the order in which they are broadcast; those of the "
-            "drafter may begin with `draft.`"
-        ),
+        "names of tensors, in the order in which they are broadcast; those of the drafter may "
+        "begin with `draft.`",
     ]
-    dtypes: Annotated[TypeNames, Meta(description='as torch names them, such as "bfloat16"')]
-    shapes: Annotated[Shapes, Meta(description="shapes of the tensors")]
+    dtypes: Annotated[TypeNames, 'as torch names them, such as "bfloat16"']
+    shapes: Annotated[Shapes, "shapes of the tensors"]
     group_name: GroupName = GROUP
     load_format: Annotated[
-        Literal["flattened_bucket"] | None,
-        Meta(description="all come as one bucket of raw bytes; absent: one each"),
+        Literal["flattened_bucket"] | None, "all come as one bucket of raw bytes; absent: one each"
     ] = None
-    weight_version: Annotated[
-        Version | None, Meta(description="absent: the channel and the content's digest")
-    ] = None
+    weight_version: Annotated[Version | None, "absent: the channel and the content's digest"] = None
     selector: Annotated[
-        Selector | None,
-        Meta(description="whose weights these are; absent: those of POST /begin_weight_update"),
+        Selector | None, "whose weights these are; absent: those of POST /begin_weight_update"
     ] = None
 
     @property
@@ -123,12 +99,7 @@ class DistributedFields(PushFields, frozen=True, kw_only=True):
 class ReadFields(Tolerant, frozen=True, kw_only=True):
     name: Annotated[
         str,
-        Meta(
-            min_length=1,
-            max_length=1024,
-            description="name of the tensor, as POST /weight_checker lists it",
-        ),
+        "name of the tensor, as POST /weight_checker lists it",
+        Meta(min_length=1, max_length=1024),
     ]
-    truncate_size: Annotated[
-        int, Meta(ge=1, le=4096, description="the number of its first rows")
-    ] = 100
+    truncate_size: Annotated[int, "the number of its first rows", Meta(ge=1, le=4096)] = 100

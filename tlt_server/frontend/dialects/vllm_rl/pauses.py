@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from msgspec import Meta
 from starlette.requests import Request
 
 from tlt_server.commands import InFlight, Memory
@@ -30,13 +29,8 @@ ROUTES = Routes(error_shape=fault, empty=AnyFields)
 MODES: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "continue"}
 LEVELS: dict[str, list[Memory]] = {"0": [], "1": ["kv_cache"], "2": ["weights", "kv_cache"]}
 TAGS: dict[str, list[Memory]] = {"weights": ["weights"], "kv_cache": ["kv_cache"], "scheduling": []}
-Mode = Annotated[
-    Literal["abort", "wait", "keep"], Meta(description="what becomes of running sequences")
-]
-Level = Annotated[
-    Literal["0", "1", "2"],
-    Meta(description="what is given back; 0: nothing, generation only stops"),
-]
+Mode = Annotated[Literal["abort", "wait", "keep"], "what becomes of running sequences"]
+Level = Annotated[Literal["0", "1", "2"], "what is given back; 0: nothing, generation only stops"]
 Tag = Literal["weights", "kv_cache", "scheduling"]
 
 
@@ -44,9 +38,7 @@ Tag = Literal["weights", "kv_cache", "scheduling"]
 async def pause(
     service: Service,
     mode: Mode = "abort",
-    clear_cache: Annotated[
-        bool, Meta(description="forget cached prefixes too; without effect for keep")
-    ] = True,
+    clear_cache: Annotated[bool, "forget cached prefixes too; without effect for keep"] = True,
 ) -> Paused:
     """Stop generating until POST /resume.
 
@@ -136,8 +128,7 @@ async def release_kv(service: Service) -> str:
 
 @ROUTES.post("/wake_up", needs="operate")
 async def wake_up(
-    service: Service,
-    tags: Annotated[Sequence[Tag], Meta(description="what to take again; absent: everything")] = (),
+    service: Service, tags: Annotated[Sequence[Tag], "what to take again; absent: everything"] = ()
 ) -> str:
     """Take memory again, without tags all of it, with the same bits in the weights as before.
 

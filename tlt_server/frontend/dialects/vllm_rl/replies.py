@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tlt_client.wire import FinishReason, VersionSpan
 from tlt_server.errors import TltError
@@ -14,119 +14,106 @@ from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
 
 
 class Fault(Struct, frozen=True):
-    message: Annotated[str, Meta(description="the value, the limit and the remedy")]
-    type: Annotated[str, Meta(description="the status in words")]
-    param: Annotated[None, Meta(description="always null")]
-    code: Annotated[int, Meta(description="the status")]
+    message: Annotated[str, "the value, the limit and the remedy"]
+    type: Annotated[str, "the status in words"]
+    param: Annotated[None, "always null"]
+    code: Annotated[int, "the status"]
 
 
 class Faulty(Struct, frozen=True):
     """The error envelope."""
 
-    error: Annotated[Fault, Meta(description="what went wrong")]
+    error: Annotated[Fault, "what went wrong"]
 
 
 class Paused(Struct, frozen=True):
-    status: Annotated[Literal["paused", "resumed"], Meta(description="what holds now")]
+    status: Annotated[Literal["paused", "resumed"], "what holds now"]
 
 
 class IsPaused(Struct, frozen=True):
-    is_paused: Annotated[bool, Meta(description="whether a pause holds")]
+    is_paused: Annotated[bool, "whether a pause holds"]
 
 
 class IsSleeping(Struct, frozen=True):
-    is_sleeping: Annotated[bool, Meta(description="whether any memory is given back")]
+    is_sleeping: Annotated[bool, "whether any memory is given back"]
 
 
 class VllmAborted(Struct, frozen=True):
-    aborted: Annotated[int, Meta(description="sequences that this ends")]
-    status: Annotated[Literal["aborted"], Meta(description="always the same")] = "aborted"
+    aborted: Annotated[int, "sequences that this ends"]
+    status: Annotated[Literal["aborted"], "always the same"] = "aborted"
 
 
 class Renamed(Struct, frozen=True):
-    new_version: Annotated[str, Meta(description="the label that the weights have or will have")]
-    message: Annotated[str, Meta(description="what was done")]
-    success: Annotated[bool, Meta(description="always true: a failure is an error")] = True
+    new_version: Annotated[str, "the label that the weights have or will have"]
+    message: Annotated[str, "what was done"]
+    success: Annotated[bool, "always true: a failure is an error"] = True
 
 
 class VllmDone(Struct, frozen=True):
-    message: Annotated[str, Meta(description="what was done")]
+    message: Annotated[str, "what was done"]
 
 
 class Succeeded(Struct, frozen=True):
-    success: Annotated[bool, Meta(description="always true: a failure is an error")] = True
+    success: Annotated[bool, "always true: a failure is an error"] = True
 
 
 class Results(Struct, frozen=True):
-    results: Annotated[list[None], Meta(description="one null for the one rank")]
+    results: Annotated[list[None], "one null for the one rank"]
 
 
 class WorldSize(Struct, frozen=True):
-    world_size: Annotated[int, Meta(description="ranks that take weights: one")] = 1
+    world_size: Annotated[int, "ranks that take weights: one"] = 1
 
 
 class Load(Struct, frozen=True):
-    server_load: Annotated[int, Meta(description="sequences accepted and not ended")]
+    server_load: Annotated[int, "sequences accepted and not ended"]
 
 
 class ServerVersion(Struct, frozen=True):
-    version: Annotated[str, Meta(description="version of the server")]
+    version: Annotated[str, "version of the server"]
 
 
 class WeightInfo(Struct, frozen=True):
-    weight_version: Annotated[str, Meta(description="the target's version that is live")]
-    drafter_version: Annotated[
-        str, Meta(description="the drafter's; empty where none can be pushed")
-    ]
+    weight_version: Annotated[str, "the target's version that is live"]
+    drafter_version: Annotated[str, "the drafter's; empty where none can be pushed"]
 
 
 class CheckReply(Struct, frozen=True, omit_defaults=True):
     """The checksums of live weights, or the result of a comparison or a reset."""
 
-    status: Annotated[
-        Literal["reset"] | None, Meta(description="what was done; with the action reset")
-    ] = None
+    status: Annotated[Literal["reset"] | None, "what was done; with the action reset"] = None
     checksums: Annotated[
         dict[str, str] | None,
-        Meta(
-            description="checksums of what is live: mix64 of the values, by tensor; with the "
-            "actions checksum and snapshot"
-        ),
+        "checksums of what is live: mix64 of the values, by tensor; with the actions checksum and "
+        "snapshot",
     ] = None
-    match: Annotated[
-        bool | None, Meta(description="whether nothing differs; with the action compare")
-    ] = None
+    match: Annotated[bool | None, "whether nothing differs; with the action compare"] = None
     mismatches: Annotated[
-        list[str] | None,
-        Meta(description="names of the tensors that differ; with the action compare"),
+        list[str] | None, "names of the tensors that differ; with the action compare"
     ] = None
 
 
 class TokensChoice(Struct, frozen=True):
-    index: Annotated[int, Meta(description="which of the n choices, from 0")]
-    token_ids: Annotated[list[int], Meta(description="the output, its stop token included")]
-    finish_reason: Annotated[FinishReason, Meta(description="what ended it")]
+    index: Annotated[int, "which of the n choices, from 0"]
+    token_ids: Annotated[list[int], "the output, its stop token included"]
+    finish_reason: Annotated[FinishReason, "what ended it"]
     stop_reason: Annotated[
-        int | str | None,
-        Meta(description="the stop token's id or the stop string; null for another end"),
+        int | str | None, "the stop token's id or the stop string; null for another end"
     ]
     logprobs: Annotated[
         ChatLogprobs | None,
-        Meta(description="log-probs of the tokens, if asked for; tokens are named `token_id:<id>`"),
+        "log-probs of the tokens, if asked for; tokens are named `token_id:<id>`",
     ]
-    weight_versions: Annotated[
-        list[VersionSpan], Meta(description="which weights computed which tokens")
-    ]
+    weight_versions: Annotated[list[VersionSpan], "which weights computed which tokens"]
 
 
 class TokensReply(Struct, frozen=True):
-    request_id: Annotated[str, Meta(description="as the request gave it, or as it was numbered")]
-    choices: Annotated[list[TokensChoice], Meta(description="the n choices")]
+    request_id: Annotated[str, "as the request gave it, or as it was numbered"]
+    choices: Annotated[list[TokensChoice], "the n choices"]
     prompt_logprobs: Annotated[
-        PromptLogprobs | None,
-        Meta(description="per prompt token, null for the first; where asked for"),
+        PromptLogprobs | None, "per prompt token, null for the first; where asked for"
     ]
-    usage: Annotated[OpenAIUsage, Meta(description="tokens of the request")]
+    usage: Annotated[OpenAIUsage, "tokens of the request"]
 
 
 def fault(error: TltError) -> Faulty:

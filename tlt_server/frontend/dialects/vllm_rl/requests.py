@@ -34,21 +34,17 @@ from tlt_server.frontend.weights.transfer import UpdateFields
 class VllmSampling(VllmStructured, Tolerant, frozen=True, kw_only=True):
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.VLLM_SAMPLING)
 
-    n: Annotated[Count, Meta(description="choices")] = 1
+    n: Annotated[Count, "choices"] = 1
     seed: Annotated[
-        AnySeed | None,
-        Meta(description="keys the choices' noise: the same seed gives the same tokens"),
+        AnySeed | None, "keys the choices' noise: the same seed gives the same tokens"
     ] = None
-    max_tokens: Annotated[
-        Length, Meta(description="the longest output; 0: only read the prompt")
-    ] = 16
+    max_tokens: Annotated[Length, "the longest output; 0: only read the prompt"] = 16
     top_k: TopK = 0
     logprobs: Annotated[
-        Length | None, Meta(description="alternatives per token; absent: no log-probs are reported")
+        Length | None, "alternatives per token; absent: no log-probs are reported"
     ] = None
     prompt_logprobs: Annotated[
-        Alternatives | None,
-        Meta(description="alternatives per prompt token; -1: the whole vocabulary"),
+        Alternatives | None, "alternatives per prompt token; -1: the whole vocabulary"
     ] = None
     truncate_prompt_tokens: Truncation = None
 
@@ -56,23 +52,18 @@ class VllmSampling(VllmStructured, Tolerant, frozen=True, kw_only=True):
 class TokensRequest(Tolerant, frozen=True, kw_only=True):
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.VLLM)
 
-    token_ids: Annotated[PromptIds, Meta(description="the prompt")]
+    token_ids: Annotated[PromptIds, "the prompt"]
     request_id: Annotated[
-        ShortName | None,
-        Meta(description="comes back, and names the request for POST /abort_requests"),
+        ShortName | None, "comes back, and names the request for POST /abort_requests"
     ] = None
-    sampling_params: Annotated[VllmSampling, Meta(description="how to sample")] = VllmSampling()
-    model: Annotated[
-        str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
-    ] = ""
+    sampling_params: Annotated[VllmSampling, "how to sample"] = VllmSampling()
+    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
     cache_salt: Annotated[
-        Salt, Meta(description="requests share cached prefixes only with those of the same salt")
+        Salt, "requests share cached prefixes only with those of the same salt"
     ] = ""
     priority: Priority = 0
     train: Train = True
-    stream: Annotated[bool, Meta(description="true is refused: POST /v1/completions streams")] = (
-        False
-    )
+    stream: Annotated[bool, "true is refused: POST /v1/completions streams"] = False
 
     def native(self, lora: str) -> NativeRequest:
         if self.stream:
@@ -108,23 +99,16 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
 class VllmAbort(Tolerant, frozen=True, kw_only=True):
     request_ids: Annotated[
         Annotated[list[ShortName], Meta(min_length=1, extra={"limit": NAMES})],
-        Meta(
-            description="names that requests were given; without a body all that is open is aborted"
-        ),
+        "names that requests were given; without a body all that is open is aborted",
     ]
 
 
 class VllmLoad(Tolerant, frozen=True, kw_only=True):
     lora_name: AdapterName
     lora_path: Annotated[
-        Directory,
-        Meta(
-            min_length=1, description="directory of the adapter, absolute or below the weight root"
-        ),
+        Directory, "directory of the adapter, absolute or below the weight root", Meta(min_length=1)
     ]
-    load_inplace: Annotated[
-        bool, Meta(description="replace the adapter of this name; else that is refused")
-    ] = False
+    load_inplace: Annotated[bool, "replace the adapter of this name; else that is refused"] = False
 
 
 class VllmUnload(Tolerant, frozen=True, kw_only=True):
@@ -133,14 +117,13 @@ class VllmUnload(Tolerant, frozen=True, kw_only=True):
 
 class StartFields(Tolerant, frozen=True, kw_only=True):
     is_checkpoint_format: Annotated[
-        bool, Meta(description="tensors are named as in a checkpoint; false is refused")
+        bool, "tensors are named as in a checkpoint; false is refused"
     ] = True
 
 
 class FinishFields(Tolerant, frozen=True, kw_only=True):
     weight_version: Annotated[
-        Version | None,
-        Meta(description="the name of what was pushed; absent: the one it was pushed with"),
+        Version | None, "the name of what was pushed; absent: the one it was pushed with"
     ] = None
 
 
@@ -149,33 +132,23 @@ class RpcCall(Tolerant, frozen=True, kw_only=True):
 
 
 class RpcStart(Tolerant, frozen=True, kw_only=True):
-    method: Annotated[
-        Literal["skyrl_start_weight_update"],
-        Meta(description="what POST /start_weight_update does"),
-    ]
-    arguments: Annotated[StartFields, Meta(description="what that route takes")] = msgspec.field(
+    method: Annotated[Literal["skyrl_start_weight_update"], "what POST /start_weight_update does"]
+    arguments: Annotated[StartFields, "what that route takes"] = msgspec.field(
         name="kwargs", default_factory=StartFields
     )
 
 
 class RpcUpdate(Tolerant, frozen=True, kw_only=True):
-    method: Annotated[
-        Literal["update_weights_nccl"], Meta(description="what POST /update_weights does")
-    ]
-    arguments: Annotated[UpdateFields, Meta(description="what that route takes")] = msgspec.field(
-        name="kwargs"
-    )
+    method: Annotated[Literal["update_weights_nccl"], "what POST /update_weights does"]
+    arguments: Annotated[UpdateFields, "what that route takes"] = msgspec.field(name="kwargs")
 
 
 class RpcFinish(Tolerant, frozen=True, kw_only=True):
-    method: Annotated[
-        Literal["skyrl_finish_weight_update"],
-        Meta(description="what POST /finish_weight_update does"),
-    ]
-    arguments: Annotated[FinishFields, Meta(description="what that route takes")] = msgspec.field(
+    method: Annotated[Literal["skyrl_finish_weight_update"], "what POST /finish_weight_update does"]
+    arguments: Annotated[FinishFields, "what that route takes"] = msgspec.field(
         name="kwargs", default_factory=FinishFields
     )
 
 
 class VersionFields(Tolerant, frozen=True, kw_only=True):
-    new_version: Annotated[Version, Meta(description="the name")]
+    new_version: Annotated[Version, "the name"]

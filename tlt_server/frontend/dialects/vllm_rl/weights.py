@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
 from starlette.requests import Request
 
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed
@@ -49,9 +48,7 @@ RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_
 @ROUTES.get("/get_world_size", needs="any")
 async def world_size(
     service: Service,
-    include_dp: Annotated[
-        str, Meta(description="accepted and without effect: there is one replica")
-    ] = "",
+    include_dp: Annotated[str, "accepted and without effect: there is one replica"] = "",
 ) -> WorldSize:
     """Count the ranks of this server that take weights."""
     return WorldSize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tlt_server.errors import Conflict
 from tlt_server.frontend.dialects.replies.errors import JOINED
@@ -18,7 +18,7 @@ ROUTES = Routes()
 class GroupsReply(Struct, frozen=True):
     """The process groups after the call."""
 
-    groups: Annotated[list[str], Meta(description="process groups that are joined")]
+    groups: Annotated[list[str], "process groups that are joined"]
 
 
 @ROUTES.post("/weight_groups", needs="push-weights", raises=JOINED)
@@ -30,8 +30,6 @@ async def join(service: Service, asked: GroupFields) -> GroupsReply:
 
 
 @ROUTES.delete("/weight_groups/{name}", needs="push-weights", raises=(Conflict,))
-async def leave(
-    service: Service, name: Annotated[str, Meta(description="the name of the group")]
-) -> GroupsReply:
+async def leave(service: Service, name: Annotated[str, "the name of the group"]) -> GroupsReply:
     """Leave a process group; it is no error if the group is not joined."""
     return GroupsReply(await service.broadcasts.leave(name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 
@@ -29,11 +28,9 @@ class FileNames(StringConvertor):
 
 register_url_convertor("file", FileNames())
 PART_PATH = "/weights/{version}/{part:file}"
-VersionInPath = Annotated[str, Meta(description="the version that the part belongs to")]
-FileInPath = Annotated[str, Meta(description="a file name: *.safetensors, or calibration.json")]
-ContentRange = Annotated[
-    str, HEADER, Meta(description="bytes FIRST-LAST/TOTAL; absent: the body is the whole part")
-]
+VersionInPath = Annotated[str, "the version that the part belongs to"]
+FileInPath = Annotated[str, "a file name: *.safetensors, or calibration.json"]
+ContentRange = Annotated[str, HEADER, "bytes FIRST-LAST/TOTAL; absent: the body is the whole part"]
 
 
 @ROUTES.put(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Literal
 
-from msgspec import Meta
 from msgspec.structs import asdict, replace
 from starlette.requests import Request
 
@@ -36,18 +35,14 @@ from tlt_server.frontend.weights.transfer import UpdateFields
 from tlt_server.frontend.weights.uploads import Uploads, UploadStatus
 
 ROUTES = Routes()
-PushedVersion = Annotated[str, Meta(description="the version that the push named")]
+PushedVersion = Annotated[str, "the version that the push named"]
 
 
 class WeightsReply(WeightState, frozen=True, kw_only=True):
     """The state of the weights, of uploads and of the open update."""
 
-    uploads: Annotated[
-        list[UploadStatus], Meta(description="versions that come by http, oldest first")
-    ] = []
-    update: Annotated[
-        UpdateStatus | None, Meta(description="the open weight update; null without one")
-    ] = None
+    uploads: Annotated[list[UploadStatus], "versions that come by http, oldest first"] = []
+    update: Annotated[UpdateStatus | None, "the open weight update; null without one"] = None
 
 
 @ROUTES.post(
@@ -111,13 +106,10 @@ def _may_pass(report: WeightReport) -> bool:
 @ROUTES.delete("/adapters/{name:path}", needs="push-weights", raises=(NotFound, Conflict))
 async def unload(
     service: Service,
-    name: Annotated[str, Meta(description="the adapter's name")],
+    name: Annotated[str, "the adapter's name"],
     in_flight: Annotated[
         Literal["drain", "abort"],
-        Meta(
-            description="what becomes of its running requests: they have drain_timeout_s to end, "
-            "or are ended"
-        ),
+        "what becomes of its running requests: they have drain_timeout_s to end, or are ended",
     ] = "drain",
 ) -> PushReply:
     """Unload a LoRA adapter. New requests for it are refused at once; the reply comes when its last

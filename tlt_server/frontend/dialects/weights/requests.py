@@ -25,40 +25,27 @@ ModuleName = Annotated[str, Meta(max_length=1024)]  # PEFT's: an end of a path, 
 
 class TensorFields(Strict, frozen=True, kw_only=True):
     name: Annotated[
-        TensorName,
-        Meta(
-            description="the name in the checkpoint; with role all, the drafter's begin with "
-            "`draft.`"
-        ),
+        TensorName, "the name in the checkpoint; with role all, the drafter's begin with `draft.`"
     ]
-    dtype: Annotated[
-        str, Meta(max_length=40, description='as torch names it, such as "bfloat16"')
-    ] = ""
-    shape: Annotated[Dimensions | None, Meta(description="absent: not compared")] = None
+    dtype: Annotated[str, 'as torch names it, such as "bfloat16"', Meta(max_length=40)] = ""
+    shape: Annotated[Dimensions | None, "absent: not compared"] = None
     checksum: Annotated[
         str,
-        Meta(
-            max_length=80,
-            description='"mix64:<hex>" of the values, or "sha256:<hex>" or "xxh3:<hex>" of the '
-            "bytes pushed",
-        ),
+        '"mix64:<hex>" of the values, or "sha256:<hex>" or "xxh3:<hex>" of the bytes pushed',
+        Meta(max_length=80),
     ] = ""
 
 
 class AdapterFields(Strict, frozen=True, kw_only=True):
     """The fields of PEFT's adapter_config.json that are read."""
 
-    r: Annotated[int, Meta(ge=1, le=MAX_INT32, description="rank")]
-    lora_alpha: Annotated[float, Meta(description="the scale is this by the rank")]
-    use_rslora: Annotated[
-        bool, Meta(description="the scale is lora_alpha by the root of the rank")
-    ] = False
+    r: Annotated[int, "rank", Meta(ge=1, le=MAX_INT32)]
+    lora_alpha: Annotated[float, "the scale is this by the rank"]
+    use_rslora: Annotated[bool, "the scale is lora_alpha by the root of the rank"] = False
     target_modules: Annotated[
         Annotated[list[ModuleName], Meta(max_length=16384)] | ModuleName | None,
-        Meta(
-            description="names of linear maps that must come; those whose tensors come are adapted "
-            "in any case, so that it may be a pattern, or absent"
-        ),
+        "names of linear maps that must come; those whose tensors come are adapted in any case, so "
+        "that it may be a pattern, or absent",
     ] = None
 
 
@@ -66,72 +53,47 @@ class ManifestFields(Strict, frozen=True, kw_only=True):
     version: Version
     path: Annotated[
         Annotated[Directory, Meta(min_length=1)] | None,
-        Meta(
-            description="by disk: directory of safetensors, absolute or below the weight root; by "
-            "ipc: name of the socket that the engine makes in the directory `sockets` of GET "
-            "/weights"
-        ),
+        "by disk: directory of safetensors, absolute or below the weight root; by ipc: name of the "
+        "socket that the engine makes in the directory `sockets` of GET /weights",
     ] = None
     role: Annotated[
         Literal["target", "drafter", "all", "adapter"],
-        Meta(
-            description="what is pushed; all: target and drafter in one transaction; adapter: a "
-            "LoRA adapter of the target"
-        ),
+        "what is pushed; all: target and drafter in one transaction; adapter: a LoRA adapter of "
+        "the target",
     ] = "target"
-    adapter: Annotated[
-        AdapterName | None, Meta(description="with role adapter: the name that requests give it")
-    ] = None
+    adapter: Annotated[AdapterName | None, "with role adapter: the name that requests give it"] = (
+        None
+    )
     adapter_config: Annotated[
         AdapterFields | None,
-        Meta(
-            description="with role adapter: what adapter_config.json says, where the channel is "
-            "not disk"
-        ),
+        "with role adapter: what adapter_config.json says, where the channel is not disk",
     ] = None
     channel: Annotated[
         ChannelName,
-        Meta(
-            description="how the tensors come: from a directory, from parts sent before, from a "
-            "process group, or from memory of a process on the same host"
-        ),
+        "how the tensors come: from a directory, from parts sent before, from a process group, or "
+        "from memory of a process on the same host",
     ] = "disk"
-    drafter_path: Annotated[
-        Directory, Meta(description="by disk with role all: the drafter's directory")
-    ] = ""
+    drafter_path: Annotated[Directory, "by disk with role all: the drafter's directory"] = ""
     tensors: Annotated[
         list[TensorFields],
-        Meta(
-            max_length=MAX_TENSORS,
-            description="tensors that must come; empty: all that the model has. By http each with "
-            "its checksum, by broadcast and ipc with dtype and shape, in the order they come",
-        ),
+        "tensors that must come; empty: all that the model has. By http each with its checksum, by "
+        "broadcast and ipc with dtype and shape, in the order they come",
+        Meta(max_length=MAX_TENSORS),
     ] = []
-    group: Annotated[
-        str, Meta(max_length=128, description="by broadcast: the group that brings them")
-    ] = ""
-    packed: Annotated[
-        bool, Meta(description="by broadcast: raw bytes in buckets; false: one broadcast each")
-    ] = True
+    group: Annotated[str, "by broadcast: the group that brings them", Meta(max_length=128)] = ""
+    packed: Annotated[bool, "by broadcast: raw bytes in buckets; false: one broadcast each"] = True
     bucket_bytes: Annotated[
-        int,
-        Meta(
-            ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this"
-        ),
+        int, "a bucket closes after the tensor that takes it over this", Meta(ge=1, le=2**40)
     ] = 2**30
     partial: Annotated[
         bool,
-        Meta(
-            description="by broadcast: `tensors` are some of the model's; calls of the same "
-            "version bring the others, and the call that brings the last of them ends the push"
-        ),
+        "by broadcast: `tensors` are some of the model's; calls of the same version bring the "
+        "others, and the call that brings the last of them ends the push",
     ] = False
-    in_flight: Annotated[
-        InFlight, Meta(description="what becomes of running requests when the target changes")
-    ] = "continue"
-    commit: Annotated[
-        bool, Meta(description="false: stay staged until POST /weights/{version}/commit")
-    ] = True
+    in_flight: Annotated[InFlight, "what becomes of running requests when the target changes"] = (
+        "continue"
+    )
+    commit: Annotated[bool, "false: stay staged until POST /weights/{version}/commit"] = True
 
 
 class DirectoryFields(Tolerant, frozen=True, kw_only=True):
@@ -139,17 +101,11 @@ class DirectoryFields(Tolerant, frozen=True, kw_only=True):
 
     weight_dir: Annotated[
         Directory,
-        Meta(
-            description="directory of safetensors, absolute or below the weight root",
-            extra_json_schema={"minLength": 1},
-        ),
+        "directory of safetensors, absolute or below the weight root",
+        Meta(extra_json_schema={"minLength": 1}),
     ]
-    weight_version: Annotated[
-        Version | None, Meta(description="absent: the directory's name and digest")
-    ] = None
-    version: Annotated[
-        Version | None, Meta(description="the same, where weight_version is absent")
-    ] = None
+    weight_version: Annotated[Version | None, "absent: the directory's name and digest"] = None
+    version: Annotated[Version | None, "the same, where weight_version is absent"] = None
 
 
 class GroupFields(RanksOfGroup, Strict, frozen=True, kw_only=True):
@@ -157,47 +113,30 @@ class GroupFields(RanksOfGroup, Strict, frozen=True, kw_only=True):
 
     name: Annotated[
         str,
-        Meta(
-            min_length=1,
-            max_length=128,
-            pattern=r"^[A-Za-z0-9._-]+$",
-            description="the name that pushes call it by",
-        ),
+        "the name that pushes call it by",
+        Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$"),
     ]
-    backend: Annotated[Literal["gloo", "nccl"], Meta(description="gloo on CPUs, nccl on GPUs")] = (
-        "gloo"
-    )
+    backend: Annotated[Literal["gloo", "nccl"], "gloo on CPUs, nccl on GPUs"] = "gloo"
     prefixed: Annotated[
-        bool,
-        Meta(
-            description="keys of the store begin with the group's name, as torch stores them for "
-            "named groups"
-        ),
+        bool, "keys of the store begin with the group's name, as torch stores them for named groups"
     ] = False
 
 
 class RollbackFields(Strict, frozen=True, kw_only=True):
     to: Annotated[
         str,
-        Meta(
-            max_length=MAX_VERSION,
-            description="the previous version that is to be live after the call; makes a repeated "
-            "call safe. Of a name that the target has had, the target's must be live or kept; the "
-            "drafter's goes back with it where it is kept. Absent: undo the last push, of the "
-            "models that it changed",
-        ),
+        "the previous version that is to be live after the call; makes a repeated call safe. Of a "
+        "name that the target has had, the target's must be live or kept; the drafter's goes back "
+        "with it where it is kept. Absent: undo the last push, of the models that it changed",
+        Meta(max_length=MAX_VERSION),
     ] = ""
-    role: Annotated[
-        Role | None, Meta(description="the one model to roll back; absent: as `to` says")
-    ] = None
-    in_flight: Annotated[
-        InFlight, Meta(description="what becomes of running requests when the target changes")
-    ] = "continue"
+    role: Annotated[Role | None, "the one model to roll back; absent: as `to` says"] = None
+    in_flight: Annotated[InFlight, "what becomes of running requests when the target changes"] = (
+        "continue"
+    )
 
 
 class PushAbort(Strict, frozen=True, kw_only=True):
     """The extent of what an abort ends; the body may be left out."""
 
-    upload_only: Annotated[
-        bool, Meta(description="end only what has come by http and is not being pushed")
-    ] = False
+    upload_only: Annotated[bool, "end only what has come by http and is not being pushed"] = False

@@ -28,11 +28,9 @@ RESPONSE = Words("input", "", "", renamed=RENAMED, clamps=True)
 
 
 class TextFormat(Tolerant, frozen=True, kw_only=True):
-    type: Annotated[
-        Literal["text", "json_object", "json_schema"], Meta(description="text: no structure")
-    ] = "text"
-    schema: Annotated[Json | None, Meta(description="with the type json_schema")] = None
-    name: Annotated[str, Meta(max_length=256, description="has no effect")] = ""
+    type: Annotated[Literal["text", "json_object", "json_schema"], "text: no structure"] = "text"
+    schema: Annotated[Json | None, "with the type json_schema"] = None
+    name: Annotated[str, "has no effect", Meta(max_length=256)] = ""
 
     def for_chat(self) -> ResponseFormat | None:
         if self.type == "json_schema":
@@ -45,7 +43,7 @@ class TextFormat(Tolerant, frozen=True, kw_only=True):
 
 
 class TextOptions(Tolerant, frozen=True, kw_only=True):
-    format: Annotated[TextFormat | None, Meta(description="what the text looks like")] = None
+    format: Annotated[TextFormat | None, "what the text looks like"] = None
     verbosity: Verbosity = None
 
 
@@ -54,54 +52,47 @@ class ReasoningOptions(Tolerant, frozen=True, kw_only=True):
 
 
 class NamedChoice(Tolerant, frozen=True, kw_only=True):
-    type: Annotated[Literal["function"], Meta(description="the kind of tool")]
-    name: Annotated[ShortName, Meta(description="the function to call")]
+    type: Annotated[Literal["function"], "the kind of tool"]
+    name: Annotated[ShortName, "the function to call"]
 
 
 class ResponseRequest(SharedSampling, Tolerant, frozen=True, kw_only=True):
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.RESPONSES)
 
     input: Annotated[
-        str | list[dict[str, Any]],
-        Meta(description="a text, or items: messages, calls, outputs of calls, reasoning"),
+        str | list[dict[str, Any]], "a text, or items: messages, calls, outputs of calls, reasoning"
     ]
-    model: Annotated[
-        str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
-    ] = ""
+    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
     instructions: Annotated[
-        str | None, Meta(description="a system message before the input; is not carried over")
+        str | None, "a system message before the input; is not carried over"
     ] = None
-    previous_response_id: Annotated[
-        ShortName | None, Meta(description="the response that this one continues")
-    ] = None
-    store: Annotated[bool, Meta(description="keep it, to be continued and fetched")] = True
-    stream: Annotated[bool, Meta(description="typed events as tokens come")] = False
+    previous_response_id: Annotated[ShortName | None, "the response that this one continues"] = None
+    store: Annotated[bool, "keep it, to be continued and fetched"] = True
+    stream: Annotated[bool, "typed events as tokens come"] = False
     max_output_tokens: Annotated[
-        Length | None, Meta(description="absent: what the prompt leaves of the model's length")
+        Length | None, "absent: what the prompt leaves of the model's length"
     ] = None
-    text: Annotated[TextOptions | None, Meta(description="the form of the text")] = None
+    text: Annotated[TextOptions | None, "the form of the text"] = None
     tools: Annotated[
         list[dict[str, Any]],
-        Meta(description='functions: `{"type": "function", "name", "description", "parameters"}`'),
+        'functions: `{"type": "function", "name", "description", "parameters"}`',
     ] = []
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedChoice,
-        Meta(description="as in chat completions; a function by its name"),
+        "as in chat completions; a function by its name",
     ] = "auto"
     parallel_tool_calls: Parallel = True
-    reasoning: Annotated[ReasoningOptions | None, Meta(description="how much to think")] = None
+    reasoning: Annotated[ReasoningOptions | None, "how much to think"] = None
     chat_template_kwargs: Options = {}
-    metadata: Annotated[dict[str, Any] | None, Meta(description="comes back")] = None
+    metadata: Annotated[dict[str, Any] | None, "comes back"] = None
     top_k: TopK = 0
-    seed: Annotated[AnySeed | None, Meta(description="the same seed gives the same tokens")] = None
+    seed: Annotated[AnySeed | None, "the same seed gives the same tokens"] = None
     cache_salt: Annotated[
-        Salt, Meta(description="requests share cached prefixes only with those of the same salt")
+        Salt, "requests share cached prefixes only with those of the same salt"
     ] = ""
     priority: Priority = 0
     train: Train = True
-    request_id: Annotated[
-        ShortName | None, Meta(description="names the request for POST /abort_requests")
-    ] = None
+    request_id: Annotated[ShortName | None, "names the request for POST /abort_requests"] = None
 
     def for_chat(self, messages: list[ChatMessage]) -> ChatRequest:
         """Return the chat request with these messages."""

@@ -46,7 +46,7 @@ from tlt_server.frontend.service import Service
 FIELDS = (*ResponseRequest.__struct_fields__, *ResponseRequest.refused, "tokens")
 ROUTES = Routes(error_shape=failure_naming(FIELDS))
 PREFIX = "resp_"
-ResponseId = Annotated[str, Meta(description="id of a response that is kept")]
+ResponseId = Annotated[str, "id of a response that is kept"]
 
 
 @ROUTES.post(
@@ -113,11 +113,9 @@ async def input_items(
     service: Service,
     caller: Caller,
     id: ResponseId,
-    limit: Annotated[int, Meta(ge=1, le=100, description="items at most")] = 20,
-    order: Annotated[Literal["asc", "desc"], Meta(description="desc: the newest first")] = "desc",
-    after: Annotated[
-        str | None, Meta(description="id of the item after which the list begins")
-    ] = None,
+    limit: Annotated[int, "items at most", Meta(ge=1, le=100)] = 20,
+    order: Annotated[Literal["asc", "desc"], "desc: the newest first"] = "desc",
+    after: Annotated[str | None, "id of the item after which the list begins"] = None,
 ) -> Annotated[Response, InputItems]:
     """List the items from which a response that is kept was made, those before it included."""
     kept = service.responses.find(id, caller)
