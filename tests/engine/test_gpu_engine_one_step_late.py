@@ -1,11 +1,14 @@
-"""Decisions of the host while a step is in flight, and requests whose logits are edited or whose
-prompts are scored; on the interpreter, against the CPU engine.
+"""Decisions of the host while a step is in flight, and what the GPU engine keeps between steps; on
+the interpreter.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +17,6 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import (
     assert_agree,
     assert_alternatives_agree,
-    assert_reports_agree,
     bits,
     checkpoints,
     drafting,
@@ -24,7 +26,7 @@ from tests.engine.gpu_engine import (
 )
 from tests.engine.pushing import Pushable
 from tests.engine.slow_rows import slow_rows
-from tlt_server.commands import Abort
+from tlt_server.commands import Abort, Sleep, WakeUp
 from tlt_server.engine.gpu import reports
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.settings import EngineSettings
@@ -36,21 +38,25 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
         yield checkpoints(tmp_path_factory.mktemp("smallest"))
 
 
+def on_the_cpu(settings: EngineSettings, *requests: Any) -> Pushable:
+    cpu = Pushable(on_cpu(settings))
+    cpu.run(*requests)
+    return cpu
+
+
 def test_aborted_request_frees_its_slot_and_pages_in_flight(settings: EngineSettings) -> None:
     narrow = replace(drafting(settings, "eagle", 2, 1, 3), max_running=1, pages=2)
     first, second = request(0, 12, max_tokens=20), request(1, 7, max_tokens=3)
-    engine, cpu = Pushable(narrow), Pushable(on_cpu(narrow))
+    engine, cpu = Pushable(narrow), on_the_cpu(narrow, first, second)
     engine.submit(first, second)
     engine.step(4)
     assert engine.engine.runner.in_flight == 1
     engine.engine.send(Abort(["r0"], finish_reason="stop"))  # as for a stop string
     engine.finish()
-    cpu.run(first, second)
     assert engine.said["r0"][-1].finish_reason == "stop"
     got = engine.tokens("r0")
-    assert 0 < len(got) < 20 and got == cpu.tokens("r0")[: len(got)], (
-        "what was said before the abort stays said, nothing after it"
-    )
+    assert 0 < len(got) < 20
+    assert got == cpu.tokens("r0")[: len(got)], "nothing is said after the abort"
     assert_agree(engine, cpu, ["r1"])
     assert engine.engine.gauges()["pages_free"] == 2
 
@@ -65,8 +71,7 @@ def test_sequences_left_out_of_steps_go_on_where_they_were(settings: EngineSetti
     shared, unshared = Pushable(tree), Pushable(tree)
     left_out = slow_rows(shared.engine.scheduler)
     for engine in (shared, unshared):
-        engine.submit(*owned)
-        engine.finish()
+        engine.run(*owned)
     assert {"r0", "r2"} <= set().union(*left_out), "they take turns"
     ids = [each.id for each in owned]
     assert bits(shared, ids) == bits(unshared, ids)
@@ -80,106 +85,78 @@ def test_non_finite_weights_end_a_request_with_one_typed_error(settings: EngineS
     kept_H = norm_H.clone()
     norm_H.fill_(float("nan"))
     engine.finish()
-    last = engine.said["r0"][-1]
-    assert (
-        last.finish_reason == "error"
-        and last.error is not None
-        and last.error[0] == "not_finite"
-        and "finite" in last.error[1]
-    )
+    error = engine.said["r0"][-1].error
+    assert error is not None
+    assert error[0] == "not_finite"
+    assert "finite" in error[1]
     norm_H.copy_(kept_H)
-    assert len(engine.run(request(1, 3, max_tokens=2))["r1"][0]) == 2, (
-        "its batch slot serves the next"
-    )
-
-
-def edited() -> list:
-    """Requests with edits of logits and with prompt log-probs, among ordinary ones."""
-    return [
-        request(0, 6, max_tokens=7),
-        request(
-            1,
-            4,
-            temperature=0.7,
-            repetition_penalty=1.3,
-            presence_penalty=0.4,
-            frequency_penalty=0.2,
-        ),
-        request(2, 5, max_tokens=5, logprobs=3, raw_logprobs=True, top_k=9, frequency_penalty=0.3),
-        request(3, 9, max_tokens=4, prompt_logprobs=2),
-        request(
-            4,
-            4,
-            max_tokens=5,
-            ignore_eos=False,
-            stop_token_ids=list(range(56)),
-            min_tokens=3,
-            logit_bias={40: 1.5, 3: -60.0},
-        ),
-        request(5, 8, max_tokens=0, prompt_logprobs=1),
-        request(6, 1, max_tokens=7, prompt_logprobs=0, temperature=0.0, repetition_penalty=1.5),
-    ]
-
-
-@pytest.fixture(scope="module")
-def twin(settings: EngineSettings) -> Pushable:
-    cpu = Pushable(on_cpu(settings))
-    cpu.run(*edited())
-    return cpu
-
-
-@pytest.fixture(scope="module")
-def engine(settings: EngineSettings) -> Pushable:
-    engine = Pushable(replace(drafting(settings, "eagle", 2, 1, 3), max_rows=10))
-    engine.run(*edited())
-    return engine
-
-
-def test_edited_requests_agree_among_ordinary_ones(engine: Pushable, twin: Pushable) -> None:
-    assert_agree(engine, twin, [f"r{i}" for i in range(7)])
-    assert engine.said["r4"][-1].finish_reason == "stop" and len(engine.tokens("r4")) >= 3
-
-
-def test_alternatives_and_raw_logprobs_of_an_edited_distribution_agree(
-    engine: Pushable, twin: Pushable
-) -> None:
-    assert_reports_agree(engine, twin, "r2")
-
-
-@pytest.mark.parametrize(
-    "id", ["r3", "r5", "r6"], ids=["read in pieces", "scored only", "one token"]
-)
-def test_prompt_logprobs_agree(id: str, engine: Pushable, twin: Pushable) -> None:
-    assert_alternatives_agree(
-        joined(engine.said[id], "prompt_logprobs"), joined(twin.said[id], "prompt_logprobs")
-    )
+    after = engine.run(request(1, 3, max_tokens=2))["r1"][0]
+    assert len(after) == 2, "its batch slot serves the next"
 
 
 def test_a_long_prompt_is_scored_in_pieces(
-    settings: EngineSettings, twin: Pushable, monkeypatch: pytest.MonkeyPatch
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = request(3, 9, max_tokens=4, prompt_logprobs=2)
     pieces = []
-    sound = Extend.score_prompt
+    score = Extend.score_prompt
     monkeypatch.setattr(reports, "SCORED", 5)
     monkeypatch.setattr(
-        Extend,
-        "score_prompt",
-        lambda extend, first, count, best: (
-            pieces.append((first, count)) or sound(extend, first, count, best)
-        ),
+        Extend, "score_prompt", lambda *given: pieces.append(given[1:3]) or score(*given)
     )
-    engine = Pushable(settings)
-    engine.run(edited()[3])
+    engine, cpu = Pushable(settings), on_the_cpu(settings, asked)
+    engine.run(asked)
     assert pieces == [(0, 5), (5, 3)], "of nine rows eight are scored"
-    assert_agree(engine, twin, ["r3"])
-    assert_alternatives_agree(
-        joined(engine.said["r3"], "prompt_logprobs"), joined(twin.said["r3"], "prompt_logprobs")
-    )
+    assert_agree(engine, cpu, ["r3"])
+    assert_alternatives_agree(*(joined(e.said["r3"], "prompt_logprobs") for e in (engine, cpu)))
 
 
-def test_an_ordinary_request_has_the_bits_it_has_alone(
-    engine: Pushable, settings: EngineSettings
+def test_counts_that_a_sleep_gave_back_are_made_again(settings: EngineSettings) -> None:
+    asked = request(2, 5, 10, temperature=0.0, repetition_penalty=1.4, presence_penalty=0.5)
+    slept = Pushable(drafting(settings, "eagle", 3, 1, 4))
+    slept.submit(asked)
+    slept.step(5)
+    slept.engine.send(Sleep("s", ["kv_cache"]))
+    slept.step(2)
+    assert slept.engine.idle
+    assert slept.engine.halt.take_reports()
+    batch_slots = slept.engine.runner.state.batch_slots
+    assert batch_slots.count_QV.any()
+    assert not batch_slots.uncounted_Q.any()
+    batch_slots.count_QV.fill_(5)  # memory comes back with any content
+    slept.engine.send(WakeUp("w", ["kv_cache"]))
+    slept.finish()
+    assert_agree(slept, on_the_cpu(settings, asked), ["r2"])
+
+
+def test_no_activation_outlives_its_step(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = Pushable(settings)
-    alone.run(edited()[0])
-    assert bits(alone, ["r0"]) == bits(engine, ["r0"])
+    engine = Pushable(replace(drafting(settings, "eagle", 3, 2, 4), max_rows=64))
+    model, hidden = engine.engine.runner.state.model, []
+    forward = model.forward
+
+    def watched(*given: Any) -> Any:
+        forwarded = forward(*given)
+        hidden.append(weakref.ref(forwarded.hidden_RH))
+        return forwarded
+
+    monkeypatch.setattr(model, "forward", watched)
+    engine.run(request(0, 9, max_tokens=4))
+    gc.collect()
+    assert len(hidden) > 2
+    assert not any(held() is not None for held in hidden)
+
+
+def test_uncaptured_passes_are_made_for_their_step_only(settings: EngineSettings) -> None:
+    engine = Pushable(replace(settings, max_rows=64))
+    for i, length in enumerate((3, 9, 13, 17, 21)):  # a captured step would hold the first
+        engine.run(request(i, length, max_tokens=1))
+    kept = engine.engine.runner.passes.extends
+    assert 0 < len(kept) < 5
+    assert all(engine.engine.runner.shapes.keeps(key) for key in kept)
+
+
+def test_pages_are_reserved_for_the_depth_in_use(settings: EngineSettings) -> None:
+    engine = Pushable(drafting(settings, "eagle", 20, 1, 21))
+    assert engine.engine.runner.state.depth == engine.engine.scheduler.lookahead == 20
