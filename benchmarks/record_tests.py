@@ -30,7 +30,7 @@ from benchmarks.recording import RESULTS, parser, tested
 from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.errors import StartupError
-from tlt_server.fingerprint import Fingerprint
+from tlt_server.wire.fingerprint import Fingerprint
 
 BITS = (
     "tests/kernels/test_gpu_gemm.py",

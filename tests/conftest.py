@@ -30,9 +30,9 @@ from xdist import is_xdist_controller
 from xdist.scheduler import LoadScopeScheduling
 
 from tlt_server.demo.server import ServerProcess
-from tlt_server.faults import Containment
-from tlt_server.garbage import loading
 from tlt_server.models.environment import library_environment
+from tlt_server.process.faults import Containment
+from tlt_server.process.garbage import loading
 
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

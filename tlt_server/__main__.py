@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tlt_server import __version__
-from tlt_server.command_line import SCRIPTS, LineParser, completions, flags, reached, verbs
 from tlt_server.errors import StartupError, TltError
+from tlt_server.settings.command_line import SCRIPTS, LineParser, completions, flags, reached, verbs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,7 +130,7 @@ def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    from tlt_server.settings import settings
+    from tlt_server.settings.server import settings
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings.")
     for setting in settings():
@@ -146,7 +146,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from tlt_server.garbage import loading
+    from tlt_server.process.garbage import loading
 
     with loading():
         from tlt_server.build import serve
@@ -168,8 +168,8 @@ def _with_engine(module: str):  # type: ignore[no-untyped-def]
     """
 
     def run(arguments: argparse.Namespace) -> int:
-        from tlt_server.garbage import loading
         from tlt_server.models.environment import library_environment
+        from tlt_server.process.garbage import loading
 
         os.environ.update(library_environment(arguments.numerics))
         with loading():
@@ -222,7 +222,7 @@ def _on_end(handler: Callable[[int, FrameType | None], Any]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    from tlt_server.wording import nearest
+    from tlt_server.settings.wording import nearest
 
     return nearest(name.partition("=")[0], known)
 

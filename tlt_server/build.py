@@ -52,20 +52,20 @@ from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.uploads import uploads_of
-from tlt_server.garbage import collect_while_few
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
-from tlt_server.mps import client_environment
-from tlt_server.private import private_directory, write_no_core_files
+from tlt_server.process.garbage import collect_while_few
+from tlt_server.process.mps import client_environment
+from tlt_server.process.private import private_directory, write_no_core_files
 from tlt_server.samples.activity import Activity, make_activity
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import WORK, make_ring
-from tlt_server.seeds import SeedSource, choice_seed
-from tlt_server.service_links import log_service_links
-from tlt_server.shared_settings import SharedSettings, available_processors
+from tlt_server.settings.service_links import log_service_links
+from tlt_server.settings.shared import SharedSettings, available_processors
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.trainer.modes import MODES
 from tlt_server.trainer.process import MAX_REPORT, TrainerSettings
+from tlt_server.wire.seeds import SeedSource, choice_seed
 
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
 TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process")

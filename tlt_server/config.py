@@ -20,23 +20,23 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tlt_client.channels import CHANNELS
-from tlt_server.addresses import is_loopback, is_origin
 from tlt_server.errors import StartupError
-from tlt_server.machine import host_memory
 from tlt_server.metrics.aliases import ENGINES
-from tlt_server.records import Strategy, parse_strategy
-from tlt_server.service_links import service_links
-from tlt_server.settings import ServerSettings, settings
-from tlt_server.settings_file import read_settings
-from tlt_server.shared_settings import (
+from tlt_server.process.machine import host_memory
+from tlt_server.settings.addresses import is_loopback, is_origin
+from tlt_server.settings.file import read_settings
+from tlt_server.settings.server import ServerSettings, settings
+from tlt_server.settings.service_links import service_links
+from tlt_server.settings.shared import (
     AUTO,
     PolicyName,
     available_processors,
     open_channels,
     suited_policy,
 )
+from tlt_server.settings.wording import bad_value, nearest, plain
 from tlt_server.speculation.drafters import to_load, weights_directory, without_weights
-from tlt_server.wording import bad_value, nearest, plain
+from tlt_server.wire.records import Strategy, parse_strategy
 
 SAMPLE_RING_MB = 16  # about two million tokens
 RING_TOKENS = 16_384  # features in a ring, by default

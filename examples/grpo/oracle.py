@@ -23,7 +23,6 @@ from examples.grpo.foreign import tlt_drafter
 from examples.grpo.record import load_samples
 from tlt_server.drafter.device import device_of
 from tlt_server.models.config import ModelConfig
-from tlt_server.records import Strategy, parse_strategy
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.sample import sample_set
 from tlt_server.speculation.drafters.loading import find_loader
@@ -33,6 +32,7 @@ from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.prefill import load_prefill
 from tlt_server.trainer.recompute import RecomputedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter
+from tlt_server.wire.records import Strategy, parse_strategy
 
 PAGE_SIZE = 16
 NAMES = ("frozen", "adaptive", "oracle")

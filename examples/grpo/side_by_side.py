@@ -27,7 +27,6 @@ from tlt_server.drafter.data import TargetLimits, read_documents
 from tlt_server.drafter.records import PAGE_SIZE, load_record
 from tlt_server.models.config import ModelConfig, read_json
 from tlt_server.models.draft_checkpoint import feature_layers
-from tlt_server.records import Strategy, parse_strategy
 from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.network import load_trainable
@@ -38,6 +37,7 @@ from tlt_server.trainer.prefill import Prefill, load_prefill
 from tlt_server.trainer.recompute import Document, Recomputed, RecomputedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
+from tlt_server.wire.records import Strategy, parse_strategy
 
 CHAIN = parse_strategy("eagle:7x1x8")
 KEPT_BYTES = 8 << 30  # limit of the states in memory; the default record takes 1 GB

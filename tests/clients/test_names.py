@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from tlt_client.arguments import ADAPTER, SEEN, VERSION
-from tlt_server.records import adapted_version
+from tlt_server.wire.records import adapted_version
 
 UNSEEN_KINDS = {"Cc", "Cf", "Zl", "Zp"}
 SPAN = re.compile(r"(.+)\+([^+@]+)@(.+)")

@@ -20,9 +20,9 @@ if __name__ == "__main__":
         sys.exit(__main__.main(sys.argv[1:]))
 
     from tlt_server.engine import process
-    from tlt_server.engine.batch import Batch
     from tlt_server.engine.runner import CpuRunner
-    from tlt_server.records import Strategy
+    from tlt_server.engine.schedule.batch import Batch
+    from tlt_server.wire.records import Strategy
 
     class FatalRunner(CpuRunner):
         def launch(self, batch: Batch, strategy: Strategy) -> None:
@@ -30,7 +30,7 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
             super().launch(batch, strategy)
 
-    from tlt_server.engine.devices import cpu
+    from tlt_server.engine.cpu import device as cpu
 
     cpu.CpuRunner = FatalRunner  # type: ignore[misc]
     sys.exit(process.main())

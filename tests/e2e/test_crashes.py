@@ -33,15 +33,15 @@ from tests.processes import engine, engines, ranks
 from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_client.wire import Done, ItemResult
-from tlt_server.commands import Submit
 from tlt_server.demo import server as demo_server
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import Failed, Ready, decode_event
-from tlt_server.records import GenerateRequest, Sampling, encode
+from tlt_server.wire.commands import Submit
+from tlt_server.wire.events import Failed, Ready, decode_event
+from tlt_server.wire.records import GenerateRequest, Sampling, encode
 
 AT_ONCE = (
     "--max-restarts",

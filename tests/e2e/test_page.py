@@ -35,7 +35,7 @@ from tlt_server.frontend.dialects.replies.drafter import (
     ServedDrafter,
     TrainerStatus,
 )
-from tlt_server.training import version_of
+from tlt_server.wire.training import version_of
 
 HOSTILE = "<img src=x onerror=window.inert=false>"
 KEY = "the-page-test-key"

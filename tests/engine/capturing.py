@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from tests.engine.pushing import Pushable
-from tlt_server.commands import Recompute
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest
 from tlt_server.samples.hidden_states import Captured, decode_captured
 from tlt_server.samples.ring import RingConsumer, make_ring
+from tlt_server.wire.commands import Recompute
+from tlt_server.wire.records import GenerateRequest
 
 
 class Capturing(Pushable):

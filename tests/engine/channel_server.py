@@ -21,12 +21,12 @@ from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.errors import ChannelError
 from tlt_client.errors import server_error
-from tlt_server.commands import JoinGroup, LeaveGroup, Manifest, PushWeights
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError, from_code
-from tlt_server.events import WeightReport
 from tlt_server.frontend.weights.uploads import Uploads
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.commands import JoinGroup, LeaveGroup, Manifest, PushWeights
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 CHUNKS = 19  # per push; the checkpoint is cut so that every channel has at least this many
 SHORT_S, LONG_S = 0.3, 30.0  # waits of the two ends of a group for each other

@@ -17,9 +17,9 @@ from triton.runtime.driver import driver
 from tests.engine.kernel_variants import Hopper
 from tlt_kernels.gpu import compiler, gather
 from tlt_kernels.gpu.variants import Unloaded, Variant, listed, only_loaded
-from tlt_server.engine.gpu import kernel_start
-from tlt_server.engine.gpu.kernel_records import cache_directory, records
-from tlt_server.engine.gpu.kernel_start import KernelStart
+from tlt_server.engine.gpu.start import kernel_start
+from tlt_server.engine.gpu.start.kernel_records import cache_directory, records
+from tlt_server.engine.gpu.start.kernel_start import KernelStart
 
 brought: list[str] = []
 launched: list[str] = []

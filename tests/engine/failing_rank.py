@@ -9,9 +9,9 @@ import os
 import time
 from pathlib import Path
 
-from tlt_server.engine.follower import Rank
-from tlt_server.engine.orders import Order
-from tlt_server.engine.rank import main
+from tlt_server.engine.ranks.follower import Rank
+from tlt_server.engine.ranks.orders import Order
+from tlt_server.engine.ranks.rank import main
 
 kind, begun = os.environ["FAILING_ORDER"], Path(os.environ["FAILING_FROM"])
 follow = Rank.follow

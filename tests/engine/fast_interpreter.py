@@ -24,7 +24,7 @@ from triton._C.libtriton import interpreter as memory
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-import tlt_server.engine.devices.cuda  # noqa: F401  kernels are to be imported while the language is its own
+import tlt_server.engine.gpu.device  # noqa: F401  kernels are to be imported while the language is its own
 from tests.engine.ascending_matmul import ascending
 
 Builder: Any = getattr(interpreter, "InterpreterBuilder", None)

@@ -12,8 +12,8 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SHALLOW, write_eagle, write_target
 from tests.engine.weight_cases import serving
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import WeightReport
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 PARTS = 3
 

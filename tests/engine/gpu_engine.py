@@ -12,9 +12,9 @@ import numpy as np
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_eagle, write_target
-from tlt_server.commands import SetPolicy
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Sampling, StepOutput, Strategy, TokenLogprobs
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, Strategy, TokenLogprobs
 
 PAGE = 16
 # Between two backends every logit differs in its last bits, a log-prob by less than 1e-5 with these

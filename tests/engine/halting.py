@@ -7,10 +7,10 @@ import torch
 
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import request
-from tlt_server.commands import ControlCommand, SetPolicy
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import ControlReport
-from tlt_server.records import Strategy
+from tlt_server.wire.commands import ControlCommand, SetPolicy
+from tlt_server.wire.events import ControlReport
+from tlt_server.wire.records import Strategy
 
 EAGLE = SetPolicy("fixed", Strategy("eagle", 4, 2, 8))
 

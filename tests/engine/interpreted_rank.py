@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 
 from tests.engine.fast_interpreter import patched_once
-from tlt_server.engine.gpu import preparing
-from tlt_server.engine.rank import main
+from tlt_server.engine.gpu.start import preparing
+from tlt_server.engine.ranks.rank import main
 
 
 def out_of_memory(*asked: object) -> None:

@@ -19,23 +19,23 @@ from triton.runtime.driver import driver
 
 from tlt_kernels.gpu import gemm, gemm_stream
 from tlt_kernels.gpu.variants import Variant, listed
-from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET
-from tlt_server.engine.assembly import assemble
-from tlt_server.engine.devices.interpreter import Interpreted
-from tlt_server.engine.gpu import preparing
-from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
-from tlt_server.engine.gpu.compiling import Compiled
-from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.interpreter import Interpreted
 from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.preparing import rehearse
-from tlt_server.engine.gpu.reports import MIN_BEST
 from tlt_server.engine.gpu.runner import GpuRunner
-from tlt_server.engine.gpu.strategy_kernels import StrategyKernels
+from tlt_server.engine.gpu.start import preparing
+from tlt_server.engine.gpu.start.compiling import Compiled
+from tlt_server.engine.gpu.start.preparing import rehearse
+from tlt_server.engine.gpu.start.strategy_kernels import StrategyKernels
+from tlt_server.engine.gpu.steps.buckets import CAPTURED, Shapes
+from tlt_server.engine.gpu.steps.drafts import DraftKey
+from tlt_server.engine.gpu.steps.extend import ExtendKey
+from tlt_server.engine.gpu.steps.reports import MIN_BEST
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import OFF, Pin, Strategy, parse_strategy
+from tlt_server.engine.start.assembly import assemble
 from tlt_server.speculation.policies import Policy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import OFF, Pin, Strategy, parse_strategy
 
 MAX_ROWS = 4096  # per step, as on a GPU
 PROMPT_ROWS = (1, 120, 500, 1000, 4000)

@@ -8,7 +8,7 @@ import os
 import signal
 
 from tlt_server.engine.process import main
-from tlt_server.engine.ranks import Ranks
+from tlt_server.engine.ranks.ranks import Ranks
 
 
 def killed(ranks: Ranks, what: str) -> None:

@@ -15,7 +15,9 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from tlt_server.commands import (
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.start.assembly import assemble
+from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
     LookAtWeights,
@@ -24,10 +26,8 @@ from tlt_server.commands import (
     RollbackWeights,
     Submit,
 )
-from tlt_server.engine.assembly import assemble
-from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import WeightReport
-from tlt_server.records import GenerateRequest, StepOutput
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.records import GenerateRequest, StepOutput
 
 Said = dict[str, list[StepOutput]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_server.engine import ranks
+from tlt_server.engine.ranks import ranks
 
 ROOT = str(Path(__file__).parents[2])
 

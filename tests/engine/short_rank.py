@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from tlt_server.attention.rows import KVCache
-from tlt_server.engine.rank import main
+from tlt_server.engine.ranks.rank import main
 
 reclaim = KVCache.reclaim
 

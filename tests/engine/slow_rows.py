@@ -4,8 +4,8 @@ engine.
 
 from __future__ import annotations
 
-from tlt_server.engine.batch import Batch
-from tlt_server.engine.scheduler import Scheduler
+from tlt_server.engine.schedule.batch import Batch
+from tlt_server.engine.schedule.scheduler import Scheduler
 
 
 def slow_rows(scheduler: Scheduler) -> list[set[str]]:

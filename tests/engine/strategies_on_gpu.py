@@ -20,12 +20,12 @@ import msgspec
 from tests.engine.adapters import write_adapter
 from tests.engine.pushing import Pushable
 from tlt_kernels.gpu.variants import Variant, loaded
-from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
-from tlt_server.engine.batch import Batch
 from tlt_server.engine.gpu.runner import GpuRunner
+from tlt_server.engine.schedule.batch import Batch
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import DraftLimits, GenerateRequest, Strategy, parse_strategy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import DraftLimits, GenerateRequest, Strategy, parse_strategy
 
 NAMES = (
     *("eagle:7x4x16", "eagle:5x3x12", "eagle:1x1x64", "eagle:12x8x33", "eagle:9x1x10"),

@@ -17,11 +17,11 @@ from tests.engine.adapters import merged, write_adapter
 from tests.engine.pushing import Pushable
 from tests.engine.tiny import SHALLOW
 from tests.engine.weight_cases import checkpoints, request, serving
-from tlt_server.commands import UnloadAdapter
 from tlt_server.engine.gate import Reason
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.labels import label_of
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.commands import UnloadAdapter
+from tlt_server.wire.labels import label_of
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 CONTENT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 

@@ -11,7 +11,7 @@ from tests.kernels.triton_tests import DEVICE
 from tlt_kernels.gpu.accept import fields
 from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.tensors import RowTable
-from tlt_server.engine.gpu.agreement import Agreement, differing, missed
+from tlt_server.engine.gpu.steps.agreement import Agreement, differing, missed
 
 
 def missed_by(number: int) -> torch.Tensor:

@@ -18,10 +18,10 @@ from tests.engine.pushing import Pushable
 from tests.engine.successors import ARCHITECTURE, SuccessorTable, write_successors
 from tlt_server.config import load
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Strategy
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters import DRAFTERS, Declaration, Half, to_load
 from tlt_server.speculation.policies.arms import ladder
+from tlt_server.wire.records import GenerateRequest, Strategy
 
 HISTORY_ON_GPU = DRAFTERS["history"].gpu.implementation
 RECORD = Declaration(

@@ -25,7 +25,9 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints, on_cpu, prompt
 from tests.engine.pushing import perturbed
 from tests.engine.tiny import SMALLEST, write_alphabet
-from tlt_server.commands import (
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.start.assembly import assemble
+from tlt_server.wire.commands import (
     Abort,
     AbortWeights,
     ClearCache,
@@ -47,9 +49,7 @@ from tlt_server.commands import (
     UnloadAdapter,
     WakeUp,
 )
-from tlt_server.engine.assembly import assemble
-from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Grammar, Sampling, StepOutput, Strategy
+from tlt_server.wire.records import GenerateRequest, Grammar, Sampling, StepOutput, Strategy
 
 NAMES = tuple("abcdefghijkl")
 PATHS = ("base", "new", "newer", "none")

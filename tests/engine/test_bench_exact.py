@@ -29,7 +29,7 @@ from tlt_server.bench.exact_plan import (
     varied,
 )
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 SIZE = ExactSize(requests=11, max_tokens=24, long=1, long_tokens=90, alone=2)
 

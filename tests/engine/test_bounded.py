@@ -15,14 +15,14 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels.errors import ChannelLost, ContentRefused
 from tlt_client.channels.groups import MAX_GROUPS, Groups, Membership, WeightGroup, host_store
-from tlt_server.commands import CommitWeights, JoinGroup, LookAtWeights, Sleep
-from tlt_server.engine.group_joins import MAX_JOINS
+from tlt_server.engine.pushes.group_joins import MAX_JOINS
+from tlt_server.engine.pushes.reads import MAX_READERS
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.engine.weight_reads import MAX_READERS
 from tlt_server.errors import Unavailable, from_code
-from tlt_server.records import GenerateRequest, Sampling
-from tlt_server.threads import Crew, started
+from tlt_server.process.threads import Crew, started
 from tlt_server.weights import checksums
+from tlt_server.wire.commands import CommitWeights, JoinGroup, LookAtWeights, Sleep
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 
 @pytest.fixture

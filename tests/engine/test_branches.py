@@ -10,7 +10,7 @@ import pytest
 from tests.engine.gpu_engine import bits, checkpoints, drafting, on_cpu, request
 from tests.engine.pushing import Pushable
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import DraftLimits, GenerateRequest
+from tlt_server.wire.records import DraftLimits, GenerateRequest
 
 
 @pytest.fixture(scope="module")

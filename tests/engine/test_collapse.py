@@ -12,7 +12,7 @@ import pytest
 from tests.engine.pushing import Pushable, perturbed
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import Strategy
+from tlt_server.wire.records import Strategy
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ import torch
 
 from tests.engine.gpu_engine import checkpoints, drafting, on_cpu, request
 from tests.engine.pushing import Pushable
-from tlt_server.commands import (
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import EngineFailed
+from tlt_server.wire.commands import (
     Abort,
     ClearCache,
     LookAtWeights,
@@ -24,9 +26,7 @@ from tlt_server.commands import (
     Sleep,
     Submit,
 )
-from tlt_server.engine.settings import EngineSettings
-from tlt_server.errors import EngineFailed
-from tlt_server.records import GenerateRequest, encode
+from tlt_server.wire.records import GenerateRequest, encode
 
 pytestmark = pytest.mark.contains_faults
 SECRET = "what a request says"

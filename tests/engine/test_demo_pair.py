@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
-from tlt_server.commands import Submit
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import Strategy
+from tlt_server.engine.start.assembly import assemble
+from tlt_server.wire.commands import Submit
+from tlt_server.wire.records import Strategy
 
 REQUESTS, MAX_TOKENS = 24, 160
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import fresh, request, root, settings
-from tlt_server.commands import SetPolicy
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import Strategy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import Strategy
 
 __all__ = ["root", "settings"]  # fixtures
 

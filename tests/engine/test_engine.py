@@ -17,14 +17,15 @@ from numba.core.event import install_recorder
 from tests.engine.slow_rows import slow_rows
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_kernels.cpu.compiled import kernels
-from tlt_server.commands import Abort, Pause, Resume, SetPolicy, Submit
-from tlt_server.engine import assembly
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.start import assembly
+from tlt_server.engine.start.assembly import assemble
 from tlt_server.errors import ModelError, StartupError
-from tlt_server.events import CHECKED
-from tlt_server.records import (
+from tlt_server.speculation.policies.fixed import Fixed
+from tlt_server.wire.commands import Abort, Pause, Resume, SetPolicy, Submit
+from tlt_server.wire.events import CHECKED
+from tlt_server.wire.records import (
     OFF,
     Arms,
     DraftLimits,
@@ -36,7 +37,6 @@ from tlt_server.records import (
     Strategy,
     parse_strategy,
 )
-from tlt_server.speculation.policies.fixed import Fixed
 
 
 @pytest.fixture(scope="module")

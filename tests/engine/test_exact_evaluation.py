@@ -23,13 +23,12 @@ from tlt_server.__main__ import main
 from tlt_server.bench.recording import recorded
 from tlt_server.bench.replaying.names import parse_policy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
-from tlt_server.engine import traces
+from tlt_server.engine.record import traces
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.samples.identity import Identity, identity_of
 from tlt_server.samples.sample import sample_set
 from tlt_server.samples.samples import Responses, Verifications
@@ -45,6 +44,7 @@ from tlt_server.trainer.prefill import CpuPrefill
 from tlt_server.trainer.recompute import RecomputedFeatures
 from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter, Roots
 from tlt_server.trainer.self_check import DraftsDiffer, SelfCheck, self_check
+from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 TREE = "fixed:eagle:4x2x6"
 RUNS = ("fixed:eagle:1x1x2", "fixed:eagle:2x1x3", "goodput", TREE, "fixed:eagle:7x1x8")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.channel_server import Server
 from tlt_client.channels.checkpoint import CALIBRATION
-from tlt_server.events import WeightReport
+from tlt_server.wire.events import WeightReport
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"

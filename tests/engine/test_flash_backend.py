@@ -26,8 +26,8 @@ from tlt_kernels.gpu.tensors import RowTable
 from tlt_server.attention import GPU_BACKENDS, flash
 from tlt_server.attention.flash import LARGE, FlashPaged, Run, parts_of, runs_of
 from tlt_server.attention.gpu import TritonPaged
-from tlt_server.engine.devices.interpreter import Interpreted
-from tlt_server.engine.gpu.buckets import PROMPT_SIZES
+from tlt_server.engine.gpu.interpreter import Interpreted
+from tlt_server.engine.gpu.steps.buckets import PROMPT_SIZES
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig

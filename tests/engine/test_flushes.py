@@ -10,8 +10,8 @@ import pytest
 from tests.engine.halting import bits, done, engine, expected, send, started
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import request, root, settings
-from tlt_server.commands import ClearCache, Pause, Resume
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.wire.commands import ClearCache, Pause, Resume
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.gathered import PARTS, engine, live_as, part, results, root, settings, speak
 from tests.engine.pushing import Pushable
-from tlt_server.commands import Pause, Resume
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import WeightReport
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.commands import Pause, Resume
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 __all__ = ["engine", "root", "settings"]  # fixtures
 

@@ -9,7 +9,8 @@ import torch
 
 from tests.engine.gathered import PARTS, engine, live_as, part, results, root, settings
 from tests.engine.pushing import Pushable
-from tlt_server.commands import (
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
     JoinGroup,
@@ -18,9 +19,8 @@ from tlt_server.commands import (
     Sleep,
     WeightCommand,
 )
-from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import WeightReport
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 __all__ = ["engine", "root", "settings"]  # fixtures
 

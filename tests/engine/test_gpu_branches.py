@@ -13,10 +13,10 @@ import pytest
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, checkpoints, drafting, request
 from tests.engine.pushing import Pushable
-from tlt_server.commands import ClearCache
-from tlt_server.engine.gpu import memory
+from tlt_server.engine.gpu.memory import budget as memory
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import DraftLimits, GenerateRequest
+from tlt_server.wire.commands import ClearCache
+from tlt_server.wire.records import DraftLimits, GenerateRequest
 
 
 @pytest.fixture(scope="module")

@@ -31,14 +31,14 @@ from tests.engine.gpu_engine import (
 )
 from tests.engine.pushing import Pushable
 from tests.engine.tiny import SMALLEST, write_alphabet
-from tlt_server.engine.assembly import assemble
-from tlt_server.engine.gpu.drafts import drift
-from tlt_server.engine.gpu.extend import Extend
-from tlt_server.engine.gpu.reports import best_of
+from tlt_server.engine.gpu.steps.drafts import drift
+from tlt_server.engine.gpu.steps.extend import Extend
+from tlt_server.engine.gpu.steps.reports import best_of
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.start.assembly import assemble
 from tlt_server.grammars.compiler import Compiler
-from tlt_server.records import DraftLimits, GenerateRequest, Grammar, Strategy
 from tlt_server.speculation.survival import OnlineTable
+from tlt_server.wire.records import DraftLimits, GenerateRequest, Grammar, Strategy
 
 TREE, CHAIN = Strategy("eagle", 3, 2, 6), Strategy("eagle", 3, 1, 4)
 HISTORY = Strategy("history", 3, 2, 4)

@@ -20,13 +20,13 @@ from tests.engine.pushing import Pushable
 from tests.engine.tiny import Shape, write_eagle1
 from tests.unit.test_distribution import P_LOWEST, p_value
 from tlt_server.bench.engines import adopt
-from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
-from tlt_server.engine.gpu.extend import Extend
+from tlt_server.engine.gpu.steps.extend import Extend
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.gpu.matmuls import FEW_ROWS
-from tlt_server.records import GenerateRequest, Sampling, Strategy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,10 +26,10 @@ from tests.engine.gpu_engine import (
 )
 from tests.engine.pushing import Pushable
 from tests.engine.slow_rows import slow_rows
-from tlt_server.commands import Abort, Sleep, WakeUp
-from tlt_server.engine.gpu import reports
-from tlt_server.engine.gpu.extend import Extend
+from tlt_server.engine.gpu.steps import reports
+from tlt_server.engine.gpu.steps.extend import Extend
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.wire.commands import Abort, Sleep, WakeUp
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import LOGPROB_TOLERANCE, bits, checkpoints, drafting, on_cpu, request
 from tests.engine.pushing import Pushable, push_until_first_weights_end
 from tests.engine.tiny import SMALLEST, write_eagle
-from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import ControlReport
-from tlt_server.records import GenerateRequest
+from tlt_server.wire.commands import Sleep, WakeUp
+from tlt_server.wire.events import ControlReport
+from tlt_server.wire.records import GenerateRequest
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tlt_server.engine.gpu.graphs import DRIVER_BYTES, GraphPool
+from tlt_server.engine.gpu.memory.graphs import DRIVER_BYTES, GraphPool
 
 GIB = 2**30
 

@@ -16,15 +16,15 @@ from tests.engine.capturing import Capturing
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import PAGE, bits, checkpoints, drafting, prompt, request
 from tests.engine.pushing import Pushable
-from tlt_server.commands import Recompute, Sleep, WakeUp
-from tlt_server.engine.gpu.hidden_states import StateCapture
+from tlt_server.engine.gpu.memory.hidden_states import StateCapture
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.records import GenerateRequest
 from tlt_server.samples.hidden_states import Captured, key_of
 from tlt_server.trainer.prefill import CpuPrefill
 from tlt_server.trainer.recompute import Document, Recomputed
+from tlt_server.wire.commands import Recompute, Sleep, WakeUp
+from tlt_server.wire.records import GenerateRequest
 
 
 @pytest.fixture(scope="module")

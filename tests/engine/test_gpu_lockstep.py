@@ -21,8 +21,8 @@ from tlt_kernels.gpu.exchange import PeerWindows
 from tlt_kernels.gpu.sampling import BLOCK
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import TritonPaged
-from tlt_server.engine.gpu.head import PARTS, SharedHead
-from tlt_server.engine.gpu.kv import make_cache
+from tlt_server.engine.gpu.memory.kv import make_cache
+from tlt_server.engine.gpu.steps.head import PARTS, SharedHead
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder

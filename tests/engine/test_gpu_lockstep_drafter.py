@@ -20,7 +20,7 @@ from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.children import candidate_words
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, RowTable
 from tlt_server.attention.gpu import TritonPaged
-from tlt_server.engine.gpu.kv import make_cache
+from tlt_server.engine.gpu.memory.kv import make_cache
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import Described
 from tlt_server.models.draft_networks import EAGLE1, EAGLE3
@@ -30,7 +30,7 @@ from tlt_server.models.gpu.layers import Placement, RowTensors
 from tlt_server.models.gpu.sums import RankSums, room_floats
 from tlt_server.models.shards import cut
 from tlt_server.models.split import Split
-from tlt_server.shared_settings import DrafterParallel
+from tlt_server.settings.shared import DrafterParallel
 
 WIDTH, LEVELS = 3, 2
 NETWORKS: dict[str, type[GpuEagleNetwork]] = {EAGLE3: GpuEagle3, EAGLE1: GpuEagle1}

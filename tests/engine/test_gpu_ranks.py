@@ -29,22 +29,22 @@ from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
 from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_kernels.gpu import signals
-from tlt_server.commands import Sleep, WakeUp
-from tlt_server.engine.arena import Arena
 from tlt_server.engine.exchange.gathered import GatheredPeers
-from tlt_server.engine.gpu import preparing
-from tlt_server.engine.gpu.drafts import DraftPass
-from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
-from tlt_server.engine.gpu.extend import Extend, ExtendKey, Reported
-from tlt_server.engine.gpu.orders import RunStep
 from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.ranks import GpuRanks
-from tlt_server.engine.gpu.ring import PinnedBuffer
-from tlt_server.engine.gpu.structured import StructureMasks
+from tlt_server.engine.gpu.ranks.orders import RunStep
+from tlt_server.engine.gpu.ranks.ranks import GpuRanks
+from tlt_server.engine.gpu.start import preparing
+from tlt_server.engine.gpu.steps.drafts import DraftPass
+from tlt_server.engine.gpu.steps.drafts.eagle import EagleDrafts
+from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey, Reported
+from tlt_server.engine.gpu.steps.ring import PinnedBuffer
+from tlt_server.engine.gpu.steps.structured import StructureMasks
+from tlt_server.engine.ranks.arena import Arena
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.gpu.sums import RankSums
-from tlt_server.records import Grammar, Sampling, Strategy
+from tlt_server.wire.commands import Sleep, WakeUp
+from tlt_server.wire.records import Grammar, Sampling, Strategy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
 __all__ = ["one", "shared"]  # fixtures

@@ -15,8 +15,8 @@ from tests.engine.pushing import perturbed
 from tests.engine.test_gpu_ranks import SHAPE, TREE, interpreted, responses, root, settings
 from tests.engine.tiny import write_eagle1, write_target
 from tests.engine.two_ranks import two_ranks
-from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.wire.commands import Sleep, WakeUp
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
 __all__ = ["interpreted", "root", "settings"]

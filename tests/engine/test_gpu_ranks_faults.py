@@ -23,20 +23,20 @@ from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import SharedGpuMemory
 from tlt_kernels.gpu.agreement import SUM_FLOATS
-from tlt_server.engine import follower
-from tlt_server.engine.arena import Arena
 from tlt_server.engine.exchange.meeting import Meeting
-from tlt_server.engine.gpu import ranks
-from tlt_server.engine.gpu.agreement import WORDS, Agreement
 from tlt_server.engine.gpu.flight import Flight, newest_tokens
-from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.orders import Begin, GpuOrder, LoadKernels, ReportMemory, Settle
+from tlt_server.engine.gpu.memory.graphs import GraphPool
 from tlt_server.engine.gpu.passes import Rehearsed
-from tlt_server.engine.gpu.ranks import GpuRanks
-from tlt_server.engine.gpu.ring import PinnedBuffer
-from tlt_server.engine.orders import Drop, Envelope, RankAnswer, RankStart, encoded
-from tlt_server.engine.rank_answers import RankAnswers
-from tlt_server.engine.shared_models import SharedSplit
+from tlt_server.engine.gpu.ranks import ranks
+from tlt_server.engine.gpu.ranks.orders import Begin, GpuOrder, LoadKernels, ReportMemory, Settle
+from tlt_server.engine.gpu.ranks.ranks import GpuRanks
+from tlt_server.engine.gpu.steps.agreement import WORDS, Agreement
+from tlt_server.engine.gpu.steps.ring import PinnedBuffer
+from tlt_server.engine.ranks import follower
+from tlt_server.engine.ranks.answers import RankAnswers
+from tlt_server.engine.ranks.arena import Arena
+from tlt_server.engine.ranks.orders import Drop, Envelope, RankAnswer, RankStart, encoded
+from tlt_server.engine.ranks.shared_models import SharedSplit
 from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table

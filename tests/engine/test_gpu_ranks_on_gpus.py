@@ -24,15 +24,16 @@ from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_server.bench.padding.checkpoint import write
 from tlt_server.bench.padding.recipe import pad
 from tlt_server.bench.padding.shapes import SHAPES
-from tlt_server.commands import Sleep, WakeUp
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine.devices.sizing import MIB
 from tlt_server.engine.exchange.gathered import GatheredPeers
-from tlt_server.engine.gpu import ranks, windows
-from tlt_server.engine.ranks import Ranks
+from tlt_server.engine.gpu.ranks import ranks
+from tlt_server.engine.gpu.steps import windows
+from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.engine.sizing import MIB
 from tlt_server.errors import EngineFailed
-from tlt_server.records import GenerateRequest, Grammar, Strategy
+from tlt_server.wire.commands import Sleep, WakeUp
+from tlt_server.wire.records import GenerateRequest, Grammar, Strategy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,9 +16,9 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints, drafting, request
 from tests.engine.pushing import Pushable
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest
 from tlt_server.samples.ring import RingConsumer, make_ring
 from tlt_server.samples.sample import decode_sample
+from tlt_server.wire.records import GenerateRequest
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,14 @@ import torch
 from tests.engine.test_steps_never_mix import NAMES, Network
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups, Membership, WeightGroup, host_store
-from tlt_server.commands import (
+from tlt_server.engine.gate import StepGate
+from tlt_server.engine.pushes.pushes import WeightPushes
+from tlt_server.process.faults import Containment
+from tlt_server.weights.options import Options
+from tlt_server.weights.parts import Live, Target
+from tlt_server.weights.storage import Free, Storage
+from tlt_server.weights.transaction import Transaction
+from tlt_server.wire.commands import (
     JoinGroup,
     LeaveGroup,
     Manifest,
@@ -24,14 +31,7 @@ from tlt_server.commands import (
     TensorEntry,
     WeightCommand,
 )
-from tlt_server.engine.gate import StepGate
-from tlt_server.engine.pushes import WeightPushes
-from tlt_server.events import WeightReport
-from tlt_server.faults import Containment
-from tlt_server.weights.options import Options
-from tlt_server.weights.parts import Live, Target
-from tlt_server.weights.storage import Free, Storage
-from tlt_server.weights.transaction import Transaction
+from tlt_server.wire.events import WeightReport
 
 WAIT_S = 20.0
 HALVES = NAMES[:2], NAMES[2:]

@@ -13,9 +13,9 @@ import pytest
 from tests.engine.halting import bits, done, engine, expected, send, started
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import request, root, settings
-from tlt_server.commands import Pause, Resume, Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import ControlReport
+from tlt_server.wire.commands import Pause, Resume, Sleep, WakeUp
+from tlt_server.wire.events import ControlReport
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
 

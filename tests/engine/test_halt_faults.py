@@ -24,12 +24,12 @@ from tests.engine.halting import (
 )
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import request, root, settings
-from tlt_server.commands import ControlCommand, Pause, Resume, Sleep, WakeUp
 from tlt_server.engine.gate import Reason
 from tlt_server.engine.halt import Equipment
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
-from tlt_server.events import ControlReport
+from tlt_server.wire.commands import ControlCommand, Pause, Resume, Sleep, WakeUp
+from tlt_server.wire.events import ControlReport
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
 

@@ -11,17 +11,17 @@ import pytest
 
 from tests.engine.gpu_engine import bits, drafting
 from tests.engine.pushing import Pushable, perturbed
-from tlt_server.commands import Recompute
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.records import GenerateRequest, Sampling
 from tlt_server.samples.hidden_states import Captured, decode_captured, key_of
 from tlt_server.samples.ring import RingConsumer, make_ring
 from tlt_server.trainer.prefill import CpuPrefill
 from tlt_server.trainer.recompute import Document, Recomputed
+from tlt_server.wire.commands import Recompute
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 PAGE = 16
 SIBLINGS = 4

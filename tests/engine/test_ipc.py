@@ -32,7 +32,7 @@ from tlt_client.channels.memory import (
     opened,
     share,
 )
-from tlt_server.commands import Manifest, TensorEntry
+from tlt_server.wire.commands import Manifest, TensorEntry
 
 CPU = torch.device("cpu")
 TENSORS = [

@@ -16,7 +16,6 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints, drafting, on_cpu, request
 from tests.engine.pushing import Pushable
 from tests.engine.tiny import SMALLEST, write_eagle
-from tlt_server.commands import NameWeights
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.speculation.learnt import DOUBT
@@ -29,6 +28,7 @@ from tlt_server.speculation.survival import (
     default_survival,
 )
 from tlt_server.weights.checksums import origin_of
+from tlt_server.wire.commands import NameWeights
 
 SHIPPED = default_survival().reshape(-1)
 

@@ -18,11 +18,11 @@ from tlt_server.engine.devices.fingerprints import of_cpu, of_gpu
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.qwen2 import Qwen2
 from tlt_server.models.split import Split, check_leaves, folded
+from tlt_server.wire.fingerprint import Fingerprint
 
 # Each eighth of K has weights of this order of magnitude.
 EXPONENTS = (0, 17, 5, 11, 22, 19, 2, 14)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tiny import SMALLEST, write_target
-from tlt_server.commands import LookAtWeights
 from tlt_server.engine.child import EngineChild
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import WeightReport
+from tlt_server.wire.commands import LookAtWeights
+from tlt_server.wire.events import WeightReport
 
 
 @pytest.mark.parametrize("ending", ["killed", "told"])

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints
 from tests.engine.pushing import Pushable
-from tlt_server.commands import CommitWeights, LookAtWeights
 from tlt_server.weights import checksums
+from tlt_server.wire.commands import CommitWeights, LookAtWeights
 
 
 class Reader:

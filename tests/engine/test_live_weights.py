@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from tests.engine.halting import bits, done, engine, expected, send, started
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import root, settings
-from tlt_server.commands import CommitWeights, HandOver, NameWeights, ReadWeights, Sleep
-from tlt_server.engine import weight_reads
+from tlt_server.engine.pushes import reads as weight_reads
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import WeightReport
 from tlt_server.speculation.cost import CostModel, Measured, StepLoad
 from tlt_server.trainer.handed import read_handed
 from tlt_server.weights import arriving, handover
+from tlt_server.wire.commands import CommitWeights, HandOver, NameWeights, ReadWeights, Sleep
+from tlt_server.wire.events import WeightReport
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
 

@@ -14,7 +14,6 @@ import pytest
 from tests.engine.families import EOS, write_pair
 from tests.engine.pushing import Pushable
 from tests.tokenizers import FAMILIES
-from tlt_server.commands import SetPolicy
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.frontend.dialects.openai.forced import structure
 from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest
@@ -25,7 +24,8 @@ from tlt_server.frontend.parsers.choice import parsers_of
 from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText
 from tlt_server.grammars.forms import grammar_of
 from tlt_server.grammars.vocabulary import MARKS
-from tlt_server.records import GenerateRequest, Sampling, Strategy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 STRATEGIES = [Strategy("eagle", 4, 3, 12), Strategy("history", 4, 2, 6)]
 PARSERS = parsers_of("hermes", "think", None)

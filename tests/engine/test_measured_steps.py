@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tlt_server.commands import SetPolicy, Submit
 from tlt_server.demo.workload import DRAFTER, TARGET
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.knowledge_file import NAME
 from tlt_server.engine.loop import Engine
-from tlt_server.engine.profiling import StepProfile
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import Cycle, GenerateRequest, Sampling, StepContext, Strategy
+from tlt_server.engine.start.assembly import assemble
+from tlt_server.engine.start.profiling import StepProfile
 from tlt_server.speculation.cost import StepLoad
 from tlt_server.speculation.knowledge import LearntRecord
+from tlt_server.wire.commands import SetPolicy, Submit
+from tlt_server.wire.records import Cycle, GenerateRequest, Sampling, StepContext, Strategy
 
 
 def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import PAGE, bits, checkpoints, drafting, on_cpu, request
 from tests.engine.pushing import Pushable
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest
+from tlt_server.wire.records import GenerateRequest
 
 ASKED = request(0, PAGE + 6, max_tokens=4)
 AGAIN = msgspec.structs.replace(ASKED, id="again")

@@ -15,12 +15,10 @@ import pytest
 import torch
 import zmq
 
-from tlt_server.engine import ranks
 from tlt_server.engine.exchange import gloo
 from tlt_server.engine.exchange.gloo import GlooExchange
-from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.engine.gpu.orders import (
+from tlt_server.engine.gpu.passes import Rehearsed
+from tlt_server.engine.gpu.ranks.orders import (
     DropKernels,
     GpuOrder,
     KernelOrder,
@@ -28,9 +26,11 @@ from tlt_server.engine.gpu.orders import (
     ListKernels,
     LoadKernels,
 )
-from tlt_server.engine.gpu.passes import Rehearsed
-from tlt_server.engine.orders import Envelope, ExtendRows, Keep, decoded, encoded
-from tlt_server.engine.ranks import Ranks, _ended
+from tlt_server.engine.gpu.steps.drafts import DraftKey
+from tlt_server.engine.gpu.steps.extend import ExtendKey
+from tlt_server.engine.ranks import ranks
+from tlt_server.engine.ranks.orders import Envelope, ExtendRows, Keep, decoded, encoded
+from tlt_server.engine.ranks.ranks import Ranks, _ended
 from tlt_server.errors import EngineFailed
 from tlt_server.models.split import folded
 

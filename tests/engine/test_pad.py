@@ -23,10 +23,9 @@ from tlt_server.__main__ import main
 from tlt_server.bench.padding.checkpoint import write
 from tlt_server.bench.padding.recipe import WHISPER, pad
 from tlt_server.bench.padding.shapes import SHAPES
-from tlt_server.commands import Submit
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.start.assembly import assemble
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
@@ -34,7 +33,8 @@ from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.models.eagle import Eagle3
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.records import Strategy
+from tlt_server.wire.commands import Submit
+from tlt_server.wire.records import Strategy
 
 PAD = ("bench", "pad")
 # Float32 over eight layers, logits of size 30; two implementations of the small model differ so.

@@ -12,9 +12,9 @@ import pytest
 
 from tests.engine.gpu_engine import checkpoints, on_cpu, request
 from tests.engine.pushing import Pushable
-from tlt_server.commands import Pause, Resume, SetPolicy, Sleep, WakeUp
 from tlt_server.errors import Unavailable
-from tlt_server.records import OFF, Strategy
+from tlt_server.wire.commands import Pause, Resume, SetPolicy, Sleep, WakeUp
+from tlt_server.wire.records import OFF, Strategy
 
 TREE = Strategy("eagle", 2, 2, 4)
 SET = SetPolicy("fixed", TREE, id="tree")

@@ -8,11 +8,11 @@ from itertools import islice
 import pytest
 
 from tests.engine.tiny import Shape, write_target
-from tlt_server.commands import ClearCache, Command, Pause, Submit
 from tlt_server.engine.child import EngineChild
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import ControlReport, Heartbeat, Outputs
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.commands import ClearCache, Command, Pause, Submit
+from tlt_server.wire.events import ControlReport, Heartbeat, Outputs
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 
 @pytest.fixture(scope="module")

@@ -32,12 +32,12 @@ from tlt_client.channels.broadcast import BroadcastReceiver, BroadcastSender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
-from tlt_server.commands import AbortWeights, Manifest, PushWeights, UnloadAdapter
 from tlt_server.engine.gate import Reason
-from tlt_server.records import GenerateRequest, Sampling
 from tlt_server.weights import arriving, spool
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import Free
+from tlt_server.wire.commands import AbortWeights, Manifest, PushWeights, UnloadAdapter
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 CHANNELS = (*channels.CHANNELS,)
 PHASES = ("open", "read", "check", "fill", "spool", "done")

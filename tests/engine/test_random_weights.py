@@ -17,9 +17,9 @@ from tlt_server.bench import decode
 from tlt_server.bench.padding.shapes import SHAPES, Shape, write_config
 from tlt_server.bench.steps import random_requests
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.machine import HostMemory
 from tlt_server.models.loader import empty_target, fill_target
 from tlt_server.models.numerics import Numerics
+from tlt_server.process.machine import HostMemory
 
 __all__ = ["one", "shared"]  # fixtures
 TINY = Shape(

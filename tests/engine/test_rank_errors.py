@@ -14,9 +14,9 @@ from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.test_engine import requests
 from tests.engine.test_ranks import root, settings
 from tests.mostly_long import mostly_long
-from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
+from tlt_server.wire.commands import Sleep, WakeUp
 
 __all__ = ["root", "settings"]  # fixtures
 

@@ -23,9 +23,9 @@ from tests.engine.two_ranks import give_up_soon, ranks_of
 from tests.mostly_long import mostly_long
 from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.channels.checksums import mix64
-from tlt_server.engine import ranks
-from tlt_server.engine.rank_answers import START_S
-from tlt_server.engine.ranks import Ranks
+from tlt_server.engine.ranks import ranks
+from tlt_server.engine.ranks.answers import START_S
+from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
 

@@ -18,8 +18,8 @@ from tests.engine.pushing import Pushable
 from tests.engine.ranks_of_tests import ROOT
 from tests.engine.test_ranks import root, settings
 from tests.waiting import until
-from tlt_server.engine import ranks
 from tlt_server.engine.exchange.meeting import meeting_folder
+from tlt_server.engine.ranks import ranks
 from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed
 
@@ -102,7 +102,16 @@ def test_rank_ending_before_its_settings_is_one_error(
 
 
 def test_a_rank_whose_parent_has_ended_imports_nothing() -> None:
-    command = [sys.executable, "-P", "-X", "importtime", "-m", "tlt_server.engine.rank", "0", "1"]
+    command = [
+        sys.executable,
+        "-P",
+        "-X",
+        "importtime",
+        "-m",
+        "tlt_server.engine.ranks.rank",
+        "0",
+        "1",
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         _, imported = process.communicate(timeout=20)
     assert process.returncode == 0 and b"tlt_kernels.parents" in imported

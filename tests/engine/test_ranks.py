@@ -24,15 +24,15 @@ from tests.engine.two_ranks import give_up_soon, one, ranks_of, shared, two_rank
 from tests.waiting import until
 from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.channels.checksums import mix64
-from tlt_server.commands import ClearCache, SetPolicy, Sleep, WakeUp
-from tlt_server.engine.rank_answers import START_S
-from tlt_server.engine.ranks import Ranks, _ended
+from tlt_server.engine.ranks.answers import START_S
+from tlt_server.engine.ranks.ranks import Ranks, _ended
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.decoder import Decoder
-from tlt_server.records import Strategy
 from tlt_server.weights.checksums import live_sums
 from tlt_server.weights.parts import Changed, Live
+from tlt_server.wire.commands import ClearCache, SetPolicy, Sleep, WakeUp
+from tlt_server.wire.records import Strategy
 
 __all__ = ["one", "shared"]  # fixtures
 
@@ -69,7 +69,7 @@ def target_of(engine: Pushable) -> Decoder:
 @pytest.fixture
 def doomed(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pushable]:
     """An engine of two ranks for one fault, which asks idle ranks often."""
-    monkeypatch.setattr("tlt_server.engine.ranks.BEAT_S", 0.3)
+    monkeypatch.setattr("tlt_server.engine.ranks.ranks.BEAT_S", 0.3)
     with two_ranks(settings) as engine:
         yield engine
 
@@ -235,7 +235,7 @@ def test_an_idle_engine_asks_where_an_answer_may_take_as_long_as_a_start(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Ranks, "answer_s", START_S)
-    monkeypatch.setattr("tlt_server.engine.ranks.BEAT_S", 0.1)
+    monkeypatch.setattr("tlt_server.engine.ranks.ranks.BEAT_S", 0.1)
     with two_ranks(settings) as engine:
         steps_until(engine, lambda: ranks_of(engine)._beaten)
 
@@ -249,7 +249,7 @@ class Deaf(subprocess.Popen[bytes]):
 def test_unkillable_rank_is_reported_without_blocking(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tlt_server.engine.rank_processes.END_S", 0.2)
+    monkeypatch.setattr("tlt_server.engine.ranks.processes.END_S", 0.2)
     closed: list[str] = []
     began_s = time.monotonic()
     with Deaf(["sleep", "900"]) as deaf, subprocess.Popen(["sleep", "900"]) as ordinary:
@@ -317,7 +317,7 @@ def test_silent_rank_before_commit_keeps_the_old_version(
 def test_a_rank_that_cannot_start_is_one_error(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tlt_server.engine.ranks.RANK", "tlt_server.engine.no_rank")
+    monkeypatch.setattr("tlt_server.engine.ranks.ranks.RANK", "tlt_server.engine.no_rank")
     with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status 1"):
         Pushable(replace(settings, tensor_parallel=2))
 

@@ -15,9 +15,9 @@ from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.test_engine import requests
 from tests.engine.test_ranks import root, settings
 from tests.engine.two_ranks import ranks_of, two_ranks
-from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
+from tlt_server.wire.commands import Sleep, WakeUp
 
 __all__ = ["root", "settings"]  # fixtures
 

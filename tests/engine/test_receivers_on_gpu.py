@@ -18,12 +18,12 @@ from tlt_client.channels import cuda
 from tlt_client.channels.memory import GRANT, Grant, opened
 from tlt_server.attention.backing import Backing
 from tlt_server.attention.pinned import block_at, pinned
-from tlt_server.commands import Sleep, WakeUp
 from tlt_server.demo.workload import TARGET
-from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.maker import GpuMaker
+from tlt_server.engine.gpu.memory.graphs import GraphPool
+from tlt_server.engine.gpu.start.maker import GpuMaker
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import ControlReport
+from tlt_server.wire.commands import Sleep, WakeUp
+from tlt_server.wire.events import ControlReport
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,10 @@ import pytest
 from tests.engine.gpu_engine import bits, checkpoints, drafting, on_cpu, request
 from tests.engine.pushing import Pushable, perturbed
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import DraftLimits, GenerateRequest
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.ring import RingConsumer, make_ring
 from tlt_server.samples.sample import PER_CYCLE, Sample, decode_sample, sample_set
+from tlt_server.wire.records import DraftLimits, GenerateRequest
 
 NOBODY = Identity("", "")
 

@@ -17,10 +17,9 @@ from tests.engine.capturing import Capturing
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints, drafting, request
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
-from tlt_server.engine import traces
+from tlt_server.engine.record import traces
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
-from tlt_server.records import GenerateRequest, Strategy
 from tlt_server.samples.hidden_states import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.ring import RingConsumer
@@ -37,6 +36,7 @@ from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import SelfCheck, self_check
 from tlt_server.trainer.staged import Roots, StagedResponses
 from tlt_server.trainer.state_store import StateStore
+from tlt_server.wire.records import GenerateRequest, Strategy
 
 PAGE_SIZE = 16
 gpu = [

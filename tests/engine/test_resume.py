@@ -12,10 +12,10 @@ import pytest
 
 from tests.engine.test_engine import Said, bits, requests, run
 from tests.engine.tiny import EOS, VOCAB, write_eagle, write_target
-from tlt_server.commands import Submit
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Sampling, StepOutput, Strategy
+from tlt_server.engine.start.assembly import assemble
+from tlt_server.wire.commands import Submit
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, Strategy
 
 STRATEGIES = {
     "off": Strategy(),

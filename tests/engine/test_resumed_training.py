@@ -10,14 +10,14 @@ import torch
 
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import root, settings
-from tlt_server.commands import HandOver
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.samples.segments import SegmentHeader
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 from tlt_server.trainer.handed import Handed, digest_of
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.trainer.work import DrafterWork, WorkSettings
-from tlt_server.training import HandedOver
+from tlt_server.wire.commands import HandOver
+from tlt_server.wire.training import HandedOver
 
 __all__ = ["root", "settings"]  # fixtures
 

@@ -15,13 +15,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.engine.pushing import Pushable
-from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import InvalidRequest
 from tlt_server.grammars.forms import grammar_of
-from tlt_server.machine import resident_bytes
-from tlt_server.records import GenerateRequest, Grammar, Sampling, Strategy
+from tlt_server.process.machine import resident_bytes
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest, Grammar, Sampling, Strategy
 
 ITEMS = 32
 ATTACKS = {

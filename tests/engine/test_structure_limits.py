@@ -19,8 +19,8 @@ from tests.engine import families
 from tests.engine.tiny import EOS, LETTERS, VOCAB, write_alphabet, write_target
 from tests.tokenizers import FAMILIES
 from tests.waiting import until
-from tlt_server.engine.grammar_threads import GrammarThreads
-from tlt_server.engine.lexers import (
+from tlt_server.engine.sampling.grammar_threads import GrammarThreads
+from tlt_server.engine.sampling.lexers import (
     DEAR,
     FUEL_BYTES,
     IDLE_S,
@@ -30,10 +30,10 @@ from tlt_server.engine.lexers import (
     Lexer,
     Lexers,
 )
-from tlt_server.engine.structures import Structure, Structures
+from tlt_server.engine.sampling.structures import Structure, Structures
 from tlt_server.grammars import KEPT, compiler
 from tlt_server.grammars.compiler import FUEL
-from tlt_server.records import Grammar
+from tlt_server.wire.records import Grammar
 
 # The lexer has a state for each text of the last 21 letters.
 MANY_STATES = Grammar(kind="regex", text="(a|b)*a(a|b){20}")

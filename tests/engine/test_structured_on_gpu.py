@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 from tests.engine.pushing import Pushable
 from tlt_server.bench.engines import adopt
 from tlt_server.bench.exact_plan import LINES, SCHEMA, WORDS
-from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
-from tlt_server.engine.gpu.extend import SecondHalf
+from tlt_server.engine.gpu.steps.extend import SecondHalf
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.grammars.compiler import Compiler
-from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest, Strategy
 
 pytestmark = [
     pytest.mark.gpu,

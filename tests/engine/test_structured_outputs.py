@@ -28,14 +28,15 @@ from tests.engine.schemas import Schemas
 from tests.engine.tiny import EOS
 from tests.mostly_long import mostly_long
 from tests.tokenizers import FAMILIES
-from tlt_server.commands import SetPolicy
-from tlt_server.engine import assembly, process
+from tlt_server.engine import process
 from tlt_server.engine.loop import Engine
+from tlt_server.engine.sampling.structures import Structures
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.engine.structures import Structures
+from tlt_server.engine.start import assembly
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.grammars.forms import grammar_of
-from tlt_server.records import GenerateRequest, Grammar, Sampling, Strategy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest, Grammar, Sampling, Strategy
 
 SCHEMA = {
     "type": "object",

@@ -11,10 +11,10 @@ import pytest
 
 from tests.engine.gathered import PARTS, engine, live_as, part, results, root, settings
 from tests.engine.pushing import Pushable
-from tlt_server.commands import CommitWeights, LeaveGroup, NameWeights
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.events import WeightReport
-from tlt_server.labels import label_of
+from tlt_server.wire.commands import CommitWeights, LeaveGroup, NameWeights
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.labels import label_of
 
 __all__ = ["engine", "root", "settings"]  # fixtures
 

@@ -28,7 +28,7 @@ import torch
 from tlt_client.channels import Intake
 from tlt_client.channels.disk import DiskReceiver
 from tlt_client.channels.http import HttpReceiver
-from tlt_server.commands import Manifest, TensorEntry
+from tlt_server.wire.commands import Manifest, TensorEntry
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.candidate import Candidate

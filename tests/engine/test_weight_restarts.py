@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.weight_cases import request, root, settings
 from tlt_client.channels import checkpoint
-from tlt_server.commands import CommitWeights
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.speculation.survival import BUCKETS, PHASES, RANKS, Calibration
 from tlt_server.weights.checksums import checksum
+from tlt_server.wire.commands import CommitWeights
 
 __all__ = ["root", "settings"]  # fixtures
 

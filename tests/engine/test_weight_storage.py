@@ -18,14 +18,14 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels import Buffers, cuda
 from tlt_client.channels.disk import write
-from tlt_server import machine
 from tlt_server.attention import backing
 from tlt_server.attention.pinned import pinned
-from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import PushFailed
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.process import machine
 from tlt_server.weights.storage import Free, Storage, choose
+from tlt_server.wire.commands import Sleep, WakeUp
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 MIB = 2**20
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from tests.engine.pushing import Pushable, push_until_first_weights_end
 from tests.engine.weight_cases import request, root, settings
-from tlt_server.commands import LookAtWeights, NameWeights, Pause, Sleep
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.decoder import Decoder
-from tlt_server.threads import Errands
+from tlt_server.process.threads import Errands
 from tlt_server.weights.checksums import checksum
+from tlt_server.wire.commands import LookAtWeights, NameWeights, Pause, Sleep
 
 __all__ = ["root", "settings"]  # fixtures
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import check_spans, continued, fresh, request, root, settings
-from tlt_server.commands import Pause, Resume
 from tlt_server.engine.gate import Reason
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.wire.commands import Pause, Resume
 
 __all__ = ["root", "settings"]  # fixtures
 

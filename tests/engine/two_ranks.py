@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.pushing import Pushable
 from tlt_server.engine.exchange import gloo
-from tlt_server.engine.ranks import Ranks
+from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 
 

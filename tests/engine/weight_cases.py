@@ -11,7 +11,7 @@ import pytest
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SHALLOW, VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 
 def checkpoints(root: Path) -> Path:

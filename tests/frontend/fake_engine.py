@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tlt_server.commands import (
+from tlt_server.wire.commands import (
     Abort,
     AbortWeights,
     ClearCache,
@@ -44,7 +44,7 @@ from tlt_server.commands import (
     WeightCommand,
     decode_command,
 )
-from tlt_server.events import (
+from tlt_server.wire.events import (
     ControlReport,
     EngineInfo,
     Failed,
@@ -55,8 +55,8 @@ from tlt_server.events import (
     WeightState,
     of_step,
 )
-from tlt_server.fingerprint import Fingerprint
-from tlt_server.records import (
+from tlt_server.wire.fingerprint import Fingerprint
+from tlt_server.wire.records import (
     OFF,
     Cycle,
     GenerateRequest,
@@ -66,7 +66,7 @@ from tlt_server.records import (
     TokenLogprobs,
     encode,
 )
-from tlt_server.started import StartedFile
+from tlt_server.wire.started import StartedFile
 
 EOS = 256
 DIES, FAILS, HANGS = (

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.frontend.live_server import LiveServer
-from tlt_server.garbage import NEVER
+from tlt_server.process.garbage import NEVER
 
 
 class LoopHolds:

@@ -14,7 +14,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import AsyncClient, Client
 from tlt_client.errors import NotFound
-from tlt_server.commands import Manifest, PushWeights, UnloadAdapter
+from tlt_server.wire.commands import Manifest, PushWeights, UnloadAdapter
 
 PROMPT = {"prompt": "abc", "max_tokens": 4}
 CONFIG = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}

@@ -18,7 +18,7 @@ from tlt_server.config import load
 from tlt_server.errors import StartupError
 from tlt_server.metrics import Metrics
 from tlt_server.metrics.aliases import ENGINES, RATE_S, Rate, Summed
-from tlt_server.records import OFF
+from tlt_server.wire.records import OFF
 
 VLLM = {"engine": "0", "model_name": "demo"}
 SGLANG = {"engine_type": "unified", "model_name": "demo", "pp_rank": "0", "tp_rank": "0"}

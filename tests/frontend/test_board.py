@@ -21,8 +21,8 @@ from tests.frontend.live_server import live_server
 from tests.tools import require
 from tlt_client import Client
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
-from tlt_server.events import BufferReport
-from tlt_server.training import Judged, SpotReport
+from tlt_server.wire.events import BufferReport
+from tlt_server.wire.training import Judged, SpotReport
 
 PAGE = DOCKER.parent / "docs" / "operators.md"
 TARGET_LABELS = {"job", "instance"}  # added by Prometheus itself

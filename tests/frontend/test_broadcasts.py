@@ -16,7 +16,8 @@ import pytest
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client
 from tlt_client.adapters.openrlhf import RolloutActor
-from tlt_server.commands import (
+from tlt_server.frontend.rpc.methods import OPERATIONS
+from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
     JoinGroup,
@@ -26,7 +27,6 @@ from tlt_server.commands import (
     PushWeights,
     TensorEntry,
 )
-from tlt_server.frontend.rpc.methods import OPERATIONS
 
 INFO = {"names": ["w", "v"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
 ENTRIES = [

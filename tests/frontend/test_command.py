@@ -92,7 +92,7 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
     [
         ("tlt_server.build", ["torch", "numba", "httpx"]),
         ("tlt_server.frontend.reading_process.__main__", ["torch", "numba", "httpx", "pydantic"]),
-        ("tlt_server.engine.assembly, tlt_server.engine.devices.cpu", ["triton", "httpx"]),
+        ("tlt_server.engine.start.assembly, tlt_server.engine.cpu.device", ["triton", "httpx"]),
     ],
 )
 def test_a_process_loads_no_library_that_it_does_not_use(process: str, heavy: list[str]) -> None:
@@ -112,7 +112,7 @@ def test_check_of_a_drafter_without_storage_does_not_import_sympy() -> None:
     script = (
         "import sys\n"
         "from tlt_server.demo.workload import DRAFTER, TARGET\n"
-        "from tlt_server.engine.checkpoints import empty_drafter, empty_model\n"
+        "from tlt_server.engine.start.checkpoints import empty_drafter, empty_model\n"
         "from tlt_server.engine.settings import EngineSettings\n"
         "settings = EngineSettings(model=str(TARGET), drafter=str(DRAFTER))\n"
         "empty_drafter(DRAFTER, empty_model(settings))\n"

@@ -13,10 +13,10 @@ from tlt_server import config
 from tlt_server.build import engine_settings
 from tlt_server.config import Config, load
 from tlt_server.errors import StartupError
-from tlt_server.machine import HostMemory
-from tlt_server.records import OFF, Strategy, parse_strategy
-from tlt_server.service_links import service_links
-from tlt_server.settings import settings
+from tlt_server.process.machine import HostMemory
+from tlt_server.settings.server import settings
+from tlt_server.settings.service_links import service_links
+from tlt_server.wire.records import OFF, Strategy, parse_strategy
 
 RAW = (
     "Input should",

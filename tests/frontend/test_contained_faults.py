@@ -12,7 +12,7 @@ import pytest
 from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import Client
-from tlt_server.faults import Containment
+from tlt_server.process.faults import Containment
 
 pytestmark = pytest.mark.contains_faults
 

@@ -25,7 +25,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import Client
 from tlt_server.__main__ import _parse
-from tlt_server.settings import settings
+from tlt_server.settings.server import settings
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

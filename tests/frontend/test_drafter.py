@@ -29,7 +29,6 @@ from tlt_server.errors import Unavailable
 from tlt_server.frontend.dialects.drafter import accepted_at_depth
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.metrics import Metrics
-from tlt_server.records import Cycle, StepContext, Strategy
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.inbox import DIRECTORY, MAX_FILES, PARTIAL, Inbox
 from tlt_server.samples.ring import RingProducer
@@ -41,7 +40,8 @@ from tlt_server.samples.segments import (
     read_segment,
     recorded,
 )
-from tlt_server.training import Judged, SpotReport, candidate_directory
+from tlt_server.wire.records import Cycle, StepContext, Strategy
+from tlt_server.wire.training import Judged, SpotReport, candidate_directory
 
 
 def cycle(depth: int, accepted: tuple[int, ...], speculable: int | None = None) -> Cycle:

@@ -12,11 +12,11 @@ import zmq
 import zmq.asyncio
 
 from tests.frontend.fake_engine import INFO
-from tlt_server.commands import SetPolicy, decode_command
-from tlt_server.events import Event, Ready
 from tlt_server.frontend.link import link as link_module
 from tlt_server.frontend.link.link import Death, EngineLink
-from tlt_server.records import encode
+from tlt_server.wire.commands import SetPolicy, decode_command
+from tlt_server.wire.events import Event, Ready
+from tlt_server.wire.records import encode
 
 
 class Process:

@@ -12,10 +12,10 @@ import pytest
 
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Conflict, TltError, Unavailable
-from tlt_server.events import WeightReport, WeightState
 from tlt_server.frontend.weights import exports as module
 from tlt_server.frontend.weights.adoption import Adoption
 from tlt_server.frontend.weights.exports import EXPORTS, DrafterExports
+from tlt_server.wire.events import WeightReport, WeightState
 
 
 class FakeAdoption:

@@ -17,7 +17,7 @@ import pytest
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
-from tlt_server.commands import ClearCache, Pause, Resume, Sleep, WakeUp
+from tlt_server.wire.commands import ClearCache, Pause, Resume, Sleep, WakeUp
 
 LONG = {
     "input_ids": [65, 66, 67],

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_server.commands import ControlCommand, Memory, Pause, Resume, Sleep, WakeUp
 from tlt_server.errors import EngineFailed, TltError, Unavailable, from_code
-from tlt_server.events import ControlReport
 from tlt_server.frontend.link.pause import PauseState
+from tlt_server.wire.commands import ControlCommand, Memory, Pause, Resume, Sleep, WakeUp
+from tlt_server.wire.events import ControlReport
 
 BOTH: list[Memory] = ["kv_cache", "weights"]
 

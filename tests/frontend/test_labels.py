@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
-from tlt_server.events import WeightState
+from tlt_server.wire.events import WeightState
 
 NAME = "1~0123456789ab"
 

@@ -19,11 +19,11 @@ from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ItemResult
 from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_server import errors
-from tlt_server.events import Outputs, WeightReport, WeightState
 from tlt_server.metrics import Metrics
 from tlt_server.metrics.steps import POSITIONS, STRATEGIES
-from tlt_server.records import OFF, Cycle, StepContext, Strategy, Switch
-from tlt_server.training import Judged, SpotReport, TrainerState
+from tlt_server.wire.events import Outputs, WeightReport, WeightState
+from tlt_server.wire.records import OFF, Cycle, StepContext, Strategy, Switch
+from tlt_server.wire.training import Judged, SpotReport, TrainerState
 
 EAGLE, CHAIN = Strategy("eagle", 7, 4, 16), Strategy("eagle", 7, 1, 8)
 

@@ -15,7 +15,13 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_adapters import load
 from tests.frontend.test_auth import documented
 from tlt_client.arguments import is_adapter, is_version
-from tlt_server.commands import AbortWeights, CommitWeights, LeaveGroup, PushWeights, UnloadAdapter
+from tlt_server.wire.commands import (
+    AbortWeights,
+    CommitWeights,
+    LeaveGroup,
+    PushWeights,
+    UnloadAdapter,
+)
 
 ROUTES = [(method, path) for method, path in documented() if "{" in path]
 SPELLED = (  # with the name of a thing that there is

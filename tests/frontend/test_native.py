@@ -13,7 +13,7 @@ from tests.frontend.fake_engine import EOS, FAILS
 from tests.frontend.live_server import LiveServer
 from tlt_client import AsyncClient, Client, Item, SdLimits, ServerError
 from tlt_client.wire import Done, ItemResult, Token
-from tlt_server.records import DraftLimits
+from tlt_server.wire.records import DraftLimits
 
 
 def test_a_batch_comes_back_in_order_with_every_field(client: Client) -> None:

@@ -20,8 +20,8 @@ from tests.waiting import timed, until
 from tlt_client import AsyncClient, Client, Retries, errors
 from tlt_client.errors import NotLive
 from tlt_server.__main__ import main
-from tlt_server.commands import AbortWeights, PushWeights
 from tlt_server.errors import Conflict
+from tlt_server.wire.commands import AbortWeights, PushWeights
 
 
 @pytest.fixture

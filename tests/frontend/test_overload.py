@@ -18,7 +18,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import LONG, connect, head, read_all
 from tests.waiting import until
 from tlt_server.frontend.http import budget
-from tlt_server.records import OFF, Cycle, StepContext
+from tlt_server.wire.records import OFF, Cycle, StepContext
 
 
 @pytest.mark.parametrize(

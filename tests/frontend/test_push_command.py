@@ -10,7 +10,7 @@ from tests.frontend.live_server import live_server
 from tests.frontend.test_tls import Issuer, files, first
 from tlt_client import Client
 from tlt_server.__main__ import main
-from tlt_server.commands import AbortWeights
+from tlt_server.wire.commands import AbortWeights
 
 __all__ = ["files", "first"]  # fixtures
 

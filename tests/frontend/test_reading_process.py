@@ -34,7 +34,7 @@ from tlt_server.frontend.reading.jobs import Job, JobQueue, Patience, Slice
 from tlt_server.frontend.reading.reader import HANG_S, Reader
 from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, cut, name_of
 from tlt_server.frontend.rpc.methods import ARRIVED_APART
-from tlt_server.packed import PackedIds, PackedText, json_ids, json_text
+from tlt_server.wire.packed import PackedIds, PackedText, json_ids, json_text
 
 T = TypeVar("T")
 SIZES = {"total": 1, "largest": 1}

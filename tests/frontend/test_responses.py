@@ -24,7 +24,7 @@ from tlt_server.frontend.dialects.openai.responses.items import Conversation, me
 from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
 from tlt_server.frontend.http.keys import EVERYBODY, Caller
 from tlt_server.frontend.rollouts.responses import KeptResponse, ResponseShelf
-from tlt_server.packed import PackedText
+from tlt_server.wire.packed import PackedText
 
 # The answer is the last message; then the whole conversation, which the engine gets.
 HISTORY = (

@@ -20,11 +20,11 @@ from tests.waiting import until
 from tlt_client import Client, Reply
 from tlt_client.wire import Choice
 from tlt_server.errors import StartupError
-from tlt_server.events import WeightState
 from tlt_server.frontend.rollouts import clocks
 from tlt_server.frontend.rollouts.journal import past
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.metrics import Metrics
+from tlt_server.wire.events import WeightState
 
 
 def choices(reply: Reply) -> dict[str, list[Choice]]:

@@ -19,7 +19,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_server.frontend.http.keys import EVERYBODY
-from tlt_server.packed import PackedIds
+from tlt_server.wire.packed import PackedIds
 
 ITEMS: list[Any] = [{"id": "b", "prompt": "xyz", "n": 2}, {"id": "a", "prompt": "hello world"}]
 FIELDS: dict[str, Any] = {"max_tokens": 40, "logprobs": 1, "prompt_logprobs": 0, "stop": ["ld"]}

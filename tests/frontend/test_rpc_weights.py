@@ -21,7 +21,7 @@ from tests.waiting import until
 from tlt_client.errors import Conflict, Forbidden, InvalidRequest, NotFound, NotReached, TooLarge
 from tlt_client.rpc import Manifest, Part, RolloutServiceStub, UpdateWeightsRequest, error_of
 from tlt_client.rpc import rollout_pb2 as proto
-from tlt_server.commands import PushWeights
+from tlt_server.wire.commands import PushWeights
 
 __all__ = ["files", "first", "second"]  # fixtures
 DATA = bytes(range(100))

@@ -12,11 +12,11 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import Client
 from tlt_server.errors import Unavailable
-from tlt_server.events import Phase, PhaseProgress
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.starting import StartState
 from tlt_server.metrics import Metrics
+from tlt_server.wire.events import Phase, PhaseProgress
 
 COMPILING = "compiling kernels, once per machine (3 of 22)"
 COMMANDS = (

@@ -15,10 +15,10 @@ from tests.frontend.fake_engine import UNPREPARED
 from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import Client, ServerError
-from tlt_server.commands import SetPolicy
 from tlt_server.frontend.dialects import strategy
-from tlt_server.records import OFF, Arms, Pin, Strategy, Switch
 from tlt_server.speculation.policies.arms import ladder
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import OFF, Arms, Pin, Strategy, Switch
 
 
 @pytest.fixture(scope="module")

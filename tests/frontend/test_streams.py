@@ -30,7 +30,7 @@ from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.keys import EVERYBODY
 from tlt_server.frontend.http.loop_share import LoopShare
 from tlt_server.frontend.rpc.messages import fill
-from tlt_server.packed import PackedIds
+from tlt_server.wire.packed import PackedIds
 
 CHOICES, TOKENS, ALTERNATIVES = 4, 900, 20
 HOLD_S = 0.06  # thrice the promise, for a slow core under load

@@ -24,7 +24,7 @@ from tlt_server.frontend.generation.requests import StructuredOutputs
 from tlt_server.frontend.generation.text import Text
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.grammars.forms import check_grammar, grammar_of
-from tlt_server.records import Grammar
+from tlt_server.wire.records import Grammar
 
 once = pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 

@@ -17,10 +17,10 @@ from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import Client, ServerError
-from tlt_server.commands import SetPolicy
 from tlt_server.frontend.link.submission import Submission
 from tlt_server.frontend.link.supervisor import Backoff
-from tlt_server.records import GenerateRequest, Sampling, StepOutput
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput
 
 OFTEN = {"max_restarts": 100, "restart_window_s": 1.0}
 

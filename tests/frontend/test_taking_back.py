@@ -24,7 +24,7 @@ from tlt_client.errors import (
     WeightsRefused,
 )
 from tlt_server.__main__ import main
-from tlt_server.commands import AbortWeights
+from tlt_server.wire.commands import AbortWeights
 
 TENSORS = {f"w{count}": torch.full((64,), float(count)) for count in range(4)}
 FILE_BYTES = 300  # so that each tensor has a part of its own

@@ -18,8 +18,8 @@ from tests.frontend.tiny_model import SPECIALS, byte_tokenizer, write_model
 from tlt_server.errors import InvalidRequest, ModelError
 from tlt_server.frontend.generation.choice import GrowingChoice
 from tlt_server.frontend.generation.text import REPLACEMENT, Incremental, StopStrings, Text
-from tlt_server.records import GenerateRequest, Sampling, StepOutput
 from tlt_server.samples.identity import identity_of
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput
 
 # Merges that cut characters in awkward places: the tail of one with the head of the next, a head
 # alone.

@@ -14,7 +14,7 @@ from tests.frontend.openai_calls import CHAT, USER, chunks, done, post
 from tests.frontend.saying import EOS, write_saying
 from tests.tokenizers import FAMILIES
 from tlt_server.grammars.compiler import Compiler
-from tlt_server.records import Grammar
+from tlt_server.wire.records import Grammar
 
 F = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": F}, {"type": "function", "function": {"name": "g"}}]

@@ -19,10 +19,10 @@ import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
-from tlt_server.commands import PushWeights
 from tlt_server.errors import Conflict, NotFound
 from tlt_server.frontend.weights import uploads
 from tlt_server.frontend.weights.uploads import Uploads
+from tlt_server.wire.commands import PushWeights
 
 PART = "part-1.safetensors"
 TENSORS = [{"name": "w", "checksum": "sha256:0"}]

@@ -16,7 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_server.commands import (
+from tlt_server.errors import Conflict, InvalidRequest, TltError
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.versions import WantedVersions
+from tlt_server.frontend.weights.session import WeightSession
+from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
     LookAtWeights,
@@ -26,11 +30,7 @@ from tlt_server.commands import (
     PushWeights,
     WeightCommand,
 )
-from tlt_server.errors import Conflict, InvalidRequest, TltError
-from tlt_server.events import WeightReport, WeightState
-from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.versions import WantedVersions
-from tlt_server.frontend.weights.session import WeightSession
+from tlt_server.wire.events import WeightReport, WeightState
 
 PARTS = 2  # parts of a divided version
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.frontend.live_server import LiveServer
 from tests.frontend.test_weights_routes import post
-from tlt_server.commands import LeaveGroup
+from tlt_server.wire.commands import LeaveGroup
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_client.arguments import VERSION_MUST
-from tlt_server.commands import (
+from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
     Manifest,

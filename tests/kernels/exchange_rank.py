@@ -20,7 +20,7 @@ from tests.engine.fast_interpreter import patched_once
 from tlt_kernels.gpu.exchange import PeerWindows, Way, WindowSizes, peer_windows, window_bytes
 from tlt_kernels.gpu.norm import add_rms_norm
 from tlt_server.engine.exchange.meeting import Meeting
-from tlt_server.engine.gpu.windows import GroupWindows
+from tlt_server.engine.gpu.steps.windows import GroupWindows
 
 RANKS, PARTS, HIDDEN, EPS = 2, 2, 256, 1e-6
 # (rows, way) of each exchange of sums. For None the rows choose, for 300 the two steps, where the

@@ -13,7 +13,7 @@ import torch
 from tests.kernels.triton_tests import DEVICE
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_server.bench.faults import CALLS, planted
-from tlt_server.engine.gpu.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey
 
 ROWS, VOCAB = 5, 97
 

@@ -30,12 +30,12 @@ from tlt_server.drafter.records import load_record
 from tlt_server.engine.knowledge_file import KnowledgeFile
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.samples.ring import make_ring
 from tlt_server.speculation.cost import StepLoad
 from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
 from tlt_server.speculation.survival import Calibration
 from tlt_server.trainer.process import Keeper, TrainerSettings
+from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 HERE = Path(__file__).parent
 EXPECTED: dict[str, Any] = json.loads((HERE / "expected.json").read_text())

@@ -38,7 +38,6 @@ from tlt_server.bench.replaying.names import parse_policy
 from tlt_server.drafter.out import new_directory
 from tlt_server.engine.knowledge_file import KnowledgeFile, code
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import make_ring
 from tlt_server.speculation.cost import CostModel, Measured
@@ -49,6 +48,7 @@ from tlt_server.trainer.export import export
 from tlt_server.trainer.export_layouts import EXPORTS
 from tlt_server.trainer.model_card import Card
 from tlt_server.trainer.process import Keeper, TrainerSettings
+from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 SHAPE = Shape(vocab=32, hidden=16, layers=3, head_dim=8, mlp=8, features=(2, 1, 0))
 MODEL = "/models/tiny"

@@ -7,14 +7,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from tlt_server.engine.batch import Batch, Emission
 from tlt_server.engine.gate import StepGate
-from tlt_server.engine.pages import PagePool
-from tlt_server.engine.running import RunningSet
-from tlt_server.engine.sampling import SamplingState
-from tlt_server.engine.scheduler import Scheduler, unpadded
-from tlt_server.engine.sequence import Sequence
-from tlt_server.records import GenerateRequest, Sampling, StepOutput
+from tlt_server.engine.sampling.sampler import SamplingState
+from tlt_server.engine.schedule.batch import Batch, Emission
+from tlt_server.engine.schedule.pages import PagePool
+from tlt_server.engine.schedule.running import RunningSet
+from tlt_server.engine.schedule.scheduler import Scheduler, unpadded
+from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput
 
 PAGE = 4
 VOCAB = 50

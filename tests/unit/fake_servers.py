@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tlt_server.training import trained_for
+from tlt_server.wire.training import trained_for
 
 
 class FakeServer:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.frontend.dialects import DIALECTS
-from tlt_server.packed import PackedIds
+from tlt_server.wire.packed import PackedIds
 
 DEPTH = 3  # levels of fields at which a value is put
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tlt_server.records import Strategy
 from tlt_server.samples.sample import Cycles, HowDrafted, Sample
+from tlt_server.wire.records import Strategy
 
 VOCAB = 100
 EAGLE = Strategy("eagle", 3, 1)

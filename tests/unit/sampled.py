@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tlt_server.records import OFF, Strategy
 from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications
+from tlt_server.wire.records import OFF, Strategy
 
 
 def samples() -> SampleSet:

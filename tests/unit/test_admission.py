@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import Overloaded, QueueFull, TooLarge
-from tlt_server.events import EngineInfo
-from tlt_server.fingerprint import Fingerprint
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.forecast import MIN_SEQUENCES
-from tlt_server.records import OFF, Cycle, GenerateRequest, Sampling, StepContext, StepOutput
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.fingerprint import Fingerprint
+from tlt_server.wire.records import OFF, Cycle, GenerateRequest, Sampling, StepContext, StepOutput
 
 ENGINE = EngineInfo(
     model="m",

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.unit.test_open_sequences import opened, size, submit
 from tests.unit.test_rests import left_s
 from tests.waiting import in_loop
-from tlt_server.commands import Abort, Command, Submit
 from tlt_server.errors import EngineFailed
 from tlt_server.frontend.link.rests import Rests
 from tlt_server.frontend.link.sequences import OpenSequences
 from tlt_server.frontend.link.submission import Submission
-from tlt_server.records import GenerateRequest, Sampling, StepOutput, last_output
+from tlt_server.wire.commands import Abort, Command, Submit
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, last_output
 
 KEYS = ("a", "b", "c")
 GONE = EngineFailed("it is gone")

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.fake_eagle import FakeEngine, FakeNetwork
-from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.branches import (
     FLOOR,
@@ -27,6 +26,7 @@ from tlt_server.speculation.drafters.history import DEPTHS, History
 from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.survival import CELLS, Calibration
 from tlt_server.speculation.tree import select
+from tlt_server.wire.records import Strategy
 
 CHAIN = Strategy("eagle", 5, 1, 9)
 

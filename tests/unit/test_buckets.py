@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tlt_kernels.gpu.branches import columns
 from tlt_kernels.gpu.gemm_tiles import Kind, Tile, stream_tile
 from tlt_kernels.gpu.rows import MAX_NODES
-from tlt_server.engine.gpu.buckets import (
+from tlt_server.engine.gpu.steps.buckets import (
     BATCHES,
     DECODE_ROWS,
     MAX_DRAFTED,
@@ -31,13 +31,13 @@ from tlt_server.engine.gpu.buckets import (
     fitted,
     sampled_rows,
 )
-from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.records import OFF, Pin, Strategy
+from tlt_server.engine.gpu.steps.drafts import DraftKey
+from tlt_server.engine.gpu.steps.extend import ExtendKey
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.pinned import Pinned
+from tlt_server.wire.records import OFF, Pin, Strategy
 
 LADDER = ladder(("eagle", "history"), "cuda")
 DEEPEST = 20

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from tlt_server.records import OFF, Cycle, StepContext, Strategy
 from tlt_server.speculation.canary import MAX_JUDGED, MIN_JUDGED, Canary
+from tlt_server.wire.records import OFF, Cycle, StepContext, Strategy
 
 EAGLE, SMALL = Strategy("eagle", 7, 1, 8), Strategy("eagle", 2, 1, 3)
 PAST, LONG = Strategy("history", 2, 1, 3), Strategy("history", 7, 1, 16)

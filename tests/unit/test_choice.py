@@ -18,8 +18,8 @@ from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.machine import named_twice
 from tlt_server.models.loader import own_dtype
+from tlt_server.process.machine import named_twice
 
 CARD = Gpu("Card 9000", (9, 0), 70 * 2**30, 80 * 2**30)
 NONE = Gpu(unusable="torch finds no GPU")

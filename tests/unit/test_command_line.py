@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tlt_server.__main__ import _parse, _parser
-from tlt_server.command_line import SCRIPTS, completions, verbs
 from tlt_server.config import load
-from tlt_server.settings import settings
+from tlt_server.settings.command_line import SCRIPTS, completions, verbs
+from tlt_server.settings.server import settings
 
 SHELLS = {  # what a shell runs to complete `tlt serve --max-q`
     "bash": 'COMP_WORDS=(tlt serve --max-q) COMP_CWORD=2; _tlt; printf "%s\\n" "${COMPREPLY[@]}"',

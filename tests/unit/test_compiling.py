@@ -21,8 +21,8 @@ import tlt_kernels.gpu
 from tests.processes import command
 from tests.waiting import until
 from tlt_kernels.gpu.variants import Variant
-from tlt_server.engine.gpu.compiling import Compiled, ParallelCompiler
-from tlt_server.engine.gpu.kernel_records import record_name, toolchain
+from tlt_server.engine.gpu.start.compiling import Compiled, ParallelCompiler
+from tlt_server.engine.gpu.start.kernel_records import record_name, toolchain
 
 TARGET = ("cuda", 90, 32)
 VARIANTS = [Variant("tlt_kernels.gpu.growth", "_grow", f'{{"depth": {i}}}') for i in range(3)]
@@ -102,7 +102,7 @@ def test_compiler_and_workers_end_with_their_killed_engine(tmp_path: Path) -> No
     pids = tmp_path / "pids"
     compiler = (sys.executable, "-m", "tests.unit.hung_compiler", str(pids))
     engine = (
-        "import time; from tlt_server.engine.gpu.compiling import ParallelCompiler\n"
+        "import time; from tlt_server.engine.gpu.start.compiling import ParallelCompiler\n"
         f"kept = ParallelCompiler({TARGET}, [('m', 'k', 's')] * 2, workers=2, command={compiler})\n"
         "time.sleep(60)"
     )

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.unit.fake_kv import FakeKV, run, running, sequence
 from tlt_server.engine.gate import Reason, StepGate
-from tlt_server.engine.scheduler import Scheduler
-from tlt_server.engine.sequence import Sequence
-from tlt_server.records import StepOutput
+from tlt_server.engine.schedule.scheduler import Scheduler
+from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.wire.records import StepOutput
 
 
 def by_deadline(

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tlt_kernels.cpu.noise import gumbel, philox4x32, uniform
-from tlt_server.engine.sampling import SamplingState, sample
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.engine.sampling.sampler import SamplingState, sample
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 P_LOWEST, P_DETECTED = 1e-4, 1e-12
 DRAWS = 40_000

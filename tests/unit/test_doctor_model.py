@@ -14,13 +14,13 @@ import torch
 
 from tests.engine.tiny import Shape, write_eagle1
 from tests.unit.test_doctor import CARD, MIB, ROOT, configured, expect, found
-from tlt_server import machine
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import model, places
 from tlt_server.doctor.finding import Finding
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
+from tlt_server.process import machine
 
 
 @pytest.fixture

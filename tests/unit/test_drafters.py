@@ -6,13 +6,13 @@ import pytest
 from tests.unit.fake_eagle import VOCABULARY, FakeEngine, FakeNetwork
 from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.eagle import EagleNetwork
-from tlt_server.records import Strategy
 from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.survival import Calibration
 from tlt_server.speculation.tree import select
+from tlt_server.wire.records import Strategy
 
 
 def make(name, engine):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tlt_kernels.gpu.tensors import CalibrationTable
-from tlt_server.engine.gpu.drafts.drift import EVERY, Drift
+from tlt_server.engine.gpu.steps.drafts.drift import EVERY, Drift
 from tlt_server.speculation.survival import OnlineTable
 
 

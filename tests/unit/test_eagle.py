@@ -9,11 +9,11 @@ import torch
 from tests.unit.fake_eagle import PAGE_SIZE, VOCABULARY, FakeEngine, FakeNetwork
 from tlt_kernels.cpu.drafting import children
 from tlt_kernels.cpu.noise import gumbel
-from tlt_server.records import Strategy
 from tlt_server.speculation.drafters.cpu import DraftWeights
 from tlt_server.speculation.drafters.eagle import Eagle
 from tlt_server.speculation.survival import Calibration
 from tlt_server.speculation.tree import select
+from tlt_server.wire.records import Strategy
 
 
 def children_slowly(logits, target_ids, seed, position, temperature, count):

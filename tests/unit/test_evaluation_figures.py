@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.unit.sampled import samples
-from tlt_server.records import OFF, Strategy
 from tlt_server.speculation.cost import KNOTS, CostModel, CostRecord
 from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import Walked
 from tlt_server.trainer.figures import ByResponse
 from tlt_server.trainer.plans import RecordedPlan
+from tlt_server.wire.records import OFF, Strategy
 
 
 def walked(*cycles: tuple[int, int, int, int]) -> Walked:

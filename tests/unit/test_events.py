@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tlt_server.events import MAX_OUTPUTS, Outputs, of_step
-from tlt_server.records import OFF, Cycle, StepContext, StepOutput
+from tlt_server.wire.events import MAX_OUTPUTS, Outputs, of_step
+from tlt_server.wire.records import OFF, Cycle, StepContext, StepOutput
 
 
 def test_step_ending_thousands_is_sent_in_parts_and_counted_once() -> None:

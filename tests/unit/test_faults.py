@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tlt_server.faults import describe, trace
+from tlt_server.process.faults import describe, trace
 
 DETAILS = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call.\n"

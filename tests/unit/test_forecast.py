@@ -6,10 +6,10 @@ import pytest
 
 from tests.unit.test_admission import ENGINE, Clock, experienced, make, output, sequences, step
 from tlt_server.errors import Overloaded, QueueFull
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.link.admission import CAUTION, Demand
 from tlt_server.frontend.link.forecast import MIN_S, MIN_SEQUENCES
-from tlt_server.records import StepOutput
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.records import StepOutput
 
 
 def test_a_full_queue_says_when_it_should_have_room() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tlt_server import garbage
-from tlt_server.garbage import FEW, MANY, NEVER, RENEWED, collect_while_few, loading, look
+from tlt_server.process import garbage
+from tlt_server.process.garbage import FEW, MANY, NEVER, RENEWED, collect_while_few, loading, look
 
 
 class Cycle:

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from tlt_server.records import OFF, Arms, Cycle, StepContext, Strategy
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.correction import ascending
 from tlt_server.speculation.cost import (
@@ -33,6 +32,7 @@ from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.policies.goodput import Goodput
 from tlt_server.speculation.sizes import POINTS
 from tlt_server.speculation.tree import select
+from tlt_server.wire.records import OFF, Arms, Cycle, StepContext, Strategy
 
 CONTEXT = 300.0
 MEASURED = Path(__file__).with_name("measured_cycles.json")

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from tlt_server.attention.gpu import TREE_ROWS, TritonPaged
 from tlt_server.demo.workload import DRAFTER, TARGET
-from tlt_server.engine.gpu.buckets import Shapes
-from tlt_server.engine.gpu.memory import GIB, RESERVE, MemoryPlan, Needs, Wider
-from tlt_server.engine.gpu.refusals import (
+from tlt_server.engine.devices.sizing import MIB
+from tlt_server.engine.gpu.memory.budget import GIB, RESERVE, MemoryPlan, Needs, Wider
+from tlt_server.engine.gpu.memory.refusals import (
     BUSY,
     CONTEXT,
     OFF,
@@ -30,16 +30,16 @@ from tlt_server.engine.gpu.refusals import (
     exhausted,
     widen,
 )
-from tlt_server.engine.gpu.window_sizes import exchange_bytes
+from tlt_server.engine.gpu.ranks.window_sizes import exchange_bytes
+from tlt_server.engine.gpu.steps.buckets import Shapes
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.engine.sizing import MIB
 from tlt_server.errors import ModelError, StartupError
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.draft_networks import EAGLE3
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.training_memory import TrainingShape
-from tlt_server.settings import settings as all_settings
+from tlt_server.settings.server import settings as all_settings
 
 CONFIG = ModelConfig(  # as Qwen2.5-7B
     architecture="Qwen2ForCausalLM",
@@ -467,7 +467,7 @@ def test_weights_out_of_memory_error_suggests_no_setting() -> None:
 
 def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    from tlt_server.engine.devices.interpreter import Interpreted
+    from tlt_server.engine.gpu.interpreter import Interpreted
 
     device = Interpreted(settings(device="interpreter", dtype="float32", attention="triton"))
     monkeypatch.setattr(device, "_free", lambda: (3 * GIB, TOTAL))
@@ -487,7 +487,7 @@ def test_device_suggests_tensor_parallel_for_oversized_weights(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    from tlt_server.engine.devices.interpreter import Interpreted
+    from tlt_server.engine.gpu.interpreter import Interpreted
 
     given = settings(device="interpreter", attention="triton", model=TARGET, drafter=drafter)
     device = Interpreted(replace(given, reduction_leaves=2))
@@ -495,7 +495,7 @@ def test_device_suggests_tensor_parallel_for_oversized_weights(
     with pytest.raises(StartupError, match="too few; end what else"):
         device.load(ModelConfig.read(TARGET))  # so small a model is less than its exchange
     monkeypatch.setattr(
-        "tlt_server.engine.devices.cuda.exchange_bytes",
+        "tlt_server.engine.gpu.device.exchange_bytes",
         lambda settings, *_: MIB * (settings.tensor_parallel - 1),
     )
     with pytest.raises(StartupError, match="the weights take .*; set tensor_parallel to 2, on 2 G"):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_server.engine.gpu.texts import NOTHING_KEPT, Shared, Texts, TextSettings
-from tlt_server.engine.sampling import SamplingState
-from tlt_server.engine.sequence import Sequence
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.engine.gpu.steps.texts import NOTHING_KEPT, Shared, Texts, TextSettings
+from tlt_server.engine.sampling.sampler import SamplingState
+from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 SMALL = TextSettings(responses=3, kept_tokens=60, total_tokens=150, prompts=4)
 
@@ -86,7 +86,7 @@ def test_text_is_shared_by_prompt_or_running_group_and_never_between_salts() -> 
 def test_the_numbers_of_prompts_are_not_known_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = set()
     for key in (b"1" * 16, b"2" * 16):
-        monkeypatch.setattr("tlt_server.engine.gpu.texts.KEY", key)
+        monkeypatch.setattr("tlt_server.engine.gpu.steps.texts.KEY", key)
         numbers.add(Texts(2, range(3, 5)).begin(sequence("a", [1, 2])).group)
     assert len(numbers) == 2
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tlt_kernels.gpu.hidden_states import StateRing
 from tlt_kernels.gpu.tensors import PAGE_SIZE
-from tlt_server.engine.gpu.hidden_states.pages import PageStates
-from tlt_server.engine.hidden_states import StateBytes
+from tlt_server.engine.gpu.memory.hidden_states.pages import PageStates
+from tlt_server.engine.record.hidden_states import StateBytes
 
 SLOTS, FEATURES, HIDDEN, PLACES = 50, 3, 2, 3
 PAGE_BYTES = PAGE_SIZE * 4 * (FEATURES + HIDDEN)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_kernels.cpu.match import match_cell, match_pool
-from tlt_server.records import Strategy
 from tlt_server.speculation.batch import DraftBatch
 from tlt_server.speculation.drafters.history import (
     DEPTHS,
@@ -21,6 +20,7 @@ from tlt_server.speculation.drafters.history import (
     prior,
 )
 from tlt_server.speculation.drafters.token_pool import SEGMENTS, TokenPool
+from tlt_server.wire.records import Strategy
 
 STRATEGY = Strategy("history", 4, 2, 9)
 

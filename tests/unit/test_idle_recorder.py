@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
-from tlt_server.engine.gpu.extend import ExtendKey, SecondHalf, graphs_of
-from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.idle import IdleRecorder
-from tlt_server.engine.gpu.recordings import GraphRecordings
-from tlt_server.records import OFF, Strategy, parse_strategy
+from tlt_server.engine.gpu.memory.graphs import GraphPool
+from tlt_server.engine.gpu.start.recordings import GraphRecordings
+from tlt_server.engine.gpu.steps.buckets import MIN_DEPTH, Shapes
+from tlt_server.engine.gpu.steps.extend import ExtendKey, SecondHalf, graphs_of
+from tlt_server.wire.records import OFF, Strategy, parse_strategy
 
 LONGER, WIDER = parse_strategy("eagle:4x1x4"), parse_strategy("eagle:4x2x8")
 

@@ -29,7 +29,7 @@ from tlt_server.frontend.rollouts.journal import (
     outline,
     past,
 )
-from tlt_server.records import GenerateRequest, Sampling, StepOutput, TokenLogprobs
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, TokenLogprobs
 
 PROMPT = [1, 2, 3, 2**31 - 1]
 ITEM = RequestItem(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_server.engine.levels import LEAST, SLOWER, Levels, OwnerRows
-from tlt_server.engine.step_cost import StepCost
+from tlt_server.engine.schedule.levels import LEAST, SLOWER, Levels, OwnerRows
+from tlt_server.engine.schedule.step_cost import StepCost
 
 ROWS = st.builds(OwnerRows, st.integers(0, 40), st.integers(0, 90)).filter(
     lambda rows: rows.total > 0

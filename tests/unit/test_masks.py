@@ -14,7 +14,7 @@ import pytest
 from tests.engine.tiny import EOS, LETTERS, VOCAB, write_alphabet, write_target
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.grammars.masks import WORD, CannotFollow, MaskedText
-from tlt_server.records import Grammar
+from tlt_server.wire.records import Grammar
 
 GRAMMARS = [
     Grammar(kind="regex", text="[a-f]{3,9}:[0-9]+"),

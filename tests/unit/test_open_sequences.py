@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from tests.waiting import in_loop
-from tlt_server.commands import Command, Submit
 from tlt_server.errors import EngineFailed, QueueFull
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.chores import PIECE
 from tlt_server.frontend.link.sequences import SLICE_IDS, SLICE_REQUESTS, OpenSequences
 from tlt_server.metrics import Metrics
-from tlt_server.records import GenerateRequest, Sampling, StepOutput, last_output
+from tlt_server.wire.commands import Command, Submit
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, last_output
 
 
 def requests(count: int, ids: int) -> list[GenerateRequest]:

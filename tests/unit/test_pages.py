@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tlt_server.engine.pages import PagePool, next_key, root_key
+from tlt_server.engine.schedule.pages import PagePool, next_key, root_key
 
 PAGES = 7
 KEYS = [bytes([i]) for i in range(9)]

@@ -24,7 +24,7 @@ from tlt_server.frontend.generation.requests import NativeRequest
 from tlt_server.frontend.http import counting
 from tlt_server.frontend.http.bounds import Bounds
 from tlt_server.frontend.http.parsing import parse
-from tlt_server.packed import PackedIds
+from tlt_server.wire.packed import PackedIds
 
 BOUNDS = Bounds(
     max_batch_items=4096,

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from tlt_server.records import OFF, Arms, Cycle, Pin, StepContext, Strategy
 from tlt_server.speculation.cost import Measured, StepLoad
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import POLICIES, Setup
@@ -14,6 +13,7 @@ from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.policies.off import Off
 from tlt_server.speculation.policies.pinned import Pinned, limit
 from tlt_server.speculation.sizes import AnySize
+from tlt_server.wire.records import OFF, Arms, Cycle, Pin, StepContext, Strategy
 
 LADDER = ladder(["eagle", "history"])
 CHAINS = tuple(Strategy("eagle", depth, 1, 8) for depth in (2, 4, 7))

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tlt_kernels.gpu.variants import Unloaded, Variant
-from tlt_server.engine.gpu import preparing
-from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.engine.gpu.kernel_start import load_all
-from tlt_server.engine.gpu.preparing import KernelList, capture, record
+from tlt_server.engine.gpu.start import preparing
+from tlt_server.engine.gpu.start.kernel_start import load_all
+from tlt_server.engine.gpu.start.preparing import KernelList, capture, record
+from tlt_server.engine.gpu.steps.drafts import DraftKey
+from tlt_server.engine.gpu.steps.extend import ExtendKey
 from tlt_server.errors import Unavailable
 
 DRAFT, STEP = DraftKey("eagle", 4, 3, 1), ExtendKey(4, 16)

@@ -19,11 +19,11 @@ from tlt_client.channels.line import made_directory
 from tlt_server.errors import PushFailed
 from tlt_server.frontend.rollouts.journal import Journal
 from tlt_server.frontend.weights.uploads import Uploads
-from tlt_server.private import private_directory
-from tlt_server.started import StartedFile
+from tlt_server.process.private import private_directory
 from tlt_server.weights.candidate import _exhausted
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import _mapped, ran_out
+from tlt_server.wire.started import StartedFile
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o777], ids="umask {:03o}".format)

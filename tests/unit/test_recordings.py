@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from tests.unit.test_goodput import World, gpu_seconds
-from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
-from tlt_server.engine.gpu.extend import SecondHalf
-from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.recordings import GraphRecordings, Key
-from tlt_server.records import OFF, StepContext, Strategy
+from tlt_server.engine.gpu.memory.graphs import GraphPool
+from tlt_server.engine.gpu.start.recordings import GraphRecordings, Key
+from tlt_server.engine.gpu.steps.buckets import MIN_DEPTH, Shapes
+from tlt_server.engine.gpu.steps.extend import SecondHalf
 from tlt_server.speculation.policies.goodput import Goodput
+from tlt_server.wire.records import OFF, StepContext, Strategy
 
 SHAPES = Shapes(8, MIN_DEPTH)
 CHAIN = Strategy("eagle", 7, 1, 8, 56)

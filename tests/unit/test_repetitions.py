@@ -12,7 +12,7 @@ import pytest
 from tlt_server.errors import InvalidRequest
 from tlt_server.grammars.forms import check_grammar, grammar_of
 from tlt_server.grammars.lark_repetitions import _tokens
-from tlt_server.records import Grammar
+from tlt_server.wire.records import Grammar
 
 REFUSED = [
     "((a{1,200}){1,200}){1,200}b",

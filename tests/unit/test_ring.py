@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
+from tlt_server.engine.gpu.steps.ring import PinnedBuffer, PinnedRing
 
 
 class Copy:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tlt_kernels import reference_sampling
 from tlt_kernels.cpu.noise import gumbel
 from tlt_kernels.cpu.sampling import exp_nonpositive
-from tlt_server.engine.sampling import Sampled, SamplingState, prompt_logprobs, sample
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.engine.sampling.sampler import Sampled, SamplingState, prompt_logprobs, sample
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 NO_PATH = np.zeros((1, 0), np.int32)
 # Fast and slow differ in the rounding of exp (1e-7 relative per term) and of the result (half a

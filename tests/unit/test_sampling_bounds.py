@@ -15,13 +15,13 @@ import torch
 from msgspec import UNSET
 
 from tlt_client.fields import MAX_SEED
-from tlt_server.engine.sampling import SamplingState, sample
+from tlt_server.engine.sampling.sampler import SamplingState, sample
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
 from tlt_server.frontend.generation.requests import SamplingFields
 from tlt_server.frontend.http.bounds import Bounds
 from tlt_server.frontend.http.parsing import parse
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 VOCAB = 11
 BOUNDS = Bounds(8, 100, 101, 4, 4, 8)

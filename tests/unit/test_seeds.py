@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from tlt_client.fields import MAX_SEED
-from tlt_server.seeds import SeedSource, choice_seed
+from tlt_server.wire.seeds import SeedSource, choice_seed
 
 
 def test_choice_zero_uses_the_seed_itself():

@@ -10,9 +10,9 @@ import pytest
 
 from tests.unit.test_admission import ENGINE, Clock, make, output, sequences, step
 from tlt_server.errors import TltError
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.link.admission import Admission, Demand
-from tlt_server.records import GenerateRequest
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.records import GenerateRequest
 
 pytestmark = pytest.mark.slow  # simulates minutes of load
 

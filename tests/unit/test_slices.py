@@ -18,8 +18,8 @@ from tlt_server.frontend.dialects.replies.logprobs import (
     Logprobs,
 )
 from tlt_server.frontend.http.slices import SLICE_BYTES, json_slices, values
-from tlt_server.packed import PackedIds, PackedText
-from tlt_server.records import TokenLogprobs
+from tlt_server.wire.packed import PackedIds, PackedText
+from tlt_server.wire.records import TokenLogprobs
 
 
 class Node(Struct, kw_only=True, rename="camel"):

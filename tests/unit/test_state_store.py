@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from tests.unit.recorded_samples import VOCAB, sample
-from tlt_server.commands import MAX_TEXT_BYTES, MAX_TEXTS, decode_command
 from tlt_server.frontend.link.client import readable
-from tlt_server.records import encode
 from tlt_server.samples.hidden_states import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, sample_set
@@ -17,6 +15,8 @@ from tlt_server.samples.segments import recorded
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recorded import CapturedFeatures, RecordedDocuments
 from tlt_server.trainer.state_store import StateStore, recompute_of
+from tlt_server.wire.commands import MAX_TEXT_BYTES, MAX_TEXTS, decode_command
+from tlt_server.wire.records import encode
 
 WIDTH, HIDDEN = 3, 2
 

@@ -15,17 +15,17 @@ import torch
 
 from tests.waiting import until
 from tlt_kernels.gpu.variants import Variant
-from tlt_server.engine.gpu import preparing
-from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
-from tlt_server.engine.gpu.compiling import Compiled
-from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.passes import Rehearsed
-from tlt_server.engine.gpu.preparing import rehearsals
-from tlt_server.engine.gpu.strategy_kernels import KernelPreparation, StrategyKernels, decided
+from tlt_server.engine.gpu.start import preparing
+from tlt_server.engine.gpu.start.compiling import Compiled
+from tlt_server.engine.gpu.start.preparing import rehearsals
+from tlt_server.engine.gpu.start.strategy_kernels import KernelPreparation, StrategyKernels, decided
+from tlt_server.engine.gpu.steps.buckets import MIN_DEPTH, Shapes
+from tlt_server.engine.gpu.steps.drafts import DraftKey
+from tlt_server.engine.gpu.steps.extend import ExtendKey
 from tlt_server.errors import Unavailable
-from tlt_server.records import OFF, Pin, Strategy, parse_strategy
 from tlt_server.speculation.policies.pinned import Pinned
+from tlt_server.wire.records import OFF, Pin, Strategy, parse_strategy
 
 CHAIN, TREE = parse_strategy("eagle:4x1x4"), parse_strategy("eagle:4x2x8")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tlt_server.records import OFF, Pin, StepContext, Strategy, Switch
 from tlt_server.speculation.switches import SOON, SwitchLog
+from tlt_server.wire.records import OFF, Pin, StepContext, Strategy, Switch
 
 CHAIN, TREE = Strategy("eagle", 7, 1, 8), Strategy("eagle", 7, 4, 32)
 

@@ -18,7 +18,7 @@ from tlt_server.errors import Unavailable
 from tlt_server.frontend.link import trainer as links
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.metrics import Metrics
-from tlt_server.training import HandedOver, Offer, TrainerState, Verdict
+from tlt_server.wire.training import HandedOver, Offer, TrainerState, Verdict
 
 
 @pytest.mark.parametrize(

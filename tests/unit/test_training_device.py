@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.unit.test_choice import CARD, NONE, chosen
-from tlt_server import mps
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.errors import StartupError
-from tlt_server.mps import client_environment, mps_enabled
+from tlt_server.process import mps
+from tlt_server.process.mps import client_environment, mps_enabled
 from tlt_server.samples.activity import REASONS
 from tlt_server.trainer.modes import MODES
 from tlt_server.trainer.process import visible

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.unit.test_gpu_memory import CONFIG, Drafter, settings
-from tlt_server.engine import sizing
+from tlt_server.engine.devices import sizing
+from tlt_server.engine.devices.sizing import training_share
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.engine.sizing import training_share
 from tlt_server.errors import StartupError
-from tlt_server.machine import HostMemory
 from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3
 from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS, TrainingShape
+from tlt_server.process.machine import HostMemory
 from tlt_server.trainer.attend import trunk_of
 from tlt_server.trainer.network import trainable_class
 from tlt_server.trainer.objectives import make_objective

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tlt_kernels.gpu.tensors import Nodes
-from tlt_server.engine.gpu.tree_samples import EVERY, MAX_NODES, TreeSampler, read
+from tlt_server.engine.gpu.steps.tree_samples import EVERY, MAX_NODES, TreeSampler, read
 from tlt_server.speculation.branches import RANK
 from tlt_server.speculation.outlook import Outlook
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_server.turns import Turns
+from tlt_server.process.turns import Turns
 
 QUANTUM, DEAREST = 10, 25
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.frontend.fake_engine import INFO
 from tlt_server.errors import Conflict, Unavailable
-from tlt_server.events import WeightReport, WeightState
 from tlt_server.frontend.link.versions import WantedVersions
+from tlt_server.wire.events import WeightReport, WeightState
 
 
 def info(target: str, drafter: str = "d0", **fields: object) -> object:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.fake_kv import FakeKV, collect, make, run, sequence
-from tlt_server.engine.scheduler import Scheduler
-from tlt_server.engine.sequence import Sequence
-from tlt_server.engine.waiting import AGED, PREPAID, QUANTUM, WaitingSequences
-from tlt_server.records import StepOutput
+from tlt_server.engine.schedule.scheduler import Scheduler
+from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.schedule.waiting import AGED, PREPAID, QUANTUM, WaitingSequences
+from tlt_server.wire.records import StepOutput
 
 
 def waits(

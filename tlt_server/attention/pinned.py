@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tlt_client.channels import cuda
-from tlt_server.threads import started
+from tlt_server.process.threads import started
 
 
 class Block:

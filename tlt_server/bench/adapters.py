@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from tlt_server.bench.exact_plan import ADAPTERS
-from tlt_server.commands import Manifest, PushWeights
 from tlt_server.engine.loop import Engine
 from tlt_server.models.adapters import BLOCKS, AdapterConfig, AdapterWeights
 from tlt_server.models.config import ModelConfig
+from tlt_server.wire.commands import Manifest, PushWeights
 
 RANK = 8
 EFFECT = 0.05  # size of what is added, relative to the input

@@ -37,10 +37,10 @@ from tlt_server.bench.settings import (
     settings_of,
 )
 from tlt_server.bench.tables import show
-from tlt_server.commands import SetPolicy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
-from tlt_server.records import parse_strategy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import parse_strategy
 
 WAYS = ("batch", "whole", "streamed")
 LOGPROBS = (None, 0)  # in a request: none, or each token's own

@@ -26,12 +26,12 @@ from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import described, settings_of
 from tlt_server.bench.steps import random_requests, time_in_turn, time_steps
 from tlt_server.bench.tables import show
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.start.assembly import assemble
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest, Strategy
 from tlt_server.samples.ring import make_ring
+from tlt_server.wire.records import GenerateRequest, Strategy
 
 TREE, CHAIN = Strategy("eagle", 7, 4, 32), Strategy("eagle", 7, 1, 8)
 MAX_TREES = 2  # requests that the tree's rows are affordable for

@@ -29,14 +29,14 @@ from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests, time_prefill, time_steps
 from tlt_server.bench.tables import show
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.start.assembly import assemble
 from tlt_server.errors import StartupError
-from tlt_server.machine import host_memory
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.shards import values_of
 from tlt_server.models.split import WHOLE
+from tlt_server.process.machine import host_memory
 
 PROMPT, NEW = 128, 512  # tokens
 QUICK_NEW = 96

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tlt_server.bench.steps import SETTLE, abort_all, whole_cycles
 from tlt_server.engine.loop import Engine
 from tlt_server.errors import EngineFailed
-from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.wire.records import GenerateRequest, Strategy
 
 SHOWN = 40  # kernels: all there are
 Event = tuple[str, float, float]  # name, start and end in microseconds

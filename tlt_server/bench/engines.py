@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_server.commands import SetPolicy
 from tlt_server.engine.devices import Device, Equipped, Memory, Quiet, make_device
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import from_code
-from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
-from tlt_server.records import Strategy
 from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Changed, Live
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.fingerprint import Fingerprint
+from tlt_server.wire.records import Strategy
 
 POLL_S = 0.005  # between two parts of a preparation
 

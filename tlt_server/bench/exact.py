@@ -49,16 +49,16 @@ from tlt_server.bench.faults import planted
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.tables import show
-from tlt_server.commands import ClearCache, SetPolicy, Submit
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices import Device, make_device
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.phases import OnPhase
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
-from tlt_server.fingerprint import Fingerprint
+from tlt_server.engine.start.assembly import assemble
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
-from tlt_server.records import GenerateRequest
+from tlt_server.wire.commands import ClearCache, SetPolicy, Submit
+from tlt_server.wire.fingerprint import Fingerprint
+from tlt_server.wire.records import GenerateRequest
 
 COLUMNS = {
     "requests": "{requests}",

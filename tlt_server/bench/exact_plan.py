@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tlt_server.records import GenerateRequest, Grammar, Strategy
-from tlt_server.shared_settings import PolicyName
+from tlt_server.settings.shared import PolicyName
+from tlt_server.wire.records import GenerateRequest, Grammar, Strategy
 
 STARTED, PUSHED = "initial", "pushed"  # the engine's own name for what it was started with
 VERSIONS = (STARTED, PUSHED)

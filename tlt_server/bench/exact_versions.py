@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tlt_server.bench.exact_plan import PUSHED, STARTED
-from tlt_server.commands import Manifest, PushWeights, RollbackWeights
 from tlt_server.engine.loop import Engine
+from tlt_server.wire.commands import Manifest, PushWeights, RollbackWeights
 
 SCALE = 0.01  # relative standard deviation of the change
 AT_ONCE = 4  # files

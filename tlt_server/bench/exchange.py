@@ -28,8 +28,8 @@ from tlt_kernels.parents import bound
 from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.micro import say
 from tlt_server.bench.record import finish
-from tlt_server.exits import exit_of
 from tlt_server.models.environment import NO_MULTICAST
+from tlt_server.process.exits import exit_of
 
 RANKS = 2
 RANK = (sys.executable, "-P", "-m", "tlt_server.bench.exchange_rank")

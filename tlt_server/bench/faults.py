@@ -57,7 +57,7 @@ def _on_device() -> Iterator[None]:
     import torch
 
     from tlt_kernels.gpu.tensors import Samples
-    from tlt_server.engine.gpu.extend import Extend
+    from tlt_server.engine.gpu.steps.extend import Extend
 
     calls, sound = itertools.count(), Extend.sample
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tlt_server.errors import StartupError
-from tlt_server.shared_settings import SPLITS
+from tlt_server.settings.shared import SPLITS
 
 if TYPE_CHECKING:
-    from tlt_server.commands import SetPolicy
+    from tlt_server.wire.commands import SetPolicy
 
 MAX = 2**20  # tokens, rows, threads
 MAX_BATCH = 4096  # requests at once

@@ -37,7 +37,7 @@ def _run(args: argparse.Namespace) -> int:
     settings = replace(settings_of(args), max_running=args.max_running or None)
     console = wide_console()
     with steps(console, 5, "start") as step:
-        from tlt_server.engine.assembly import assemble
+        from tlt_server.engine.start.assembly import assemble
 
         engine, info = assemble(settings, lambda name, seconds, detail: step(name))
         ready_s = since_start()

@@ -29,7 +29,7 @@ from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import described, fingerprint_of, served, settings_of
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest
+from tlt_server.wire.records import GenerateRequest
 
 REQUESTS, IDLE_REQUESTS, TIMED = 500, 100, 10
 QUICK = 10  # requests of each kind

@@ -25,9 +25,9 @@ from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests, time_steps
 from tlt_server.bench.tables import show
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
-from tlt_server.records import OFF, GenerateRequest, Strategy
+from tlt_server.engine.start.assembly import assemble
+from tlt_server.wire.records import OFF, GenerateRequest, Strategy
 
 PROMPT, NEW, QUICK_NEW = 128, 1024, 256  # tokens
 STEPS = 100  # timed per batch and round

@@ -33,7 +33,7 @@ from tlt_server.bench.settings import served
 from tlt_server.bench.tables import show
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest
+from tlt_server.wire.records import GenerateRequest
 
 FACTORS = (1, 2, 3)  # times the peak's rate
 CLOSED = 96  # requests open at once: half as many again as run

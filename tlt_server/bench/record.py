@@ -22,7 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tlt_server.machine import processor
+from tlt_server.process.machine import processor
 
 PACKAGES = ("torch", "triton", "transformers", "numba", "numpy")
 DRIVER = Path("/proc/driver/nvidia/version")

@@ -28,16 +28,13 @@ from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.playing import Played, WatchedRunner, play
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.workloads import renamed
-from tlt_server.commands import SetPolicy, Submit
 from tlt_server.demo.workload import problems_as_requests
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
-from tlt_server.engine.profiling import nothing_learnt
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.start.assembly import assemble
+from tlt_server.engine.start.profiling import nothing_learnt
 from tlt_server.errors import StartupError
-from tlt_server.events import EngineInfo
-from tlt_server.records import Cycle, GenerateRequest, Strategy
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.samples import Legend, Responses, Verifications
 from tlt_server.speculation.batch import Candidates
@@ -55,6 +52,9 @@ from tlt_server.speculation.recorded import (
     Table,
 )
 from tlt_server.speculation.survival import Calibration
+from tlt_server.wire.commands import SetPolicy, Submit
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.records import Cycle, GenerateRequest, Strategy
 
 SIZES = {"cpu": (64, 64), "cuda": (512, 256)}  # requests, and how many run at once
 QUICK = 16  # requests
@@ -341,7 +341,7 @@ def _room(look: Strategy, settings: EngineSettings) -> int:
     assert running is not None
     if settings.device == "cpu":
         return max(1, min(running, settings.max_draft_rows // (look.depth * look.width)))
-    from tlt_server.engine.gpu.buckets import Shapes, fitted
+    from tlt_server.engine.gpu.steps.buckets import Shapes, fitted
 
     shapes = Shapes(running, look.depth)
 

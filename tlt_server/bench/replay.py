@@ -13,8 +13,8 @@ from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.plots import check_plots, draw
 from tlt_server.bench.replaying.simulated import Replay, ReplayResult
 from tlt_server.bench.tables import show
-from tlt_server.commands import SetPolicy
 from tlt_server.speculation.recorded import RolloutRecord
+from tlt_server.wire.commands import SetPolicy
 
 ORACLE = "best in hindsight"
 DEFAULT = ("off", "goodput", "beg")

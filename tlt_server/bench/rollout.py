@@ -28,11 +28,11 @@ from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.tables import show
 from tlt_server.bench.workloads import renamed, shortened
-from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.child import EngineChild
 from tlt_server.errors import StartupError
-from tlt_server.events import Outputs
-from tlt_server.records import Cycle, GenerateRequest, Strategy
+from tlt_server.wire.commands import SetPolicy, Submit
+from tlt_server.wire.events import Outputs
+from tlt_server.wire.records import Cycle, GenerateRequest, Strategy
 
 EAGLE = Strategy("eagle", 7, 1, 8)
 TREE = Strategy("eagle", 7, 4, 32)

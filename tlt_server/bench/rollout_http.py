@@ -44,10 +44,10 @@ from tlt_server.bench.settings import (
 )
 from tlt_server.bench.tables import show
 from tlt_server.bench.workloads import Workload, shortened
-from tlt_server.commands import SetPolicy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest, parse_strategy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest, parse_strategy
 
 FIXED = {
     "cpu": ("eagle:4x1x5", "eagle:7x1x8"),

@@ -15,9 +15,9 @@ from rich.console import Console
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
-from tlt_server.shared_settings import available_processors
+from tlt_server.settings.shared import available_processors
+from tlt_server.wire.fingerprint import Fingerprint
 
 
 def settings_of(args: argparse.Namespace) -> EngineSettings:

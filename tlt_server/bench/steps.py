@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tlt_server.commands import Abort, Submit
 from tlt_server.engine.loop import Engine
 from tlt_server.errors import EngineFailed
-from tlt_server.records import OFF, Cycle, GenerateRequest, Sampling, Strategy
 from tlt_server.speculation.policies.fixed import Fixed
+from tlt_server.wire.commands import Abort, Submit
+from tlt_server.wire.records import OFF, Cycle, GenerateRequest, Sampling, Strategy
 
 SETTLE = 8  # steps at full batch before any is timed
 BRIEFLY = 3  # the same where requests take turns

@@ -25,12 +25,12 @@ from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests
 from tlt_server.bench.tables import show
-from tlt_server.commands import SetPolicy, Submit
-from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
-from tlt_server.events import EngineInfo
+from tlt_server.engine.start.assembly import assemble
 from tlt_server.grammars.compiler import Compiler
-from tlt_server.records import OFF, GenerateRequest, Grammar, Strategy
+from tlt_server.wire.commands import SetPolicy, Submit
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.records import OFF, GenerateRequest, Grammar, Strategy
 
 PROMPT, NEW, QUICK_NEW = 32, 192, 64  # tokens
 ROUNDS = 7

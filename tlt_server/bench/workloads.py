@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tlt_server.records import GenerateRequest
+from tlt_server.wire.records import GenerateRequest
 
 FULL = 4  # times the requests of a full batch that are sent, one after the other
 

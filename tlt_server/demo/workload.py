@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tlt_server.demo.chat import render_prompt
 from tlt_server.demo.task import EVAL_SEEDS, problem
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.wire.records import GenerateRequest, Sampling
 
 PAIR = Path(__file__).parent / "pair"
 TARGET, DRAFTER = PAIR / "target", PAIR / "drafter"

@@ -69,7 +69,7 @@ def gpu() -> Finding:
 
 
 def _kept_starts() -> str:
-    from tlt_server.engine.gpu.kernel_records import cache_directory, records, toolchain
+    from tlt_server.engine.gpu.start.kernel_records import cache_directory, records, toolchain
 
     cache, own = cache_directory(), toolchain()
     kept = sum(each.toolchain == own and each.complete(cache) for each in records(cache))

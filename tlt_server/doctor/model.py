@@ -13,13 +13,6 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.engine.checkpoints import (
-    check_drafter,
-    check_target,
-    empty_drafter,
-    empty_model,
-    kv_bytes,
-)
 from tlt_server.engine.devices.choice import (
     DeviceChoice,
     Gpu,
@@ -29,21 +22,28 @@ from tlt_server.engine.devices.choice import (
     look,
     wider_settings,
 )
-from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
-from tlt_server.engine.gpu.memory import MemoryPlan, Needs, Wider
-from tlt_server.engine.gpu.refusals import check_plan, check_weights
-from tlt_server.engine.gpu.window_sizes import exchange_bytes
-from tlt_server.engine.lexers import LIMIT as GRAMMARS
+from tlt_server.engine.devices.sizing import training_share
+from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs, Wider
+from tlt_server.engine.gpu.memory.refusals import check_plan, check_weights
+from tlt_server.engine.gpu.ranks.window_sizes import exchange_bytes
+from tlt_server.engine.gpu.steps.buckets import MIN_DEPTH, Shapes
+from tlt_server.engine.sampling.lexers import LIMIT as GRAMMARS
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.engine.sizing import training_share
+from tlt_server.engine.start.checkpoints import (
+    check_drafter,
+    check_target,
+    empty_drafter,
+    empty_model,
+    kv_bytes,
+)
 from tlt_server.errors import StartupError
-from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.gpu.draft_part import drafter_part
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
 from tlt_server.models.shards import rank_config, values_of
 from tlt_server.models.split import Split
+from tlt_server.process.machine import host_memory
 from tlt_server.speculation.drafters import drafter_in, weights_directory
 from tlt_server.weights.parts import DrafterNetwork
 from tlt_server.weights.spool import Spool

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tlt_server.drafter.evaluate_flags import add_evaluate
 from tlt_server.push.arguments import add_access, add_server
-from tlt_server.tree_limits import MAX_DEPTH
+from tlt_server.wire.tree_limits import MAX_DEPTH
 
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
 

@@ -37,7 +37,7 @@ from tlt_server.drafter.coordination import (
 from tlt_server.drafter.peers import Peers
 from tlt_server.errors import StartupError
 from tlt_server.push.calling import key_in, tls_of
-from tlt_server.training import MAX_PAUSE_S
+from tlt_server.wire.training import MAX_PAUSE_S
 
 TIMEOUT_S = 60.0
 ACT_S = 5.0  # for all servers to do what a step asks of them

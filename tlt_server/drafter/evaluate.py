@@ -21,8 +21,7 @@ from tlt_server.drafter.table import show
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
-from tlt_server.records import Strategy
-from tlt_server.shared_settings import available_processors
+from tlt_server.settings.shared import available_processors
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
@@ -31,6 +30,7 @@ from tlt_server.trainer.prefill import PREFILLS, load_prefill
 from tlt_server.trainer.recompute import RecomputedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import SelfCheck, of_version, self_check
+from tlt_server.wire.records import Strategy
 
 Tick = Callable[[int], None]
 

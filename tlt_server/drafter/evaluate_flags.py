@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tlt_server.bench.flags import JSON, add_flags
-from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
+from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
 
 MAX_RESPONSES = 2**20
 MAX_BATCH = 4096

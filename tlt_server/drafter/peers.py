@@ -13,7 +13,7 @@ from tlt_client import Client, ConnectionFailed, ServerError
 from tlt_client.channels.http import HttpSender
 from tlt_client.errors import Conflict, InvalidRequest, Unavailable
 from tlt_server.drafter.coordination import Seen
-from tlt_server.training import NO_DATA
+from tlt_server.wire.training import NO_DATA
 
 T = TypeVar("T")
 LIMIT = 256  # sequences of one call

@@ -18,13 +18,21 @@ from types import TracebackType
 import msgspec
 import zmq
 
-from tlt_server.commands import Command, SetPolicy, Stop
 from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed, from_code
-from tlt_server.events import ControlReport, EngineInfo, Event, Failed, Phase, Ready, decode_event
-from tlt_server.exits import exit_of
 from tlt_server.models.environment import library_environment
-from tlt_server.records import encode
+from tlt_server.process.exits import exit_of
+from tlt_server.wire.commands import Command, SetPolicy, Stop
+from tlt_server.wire.events import (
+    ControlReport,
+    EngineInfo,
+    Event,
+    Failed,
+    Phase,
+    Ready,
+    decode_event,
+)
+from tlt_server.wire.records import encode
 
 POLL_MS = 200
 

@@ -8,7 +8,13 @@ from typing import get_args
 
 import msgspec
 
-from tlt_server.commands import (
+from tlt_server.engine.gate import Reason, StepGate
+from tlt_server.engine.halt import Halt
+from tlt_server.engine.pushes.pushes import WeightPushes
+from tlt_server.engine.record.recompute import Recomputing
+from tlt_server.engine.schedule.scheduler import Scheduler
+from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.wire.commands import (
     Abort,
     ClearCache,
     Command,
@@ -23,13 +29,7 @@ from tlt_server.commands import (
     WakeUp,
     decode_command,
 )
-from tlt_server.engine.gate import Reason, StepGate
-from tlt_server.engine.halt import Halt
-from tlt_server.engine.pushes import WeightPushes
-from tlt_server.engine.recompute import Recomputing
-from tlt_server.engine.scheduler import Scheduler
-from tlt_server.engine.sequence import Sequence
-from tlt_server.records import GenerateRequest, StepOutput, last_output
+from tlt_server.wire.records import GenerateRequest, StepOutput, last_output
 
 CONTROL = {command.__struct_config__.tag for command in (*get_args(ControlCommand), SetPolicy)}
 

@@ -12,7 +12,12 @@ from typing import Protocol
 
 import torch
 
-from tlt_server.commands import (
+from tlt_server.engine.gate import Reason, StepGate
+from tlt_server.engine.pushes.pushes import WeightPushes
+from tlt_server.engine.schedule.scheduler import Scheduler
+from tlt_server.errors import Conflict, EngineFailed, TltError, Unavailable
+from tlt_server.weights.dormant import Dormant
+from tlt_server.wire.commands import (
     ClearCache,
     ControlCommand,
     InFlight,
@@ -22,13 +27,8 @@ from tlt_server.commands import (
     Sleep,
     WakeUp,
 )
-from tlt_server.engine.gate import Reason, StepGate
-from tlt_server.engine.pushes import WeightPushes
-from tlt_server.engine.scheduler import Scheduler
-from tlt_server.errors import Conflict, EngineFailed, TltError, Unavailable
-from tlt_server.events import ControlReport
-from tlt_server.records import StepOutput
-from tlt_server.weights.dormant import Dormant
+from tlt_server.wire.events import ControlReport
+from tlt_server.wire.records import StepOutput
 
 ASLEEP: dict[Memory, Reason] = {"weights": Reason.WEIGHTS_ASLEEP, "kv_cache": Reason.KV_ASLEEP}
 

@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server import __version__
-from tlt_server.engine.gpu.kernel_records import sources
-from tlt_server.private import private_file
+from tlt_server.engine.gpu.start.kernel_records import sources
+from tlt_server.process.private import private_file
 from tlt_server.speculation.knowledge import Knowledge, KnowledgeRecord
 
 NAME = "knowledge.json"

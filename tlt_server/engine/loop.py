@@ -11,28 +11,28 @@ from typing import Protocol
 
 import msgspec
 
-from tlt_server.commands import Command
-from tlt_server.engine.batch import Batch
 from tlt_server.engine.commands import Commands
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.knowledge_file import KnowledgeFile
 from tlt_server.engine.policy_changes import PolicyChanges
-from tlt_server.engine.pushes import WeightPushes
-from tlt_server.engine.recompute import Recomputing
+from tlt_server.engine.pushes.pushes import WeightPushes
+from tlt_server.engine.record.recompute import Recomputing
+from tlt_server.engine.record.traces import Recorder
 from tlt_server.engine.runner import Finished
-from tlt_server.engine.scheduler import Scheduler
-from tlt_server.engine.sequence import Sequence
-from tlt_server.engine.structures import Structures
-from tlt_server.engine.traces import Recorder
+from tlt_server.engine.sampling.structures import Structures
+from tlt_server.engine.schedule.batch import Batch
+from tlt_server.engine.schedule.scheduler import Scheduler
+from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.errors import EngineFailed, TltError
-from tlt_server.events import ControlReport, WeightReport
-from tlt_server.records import OFF, Cycle, GenerateRequest, StepContext, StepOutput, Strategy
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import Policy
 from tlt_server.speculation.sizes import Reach
 from tlt_server.speculation.switches import SwitchLog
+from tlt_server.wire.commands import Command
+from tlt_server.wire.events import ControlReport, WeightReport
+from tlt_server.wire.records import OFF, Cycle, GenerateRequest, StepContext, StepOutput, Strategy
 
 
 class Runner(Protocol):

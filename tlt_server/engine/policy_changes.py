@@ -14,12 +14,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tlt_server.commands import SetPolicy
 from tlt_server.errors import Conflict, TltError
-from tlt_server.events import ControlReport
-from tlt_server.faults import Containment
+from tlt_server.process.faults import Containment
 from tlt_server.speculation.policies import Policy
 from tlt_server.speculation.sizes import Reach
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.events import ControlReport
 
 
 class Preparation(Protocol):

@@ -29,11 +29,11 @@ from tlt_kernels.parents import end_with
 from tlt_server.engine.phases import Phases
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
-from tlt_server.events import Event, Failed, Heartbeat, Phase, PhaseProgress, Ready, of_step
-from tlt_server.faults import describe, trace
-from tlt_server.garbage import loading
-from tlt_server.records import encode
-from tlt_server.started import StartedFile
+from tlt_server.process.faults import describe, trace
+from tlt_server.process.garbage import loading
+from tlt_server.wire.events import Event, Failed, Heartbeat, Phase, PhaseProgress, Ready, of_step
+from tlt_server.wire.records import encode
+from tlt_server.wire.started import StartedFile
 
 NICENESS = 5  # after the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
@@ -55,7 +55,7 @@ def serve(
 
     # Imported here, as this takes a while and may fail: a phase like the others.
     with Phases(on_phase, on_progress)("import libraries"), loading():
-        from tlt_server.engine.assembly import assemble
+        from tlt_server.engine.start.assembly import assemble
 
     note = StartedFile(settings.directory).note
     engine, info = assemble(settings, on_phase, note, on_progress)

@@ -19,16 +19,15 @@ from torch import Tensor
 
 from tlt_kernels.cpu.elementwise import copy_kv_slots
 from tlt_server.attention.rows import KVCache
-from tlt_server.engine.batch import Batch, Emission
-from tlt_server.engine.batching import LaidOut, draft_batch, extend, lay_out
-from tlt_server.engine.orders import Keep
-from tlt_server.engine.ranks import NO_RANKS, RankOrders
-from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
+from tlt_server.engine.cpu.batching import LaidOut, draft_batch, extend, lay_out
+from tlt_server.engine.ranks.orders import Keep
+from tlt_server.engine.ranks.ranks import NO_RANKS, RankOrders
+from tlt_server.engine.sampling.sampler import Sampled, prompt_logprobs, sample
+from tlt_server.engine.schedule.batch import Batch, Emission
 from tlt_server.errors import NotFinite
 from tlt_server.models import Forward
 from tlt_server.models.adapted import AdaptedLayer, AdapterSlots
 from tlt_server.models.decoder import Decoder
-from tlt_server.records import OFF, Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.branches import Proposing, branches_of, branching, with_branches
@@ -36,7 +35,8 @@ from tlt_server.speculation.drafters.cpu import CpuDrafter
 from tlt_server.speculation.knowledge import Drafted
 from tlt_server.speculation.survival import OnlineTable
 from tlt_server.speculation.tree import select
-from tlt_server.tree_limits import MAX_ROWS
+from tlt_server.wire.records import OFF, Cycle, Strategy, TokenLogprobs
+from tlt_server.wire.tree_limits import MAX_ROWS
 
 LEFT_OUT = -2  # a token that no target samples
 NOT_FINITE = (

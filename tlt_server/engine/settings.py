@@ -14,10 +14,10 @@ import msgspec
 
 from tlt_client.channels import TRAINED
 from tlt_server.errors import StartupError
-from tlt_server.records import Strategy, parse_strategy
 from tlt_server.samples.ring import WORK
-from tlt_server.shared_settings import PolicyName, SharedSettings, open_channels
+from tlt_server.settings.shared import PolicyName, SharedSettings, open_channels
 from tlt_server.speculation.drafters import DRAFTERS, to_load, weights_directory
+from tlt_server.wire.records import Strategy, parse_strategy
 
 
 @dataclass(frozen=True, kw_only=True)

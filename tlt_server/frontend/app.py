@@ -37,7 +37,7 @@ from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpec
 from tlt_server.frontend.http.traces import Begin, untraced
 from tlt_server.frontend.reading.asking import Asking
 from tlt_server.frontend.service import Service
-from tlt_server.wording import nearest
+from tlt_server.settings.wording import nearest
 
 ENVELOPE = failure_naming(())  # for paths below /v1 that have no route
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Cancelled, Conflict, Forbidden, TltError, Unavailable
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
@@ -37,6 +36,7 @@ from tlt_server.frontend.weights.transfer import Transfer
 from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.metrics import Metrics
 from tlt_server.speculation.drafters import weights_directory
+from tlt_server.wire.commands import InFlight, Memory
 
 if TYPE_CHECKING:
     from tlt_server.config import ResolvedConfig

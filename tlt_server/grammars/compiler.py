@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tlt_server.errors import InvalidRequest
 from tlt_server.grammars.masks import WORD, CannotFollow, MaskedText
 from tlt_server.grammars.vocabulary import Vocabulary, read_tokenizer
-from tlt_server.records import Grammar
+from tlt_server.wire.records import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

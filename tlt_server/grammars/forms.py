@@ -14,7 +14,7 @@ from tlt_server.grammars.lark_repetitions import check_lark
 from tlt_server.grammars.repetitions import check_repetitions
 from tlt_server.grammars.schemas import check_schema, read_json
 from tlt_server.grammars.tags import Specials, lark_of_tags
-from tlt_server.records import Grammar
+from tlt_server.wire.records import Grammar
 
 NO_SPECIALS: Specials = MappingProxyType({})
 MAX_CHARS = 2**18 - 1  # in Lark's form, which may be longer than what was asked for

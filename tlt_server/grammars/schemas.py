@@ -13,7 +13,7 @@ from typing import Any
 from tlt_server.errors import InvalidRequest
 from tlt_server.grammars.compiler import WHITE_SPACE
 from tlt_server.grammars.repetitions import check_repetitions
-from tlt_server.wording import nearest
+from tlt_server.settings.wording import nearest
 
 ONE = frozenset({"items", "additionalProperties"})  # hold a schema
 MANY = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})  # hold a list of schemas

@@ -20,7 +20,6 @@ from prometheus_client import (
 )
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from tlt_server.events import EngineInfo
 from tlt_server.metrics.aliases import Aliases
 from tlt_server.metrics.disk import DiskMetrics
 from tlt_server.metrics.engine import EngineMetrics
@@ -32,6 +31,7 @@ from tlt_server.metrics.samples import SampleMetrics
 from tlt_server.metrics.sequences import SequenceMetrics
 from tlt_server.metrics.training import TrainingMetrics
 from tlt_server.metrics.weights import WeightMetrics
+from tlt_server.wire.events import EngineInfo
 
 disable_created_metrics()  # no reader needs a `_created` series next to every counter
 

@@ -9,9 +9,9 @@ from typing import get_args
 from prometheus_client import Gauge
 
 from tlt_server import __version__
-from tlt_server.events import Ending, EngineInfo, Outputs
 from tlt_server.metrics.kinds import Kinds
 from tlt_server.metrics.steps import StepMetrics
+from tlt_server.wire.events import Ending, EngineInfo, Outputs
 
 GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "running": ("tlt_running_sequences", "Sequences that decode."),

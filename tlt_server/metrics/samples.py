@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tlt_server.events import BufferReport
 from tlt_server.metrics.kinds import Kinds
+from tlt_server.wire.events import BufferReport
 
 
 class SampleMetrics:

@@ -11,7 +11,7 @@ from typing import get_args
 from prometheus_client import Counter, Gauge
 
 from tlt_server.metrics.kinds import Kinds
-from tlt_server.records import Cycle, Strategy, Switch, SwitchReason
+from tlt_server.wire.records import Cycle, Strategy, Switch, SwitchReason
 
 STEP_S = (
     0.001,

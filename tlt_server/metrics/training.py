@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from prometheus_client import Gauge
 
 from tlt_server.metrics.kinds import Kinds
-from tlt_server.training import Judged, SpotReport, TrainerState
+from tlt_server.wire.training import Judged, SpotReport, TrainerState
 
 PARKING_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 

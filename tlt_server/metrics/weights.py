@@ -6,8 +6,8 @@ import itertools
 import time
 from collections.abc import Mapping
 
-from tlt_server.events import WeightReport
 from tlt_server.metrics.kinds import Kinds
+from tlt_server.wire.events import WeightReport
 
 PUSH_S = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 PUSH_RESULTS = (

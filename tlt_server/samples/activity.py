@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.errors import StartupError
-from tlt_server.private import private_file
+from tlt_server.process.private import private_file
 
 MAGIC = int.from_bytes(b"tltbusy1", "little")
 WORDS = 5

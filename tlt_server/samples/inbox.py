@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_server.errors import Unavailable
-from tlt_server.private import private_directory
+from tlt_server.process.private import private_directory
 from tlt_server.samples.segments import (
     SUFFIX,
     Recorded,

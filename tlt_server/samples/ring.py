@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from tlt_server.errors import StartupError
-from tlt_server.private import private_file
+from tlt_server.process.private import private_file
 
 Buffer = bytes | memoryview  # contiguous
 WORK = "trainer"  # directory next to the ring, in which the trainer leaves drafters

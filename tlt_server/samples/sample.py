@@ -17,9 +17,9 @@ import xxhash
 from msgspec import Meta, Struct
 from numpy.typing import DTypeLike, NDArray
 
-from tlt_server.records import Strategy
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications
+from tlt_server.wire.records import Strategy
 
 MAX_TOKENS = 2**24  # prompt and output
 MAX_NAME = 1024  # characters of a group, a version, an owner

@@ -16,8 +16,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.samples.columns import expect, same_length, within
+from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 
 class Legend(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

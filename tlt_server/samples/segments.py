@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from tlt_server.private import private_file
+from tlt_server.process.private import private_file
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import MAX_TOKENS, Sample, decode_sample, encode_sample
 

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tlt_server.private import private_file
+from tlt_server.process.private import private_file
 
 KEPT = 256
 NAME = "tables"

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_kernels.cpu.branches import graft
-from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters import DRAFTERS, history
 from tlt_server.speculation.survival import CELLS, OnlineTable
+from tlt_server.wire.records import Strategy
 
 SOURCE = "history"
 LEFTS = 8  # buckets of the survival that is left over

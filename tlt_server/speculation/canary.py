@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from tlt_server.records import OFF, Cycle, Strategy
 from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.wire.records import OFF, Cycle, Strategy
 
 REMEMBERED = 512  # requests times steps that the average before a change looks back on
 # Requests times steps after a change: before MIN nothing is decided, after MAX all is well.

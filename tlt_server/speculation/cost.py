@@ -29,9 +29,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from tlt_server.records import Cycle
 from tlt_server.speculation.correction import FactorFilter, ascending
 from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.wire.records import Cycle
 
 KNOTS = (
     *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768),

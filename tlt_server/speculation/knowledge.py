@@ -12,13 +12,13 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from msgspec import Meta, Struct
 
-from tlt_server.records import Cycle
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.cost import CostModel, CostRecord, load_of
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.learnt import Learnt, Record
 from tlt_server.speculation.outlook import Outlook, OutlookRecord
 from tlt_server.speculation.survival import TableRecord
+from tlt_server.wire.records import Cycle
 
 EVERY = 16  # steps of which one is asked what was expected of it
 KEPT_WEIGHTS = 8  # earlier weights under which it is kept what drafts were worth

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.records import StepContext, Strategy
+from tlt_server.wire.records import StepContext, Strategy
 
 Rows = NDArray[np.int64]
 

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tlt_server.records import Pin, StepContext, Strategy, Switch, SwitchReason
 from tlt_server.speculation.policies.pinned import pinned_at
+from tlt_server.wire.records import Pin, StepContext, Strategy, Switch, SwitchReason
 
 BATCH, CONTEXT = 1.1, 1.25  # factors by which a batch, or its mean context, has changed
 ROWS = 1.5  # factor of the rows per request from which a strategy counts as another one

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tlt_server.private import private_directory
+from tlt_server.process.private import private_directory
 from tlt_server.samples.inbox import Inbox
 from tlt_server.samples.sample import Sample
 from tlt_server.samples.segments import (

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_server.errors import StorageFailed
-from tlt_server.private import private_directory, private_file
+from tlt_server.process.private import private_directory, private_file
 from tlt_server.trainer.step import State
 from tlt_server.weights.checksums import checksum
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.records import Strategy
 from tlt_server.samples.samples import Responses
 from tlt_server.speculation.cost import CostModel
 from tlt_server.trainer.evaluate import Walked
+from tlt_server.wire.records import Strategy
 
 RESAMPLED = 2000  # bootstrap draws
 DECILES = 10

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from tlt_server.commands import Recompute
+from tlt_server.wire.commands import Recompute
 
 LOOK_S = 0.1  # between looks for features
 # The wait for the next ones that were asked for: without any to train on, and with some. In an RL

@@ -23,11 +23,11 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.models.gpu.draft_tree import DraftTrees
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.layers import RowTensors
-from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters.cpu import DraftWeights
 from tlt_server.speculation.node_table import candidates_of
 from tlt_server.trainer.staged import StagedResponses
+from tlt_server.wire.records import Strategy
 
 CHUNK = 2048  # tokens whose keys and values are computed at once
 EVERY_DRAFTER = 2**31 - 1  # bits of `BatchSlots.drafters_Q`

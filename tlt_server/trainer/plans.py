@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.records import Strategy
 from tlt_server.samples.samples import Verifications
+from tlt_server.wire.records import Strategy
 
 _REQUEST = 1 << 32  # positions of one response, in a key of (response, position)
 

@@ -27,9 +27,8 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.errors import StartupError, TltError
-from tlt_server.events import BufferReport
-from tlt_server.garbage import loading
-from tlt_server.mps import mps_enabled
+from tlt_server.process.garbage import loading
+from tlt_server.process.mps import mps_enabled
 from tlt_server.registry import load_object
 from tlt_server.samples.activity import ActivityReader
 from tlt_server.samples.hidden_states import decode_captured
@@ -43,7 +42,8 @@ from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 from tlt_server.trainer.spot import SpotTrainer, Work
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.trainer.states import WORKING
-from tlt_server.training import FromTrainer, ToTrainer, line_of, read_to_trainer
+from tlt_server.wire.events import BufferReport
+from tlt_server.wire.training import FromTrainer, ToTrainer, line_of, read_to_trainer
 
 NICENESS = 10  # after frontend and engine
 POLL_S = 0.05

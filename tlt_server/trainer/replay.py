@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.models.draft_checkpoint import Served
-from tlt_server.records import Strategy
 from tlt_server.registry import load_object
 from tlt_server.speculation.accept import accepted_drafts, on_path
 from tlt_server.speculation.branches import Proposing
@@ -28,6 +27,7 @@ from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.tree import select
 from tlt_server.trainer.staged import Roots, StagedResponses
+from tlt_server.wire.records import Strategy
 
 MAX_ROOTS = 256  # roots drafted from at once, at most
 GPU_ROOTS = 128  # the same on a GPU, where requests wait for the end of a proposal

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from tlt_server.private import private_file
+from tlt_server.process.private import private_file
 from tlt_server.trainer.checkpoint import Checkpoints, Found, newest
 from tlt_server.trainer.step import Trainer
 

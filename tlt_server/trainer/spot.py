@@ -22,7 +22,7 @@ from tlt_server.samples.sample import Sample
 from tlt_server.trainer.gathering import FeatureGathering, NeedsFeatures
 from tlt_server.trainer.schedule import Schedule
 from tlt_server.trainer.states import StateMachine
-from tlt_server.training import (
+from tlt_server.wire.training import (
     NO_DATA,
     FromTrainer,
     HandedOver,

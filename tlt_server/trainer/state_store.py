@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tlt_server.commands import MAX_TEXT_BYTES, MAX_TEXTS, Recompute
 from tlt_server.samples.hidden_states import Captured, key_of
 from tlt_server.samples.segments import Recorded
+from tlt_server.wire.commands import MAX_TEXT_BYTES, MAX_TEXTS, Recompute
 
 
 class StateStore:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tlt_server.training import TrainerState
+from tlt_server.wire.training import TrainerState
 
 LEAST_QUIET_S, MOST_QUIET_S = 0.2, 30.0
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
 from tlt_server.models.draft_layouts import write_flat
-from tlt_server.private import private_directory
-from tlt_server.records import Strategy
+from tlt_server.process.private import private_directory
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import sample_set
 from tlt_server.samples.samples import SampleSet
@@ -37,7 +36,8 @@ from tlt_server.trainer.self_check import self_check
 from tlt_server.trainer.spot import Facts, Round, RoundEnd
 from tlt_server.trainer.staged import Roots
 from tlt_server.trainer.state_store import StateStore
-from tlt_server.training import Judged, Offer, TrainerState, version_of
+from tlt_server.wire.records import Strategy
+from tlt_server.wire.training import Judged, Offer, TrainerState, version_of
 
 FITTED = 48  # sequences that a calibration is fitted to
 STRIDE = 5  # positions between the roots of that

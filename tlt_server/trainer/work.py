@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from tlt_server.errors import StartupError
-from tlt_server.machine import resident_bytes
 from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.training_memory import TrainingShape
+from tlt_server.process.machine import resident_bytes
 from tlt_server.samples.segments import Recorded
 from tlt_server.samples.tables import read_tables
 from tlt_server.trainer import sampling
@@ -38,7 +38,7 @@ from tlt_server.trainer.spot import Facts, Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore, recompute_of
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate, memory_errors
 from tlt_server.trainer.trial import FITTED, Trial
-from tlt_server.training import NO_DATA, HandedOver, TrainerState, candidate_directory
+from tlt_server.wire.training import NO_DATA, HandedOver, TrainerState, candidate_directory
 
 EPOCHS = 3  # passes of a round over its sequences, at most
 SAVED_EVERY = 12  # steps between checkpoints

@@ -16,7 +16,6 @@ from tlt_client.channels import Receiver, TensorBatch
 from tlt_client.channels.checkpoint import CALIBRATION, INDEX
 from tlt_client.channels.source import json_object
 from tlt_client.channels.tensors import written
-from tlt_server.commands import TensorEntry
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import map_tensor
@@ -28,6 +27,7 @@ from tlt_server.weights.checksums import Content, contents
 from tlt_server.weights.declared import check_content, check_shape
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Adapter, Drafter, Network, Target
+from tlt_server.wire.commands import TensorEntry
 
 TOGETHER = 2**29  # bytes that are checked at a time, unless one tensor has more
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

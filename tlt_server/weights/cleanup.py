@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from tlt_server.threads import Errands
+from tlt_server.process.threads import Errands
 from tlt_server.weights.parts import Changed, Network, let_go
 from tlt_server.weights.spool import Spool
 

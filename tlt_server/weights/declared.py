@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from tlt_client.channels.tensors import dtype_named
-from tlt_server.commands import TensorEntry
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.loader import dtypes_for
 from tlt_server.models.shards import Stored
 from tlt_server.weights.checksums import checksum, kind_of
+from tlt_server.wire.commands import TensorEntry
 
 
 def check_dtype(entry: TensorEntry, parameter: Stored | None) -> None:

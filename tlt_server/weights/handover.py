@@ -17,7 +17,7 @@ from tlt_client.channels.checkpoint import SINGLE
 from tlt_server.errors import Conflict
 from tlt_server.models.draft_layouts import write_flat
 from tlt_server.models.shards import whole
-from tlt_server.private import private_directory
+from tlt_server.process.private import private_directory
 from tlt_server.weights.parts import Live
 
 TARGET, DRAFTER = "target.safetensors", "drafter"  # in the directory

@@ -9,9 +9,9 @@ from collections import ChainMap, OrderedDict
 from collections.abc import Iterable
 
 from tlt_server.errors import Conflict
-from tlt_server.labels import apart
 from tlt_server.weights.checksums import digest
 from tlt_server.weights.parts import Adapter, Changed, Live, Part
+from tlt_server.wire.labels import apart
 
 REMEMBERED = 2**14
 

@@ -20,8 +20,8 @@ from tlt_server.models.adapters import AdapterWeights
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.draft_part import DrafterPart
 from tlt_server.models.shards import Stored, tensors_of
-from tlt_server.records import LoadedAdapter
 from tlt_server.weights.checksums import digest, live_sums, origin_of
+from tlt_server.wire.records import LoadedAdapter
 
 
 class TargetNetwork(Protocol):

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from tlt_client.channels import Intake
 from tlt_client.channels.disk import DiskReceiver
-from tlt_server.commands import Manifest
 from tlt_server.errors import StartupError, TltError
-from tlt_server.kept import KeptVersion
 from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.spool import Spool
+from tlt_server.wire.commands import Manifest
+from tlt_server.wire.kept import KeptVersion
 
 
 class Restored(NamedTuple):

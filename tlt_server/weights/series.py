@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from tlt_server.commands import Manifest
 from tlt_server.errors import Conflict
 from tlt_server.weights.update import Push, first_tensor
+from tlt_server.wire.commands import Manifest
 
 REMEMBERED = 1024  # senders
 ELSE = (

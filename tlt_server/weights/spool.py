@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 
 from tlt_server.errors import PushFailed, StartupError, TltError
-from tlt_server.kept import CURRENT, WEIGHTS, Current, KeptVersion
-from tlt_server.private import FILE, private_directory, private_file
+from tlt_server.process.private import FILE, private_directory, private_file
 from tlt_server.weights.parts import Changed, Live, Part
+from tlt_server.wire.kept import CURRENT, WEIGHTS, Current, KeptVersion
 
 PUSH_PREFIX = "push-"
 # Errors of a file system that cannot link.

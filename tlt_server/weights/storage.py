@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from tlt_client.channels import Buffers
 from tlt_server.attention.pinned import pinned
 from tlt_server.errors import PushFailed
-from tlt_server.private import FILE, private_directory
+from tlt_server.process.private import FILE, private_directory
 
 Model = TypeVar("Model")
 Place = Literal["device", "host", "disk"]

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 
 from tlt_client.channels import owner
-from tlt_server.commands import Manifest
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -34,6 +33,7 @@ from tlt_server.weights.parts import Changed, Live, Target
 from tlt_server.weights.series import Series
 from tlt_server.weights.update import Gathering, Push, Staged, Staging, Unchanged, Waiting
 from tlt_server.weights.versions import Versions
+from tlt_server.wire.commands import Manifest
 
 
 class Transaction:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tlt_client.channels import CHANNELS, TRAINED, Receiver, owner
-from tlt_server.commands import Manifest
 from tlt_server.errors import Conflict, PushFailed, TltError
+from tlt_server.process.threads import started
 from tlt_server.registry import Registry
-from tlt_server.threads import started
 from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed
 from tlt_server.weights.spool import not_recorded
 from tlt_server.weights.versions import Versions
+from tlt_server.wire.commands import Manifest
 
 # The trainer's own candidates come from a directory of the server.
 RECEIVERS = Registry(

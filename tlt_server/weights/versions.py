@@ -12,13 +12,13 @@ from dataclasses import replace as replaced_part
 from msgspec.structs import replace
 
 from tlt_client.channels import TRAINED
-from tlt_server.commands import Manifest, Role
 from tlt_server.errors import Conflict
-from tlt_server.labels import label_of
 from tlt_server.weights.cleanup import Cleanup
 from tlt_server.weights.names import Names
 from tlt_server.weights.parts import Adapter, Changed, Live
 from tlt_server.weights.spool import Spool, not_recorded
+from tlt_server.wire.commands import Manifest, Role
+from tlt_server.wire.labels import label_of
 
 
 class Versions:

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.errors import StartupError
-from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.branches import Branching, Proposing
 from tlt_server.speculation.drafters import DRAFTERS
@@ -25,6 +24,7 @@ from tlt_server.speculation.drafters.eagle import FLOOR
 from tlt_server.speculation.drafters.history import History
 from tlt_server.speculation.recorded import NONE, RecordedTrees, RecordHeader, RolloutRecord
 from tlt_server.speculation.survival import BUCKETS, RANKS, OnlineTable
+from tlt_server.wire.records import Strategy
 
 
 class Drafts(Proposing, Protocol):

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from tlt_server.bench.replaying.drafts import shapes_of
 from tlt_server.bench.replaying.limits import Limits
-from tlt_server.records import OFF, StepContext, Strategy
 from tlt_server.speculation.accept import on_path
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.branches import Proposing
 from tlt_server.speculation.cost import CostModel
+from tlt_server.wire.records import OFF, StepContext, Strategy
 
 
 class OpenStep(NamedTuple):

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.engine.scheduler import unpadded
-from tlt_server.records import StepContext, Strategy
+from tlt_server.engine.schedule.scheduler import unpadded
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.recorded import RecordHeader
 from tlt_server.speculation.sizes import AnySize, Sizes
+from tlt_server.wire.records import StepContext, Strategy
 
 
 class StepRows(NamedTuple):
@@ -79,7 +79,7 @@ class GpuLimits:
 
     def __init__(self, header: RecordHeader) -> None:
         from tlt_server.engine.devices import DEVICES
-        from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
+        from tlt_server.engine.gpu.steps.buckets import MIN_DEPTH, Shapes
 
         halves = (DRAFTERS[name].half(header.device) for name in header.drafters)
         deepest = max(MIN_DEPTH, *(half.deepest for half in halves))
@@ -114,7 +114,7 @@ class GpuLimits:
 
     def seen(self, strategy: Strategy, live: int) -> int:
         from tlt_kernels.gpu.branches import columns
-        from tlt_server.engine.gpu.tree_samples import MAX_NODES
+        from tlt_server.engine.gpu.steps.tree_samples import MAX_NODES
 
         own = DRAFTERS[strategy.drafter].needs_weights
         depth, width = strategy.depth, strategy.width

@@ -20,18 +20,16 @@ from tlt_server.bench.replaying.drafts import Drafts, drafts_of
 from tlt_server.bench.replaying.hindsight import Best, Hindsight, OpenStep
 from tlt_server.bench.replaying.limits import Limits, limits_of
 from tlt_server.bench.replaying.reliability import Reliability
-from tlt_server.commands import SetPolicy
-from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gate import StepGate
-from tlt_server.engine.gpu.tree_samples import EVERY
-from tlt_server.engine.pages import PagePool
+from tlt_server.engine.gpu.steps.tree_samples import EVERY
 from tlt_server.engine.runner import Finished
-from tlt_server.engine.running import RunningSet
-from tlt_server.engine.sampling import SamplingState
-from tlt_server.engine.scheduler import Scheduler
-from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.sampling.sampler import SamplingState
+from tlt_server.engine.schedule.batch import Batch, Chunk, Emission
+from tlt_server.engine.schedule.pages import PagePool
+from tlt_server.engine.schedule.running import RunningSet
+from tlt_server.engine.schedule.scheduler import Scheduler
+from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.errors import StartupError
-from tlt_server.records import Cycle, Strategy
 from tlt_server.speculation.accept import accepted_drafts, on_path
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.branches import Proposing, with_branches
@@ -42,6 +40,8 @@ from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.speculation.tree import select
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import Cycle, Strategy
 
 Verified = tuple[int, int, int]  # request, position of the root, accepted drafts
 

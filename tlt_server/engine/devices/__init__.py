@@ -18,15 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_kernels.cpu.compiled import cache_directory, compile_all
-from tlt_server.engine.hidden_states import StateSource
 from tlt_server.engine.loop import Runner
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.policy_changes import Prepare
-from tlt_server.engine.scheduler import unpadded
-from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.record.hidden_states import StateSource
+from tlt_server.engine.record.traces import HeldTable
+from tlt_server.engine.schedule.scheduler import unpadded
+from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.engine.traces import HeldTable
-from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
 from tlt_server.speculation.learnt import Learnt
@@ -34,13 +33,14 @@ from tlt_server.speculation.sizes import Reach, Recordings, Sizes
 from tlt_server.speculation.survival import TableRecord
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.storage import Free
+from tlt_server.wire.fingerprint import Fingerprint
 
 DEVICES = Registry(
     "device",
     {
-        "cpu": "tlt_server.engine.devices.cpu:CpuDevice",
-        "cuda": "tlt_server.engine.devices.cuda:CudaDevice",
-        "interpreter": "tlt_server.engine.devices.interpreter:Interpreted",
+        "cpu": "tlt_server.engine.cpu.device:CpuDevice",
+        "cuda": "tlt_server.engine.gpu.device:CudaDevice",
+        "interpreter": "tlt_server.engine.gpu.interpreter:Interpreted",
     },
 )
 

@@ -19,7 +19,6 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.engine.devices.training import OtherGpu, Place, training_device
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.machine import named_twice
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import gpu_dtype, own_dtype
 from tlt_server.models.shards import check_ranks, has_tokens, widths
@@ -31,8 +30,9 @@ from tlt_server.models.split import (
     auto_gpu_leaves,
     check_leaves,
 )
-from tlt_server.mps import mps_enabled
-from tlt_server.shared_settings import available_processors, suited_policy
+from tlt_server.process.machine import named_twice
+from tlt_server.process.mps import mps_enabled
+from tlt_server.settings.shared import available_processors, suited_policy
 
 MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch

@@ -10,8 +10,8 @@ from llvmlite.binding import get_host_cpu_name
 
 from tlt_kernels import versions
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.numerics import Numerics
+from tlt_server.wire.fingerprint import Fingerprint
 
 GPU_PROMISES = {  # by numerics
     "fast": "fast: library matmuls as they come; exact in distribution, not bit for bit",

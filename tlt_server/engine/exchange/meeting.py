@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_server.errors import EngineFailed
-from tlt_server.private import private_directory
+from tlt_server.process.private import private_directory
 
 POLL_S = 0.001
 FOLDER = "ranks"  # short: sockets in it have paths of 107 bytes at most

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
-from tlt_server.engine.batch import Batch, Chunk
-from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.engine.gpu.hidden_states import CapturedStep
-from tlt_server.engine.gpu.reports import Reports
-from tlt_server.engine.gpu.tree_samples import TreeSample
-from tlt_server.engine.sequence import Sequence as EngineSequence
-from tlt_server.records import Strategy
+from tlt_server.engine.gpu.memory.hidden_states import CapturedStep
+from tlt_server.engine.gpu.steps.extend import ExtendKey
+from tlt_server.engine.gpu.steps.reports import Reports
+from tlt_server.engine.gpu.steps.tree_samples import TreeSample
+from tlt_server.engine.schedule.batch import Batch, Chunk
+from tlt_server.engine.schedule.sequence import Sequence as EngineSequence
+from tlt_server.wire.records import Strategy
 
 
 def entries_of(

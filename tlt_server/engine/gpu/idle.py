@@ -5,10 +5,10 @@ for one.
 
 from __future__ import annotations
 
-from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey, unrecorded
-from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.engine.gpu.runner import GpuRunner
+from tlt_server.engine.gpu.start.recordings import GraphRecordings
+from tlt_server.engine.gpu.steps.drafts import DraftKey
+from tlt_server.engine.gpu.steps.extend import ExtendKey, unrecorded
 from tlt_server.speculation.sizes import Reach
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from tlt_kernels.gpu.caps import cap_rows
 from tlt_kernels.gpu.upload import apply
 from tlt_server.attention.gpu import GpuAttention
-from tlt_server.engine.gpu.buckets import Shapes
-from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, Follower, GpuDrafter
-from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf, graphs_of
-from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.ring import PinnedBuffer
-from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.engine.gpu.memory.graphs import GraphPool
+from tlt_server.engine.gpu.steps.buckets import Shapes
+from tlt_server.engine.gpu.steps.drafts import DraftKey, DraftPass, Follower, GpuDrafter
+from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey, SecondHalf, graphs_of
+from tlt_server.engine.gpu.steps.ring import PinnedBuffer
+from tlt_server.engine.gpu.steps.state import DeviceState
 
 
 class Rehearsed(NamedTuple):

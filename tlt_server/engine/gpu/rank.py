@@ -19,15 +19,11 @@ import torch
 from tlt_kernels.gpu.upload import Upload
 from tlt_server.engine.devices import DEVICES
 from tlt_server.engine.devices.choice import gpu_split
-from tlt_server.engine.gpu.agreement import Agreement
-from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter
-from tlt_server.engine.gpu.extend import Extend, ExtendKey
-from tlt_server.engine.gpu.joining import RankGroup, join
-from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
-from tlt_server.engine.gpu.kv import GpuKV
-from tlt_server.engine.gpu.maker import GpuMaker, Lent
-from tlt_server.engine.gpu.memory import MemoryPlan, Needs
-from tlt_server.engine.gpu.orders import (
+from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs
+from tlt_server.engine.gpu.memory.kv import GpuKV
+from tlt_server.engine.gpu.passes import Passes
+from tlt_server.engine.gpu.ranks.joining import RankGroup, join
+from tlt_server.engine.gpu.ranks.orders import (
     Begin,
     DropKernels,
     Equip,
@@ -48,13 +44,17 @@ from tlt_server.engine.gpu.orders import (
     UploadWords,
     WriteTable,
 )
-from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.preparing import KernelList, record
-from tlt_server.engine.gpu.reports import REHEARSED, REHEARSED_KEYS
-from tlt_server.engine.gpu.ring import PinnedRing
-from tlt_server.engine.gpu.window_sizes import window_sizes
-from tlt_server.engine.orders import Allocate, Array, Install, RankStart
-from tlt_server.engine.rank_memory import RankMemory
+from tlt_server.engine.gpu.ranks.window_sizes import window_sizes
+from tlt_server.engine.gpu.start.kernel_start import KernelStart, engine_digest
+from tlt_server.engine.gpu.start.maker import GpuMaker, Lent
+from tlt_server.engine.gpu.start.preparing import KernelList, record
+from tlt_server.engine.gpu.steps.agreement import Agreement
+from tlt_server.engine.gpu.steps.drafts import DraftKey, DraftPass, GpuDrafter
+from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.steps.reports import REHEARSED, REHEARSED_KEYS
+from tlt_server.engine.gpu.steps.ring import PinnedRing
+from tlt_server.engine.ranks.memory import RankMemory
+from tlt_server.engine.ranks.orders import Allocate, Array, Install, RankStart
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagleNetwork

@@ -20,25 +20,25 @@ import torch
 from tlt_kernels.gpu.accept import EntryOutcomes, fields
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload
-from tlt_server.engine.batch import Batch, Chunk, Emission
-from tlt_server.engine.gpu.asked import edits_of, limits_rows
-from tlt_server.engine.gpu.drafts import DraftKey, drafters_of
-from tlt_server.engine.gpu.drafts.tables import DeviceTable
-from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
-from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
-from tlt_server.engine.gpu.hidden_states import StateCapture
+from tlt_server.engine.gpu.memory.hidden_states import StateCapture
 from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.preparing import record
-from tlt_server.engine.gpu.reports import REHEARSED_KEYS, AskedReports, Reporter
-from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
-from tlt_server.engine.gpu.structured import StructureMasks
-from tlt_server.engine.gpu.texts import SentText, Texts
-from tlt_server.engine.gpu.tree_samples import TreeSample, TreeSampler, read
+from tlt_server.engine.gpu.ranks.followed import NO_FOLLOWERS, Followers
+from tlt_server.engine.gpu.start.preparing import record
+from tlt_server.engine.gpu.steps.asked import edits_of, limits_rows
+from tlt_server.engine.gpu.steps.drafts import DraftKey, drafters_of
+from tlt_server.engine.gpu.steps.drafts.tables import DeviceTable
+from tlt_server.engine.gpu.steps.extend import ExtendKey
+from tlt_server.engine.gpu.steps.reports import REHEARSED_KEYS, AskedReports, Reporter
+from tlt_server.engine.gpu.steps.ring import PinnedBuffer, PinnedRing
+from tlt_server.engine.gpu.steps.structured import StructureMasks
+from tlt_server.engine.gpu.steps.texts import SentText, Texts
+from tlt_server.engine.gpu.steps.tree_samples import TreeSample, TreeSampler, read
 from tlt_server.engine.runner import NOT_FINITE, Finished
-from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.schedule.batch import Batch, Chunk, Emission
+from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.errors import NotFinite
-from tlt_server.records import Cycle, Strategy
+from tlt_server.wire.records import Cycle, Strategy
 
 RING = 8  # uploads, and outcomes, that may be on their way
 

@@ -11,9 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tlt_server.commands import Manifest
 from tlt_server.errors import Conflict, TltError
-from tlt_server.events import WeightReport
 from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
 from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields, Tolerant
@@ -29,7 +27,9 @@ from tlt_server.frontend.weights.broadcasts import (
     described,
 )
 from tlt_server.frontend.weights.session import Directory
-from tlt_server.labels import label_of
+from tlt_server.wire.commands import Manifest
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.labels import label_of
 
 GROUP = "areal"  # where a trainer names none
 

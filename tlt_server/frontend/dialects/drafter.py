@@ -25,9 +25,9 @@ from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.service import Service
-from tlt_server.records import Cycle
 from tlt_server.speculation.drafters import DRAFTERS, architecture_in, weights_directory
-from tlt_server.training import MAX_PAUSE_S, TrainerState, trained_for
+from tlt_server.wire.records import Cycle
+from tlt_server.wire.training import MAX_PAUSE_S, TrainerState, trained_for
 
 MAX_NUMBER = 2**63 - 1
 LIMIT, MAX_LIMIT = 256, 4096  # sequences of a reply

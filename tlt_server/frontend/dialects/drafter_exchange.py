@@ -29,10 +29,10 @@ from tlt_server.frontend.dialects.replies.drafter import CandidateState, candida
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.service import Service
-from tlt_server.kept import CURRENT, WEIGHTS, Current
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.inbox import Put
 from tlt_server.speculation.drafters import weights_directory
+from tlt_server.wire.kept import CURRENT, WEIGHTS, Current
 
 MAX_NUMBER = 2**63 - 1
 MAX_SLICE = 2**23  # bytes of a reply

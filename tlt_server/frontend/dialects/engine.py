@@ -13,13 +13,13 @@ from msgspec import Meta
 
 from tlt_client.fields import ShortName
 from tlt_client.wire import AbortReply, EngineState
-from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Conflict, InvalidRequest, StorageFailed
 from tlt_server.frontend.generation.requests import NAMES
 from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
+from tlt_server.wire.commands import InFlight, Memory
 
 MAX_MEMORY = 16  # names in one call
 ALL_MEMORY: tuple[Memory, ...] = ("weights", "kv_cache")

@@ -14,19 +14,19 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 
 from tlt_client.fields import MAX_INT32
-from tlt_server.commands import SetPolicy
 from tlt_server.errors import Conflict, InvalidRequest, StartupError
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, shown
 from tlt_server.frontend.service import Service
-from tlt_server.records import OFF, Arms, Pin, Strategy, Switch, parse_strategy
+from tlt_server.settings.wording import nearest
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.pinned import limit
-from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
-from tlt_server.wording import nearest
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.records import OFF, Arms, Pin, Strategy, Switch, parse_strategy
+from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
 
 # A strategy that is set while serving may not be larger: it would gain nothing and stall a step.
 LIMITS = {"depth": MAX_DEPTH, "width": MAX_WIDTH, "rows": MAX_ROWS}

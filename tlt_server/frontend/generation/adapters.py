@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tlt_server.errors import NotFound
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.http.fields import shown
+from tlt_server.wire.events import EngineInfo
 
 
 def check_adapter(field: str, name: str, info: EngineInfo) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tlt_server.records import GenerateRequest
+from tlt_server.wire.records import GenerateRequest
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 

@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from tlt_client.wire import FinishReason, SdReport, VersionSpan
 from tlt_server.frontend.generation.text import Incremental, StopStrings, Text
-from tlt_server.records import GenerateRequest, StepOutput, TokenLogprobs
+from tlt_server.wire.records import GenerateRequest, StepOutput, TokenLogprobs
 
 
 class FinishedChoice(Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.http.traces import CURRENT
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
-from tlt_server.records import StepOutput, adapted_version
+from tlt_server.wire.records import StepOutput, adapted_version
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from tlt_server.frontend.generation.batch import RequestBatch, RequestItem
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice, GrowingChoice
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
-from tlt_server.records import GenerateRequest, StepOutput
+from tlt_server.wire.records import GenerateRequest, StepOutput
 
 
 class TokenEvent(NamedTuple):

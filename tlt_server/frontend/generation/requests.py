@@ -16,9 +16,9 @@ from tlt_client.fields import MAX_INT32, MAX_SEED, ShortName
 from tlt_server.errors import ContextExceeded, TltError, TooLarge
 from tlt_server.frontend.http.bounds import Limit
 from tlt_server.frontend.http.fields import Strict
-from tlt_server.packed import PackedIds
-from tlt_server.records import Sampling
-from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS
+from tlt_server.wire.packed import PackedIds
+from tlt_server.wire.records import Sampling
+from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS
 
 ITEMS = Limit("max_batch_items", "items", "split the batch", TooLarge)
 NAMES = Limit("max_batch_items", "names", "split the call")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET, UnsetType
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.requests import MAX_BAD_TOKENS, SamplingFields
 from tlt_server.frontend.generation.structures import check_with
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
-from tlt_server.records import Grammar, Sampling
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.records import Grammar, Sampling
 
 if TYPE_CHECKING:
     from tlt_server.config import ResolvedConfig

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import UNSET
 
 from tlt_server.errors import InvalidRequest, TooLarge
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.requests import FORMS, NativeRequest, StructuredOutputs
 from tlt_server.frontend.reading.asking import ask
@@ -19,7 +18,8 @@ from tlt_server.frontend.reading.frames import sliced
 from tlt_server.frontend.reading.jobs import Patience, Slice
 from tlt_server.frontend.reading.reader import LANES
 from tlt_server.grammars import KEPT
-from tlt_server.records import Grammar, Sampling
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.records import Grammar, Sampling
 
 MAX_BYTES = 2**17  # limit on a schema or grammar
 # Of a core: a slow one takes 2 s for the largest grammar that compiles, and the process as much for

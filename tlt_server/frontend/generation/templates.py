@@ -16,7 +16,7 @@ import jinja2.meta
 
 from tlt_server.errors import InvalidRequest, ModelError, TooLarge
 from tlt_server.frontend.generation.sandbox import environment
-from tlt_server.packed import PackedText
+from tlt_server.wire.packed import PackedText
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 # Limit on one text. To tokenise it takes 310 bytes per character.

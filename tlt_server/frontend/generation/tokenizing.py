@@ -16,7 +16,7 @@ from tlt_server.frontend.reading import asking
 from tlt_server.frontend.reading.frames import sliced
 from tlt_server.frontend.reading.jobs import Slice
 from tlt_server.frontend.reading.trees import cut
-from tlt_server.packed import PackedIds, PackedText
+from tlt_server.wire.packed import PackedIds, PackedText
 
 # Limits on what is done at once. On a slow core each takes 2 ms.
 INLINE_CHARS = 2048

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, TooLarge
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.adapters import check_adapter
 from tlt_server.frontend.generation.batch import (
@@ -42,8 +41,9 @@ from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.link.admission import Demand
-from tlt_server.packed import PackedIds, PackedText
-from tlt_server.records import DraftLimits, GenerateRequest, Sampling
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.packed import PackedIds, PackedText
+from tlt_server.wire.records import DraftLimits, GenerateRequest, Sampling
 
 if TYPE_CHECKING:
     from tlt_server.config import ResolvedConfig

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tlt_server.addresses import PORTS, is_loopback
+from tlt_server.settings.addresses import PORTS, is_loopback
 
 OWN_SITES = frozenset({"none", "same-origin"})  # typed by the user; a page of this server
 PREFLIGHT_KEPT_S = 7200  # the longest that Chromium keeps one

@@ -19,7 +19,7 @@ import structlog
 
 from tlt_server.errors import StartupError
 from tlt_server.frontend.http.watched import OnRead, Watched
-from tlt_server.wording import nearest
+from tlt_server.settings.wording import nearest
 
 if TYPE_CHECKING:
     from tlt_server.config import Config

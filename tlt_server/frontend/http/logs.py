@@ -17,7 +17,7 @@ from typing import Any, Literal, TextIO
 import structlog
 from structlog.typing import EventDict, Processor
 
-from tlt_server.operator_lines import lasting
+from tlt_server.process.operator_lines import lasting
 
 log = structlog.get_logger()
 

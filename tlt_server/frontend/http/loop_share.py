@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from tlt_server.turns import Turns
+from tlt_server.process.turns import Turns
 
 # About 2 ms of work on a slow core. More would show in the latency of small requests, which take
 # some 15 passes; less would cost passes, of 0.05 ms each.

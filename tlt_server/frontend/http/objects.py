@@ -27,8 +27,8 @@ from tlt_server.frontend.http.readers import (
 )
 from tlt_server.frontend.http.scalars import Scalar, ValueReader
 from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, no_text, part, shown_text
-from tlt_server.packed import PackedIds
-from tlt_server.wording import nearest
+from tlt_server.settings.wording import nearest
+from tlt_server.wire.packed import PackedIds
 
 ANY = JsonReader(Any)
 MAX_OFF_BYTES = 256  # no value that asks for nothing is as long

@@ -35,7 +35,7 @@ from tlt_server.errors import (
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.fields import Open, Tolerant, is_union, sentence_of
 from tlt_server.frontend.http.parameters import REQUIRED
-from tlt_server.packed import PackedIds
+from tlt_server.wire.packed import PackedIds
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32}}
 REF = "#/components/schemas/{}"

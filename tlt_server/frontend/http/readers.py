@@ -21,7 +21,7 @@ from tlt_client.fields import MAX_INT32
 from tlt_server.frontend.http.counting import Length, check_members
 from tlt_server.frontend.http.scalars import DIGITS, Scalar, ValueReader
 from tlt_server.frontend.http.wrong import Wrong, must, no_text, part
-from tlt_server.packed import PackedIds
+from tlt_server.wire.packed import PackedIds
 
 NULL = b"null"
 _FRACTION = re.compile(rb"[.eE]")

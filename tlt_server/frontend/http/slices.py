@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
-from tlt_server.packed import PackedIds, PackedText, json_ids, json_text
-from tlt_server.records import TokenLogprobs
+from tlt_server.wire.packed import PackedIds, PackedText, json_ids, json_text
+from tlt_server.wire.records import TokenLogprobs
 
 SLICE_BYTES = 32 * 1024  # about 1 ms of encoding on a slow core
 CALL_VALUES = 2048  # numbers, at most, that one call of the encoder takes

@@ -22,10 +22,10 @@ from typing import NamedTuple, Self
 from msgspec import Struct
 
 from tlt_server.errors import DeadlineExceeded, Overloaded, QueueFull, TooLarge
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.link.forecast import Forecast
 from tlt_server.frontend.link.rests import Rests
-from tlt_server.records import Cycle, GenerateRequest, StepOutput
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.records import Cycle, GenerateRequest, StepOutput
 
 # Factor on a forecast. Half of all waits are longer than their mean, and work that ends too late is
 # lost, while a refusal costs nothing as long as others wait.

@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from tlt_server.commands import Command, ControlCommand, SetPolicy, WeightCommand
 from tlt_server.errors import TltError, Unavailable
-from tlt_server.events import ControlReport, WeightReport
+from tlt_server.wire.commands import Command, ControlCommand, SetPolicy, WeightCommand
+from tlt_server.wire.events import ControlReport, WeightReport
 
 Report = TypeVar("Report", WeightReport, ControlReport)
 

@@ -17,27 +17,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from tlt_server.commands import (
-    Command,
-    ControlCommand,
-    Pause,
-    Recompute,
-    SetPolicy,
-    Sleep,
-    WeightCommand,
-)
 from tlt_server.errors import EngineFailed, Unavailable, from_code
-from tlt_server.events import (
-    ControlReport,
-    EngineInfo,
-    Event,
-    Outputs,
-    Phase,
-    PhaseProgress,
-    Ready,
-    WeightReport,
-)
-from tlt_server.faults import Containment
 from tlt_server.frontend.http.traces import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Answers
@@ -51,8 +31,28 @@ from tlt_server.frontend.link.submission import Submission
 from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.metrics import Metrics
 from tlt_server.metrics.weights import QUESTIONS
-from tlt_server.records import Cycle, GenerateRequest, Switch
+from tlt_server.process.faults import Containment
 from tlt_server.samples.activity import Activity
+from tlt_server.wire.commands import (
+    Command,
+    ControlCommand,
+    Pause,
+    Recompute,
+    SetPolicy,
+    Sleep,
+    WeightCommand,
+)
+from tlt_server.wire.events import (
+    ControlReport,
+    EngineInfo,
+    Event,
+    Outputs,
+    Phase,
+    PhaseProgress,
+    Ready,
+    WeightReport,
+)
+from tlt_server.wire.records import Cycle, GenerateRequest, Switch
 
 SWITCHES = 32  # the last ones that are kept
 DRAFTED = 128  # the last steps that verified drafts and are kept

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from tlt_server.private import DIRECTORY, private_file
+from tlt_server.process.private import DIRECTORY, private_file
 
 PREFIX, LOCK = "tlt-", "lock"
 

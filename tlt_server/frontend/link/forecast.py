@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from tlt_server.records import Cycle
+from tlt_server.wire.records import Cycle
 
 MEMORY_S = 5.0  # full steps this long ago count 1/e
 MEMORY_SEQUENCES = 256

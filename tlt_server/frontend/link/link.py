@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import zmq
 import zmq.asyncio
 
-from tlt_server.commands import Command, Stop
 from tlt_server.errors import EngineFailed, TltError, from_code
-from tlt_server.events import Ending, Event, Failed, Heartbeat, Phase, Ready, decode_event
-from tlt_server.exits import exit_of
-from tlt_server.records import encode
-from tlt_server.started import read_started
+from tlt_server.process.exits import exit_of
+from tlt_server.wire.commands import Command, Stop
+from tlt_server.wire.events import Ending, Event, Failed, Heartbeat, Phase, Ready, decode_event
+from tlt_server.wire.records import encode
+from tlt_server.wire.started import read_started
 
 STOP_S = 5.0  # time that an engine has to exit after Stop; then it is killed
 STOPPED_S = 10.0  # time that an engine may be stopped, as by SIGSTOP

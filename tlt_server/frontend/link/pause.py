@@ -16,7 +16,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple, Never
 
-from tlt_server.commands import (
+from tlt_server.errors import TltError, Unavailable
+from tlt_server.wire.commands import (
     ClearCache,
     ControlCommand,
     InFlight,
@@ -26,8 +27,7 @@ from tlt_server.commands import (
     Sleep,
     WakeUp,
 )
-from tlt_server.errors import TltError, Unavailable
-from tlt_server.events import ControlReport
+from tlt_server.wire.events import ControlReport
 
 RETRY_S = 1
 ASLEEP = "the engine sleeps ({} given back); wake it with POST /engine/wake"

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from tlt_server.commands import Command, SetPolicy
 from tlt_server.errors import Conflict, EngineFailed, from_code
-from tlt_server.events import ControlReport
 from tlt_server.frontend.link.answers import Answers
+from tlt_server.wire.commands import Command, SetPolicy
+from tlt_server.wire.events import ControlReport
 
 log = structlog.get_logger()
 

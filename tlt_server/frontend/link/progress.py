@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TextIO
 
 from tlt_server.config import ResolvedConfig
-from tlt_server.events import EngineInfo, Phase
 from tlt_server.frontend.link.starting import UnderWay
-from tlt_server.operator_lines import lasting
+from tlt_server.process.operator_lines import lasting
 from tlt_server.speculation.drafters import weights_directory
+from tlt_server.wire.events import EngineInfo, Phase
 
 EVERY_S = 10.0
 REWRITE = "\r\x1b[K"  # go to the line's start and clear it

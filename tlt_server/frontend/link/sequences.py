@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
-from tlt_server.commands import Abort, Command, Submit
 from tlt_server.errors import DeadlineExceeded, Poisoned, TltError
-from tlt_server.faults import Containment
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.chores import Chores
 from tlt_server.frontend.link.submission import Route, Submission
 from tlt_server.frontend.link.suspects import KEPT_S, Suspects
 from tlt_server.metrics import Metrics
-from tlt_server.records import GenerateRequest, StepOutput, last_output
+from tlt_server.process.faults import Containment
+from tlt_server.wire.commands import Abort, Command, Submit
+from tlt_server.wire.records import GenerateRequest, StepOutput, last_output
 
 # Limits on what is sent to the engine at once; on a slow core it takes up to 2 ms.
 SLICE_REQUESTS = 256

@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Struct
 
 from tlt_server.errors import EngineFailed
-from tlt_server.events import CHECKED, Phase, PhaseProgress
+from tlt_server.wire.events import CHECKED, Phase, PhaseProgress
 
 LAUNCHING = PhaseProgress("launch", 0, 0)  # until the engine process says what it does
 DOING = {

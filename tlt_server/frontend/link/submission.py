@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 from msgspec import Struct
 
-from tlt_server.records import GenerateRequest, StepOutput
+from tlt_server.wire.records import GenerateRequest, StepOutput
 
 
 class Submission:

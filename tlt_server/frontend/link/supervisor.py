@@ -22,14 +22,14 @@ import zmq
 
 from tlt_server.config import Config
 from tlt_server.errors import EngineFailed, StartupError
-from tlt_server.events import Ending, EngineInfo, Event, Phase, PhaseProgress, Ready
 from tlt_server.frontend.http.descriptors import Reserve
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death, EngineLink, EngineProcess
 from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.frontend.link.rests import DEATHS
 from tlt_server.metrics import Metrics
-from tlt_server.private import private_directory
+from tlt_server.process.private import private_directory
+from tlt_server.wire.events import Ending, EngineInfo, Event, Phase, PhaseProgress, Ready
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 SAID_EVERY_S = 1.0  # while the engine starts

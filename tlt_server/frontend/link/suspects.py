@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tlt_server.records import GenerateRequest
+from tlt_server.wire.records import GenerateRequest
 
 KEPT = 4096  # requests remembered
 KEPT_S = 900.0  # after the last crash

@@ -17,14 +17,14 @@ from typing import Any, Literal, Protocol
 
 import structlog
 
-from tlt_server.commands import Recompute
 from tlt_server.errors import Unavailable
-from tlt_server.events import BufferReport
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics.samples import SampleMetrics
 from tlt_server.metrics.training import TrainingMetrics
 from tlt_server.samples.excerpt import Excerpt, SampleFiles
-from tlt_server.training import (
+from tlt_server.wire.commands import Recompute
+from tlt_server.wire.events import BufferReport
+from tlt_server.wire.training import (
     Do,
     HandedOver,
     InForce,

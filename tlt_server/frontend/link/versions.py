@@ -9,7 +9,7 @@ what each epoch reports; a commit of the role that is lost ends the wait.
 from __future__ import annotations
 
 from tlt_server.errors import Conflict, Unavailable
-from tlt_server.events import EngineInfo, WeightReport
+from tlt_server.wire.events import EngineInfo, WeightReport
 
 ROLES = ("target", "drafter")
 RETRY_S = 10  # about the time of a push

@@ -18,7 +18,7 @@ import msgspec
 from tlt_server.errors import QueueFull, TltError
 from tlt_server.frontend.reading.frames import Channel
 from tlt_server.frontend.reading.trees import Builder
-from tlt_server.turns import Turns
+from tlt_server.process.turns import Turns
 
 MAX_WAITING = 1024  # jobs of all keys
 MAX_WAITING_KEY = 256  # jobs of one key

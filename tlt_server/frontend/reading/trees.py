@@ -17,7 +17,7 @@ from msgspec.msgpack import Ext
 
 from tlt_server.errors import InvalidRequest, from_code
 from tlt_server.frontend.reading.frames import FRAME_BYTES, sliced
-from tlt_server.packed import PART_CHARS, PackedText
+from tlt_server.wire.packed import PART_CHARS, PackedText
 
 STRUCT, TEXT = 1, 2  # codes of msgpack extensions
 PACKED_CHARS = 2**18  # a text this long stays packed

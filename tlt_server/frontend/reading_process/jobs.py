@@ -15,8 +15,8 @@ from tlt_server.frontend.reading.trees import named
 from tlt_server.frontend.reading_process.answers import Payload
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.grammars.forms import grammar_of
-from tlt_server.packed import PackedIds, PackedText
-from tlt_server.records import Grammar
+from tlt_server.wire.packed import PackedIds, PackedText
+from tlt_server.wire.records import Grammar
 
 
 def ready(text: Text, payload: Payload) -> None:

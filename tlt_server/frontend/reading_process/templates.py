@@ -32,7 +32,7 @@ from tlt_server.frontend.generation.templates import ChatTemplate, check_length,
 from tlt_server.frontend.reading.frames import BlockingChannel
 from tlt_server.frontend.reading.renderer import MEMORY_MB, PROCESSOR_S, READ_BYTES_S
 from tlt_server.frontend.reading_process.answers import Payload, answered, bound_memory
-from tlt_server.packed import PackedText
+from tlt_server.wire.packed import PackedText
 
 NICENESS = 7  # as the reading process
 # Templates that use what is loaded or made at its first use, a failure among it.

@@ -13,8 +13,8 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.requests import SamplingFields
 from tlt_server.frontend.rollouts.journal import FORMAT, Header, KeptItem
 from tlt_server.grammars.forms import check_grammar
-from tlt_server.packed import PackedIds
-from tlt_server.records import GenerateRequest, Sampling, StepOutput
+from tlt_server.wire.packed import PackedIds
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput
 
 MAX_BIAS = 100.0
 MAX_ROWS = 2**16  # draft rows of one sequence in a step

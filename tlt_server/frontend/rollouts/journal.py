@@ -20,12 +20,12 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.errors import StorageFailed
-from tlt_server.fingerprint import Fingerprint
 from tlt_server.frontend.generation.batch import RequestItem
 from tlt_server.frontend.rollouts.clocks import KeptTime
-from tlt_server.packed import PackedIds
-from tlt_server.private import private_file
-from tlt_server.records import GenerateRequest, StepOutput
+from tlt_server.process.private import private_file
+from tlt_server.wire.fingerprint import Fingerprint
+from tlt_server.wire.packed import PackedIds
+from tlt_server.wire.records import GenerateRequest, StepOutput
 
 FRAME = 8
 FORMAT = 1  # raise it with each change of a record: a field that is not known is read over

@@ -30,7 +30,6 @@ from tlt_server.errors import (
     TltError,
     Unavailable,
 )
-from tlt_server.fingerprint import Fingerprint
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
@@ -53,7 +52,8 @@ from tlt_server.frontend.rollouts.journal import (
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.rollouts.shelf import Shelf
 from tlt_server.metrics import Metrics
-from tlt_server.private import private_directory, private_file
+from tlt_server.process.private import private_directory, private_file
+from tlt_server.wire.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from tlt_server.config import Config

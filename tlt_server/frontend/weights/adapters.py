@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from tlt_client.arguments import ADAPTER, MAX_ADAPTER
-from tlt_server.commands import Manifest, PushWeights, UnloadAdapter
-from tlt_server.events import WeightReport
 from tlt_server.frontend.weights.session import WeightSession
+from tlt_server.wire.commands import Manifest, PushWeights, UnloadAdapter
+from tlt_server.wire.events import WeightReport
 
 AdapterName = Annotated[
     str,

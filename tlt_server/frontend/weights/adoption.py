@@ -12,12 +12,12 @@ from pathlib import Path
 import structlog
 
 from tlt_client.channels import TRAINED
-from tlt_server.commands import HandOver, Manifest, RollbackWeights
 from tlt_server.errors import Conflict, TltError, Unavailable
-from tlt_server.events import WeightReport
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.weights.session import WeightSession
-from tlt_server.training import HandedOver, Offer, Verdict
+from tlt_server.wire.commands import HandOver, Manifest, RollbackWeights
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.training import HandedOver, Offer, Verdict
 
 log = structlog.get_logger()
 

@@ -17,10 +17,17 @@ from msgspec import Meta, Struct
 from tlt_client.arguments import SEEN
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.files import MAX_DIMENSION, MAX_DIMENSIONS, MAX_NAME
-from tlt_server.commands import InFlight, JoinGroup, LeaveGroup, Manifest, PushRole, TensorEntry
 from tlt_server.errors import InvalidRequest, TltError
-from tlt_server.events import WeightReport
 from tlt_server.frontend.weights.session import Selector, Update, WeightSession
+from tlt_server.wire.commands import (
+    InFlight,
+    JoinGroup,
+    LeaveGroup,
+    Manifest,
+    PushRole,
+    TensorEntry,
+)
+from tlt_server.wire.events import WeightReport
 
 GroupName = Annotated[str, "of the process group", Meta(min_length=1, max_length=128, pattern=SEEN)]
 Address = Annotated[

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tlt_server.errors import Conflict, StorageFailed, Unavailable
 from tlt_server.frontend.weights.adoption import Adoption
-from tlt_server.private import private_directory
+from tlt_server.process.private import private_directory
 
 if TYPE_CHECKING:
     from tlt_server.config import ResolvedConfig

@@ -22,7 +22,9 @@ import structlog
 from msgspec import Meta, Struct
 
 from tlt_client.arguments import MAX_VERSION, VERSION
-from tlt_server.commands import (
+from tlt_server.errors import Conflict, NotFound, TltError, from_code
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
     LookAtWeights,
@@ -32,9 +34,7 @@ from tlt_server.commands import (
     Role,
     WeightCommand,
 )
-from tlt_server.errors import Conflict, NotFound, TltError, from_code
-from tlt_server.events import WeightReport
-from tlt_server.frontend.link.client import EngineClient
+from tlt_server.wire.events import WeightReport
 
 Selector = Literal["target", "draft", "all"]
 Version = Annotated[

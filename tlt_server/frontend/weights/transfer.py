@@ -13,9 +13,7 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, UnsetType
 
-from tlt_server.commands import TensorEntry
 from tlt_server.errors import InvalidRequest
-from tlt_server.events import WeightReport
 from tlt_server.frontend.http.fields import Tolerant
 from tlt_server.frontend.weights.broadcasts import (
     Address,
@@ -31,6 +29,8 @@ from tlt_server.frontend.weights.broadcasts import (
     described,
 )
 from tlt_server.frontend.weights.session import Update, Version
+from tlt_server.wire.commands import TensorEntry
+from tlt_server.wire.events import WeightReport
 
 GROUP = "weight_transfer"
 MAX_UPDATES = 2**10  # broadcasts that one call may announce

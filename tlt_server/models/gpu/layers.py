@@ -23,7 +23,7 @@ from tlt_server.models.gpu.sums import OWN_SUMS, LayerSums
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
-from tlt_server.shared_settings import DrafterParallel
+from tlt_server.settings.shared import DrafterParallel
 
 if TYPE_CHECKING:  # it needs `Placement`
     from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection

@@ -57,7 +57,7 @@ DRAFTERS: dict[str, Declaration] = {
             "tlt_server.speculation.drafters.eagle:EagleLoader",
         ),
         Half(
-            "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
+            "tlt_server.engine.gpu.steps.drafts.eagle:EagleDrafts",
             tuple((depth, 4, rows) for rows in (8, 16, 32, 48) for depth in (4, 8)),
             "tlt_server.speculation.drafters.eagle:GpuEagleLoader",
             depths=(1, 2, 3, 5, 7, 10, 14, 20),
@@ -75,7 +75,7 @@ DRAFTERS: dict[str, Declaration] = {
     "history": Declaration(
         Half("tlt_server.speculation.drafters.history:History", ((2, 1, 3), (4, 1, 5), (7, 1, 8))),
         Half(
-            "tlt_server.engine.gpu.drafts.history:HistoryDrafts",
+            "tlt_server.engine.gpu.steps.drafts.history:HistoryDrafts",
             ((7, 1, 8), (8, 2, 16), (8, 4, 32), (12, 4, 48)),
             depths=(3, 7, 14),
         ),

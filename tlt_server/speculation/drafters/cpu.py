@@ -1,6 +1,6 @@
 """The seam between the CPU engine and its drafters: what one is made from and what it does.
 
-`engine/devices/cpu.py` makes the drafters and installs pushed weights; `engine/runner.py` asks them
+`engine/cpu/device.py` makes the drafters and installs pushed weights; `engine/runner.py` asks them
 for candidates. No torch, so that a drafter without a network needs none.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
-from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.survival import OnlineTable
+from tlt_server.wire.records import Strategy
 
 
 class DraftWeights(NamedTuple):

@@ -34,11 +34,11 @@ from tlt_server.models.draft_checkpoint import (
 from tlt_server.models.draft_networks import Architecture
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
-from tlt_server.records import Strategy
 from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.survival import Calibration
+from tlt_server.wire.records import Strategy
 
 CHUNK = 512  # catch-up rows per forward
 JOIN = 32  # up to this many catch-up rows ride in the roots' own forward

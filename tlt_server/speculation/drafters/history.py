@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_kernels.cpu.match import match_pool
-from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.drafters.token_pool import TokenPool
 from tlt_server.speculation.survival import OnlineTable
+from tlt_server.wire.records import Strategy
 
 LENGTHS, SHARES, DEPTHS = 7, 8, 8
 TYPICAL_LENGTH = (2.0, 3.0, 4.5, 7.0, 10.5, 14.0, 20.0)  # tokens, of each length bucket

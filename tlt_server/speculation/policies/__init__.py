@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tlt_server.records import Arms, Cycle, StepContext, Strategy
 from tlt_server.registry import Registry
 from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.speculation.sizes import Recordings, Sizes
+from tlt_server.wire.records import Arms, Cycle, StepContext, Strategy
 
 if TYPE_CHECKING:  # it loads a compiler, which the frontend does not need
     from tlt_server.speculation.knowledge import Knowledge

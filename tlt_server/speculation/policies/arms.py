@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tlt_server.records import OFF, Arms, Strategy
 from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.wire.records import OFF, Arms, Strategy
 
 
 class BatchGroup(NamedTuple):

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlt_server.records import OFF, Cycle, StepContext, Strategy
 from tlt_server.speculation.cost import StepLoad
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import Setup
 from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.wire.records import OFF, Cycle, StepContext, Strategy
 
 
 @dataclass(frozen=True)

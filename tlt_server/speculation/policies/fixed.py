@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tlt_server.records import OFF, Cycle, StepContext, Strategy
 from tlt_server.speculation.policies import Setup
+from tlt_server.wire.records import OFF, Cycle, StepContext, Strategy
 
 
 class Fixed:

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.records import OFF, Arms, Cycle, StepContext, Strategy
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.outlook import CurvePoints, Outlook
 from tlt_server.speculation.policies import Setup
 from tlt_server.speculation.sizes import AnySize, Recordings, Sizes
+from tlt_server.wire.records import OFF, Arms, Cycle, StepContext, Strategy
 
 # Levels that a path may have for every draft row that a step may verify: deeper ones are wasted.
 DEEPEST = 2

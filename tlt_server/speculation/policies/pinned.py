@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tlt_server.records import OFF, Cycle, Pin, StepContext, Strategy
 from tlt_server.speculation.policies import Policy
+from tlt_server.wire.records import OFF, Cycle, Pin, StepContext, Strategy
 
 MAX_BATCH = 2**31 - 1
 

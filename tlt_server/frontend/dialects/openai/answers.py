@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import TltError
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.dialects.models import adapter_of, named
 from tlt_server.frontend.dialects.openai.forced import Held
 from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
@@ -41,7 +40,8 @@ from tlt_server.frontend.http.replies import sliced_response, unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
-from tlt_server.packed import PackedIds
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.packed import PackedIds
 
 Phrase = CompletionPhrase | ChatPhrase
 Body = TypeVar("Body", bound=Asked | ResponseRequest | TokenizeRequest | DetokenizeRequest)

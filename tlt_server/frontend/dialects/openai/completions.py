@@ -27,8 +27,8 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes, Unread, read_given
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.service import Service
-from tlt_server.labels import label_of
-from tlt_server.packed import PackedIds
+from tlt_server.wire.labels import label_of
+from tlt_server.wire.packed import PackedIds
 
 ROUTES = Routes(read=read_given, error_shape=failure)
 

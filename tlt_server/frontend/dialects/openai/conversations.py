@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.dialects.openai.forced import Held, called, structure
 from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest, template_arguments
 from tlt_server.frontend.dialects.openai.tools import by_name
@@ -21,7 +20,8 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.parsers.answer import AnswerReader
 from tlt_server.frontend.parsers.choice import PROMPT_END
 from tlt_server.frontend.service import Service
-from tlt_server.packed import PackedIds, PackedText, ending
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.packed import PackedIds, PackedText, ending
 
 
 class Prepared(NamedTuple):

@@ -33,7 +33,7 @@ from tlt_server.frontend.generation.requests import (
 )
 from tlt_server.frontend.http.bounds import Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
-from tlt_server.packed import PackedIds
+from tlt_server.wire.packed import PackedIds
 
 COMPLETION = Words("prompt[{i}]", "", "", clamps=True)
 CHAT = Words("messages", "", "", renamed={"logprobs": "top_logprobs"}, clamps=True)

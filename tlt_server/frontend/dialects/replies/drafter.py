@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Struct
 
 from tlt_server.frontend.link.trainer import ProcessPhase, TrainerLink
-from tlt_server.training import Judged
+from tlt_server.wire.training import Judged
 
 
 class ServedDrafter(Struct, frozen=True, kw_only=True):

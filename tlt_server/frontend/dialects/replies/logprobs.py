@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.pieces import Pieces
 from tlt_server.frontend.http.slices import KnownWeight
-from tlt_server.records import TokenLogprobs
+from tlt_server.wire.records import TokenLogprobs
 
 
 class Logprobs(Struct, KnownWeight, frozen=True):

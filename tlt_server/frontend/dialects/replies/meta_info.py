@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from tlt_client.wire import VersionSpan
 from tlt_server.frontend.generation.choice import FinishedChoice
-from tlt_server.labels import label_of
+from tlt_server.wire.labels import label_of
 
 Scored = tuple[float | None, int, str | None]  # log-prob, token id, and its text if asked for
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, cast
 
 from msgspec import Struct
 
-from tlt_server.events import WeightReport
-from tlt_server.labels import label_of
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.labels import label_of
 
 PushState = Literal[
     "committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back", "unloaded"

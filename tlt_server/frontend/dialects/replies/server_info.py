@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from msgspec import Struct
 
 from tlt_server import __version__
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
-from tlt_server.labels import label_of
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.labels import label_of
 
 SECRETS = {"api_key_file", "api_key_variable", "tls_cert", "tls_key", "tls_client_ca"}
 PLACES = {"model", "drafter", "weight_root", "state_dir", "host", "port"}

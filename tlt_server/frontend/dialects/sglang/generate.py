@@ -31,7 +31,7 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.replies import error_reply, sliced_response, unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.service import Service
-from tlt_server.labels import label_of
+from tlt_server.wire.labels import label_of
 
 
 async def generate(service: Service, request: Request, asked: GenerateFields) -> Response:

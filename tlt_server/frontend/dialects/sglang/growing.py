@@ -19,7 +19,7 @@ from tlt_server.frontend.dialects.replies.meta_info import Scored
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.choice import Delta
 from tlt_server.frontend.generation.text import Incremental, StopStrings, Text
-from tlt_server.records import TokenLogprobs
+from tlt_server.wire.records import TokenLogprobs
 
 # Bytes of all cumulative chunks of a choice, the last one not counted. An increment of one token
 # without log-probs takes about BYTES_PER_TOKEN with its meta_info, so the sum stays of the order of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Conflict, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.sglang.replies import Aborted, Acknowledged
 from tlt_server.frontend.dialects.sglang.requests import (
@@ -17,6 +16,7 @@ from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields, shown
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
+from tlt_server.wire.commands import InFlight, Memory
 
 ROUTES = Routes(read=read, empty=AnyFields)
 MODES: dict[str, InFlight] = {"abort": "abort", "retract": "recompute", "in_place": "continue"}

@@ -32,7 +32,7 @@ from tlt_server.frontend.generation.requests import (
 from tlt_server.frontend.http.bounds import Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
 from tlt_server.frontend.service import Service
-from tlt_server.packed import PackedIds
+from tlt_server.wire.packed import PackedIds
 
 PROMPTS = Limit("max_batch_items", "prompts", "split the batch", TooLarge)
 MAX_TAGS = 16

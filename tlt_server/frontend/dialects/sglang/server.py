@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from tlt_server import __version__
 from tlt_server.errors import Unavailable
-from tlt_server.events import EngineInfo
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, failure_naming
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
 from tlt_server.frontend.dialects.replies.status import Status
@@ -28,8 +27,9 @@ from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.reading.asking import unless
 from tlt_server.frontend.service import Service
-from tlt_server.labels import label_of
-from tlt_server.packed import PackedIds
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.labels import label_of
+from tlt_server.wire.packed import PackedIds
 
 ROUTES = Routes()
 

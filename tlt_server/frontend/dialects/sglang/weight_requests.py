@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from tlt_server.commands import InFlight
 from tlt_server.frontend.http.fields import Tolerant
 from tlt_server.frontend.weights.adapters import AdapterName
 from tlt_server.frontend.weights.broadcasts import (
@@ -18,6 +17,7 @@ from tlt_server.frontend.weights.broadcasts import (
     TypeNames,
 )
 from tlt_server.frontend.weights.session import Directory, Selector, Version
+from tlt_server.wire.commands import InFlight
 
 GROUP = "weight_update_group"  # where a trainer names none
 

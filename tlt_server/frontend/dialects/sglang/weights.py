@@ -13,7 +13,6 @@ from typing import Annotated
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.commands import Manifest, ReadWeights
 from tlt_server.errors import Conflict, NotFound, UnsafeChannel
 from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
 from tlt_server.frontend.dialects.sglang.replies import (
@@ -41,7 +40,8 @@ from tlt_server.frontend.http.replies import error_reply, json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import described
 from tlt_server.frontend.weights.checker import CheckFields
-from tlt_server.labels import label_of
+from tlt_server.wire.commands import Manifest, ReadWeights
+from tlt_server.wire.labels import label_of
 
 ROUTES = Routes(error_shape=outcome_of, read=read, empty=AnyFields)
 

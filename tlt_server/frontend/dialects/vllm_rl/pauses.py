@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from starlette.requests import Request
 
-from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Conflict, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.vllm_rl.replies import (
     IsPaused,
@@ -24,6 +23,7 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.service import Service
+from tlt_server.wire.commands import InFlight, Memory
 
 ROUTES = Routes(error_shape=fault, empty=AnyFields)
 MODES: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "continue"}

@@ -38,8 +38,8 @@ from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.checker import CheckFields
 from tlt_server.frontend.weights.session import Selector
 from tlt_server.frontend.weights.transfer import GROUP, BroadcasterFields, InitFields
-from tlt_server.labels import label_of
-from tlt_server.wording import nearest
+from tlt_server.settings.wording import nearest
+from tlt_server.wire.labels import label_of
 
 ROUTES = Routes(error_shape=fault, empty=AnyFields)
 RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")

@@ -17,12 +17,12 @@ from tlt_client.channels import CHANNELS
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import Source
-from tlt_server.commands import Manifest, Role, TensorEntry
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.weights.requests import DirectoryFields, ManifestFields
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.parsing import Forms
 from tlt_server.frontend.weights.transfer import GROUP, UpdateFields
+from tlt_server.wire.commands import Manifest, Role, TensorEntry
 
 if TYPE_CHECKING:  # pydantic takes time to load, and the reading process needs none
     from tlt_server.config import ResolvedConfig

@@ -14,9 +14,7 @@ from msgspec.structs import asdict, replace
 from starlette.requests import Request
 
 from tlt_client.arguments import ADAPTER_MUST, is_adapter
-from tlt_server.commands import AbortWeights, CommitWeights, Manifest, RollbackWeights
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed, from_code
-from tlt_server.events import WeightReport, WeightState
 from tlt_server.frontend.dialects.replies.errors import PUSHED, RECEIVED
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.weights.manifests import ANNOUNCED, PUSH, manifest_of
@@ -33,6 +31,8 @@ from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.session import Update, UpdateStatus, succeeded
 from tlt_server.frontend.weights.transfer import UpdateFields
 from tlt_server.frontend.weights.uploads import Uploads, UploadStatus
+from tlt_server.wire.commands import AbortWeights, CommitWeights, Manifest, RollbackWeights
+from tlt_server.wire.events import WeightReport, WeightState
 
 ROUTES = Routes()
 PushedVersion = Annotated[str, "the version that the push named"]

@@ -9,11 +9,11 @@ from msgspec import Meta
 from tlt_client.arguments import MAX_VERSION
 from tlt_client.channels import CHANNELS
 from tlt_client.fields import MAX_INT32
-from tlt_server.commands import InFlight, Role
 from tlt_server.frontend.http.fields import Strict, Tolerant
 from tlt_server.frontend.weights.adapters import AdapterName
 from tlt_server.frontend.weights.broadcasts import MAX_TENSORS, Dimensions, RanksOfGroup, TensorName
 from tlt_server.frontend.weights.session import Directory, Version
+from tlt_server.wire.commands import InFlight, Role
 
 if TYPE_CHECKING:
     ChannelName = str

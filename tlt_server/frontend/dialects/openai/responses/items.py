@@ -9,7 +9,7 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.generation.requests import MAX_MESSAGES
 from tlt_server.frontend.http.fields import shown
-from tlt_server.packed import PackedText
+from tlt_server.wire.packed import PackedText
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 MAX_ROLE = 256

@@ -1,0 +1,1 @@
+"""The engine's device half on a CPU."""

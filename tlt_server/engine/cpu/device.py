@@ -1,0 +1,256 @@
+"""The CPU: float32, compiled kernels, a runner that is done when `launch` returns."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tlt_kernels.cpu.compiled import MODULES
+from tlt_server.attention.rows import KVCache
+from tlt_server.engine.devices import Equipped, Memory, Quiet, compiled
+from tlt_server.engine.devices.fingerprints import of_cpu
+from tlt_server.engine.devices.sizing import kv_pages, training_share
+from tlt_server.engine.phases import OnProgress
+from tlt_server.engine.ranks.orders import Allocate, FreePages, Install
+from tlt_server.engine.ranks.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on
+from tlt_server.engine.ranks.shared_models import key_of
+from tlt_server.engine.record.hidden_states import CachedStates, describe_states
+from tlt_server.engine.runner import CpuRunner
+from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.settings import DecidedSettings
+from tlt_server.errors import StartupError
+from tlt_server.models.adapted import AdapterSlots
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.loader import empty_target, load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.models.split import Split
+from tlt_server.process.machine import host_memory
+from tlt_server.registry import load_object
+from tlt_server.samples.hidden_states import FLOAT32, state_bytes
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights, Sleeper
+from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.sizes import AnySize, Reach
+from tlt_server.weights.parts import Changed, Drafter, DrafterNetwork, Live, Target
+from tlt_server.weights.storage import Free, disk_free
+from tlt_server.wire.fingerprint import Fingerprint
+
+
+class CpuDevice:
+    name = "cpu"
+    warms_up = True
+    sizes = AnySize()
+    recordings = None
+    device = torch.device("cpu")
+
+    def __init__(self, settings: DecidedSettings) -> None:
+        threads = settings.rank_threads
+        torch.set_num_threads(threads)
+        self._settings = settings
+        self._ranks: RankOrders = NO_RANKS
+        self._numerics = Numerics(settings.numerics, threads=threads)
+
+    @property
+    def numerics(self) -> str:
+        return self._numerics.describe()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return of_cpu(self._settings, self._numerics)
+
+    def compile(self, on_progress: OnProgress) -> str:
+        return compiled(MODULES, on_progress)
+
+    def load(self, config: ModelConfig) -> Live:
+        settings, directory = self._settings, self._settings.drafter_directory
+        split = Split(settings.reduction_leaves)
+        loader = find_loader(directory, self.name) if directory else None
+        make = partial(
+            load_target,
+            settings.model,
+            config=config,
+            numerics=self._numerics,
+            attention=settings.attention,
+            page_size=settings.page_size,
+            feature_layers=loader.feature_layers(directory, config) if loader and directory else (),
+        )
+        if settings.tensor_parallel > 1:
+            if loader is not None and directory is not None:
+                with torch.device("meta"):
+                    empty = loader.empty(directory, empty_target(*make.args, **make.keywords))
+                check_own_head(empty, directory)
+            ranks = self._ranks = Ranks(settings, config)
+            split = ranks.split(Split(settings.reduction_leaves, 0, settings.tensor_parallel))
+        target = make(split=split, random=settings.random_weights)
+        if isinstance(self._ranks, Ranks):
+            self._ranks.test(target)
+        version = settings.weight_version
+        live = Live(Target.loaded(version, target, settings.checkpoint))
+        if loader is None or directory is None:
+            return live
+        network = loader.empty(directory, target)
+        loader.fill(network, directory)
+        calibration = loader.calibration(directory)
+        return replace(live, drafter=Drafter.loaded(version, network, calibration, directory))
+
+    def allocate(self, live: Live, max_model_len: int) -> Memory:
+        assert isinstance(live.target.network, Decoder)
+        settings, model = self._settings, live.target.network
+        captures = settings.feature_ring is not None and model.feature_width > 0
+        make = partial(model.make_cache, page_size=settings.page_size, hidden=captures)
+        bytes_per_page = make(1, scratch=0).bytes_per_kv_slot * settings.page_size
+        pages = kv_pages(settings, bytes_per_page, max_model_len)
+        cache = make(pages, scratch=settings.max_draft_rows)
+        self._ranks.order(Install(key_of(model)), wait=True)
+        self._ranks.order(Allocate(pages, max_model_len), wait=True)
+        save, restore = self._ranks.copiers(cache.save, cache.restore)
+        memory = Memory(pages, cache.reuse, save, restore, cache)
+        if not captures or live.drafter is None:
+            return memory
+        share = training_share(settings, live.drafter.network)
+        each = state_bytes(model.feature_width, model.hidden_size, FLOAT32)
+        return replace(
+            memory,
+            states=CachedStates(cache),
+            detail=describe_states(each, settings) + share.describe(self.name),
+        )
+
+    def equip(
+        self,
+        live: Live,
+        memory: Memory,
+        reach: Reach,
+        page_table_SP: NDArray[np.int32],
+        on_progress: OnProgress,
+        quiet: Quiet,
+    ) -> Equipped:
+        assert isinstance(live.target.network, Decoder) and isinstance(memory.kv, KVCache)
+        setup = DraftSetup(
+            memory.kv,
+            _draft_weights(live),
+            max_requests=self._settings.max_running,
+            max_rows=self._settings.max_draft_rows,
+        )
+        drafters: dict[str, CpuDrafter] = {
+            name: load_object(DRAFTERS[name].cpu.implementation).make(setup)
+            for name in self._settings.drafters
+        }
+        if self._settings.records:
+            for name, drafter in drafters.items():
+                if DRAFTERS[name].needs_weights:
+                    drafter.tables[name].hold()
+        runner = CpuRunner(
+            live.target.network,
+            memory.kv,
+            drafters,
+            page_table_SP,
+            self._adapter_slots(live),
+            self._ranks,
+        )
+        caches = (memory.kv, *(cache for drafter in drafters.values() for cache in drafter.caches))
+        equipment = CpuEquipment(runner, tuple(drafters.values()), caches)
+        return Equipped(
+            runner,
+            equipment.on_end,
+            equipment.install,
+            equipment.free,
+            equipment.reclaim,
+            equipment.forget,
+            runner.tables,
+            ready=self._ranks.ready,
+            confirm=self._ranks.confirm,
+            rank_pids=self._ranks.pids,
+        )
+
+    def _adapter_slots(self, live: Live) -> AdapterSlots | None:
+        settings, network = self._settings, live.target.network
+        if not settings.max_loras:
+            return None
+        assert isinstance(network, Decoder)
+        slots = AdapterSlots(
+            network.config, settings.max_loras, settings.max_lora_rank, network.numerics
+        )
+        network.self_test(slots.samples())
+        for adapter in live.adapters.values():
+            slots.fill(adapter.slot, adapter.network)
+        return slots
+
+    def free(self) -> Free:
+        available = host_memory().available
+        return Free(available, available, disk_free(self._settings.state_dir))
+
+
+def check_own_head(network: DrafterNetwork, directory: Path) -> None:
+    """`StartupError` for a drafter of several ranks that reads the target's head."""
+    if not network.own_head:
+        raise StartupError(
+            f"the drafter {directory} reads the target's head, which several ranks share; use an "
+            "EAGLE-3 drafter, or tensor_parallel 1"
+        )
+
+
+@dataclass(frozen=True)
+class CpuEquipment:
+    """The runner with all that pushes change and sleeps give back."""
+
+    runner: CpuRunner
+    drafters: tuple[CpuDrafter, ...]
+    caches: tuple[Sleeper, ...]
+
+    def install(self, live: Live, changed: Changed) -> None:
+        assert isinstance(live.target.network, Decoder)
+        self.runner.ranks.order(Install(key_of(live.target.network)), wait=True)
+        self.runner.model = live.target.network
+        if changed.adapter is not None:
+            assert self.runner.adapters is not None
+            adapter = live.adapters[changed.adapter.name]
+            self.runner.adapters.fill(adapter.slot, adapter.network)
+        weights = _draft_weights(live)
+        for drafter in self.drafters:
+            drafter.install(weights)
+
+    def free(self) -> None:
+        self.runner.ranks.order(FreePages(), wait=True)
+        self._free_own()
+
+    def _free_own(self) -> None:
+        for cache in self.caches:
+            cache.free()
+
+    def reclaim(self) -> None:
+        for cache in self.caches:
+            cache.reclaim()
+        reclaim_on(self.runner.ranks, self._free_own)
+
+    def forget(self) -> None:
+        for drafter in self.drafters:
+            drafter.forget()
+
+    def on_end(self, sequence: Sequence) -> None:
+        if sequence.background:
+            return  # its text is no response
+        for drafter in self.drafters:
+            drafter.finish(
+                sequence.id,
+                sequence.request.group_id,
+                sequence.tokens,
+                sequence.prompt_len,
+                sequence.request.tenant,
+            )
+
+
+def _draft_weights(live: Live) -> DraftWeights | None:
+    """Return the drafter's weights, which follow the target that is live. Drafts correct a copy of
+    the table.
+    """
+    if live.drafter is None:
+        return None
+    live.drafter.network.follow(live.target.network)
+    return DraftWeights(live.drafter.network, deepcopy(live.drafter.calibration))

@@ -1,0 +1,334 @@
+"""A GPU: Triton kernels with a fixed order of addition, captured passes, a runner that gets results
+a step late.
+
+Pushed weights are exchanged with the live ones in place, because CUDA graphs hold addresses: the
+staged copy then holds the version before. `interpreter.py` is the same engine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tlt_kernels.gpu import gemm
+from tlt_kernels.gpu.tensors import PAGE_SIZE
+from tlt_server.engine.devices import Equipped, Memory, Quiet, compiled
+from tlt_server.engine.devices.choice import gpu_split, wider_settings
+from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
+from tlt_server.engine.devices.training import describe_share
+from tlt_server.engine.gpu.equipment import GpuEquipment
+from tlt_server.engine.gpu.idle import IdleRecorder
+from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs, Wider
+from tlt_server.engine.gpu.memory.graphs import synchronize
+from tlt_server.engine.gpu.memory.hidden_states import StateCapture, describe, make_states
+from tlt_server.engine.gpu.memory.kv import GpuKV
+from tlt_server.engine.gpu.memory.refusals import check_plan, check_weights, exhausted, widen
+from tlt_server.engine.gpu.ranks.followed import NO_FOLLOWERS, Followers
+from tlt_server.engine.gpu.ranks.ranks import GpuRanks
+from tlt_server.engine.gpu.ranks.window_sizes import exchange_bytes, window_sizes
+from tlt_server.engine.gpu.runner import RING, GpuRunner
+from tlt_server.engine.gpu.start.kernel_start import KernelStart, engine_digest
+from tlt_server.engine.gpu.start.maker import GpuMaker, Lent
+from tlt_server.engine.gpu.start.recordings import GraphRecordings
+from tlt_server.engine.gpu.start.strategy_kernels import StrategyKernels
+from tlt_server.engine.gpu.steps.buckets import CAPTURED
+from tlt_server.engine.gpu.steps.drafts import DraftKey
+from tlt_server.engine.gpu.steps.extend import ExtendKey
+from tlt_server.engine.gpu.steps.texts import Texts
+from tlt_server.engine.phases import OnProgress
+from tlt_server.engine.ranks.orders import Allocate, Install
+from tlt_server.engine.ranks.ranks import NO_RANKS, RankOrders
+from tlt_server.engine.ranks.shared_models import key_of
+from tlt_server.engine.settings import DecidedSettings
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.adapted import GpuAdapterSlots
+from tlt_server.models.gpu.decoder import GpuDecoder, shards
+from tlt_server.models.gpu.eagle import spread_drafter
+from tlt_server.models.gpu.layers import Placement
+from tlt_server.models.gpu.matmuls import WHOLE
+from tlt_server.models.gpu.sums import OWN_SUMS
+from tlt_server.models.loader import eos_token_ids, fill_target
+from tlt_server.models.shards import rank_config, tensors_of
+from tlt_server.models.split import Split
+from tlt_server.process.machine import host_memory
+from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.sizes import Reach
+from tlt_server.weights.parts import Drafter, DrafterNetwork, Live, Target
+from tlt_server.weights.storage import Free, disk_free
+from tlt_server.wire.fingerprint import Fingerprint
+
+
+class CudaDevice:
+    name = "cuda"
+    warms_up = True
+    prompts = CAPTURED
+
+    def __init__(self, settings: DecidedSettings, device: torch.device | None = None) -> None:
+        self._settings = settings
+        self.device = device or torch.device("cuda", torch.cuda.current_device())
+        if settings.page_size != PAGE_SIZE:
+            raise StartupError(
+                f"page_size is {settings.page_size}; the kernels of a GPU have pages of "
+                f"{PAGE_SIZE}: leave the setting out"
+            )
+        self._maker = GpuMaker(settings, self.device, self.prompts)
+        self.sizes = self._maker.sizes
+        self._kernels: KernelStart | None = None  # where launches are captured at start
+        self._ranks: GpuRanks | None = None
+        self._split: Split = WHOLE
+        self._wider: list[DecidedSettings] = []  # with larger widths that work for the model
+        self._adapters: GpuAdapterSlots | None = None
+        self.recordings = GraphRecordings(self.sizes)
+
+    @property
+    def numerics(self) -> str:
+        return GPU_PROMISES[self._settings.numerics]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return of_gpu(self._settings, self.device)
+
+    @property
+    def _orders(self) -> RankOrders:
+        return self._ranks or NO_RANKS
+
+    def compile(self, on_progress: OnProgress) -> str:
+        """Make the checksums of weights that are staged in the host's memory ready; the kernels of
+        the GPU are compiled while the weights load.
+        """
+        return compiled(("checksums",), on_progress)
+
+    def load(self, config: ModelConfig) -> Live:
+        settings, directory = self._settings, Path(self._settings.model)
+        self._split = gpu_split(settings, config)
+        # Refuses before anything is read.
+        attention = self._maker.backend(rank_config(config, self._split))
+        config = eos_token_ids(config, directory)
+        self._wider = wider_settings(settings, config)
+        needs, wider = self._needs_at(settings, config), partial(self._needs_wider, config)
+        check_weights(settings, needs, *self._free(), wider)
+        if self._maker.captures(attention):
+            self._kernels = KernelStart(engine_digest(settings, config))
+        if settings.tensor_parallel > 1:
+            self._share(config)
+        with self._memory("the weights"):
+            target, network = self._empty(config, self._maker.placement, self._split)
+            fill_target(target.parameters(), config, settings.checkpoint)
+            live = Live(Target.loaded(settings.weight_version, target, settings.checkpoint))
+            if network is None or (drafter := settings.drafter_directory) is None:
+                return live
+            loader = find_loader(drafter, self.name)
+            loader.fill(network, drafter)
+        version, calibration = settings.weight_version, loader.calibration(drafter)
+        return replace(live, drafter=Drafter.loaded(version, network, calibration, drafter))
+
+    def _share(self, config: ModelConfig) -> None:
+        """Start the other ranks."""
+        settings = self._settings
+        sizes = window_sizes(settings, config, self.sizes)
+        with self._memory("the windows of ranks"):
+            ranks = self._ranks = GpuRanks(settings, config, self.device, sizes)
+        self._maker.share(ranks.peers, ranks.agreement)
+        self._split = ranks.split(self._split)
+
+    def _empty(
+        self, config: ModelConfig, placement: Placement, split: Split
+    ) -> tuple[GpuDecoder, DrafterNetwork | None]:
+        """Return target and drafter, not filled."""
+        directory = self._settings.drafter_directory
+        if directory is None:
+            return shards(config, placement, (), split), None
+        loader = find_loader(directory, self.name)
+        layers = loader.feature_layers(directory, config)
+        target = shards(config, placement, layers, split)
+        return target, spread_drafter(target, lambda of: loader.empty(directory, of))
+
+    def _needs(
+        self, settings: DecidedSettings, target: GpuDecoder, drafter: DrafterNetwork | None
+    ) -> Needs:
+        """Return what a rank needs with these settings."""
+        networks: list[GpuDecoder | DrafterNetwork] = [target, *([drafter] if drafter else [])]
+        stored = [each for network in networks for each in network.parameters().values()]
+        values = sum(tensors_of(each)[0].numel() for each in stored)
+        part = drafter.part if drafter else None
+        width = target.feature_width
+        exchange = exchange_bytes(settings, target.config, self.sizes)
+        return Needs.of(settings, target.own_config, drafter, values, width, part, exchange)
+
+    def _needs_at(self, settings: DecidedSettings, config: ModelConfig) -> Needs:
+        """Return what a rank would need with these settings, whose width may be another."""
+        nowhere = replace(self._maker.placement, device=torch.device("meta"), sums=OWN_SUMS)
+        return self._needs(settings, *self._empty(config, nowhere, gpu_split(settings, config)))
+
+    def _needs_wider(self, config: ModelConfig) -> list[Wider]:
+        return [Wider(wide, self._needs_at(wide, config)) for wide in self._wider]
+
+    def free(self) -> Free:
+        """Count what the allocator has cached as free. Each rank has as much for its slice."""
+        cached = (
+            torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            if self.device.type == "cuda"
+            else 0
+        )
+        free = self._free()[0] + cached
+        if self._ranks is not None:
+            free = self._settings.tensor_parallel * min(free, self._ranks.free()[0])
+        return Free(free, host_memory().available, disk_free(self._settings.state_dir))
+
+    def allocate(self, live: Live, max_model_len: int) -> Memory:
+        assert isinstance(live.target.network, GpuDecoder)
+        settings, model = self._settings, live.target.network
+        network = live.drafter.network if live.drafter else None
+        self._install(model, network)
+        if settings.max_loras:
+            with self._memory(f"{settings.max_loras} LoRA adapters"):
+                self._adapters = GpuAdapterSlots(
+                    model.config, settings.max_loras, settings.max_lora_rank, self._maker.placement
+                )
+                for adapter in live.adapters.values():
+                    self._adapters.fill(adapter.slot, adapter.network)
+        room = self._free()
+        if self._ranks is not None:
+            room = min(room, self._ranks.free())
+        plan = MemoryPlan(settings, self._needs(settings, model, network), max_model_len, *room)
+        check_plan(plan, partial(self._needs_wider, model.config))
+        pages = plan.pages
+        with self._memory(f"{pages} KV pages", plan):
+            streams = self._maker.stream is not None
+            states = make_states(plan, model, self._maker.placement, streams=streams)
+            kv = self._maker.kv(plan, pages, model, network, states)
+            self._orders.order(Allocate(pages, max_model_len), wait=True)
+        cache = kv.cache
+        own: Callable[[list[int]], object] = kv.save
+        if self._ranks is not None and kv.stream is not None:
+            own = self._ranks.drained(kv.stream, own)
+        save, restore = self._orders.copiers(own, kv.restore)
+        memory = Memory(pages, cache.reuse, save, restore, kv)
+        if states is None or network is None:
+            return memory
+        cache.on_reuse.append(states.reuse)
+        detail = describe(plan) + describe_share(settings, network)
+        return replace(memory, states=states, detail=detail)
+
+    def _install(self, target: GpuDecoder, drafter: DrafterNetwork | None) -> None:
+        """Let all ranks compute with these: a restart may have loaded others before."""
+        self._orders.order(Install(key_of(target)), wait=True)
+        if drafter is None:
+            return
+        drafter.follow(target)
+        if self._ranks is not None:
+            self._orders.order(Install(key_of(drafter)), wait=True)
+
+    def equip(
+        self,
+        live: Live,
+        memory: Memory,
+        reach: Reach,
+        page_table_SP: NDArray[np.int32],
+        on_progress: OnProgress,
+        quiet: Quiet,
+    ) -> Equipped:
+        assert isinstance(live.target.network, GpuDecoder) and isinstance(memory.kv, GpuKV)
+        settings, model, kv = self._settings, live.target.network, memory.kv
+        with self._memory("buffers and graphs", kv.plan):
+            pages_per_sequence = page_table_SP.shape[1]
+            state = self._maker.state(model, kv, pages_per_sequence, self._adapters)
+            capture = None
+            if kv.states is not None:
+                pinned = state.upload_U.device.type == "cuda"
+                capture = StateCapture(kv.states, steps=RING, pinned=pinned)
+            passes = self._maker.passes(
+                state,
+                kv,
+                live.drafter,
+                quiet=quiet,
+                drain=self._ranks.drain if self._ranks is not None else synchronize,
+                followers=[capture] if capture else [],
+            )
+            texts = Texts.of(state.batch_slots, kept=bool(passes.drafters))
+            followers: Followers = NO_FOLLOWERS if self._ranks is None else self._ranks
+            runner = GpuRunner(passes, texts, capture=capture, followers=followers)
+            # What the runner's stream will read was written on another.
+            self._maker.synchronize()
+            keys = self.sizes.at_start(settings.max_rows, reach)
+            self._prepare(runner, live, keys, pages_per_sequence, on_progress)
+        graphs = runner.graphs
+        self.recordings.follow(graphs)
+        equipment = GpuEquipment(runner, self._orders, Lent(passes, kv), self._maker.synchronize)
+        taken = (
+            f"{len(graphs.bytes)} graphs, {graphs.total_bytes // 2**20} MiB, "
+            f"{sum(graphs.seconds.values()):.1f} s"
+        )
+        compiled = self._kernels.compiled if self._kernels else 0
+        ahead = f", {compiled} kernels compiled ahead" if compiled else ""
+        detail = f"{taken}{ahead}" if graphs.captures else "launched kernel by kernel"
+        part = live.drafter.network.part if live.drafter else None
+        if self._ranks is not None and part is not None:
+            shared = part.split.of > 1
+            detail += f"; the drafter is {'shared by' if shared else 'whole on'} all ranks"
+        dtype, intermediate = self._maker.placement.dtype, model.own_config.intermediate_size
+        idle = IdleRecorder(runner, self.recordings)
+        return Equipped(
+            runner,
+            runner.texts.end,
+            equipment.install,
+            equipment.free,
+            equipment.reclaim,
+            runner.forget,
+            runner.tables,
+            detail,
+            gemm.in_use(dtype, self.device, intermediate),
+            self.sizes.room,
+            idle,
+            StrategyKernels(runner, self._kernels, keys) if self._kernels else lambda reach: None,
+            idle.prepared,
+            self._orders.ready,
+            self._orders.confirm,
+            self._orders.pids,
+        )
+
+    def _prepare(
+        self,
+        runner: GpuRunner,
+        live: Live,
+        keys: list[DraftKey | ExtendKey],
+        pages_per_sequence: int,
+        on_progress: OnProgress,
+    ) -> None:
+        """Prepare all ranks. The others find compiled kernels in Triton's cache."""
+        ranks = self._ranks
+
+        def equip() -> None:
+            if ranks is not None:
+                ranks.equip(pages_per_sequence, keys)
+
+        networks = [part.network for part in live.by_role.values()]
+        self._maker.prepare(runner, self._kernels, networks, keys, on_progress, on_compiled=equip)
+        if ranks is not None:
+            ranks.begin()
+
+    def _free(self) -> tuple[int, int]:
+        """Return the bytes of the device: free, and in all."""
+        return torch.cuda.mem_get_info(self.device)
+
+    @contextmanager
+    def _memory(self, what: str, plan: MemoryPlan | None = None) -> Iterator[None]:
+        """Turn the allocator's error into one that names the remedy; `plan`: of KV, if it is
+        made.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            free, total = self._free()
+            wider = widen(self._settings, self._wider[0]) if self._wider else ""
+            raise StartupError(
+                exhausted(plan, what, str(error), free=free, total=total, wider=wider)
+            ) from error

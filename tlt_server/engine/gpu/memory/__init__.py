@@ -1,0 +1,1 @@
+"""The memory of a GPU: its budget, the KV, hidden states and captured graphs."""

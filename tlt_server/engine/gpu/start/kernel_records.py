@@ -1,0 +1,182 @@
+"""Records of the kernels that starts needed, in a folder of Triton's cache: with one, the next
+start of the same engine knows what to compile before it has loaded anything.
+
+A record is named by all that its list depends on. It never decides what a kernel computes: Triton
+finds its entries by their own keys, and compiles what it does not find.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from tlt_server.process.private import private_directory, private_file
+
+if TYPE_CHECKING:  # it loads Triton, which `tlt doctor` does not need
+    from tlt_kernels.gpu.variants import Variant
+
+FOLDER = "tlt"
+MAX_BYTES = 64 * 2**20
+# A record grows up to this while its engine serves: more kernels would take a start too long.
+MAX_KERNELS = 1024
+_recorded = count()  # starts of this process
+
+
+class RecordedKernel(Struct, frozen=True, array_like=True):
+    module: str
+    kernel: str
+    specialization: str
+    entry: str  # its directory in Triton's cache
+
+
+class KernelRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    toolchain: dict[str, str]  # what the compiled kernels depend on
+    engine: str  # what else the list depends on: a digest
+    # An engine has started with them on this machine; an import has not.
+    started: bool
+    kernels: tuple[RecordedKernel, ...]
+
+    @property
+    def name(self) -> str:
+        return record_name(self.toolchain, self.engine)
+
+    def complete(self, cache: Path) -> bool:
+        """Return True if Triton's cache has all of its kernels."""
+        return all(any((cache / k.entry).glob("__grp__*.json")) for k in self.kernels)
+
+
+def entry_name(digest: str) -> str:
+    """Return the name of the directory of Triton's cache that has the kernel of this hash."""
+    return base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
+
+
+def record_name(toolchain: Mapping[str, str], engine: str) -> str:
+    """Return the name of the file."""
+    content = msgspec.json.encode([sorted(toolchain.items()), engine])
+    return f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.json"
+
+
+def cache_directory() -> Path:
+    """Return the directory of Triton's cache."""
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
+
+
+def toolchain() -> dict[str, str]:
+    """Return all that compiled kernels depend on, in the words of a message."""
+    import torch
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.runtime.cache import triton_key
+
+    on_gpu = torch.cuda.is_available()
+    major, minor = torch.cuda.get_device_capability() if on_gpu else (0, 0)
+    variables = sorted(get_cache_invalidating_env_vars().items())
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else "none",
+        "capability": f"{major}.{minor}",
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
+        "triton": f"{triton.__version__} ({_digest(triton_key())})",
+        "variables": " ".join(f"{name}={value}" for name, value in variables),
+        "kernels": sources("tlt_kernels.gpu"),
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def sources(package: str) -> str:
+    """Return a digest of a package's Python files."""
+    found = find_spec(package)
+    assert found is not None and found.submodule_search_locations
+    digest = hashlib.sha256()
+    for location in found.submodule_search_locations:
+        for path in sorted(Path(location).rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(location)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def read_record(cache: Path, name: str) -> KernelRecord | None:
+    """Return a record; None where there is none. One that is damaged is named, and not used."""
+    path = cache / FOLDER / name
+    if not path.exists():
+        return None
+    try:
+        with path.open("rb") as file:
+            record = msgspec.json.decode(file.read(MAX_BYTES), type=KernelRecord)
+        if record.name != name:
+            raise ValueError(f"it is a record for {record.name}")
+    except (OSError, ValueError, RecursionError) as error:
+        print(f"tlt: {path} is not used, and made again: {error}", file=sys.stderr)
+        return None
+    return record
+
+
+def records(cache: Path) -> Iterator[KernelRecord]:
+    """Yield the records of a cache that can be read."""
+    for path in sorted((cache / FOLDER).glob("*.json")):
+        if record := read_record(cache, path.name):
+            yield record
+
+
+def write_record(cache: Path, record: KernelRecord) -> None:
+    """Write a record at once. A full disk costs the record, not the engine."""
+    path = cache / FOLDER / record.name
+    draft = path.with_suffix(f".new{os.getpid()}")
+    try:
+        private_directory(cache / FOLDER, parents=True, exist_ok=True)
+        with open(draft, "wb", opener=private_file) as file:
+            file.write(msgspec.json.encode(record))
+        os.replace(draft, path)
+    except OSError as error:
+        print(f"tlt: {path} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def extend_record(cache: Path, name: str, found: Mapping[Variant, str]) -> None:
+    """Add kernels to a record, if there is one and it has room. `found`: the hash of each."""
+    record = read_record(cache, name)
+    if record is None:
+        return
+    added = _recorded_kernels(found)
+    kernels = tuple(dict.fromkeys((*record.kernels, *added)))
+    if len(record.kernels) < len(kernels) <= MAX_KERNELS:
+        write_record(cache, msgspec.structs.replace(record, kernels=kernels))
+
+
+def _recorded_kernels(found: Mapping[Variant, str]) -> list[RecordedKernel]:
+    return [RecordedKernel(*variant, entry_name(digest)) for variant, digest in found.items()]
+
+
+@contextmanager
+def recorded(
+    cache: Path, known: KernelRecord | None, toolchain: Mapping[str, str], engine: str
+) -> Iterator[None]:
+    """Record what is known and the kernels that the block loads, if there is news. Only the first
+    start of a process is recorded.
+    """
+    from tlt_kernels.gpu.variants import loaded
+
+    with loaded() as found:
+        yield
+    if next(_recorded):
+        return  # what this process has loaded before was not seen to be loaded
+    before = dict.fromkeys(known.kernels) if known else {}
+    kernels = tuple(before | dict.fromkeys(_recorded_kernels(found)))
+    record = KernelRecord(dict(toolchain), engine, True, kernels)
+    if known is None or not known.started or set(known.kernels) != set(kernels):
+        write_record(cache, record)

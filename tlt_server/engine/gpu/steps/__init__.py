@@ -1,0 +1,1 @@
+"""A step on a GPU: its state, drafts, rows and results."""

@@ -1,0 +1,102 @@
+"""Drafters on a GPU: one file each, named in `speculation.drafters.DRAFTERS`. They fill a table of
+candidate nodes and never wait for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Trees
+from tlt_server.attention.gpu import GpuAttention
+from tlt_server.attention.rows import KVCache
+from tlt_server.engine.gpu.steps.drafts.tables import DeviceTable
+from tlt_server.engine.gpu.steps.state import DeviceState
+from tlt_server.models import Forward
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.weights.parts import Drafter
+from tlt_server.wire.records import DraftLimits
+
+
+class DraftKey(NamedTuple):
+    """Static shapes of a draft pass."""
+
+    drafter: str
+    batch: int
+    depth: int
+    width: int
+
+
+def index_of(drafter: str) -> int:
+    """Return the bit of a drafter in `BatchSlots.drafters_Q`."""
+    return list(DRAFTERS).index(drafter)
+
+
+def drafters_of(limits: DraftLimits | None) -> int:
+    """Return the bits of the drafters that may draft for a request."""
+    if limits is None:
+        return 0
+    return sum(1 << i for i, name in enumerate(DRAFTERS) if limits.permits(name))
+
+
+class DraftPass(Protocol):
+    """The pass of one key, with its buffers; captured."""
+
+    key: DraftKey
+    nodes: Nodes
+    own_columns: int  # the drafter's own nodes; branches stand after them
+
+    def run(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class NetworkStorage:
+    """Device memory of the drafter's network, where there is one."""
+
+    drafter: Drafter
+    cache: KVCache
+    attention: GpuAttention
+    # The hint after each page's last position, for sequences that find the page by its prefix.
+    page_hint_PH: Tensor
+    held: bool  # what its table learns is put in force by `DeviceTable.renew` alone
+
+
+class Follower(Protocol):
+    def follow(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
+        """Take what it needs of the rows that the target has computed, as part of every extend
+        pass.
+        """
+
+
+class GpuDrafter(Follower, Protocol):
+    network: Any  # the one that a push exchanges; None where it drafts without one
+
+    @classmethod
+    def make(cls, state: DeviceState, storage: NetworkStorage | None) -> Self: ...
+
+    def tables(self, stream: torch.cuda.Stream | None) -> Mapping[str, DeviceTable]:
+        """Return its tables of survivals, by name. `stream`: that of the passes."""
+
+    def install(self, changed: Drafter) -> None:
+        """Draft with another network's values from the next step on, and with its table, of which
+        nothing is observed yet.
+        """
+
+    def begin_again(self, edge_G: NDArray[np.float32], survival_K: NDArray[np.float32]) -> None:
+        """Take a table for its network, of which nothing is observed yet."""
+
+    def draft_pass(self, key: DraftKey) -> DraftPass: ...
+
+    def observe(
+        self, trees: Trees, kept: KeptRows, nodes: Nodes, rows: RowTable, decode_rows: int
+    ) -> None:
+        """Learn from what was accepted of the nodes."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return values of the recent past, without waiting for the device."""

@@ -1,0 +1,1 @@
+"""New weights, adapters and readings of weights, between two steps."""

@@ -1,0 +1,1 @@
+"""The ranks of a target that several processes share."""

@@ -1,0 +1,397 @@
+"""The ranks of a target that several processes share, as rank 0 sees them.
+
+`Ranks` starts the others, sends them orders, and notices their death; `NoRanks` is the one of a
+target that this process has alone. A rank that dies, falls silent or differs ends the epoch with
+one error: the supervisor starts the next one, and requests go on with the same tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from tlt_server.attention.rows import Rows
+from tlt_server.engine.exchange.gloo import GlooExchange
+from tlt_server.engine.exchange.meeting import meeting_folder
+from tlt_server.engine.ranks import orders
+from tlt_server.engine.ranks import processes as rank_processes
+from tlt_server.engine.ranks.agreement import sum_of_states
+from tlt_server.engine.ranks.answers import POLL_S, RankAnswers
+from tlt_server.engine.ranks.arena import Arena, arena_bytes, layout
+from tlt_server.engine.ranks.orders import Envelope, RankStart
+from tlt_server.engine.ranks.shared_models import SharedSplit, key_of
+from tlt_server.engine.settings import DecidedSettings, encode_settings
+from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.environment import NO_MULTICAST
+from tlt_server.models.split import Alone, RankExchange, Split
+
+Taken = TypeVar("Taken")
+RANK = "tlt_server.engine.ranks.rank"
+SEND_S = 10.0  # for room in a rank's socket
+BEAT_S = 3.0  # between two looks whether idle ranks live
+
+Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
+
+
+class RankOrders(Protocol):
+    """Everything that rank 0 tells the others, and their state."""
+
+    @property
+    def pids(self) -> list[int]: ...
+
+    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
+        """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not,
+        `torch.OutOfMemoryError` where it had no room.
+        """
+
+    def confirm(self) -> None:
+        """Wait until all have followed every order so far, with the errors of `order`."""
+
+    def check(self) -> None:
+        """`EngineFailed` where a rank has ended, or is silent."""
+
+    def ready(self) -> None:
+        """Wait less from now on: all have warmed up, and compile nothing more."""
+
+    def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
+        """Return `sum_of_states`, which all ranks compare; 0 where there is one."""
+
+    def copiers(self, *own: *Copiers) -> Copiers:
+        """Return what saves and restores pages on all ranks, from what does on this one."""
+
+
+class NoRanks:
+    pids: list[int] = []
+
+    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None: ...
+
+    def confirm(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def ready(self) -> None: ...
+
+    def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
+        return 0
+
+    def copiers(self, *own: *Copiers) -> Copiers:
+        return own
+
+
+NO_RANKS = NoRanks()
+
+
+class SavedOnRanks:
+    """Saved pages of this rank, and the key of those of the others, which go with it."""
+
+    def __init__(self, key: int, own: object) -> None:
+        self.key, self.own = key, own
+
+
+class Ranks:
+    moves = False  # whether a sleep takes memory of shards that is then at another address
+    answer_s = 10.0  # an answer is awaited so long once all are ready
+
+    def __init__(self, settings: DecidedSettings, config: ModelConfig) -> None:
+        """Start the other ranks. `EngineFailed` if one cannot start, or not in time."""
+        self._count, self._threads = settings.tensor_parallel, settings.rank_threads
+        self._epoch, self._sent = secrets.token_hex(8), 0
+        self._lock = threading.RLock()  # the staging thread sends, too
+        # Keys of models to be dropped, each with what frees its memory; garbage of any thread.
+        self._models: deque[tuple[int, Callable[[], None]]] = deque()
+        self._freed: list[tuple[int, Callable[[], None]]] = []  # once this order is followed
+        self._saved: deque[int] = deque()
+        self._keys, self._starting = 0, True
+        self._beaten, self._quiet_s, self._looked_s = 0, 0.0, 0.0  # an order that awaits answers
+        self._context = zmq.Context()
+        self._sockets: list[socket.socket | zmq.Socket[bytes]] = []
+        self._sides: list[socket.socket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._on_ready: Callable[[], None] = lambda: None
+        self.exchange: RankExchange = Alone()
+        self._closers: list[Callable[[], None]] = []  # free the memory that the other ranks read
+        self._end = weakref.finalize(
+            self, _ended, self._processes, self._sockets, self._context, self._closers
+        )
+        with meeting_folder(settings.directory) as directory:
+            others = range(1, self._count)
+            self._orders = [self._bound(zmq.PUSH, directory / str(rank)) for rank in others]
+            inbox = self._bound(zmq.PULL, directory / "0")
+            self._answers = RankAnswers(inbox, self._count - 1, self.check_ended)
+            for rank in others:
+                self._launch(settings, config, directory, rank)
+            self._met("begin")  # so the exchange waits for none that cannot
+            self.join(directory)
+            self._met("join")  # so none reads the directory any more
+
+    def join(self, directory: Path) -> None:
+        """Get ready to exchange with the others, which do so, too."""
+        store, place = directory / "store", lambda: f" after order {self._sent}"
+        left = partial(self.check_ended, left=True)
+        gloo = GlooExchange(store, 0, self._count, left=left, place=place)
+        self._on_ready, self.exchange = gloo.ready, gloo
+
+    def _met(self, what: str) -> None:
+        """Wait until all have come so far."""
+        self._answers.expect(0, what)
+        self._answers.of(0)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End the other ranks; so does the end of this process."""
+        self._end()
+
+    def _bound(self, kind: int, path: Path) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        self._sockets.append(made)
+        made.setsockopt(zmq.LINGER, 0)
+        made.bind(f"ipc://{path}")
+        return made
+
+    def _launch(
+        self, settings: DecidedSettings, config: ModelConfig, directory: Path, rank: int
+    ) -> None:
+        start = RankStart(
+            epoch=self._epoch,
+            rank=rank,
+            ranks=self._count,
+            device=settings.device,
+            directory=str(directory),
+            # No settings may name the device of tests, so it is told apart.
+            settings=encode_settings(replace(settings, device="cpu")).decode(),
+            max_position=config.max_position,
+            threads=self._threads,
+        )
+        mine, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", RANK, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **NO_MULTICAST},
+            )
+        self._sides.append(mine)
+        self._sockets.append(mine)
+        self._processes.append(process)
+        assert process.stdin is not None
+        try:
+            with process.stdin as line:
+                line.write(msgspec.json.encode(start) + b"\n")
+        except ConnectionError:
+            self.check_ended(left=True)
+            raise EngineFailed(f"rank {rank} has ended: it takes no settings") from None
+
+    # -- orders ------------------------------------------------------------------------------------
+
+    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
+        self.ask(order) if wait else self._send(order, asks=False)
+
+    def confirm(self) -> None:
+        self.ask(orders.Beat())
+
+    def free_dropped(self) -> None:
+        """Free the memory of all models that have been dropped."""
+        self.ask(orders.Drop([], []))
+
+    def ask(self, order: msgspec.Struct) -> list[str]:
+        """Send an order, and return the answers of all ranks."""
+        with self._lock:
+            return self.answered(self._send(order, asks=True))
+
+    def _send(self, order: msgspec.Struct, *, asks: bool) -> int:
+        with self._lock:
+            if self._models or self._saved:
+                models = _taken(self._models)
+                gone = orders.Drop([key for key, _ in models], _taken(self._saved))
+                number = self._post(gone, asks=False)
+                self._freed += [(number, free) for _, free in models]
+            return self._post(order, asks=asks)
+
+    def _post(self, order: msgspec.Struct, *, asks: bool) -> int:
+        self._sent += 1
+        if asks:
+            self._answers.expect(self._sent, type(order).__name__)
+        data = orders.encoded(Envelope(self._epoch, self._sent, asks, order))
+        for rank, each in enumerate(self._orders, 1):
+            until_s = time.monotonic() + SEND_S
+            while not each.poll(int(1000 * POLL_S), zmq.POLLOUT):
+                self.check_ended()
+                if time.monotonic() > until_s:
+                    raise EngineFailed(
+                        f"rank {rank} did not take order {self._sent} ({type(order).__name__}) in "
+                        f"{SEND_S:g} s: its socket is full"
+                    )
+            each.send(data)
+        return self._sent
+
+    def answered(self, number: int) -> list[str]:
+        """Return the texts of all ranks' answers to this order. Errors as of `RankOrders.order`."""
+        with self._lock:
+            texts = self._answers.of(number)
+            for _, free in (each for each in self._freed if each[0] < number):
+                free()
+            self._freed = [each for each in self._freed if each[0] >= number]
+            return texts
+
+    def ready(self) -> None:
+        self._starting, self._looked_s = False, time.monotonic()
+        self._answers.patience_s = self.answer_s
+        self._on_ready()
+
+    def check(self) -> None:
+        self.check_ended()
+        if self._starting or not self._lock.acquire(blocking=False):
+            return  # another thread waits for an answer
+        try:
+            self._beat()
+        finally:
+            self._lock.release()
+
+    def _beat(self) -> None:
+        """Ask now and then whether all ranks live: steps tell it, but an engine may be idle."""
+        now_s = time.monotonic()
+        # While this process was busy the others may have been, too.
+        self._quiet_s += min(now_s - self._looked_s, BEAT_S)
+        self._looked_s = now_s
+        if not self._beaten:
+            if self._quiet_s > BEAT_S:
+                self._beaten, self._quiet_s = self._send(orders.Beat(), asks=True), 0.0
+        elif self._answers.complete(self._beaten):
+            self.answered(self._beaten)  # frees what was dropped before it
+            self._beaten, self._quiet_s = 0, 0.0
+        elif self._quiet_s > self.answer_s - BEAT_S:
+            self._answers.give_up(self._beaten, self.answer_s - BEAT_S)
+
+    def check_ended(self, *, left: bool = False) -> None:
+        """Errors as of `rank_processes.check`."""
+        rank_processes.check(self._processes, left=left)
+
+    def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
+        return sum_of_states(hidden_RH, rows)
+
+    # -- models and pages --------------------------------------------------------------------------
+
+    def split(self, split: Split) -> Split:
+        """Return rank 0's split, whose models have the shards of all ranks."""
+        given = split.leaves, 0, self._count, self.exchange, split.whole, split.token_block
+        return SharedSplit(*given, ranks=self)
+
+    def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
+        """Return memory for the model that `make` makes on the meta device, which the rank can map;
+        None: this rank's is no different from any other.
+        """
+        with torch.device("meta"):
+            size = arena_bytes(make().own_parameters().values())
+        return Arena.file(size)
+
+    def new_key(self) -> int:
+        with self._lock:
+            self._keys += 1
+            return self._keys
+
+    def hand_over(self, arenas: Sequence[Arena], order: orders.LoadShard | orders.MapShard) -> None:
+        """Send each rank its memory, and the order for which it is."""
+        with self._lock:
+            for rank, (side, arena) in enumerate(zip(self._sides, arenas, strict=True), 1):
+                data = order.key.to_bytes(8, "little") + arena.grant
+                try:
+                    socket.send_fds(side, [data], arena.descriptors)
+                except ConnectionError:
+                    self.check_ended(left=True)
+                    raise EngineFailed(f"rank {rank} has ended: it takes no memory") from None
+                arena.close()
+            self.order(order, wait=order.waits)
+
+    def drop_model(self, key: int, arenas: Sequence[Arena]) -> None:
+        """Have the ranks forget a model; called when this process has, in any thread."""
+        closers = self._closers
+
+        def free() -> None:
+            closers.remove(free)
+            for arena in arenas:
+                arena.free()
+
+        closers.append(free)
+        self._models.append((key, free))
+
+    def test(self, target: Decoder) -> None:
+        """Test the numerics of every rank. `StartupError` where they differ from rank 0's."""
+        key = key_of(target)
+        own = target.numerics.method.name
+        found = self.ask(orders.CheckNumerics(key))
+        for peer, text in zip(target.peers, found, strict=True):
+            method, _, lies = text.partition("; ")
+            if method != own or lies != layout(peer):
+                raise StartupError(
+                    f"rank {peer.split.rank} has {method} and another layout of its weights or "
+                    f"method than rank 0, which has {own}; start the same version on one machine"
+                )
+
+    def copiers(self, *own: *Copiers) -> Copiers:
+        own_save, own_restore = own
+
+        def save(pages: list[int]) -> SavedOnRanks:
+            key = self.new_key()
+            self.order(orders.Save(key, pages))
+            saved = SavedOnRanks(key, own_save(pages))
+            weakref.finalize(saved, self._saved.append, key)
+            return saved
+
+        def restore(saved: SavedOnRanks, pages: list[int]) -> None:
+            self.order(orders.Restore(saved.key, pages))
+            own_restore(saved.own, pages)
+
+        return save, restore
+
+
+def reclaim_on(ranks: RankOrders, free_own: Callable[[], None]) -> None:
+    """Let the other ranks take the memory of pages again, as this one has. Where one has no room
+    nothing is taken: `torch.OutOfMemoryError`.
+    """
+    try:
+        ranks.order(orders.ReclaimPages(), wait=True)
+    except torch.OutOfMemoryError:
+        ranks.order(orders.FreePages(), wait=True)
+        free_own()
+        raise
+
+
+def _taken(keys: deque[Taken]) -> list[Taken]:
+    return [keys.popleft() for _ in range(len(keys))]
+
+
+def _ended(
+    processes: list[subprocess.Popen[bytes]],
+    sockets: list[socket.socket | zmq.Socket[bytes]],
+    context: zmq.Context[Any],
+    closers: list[Callable[[], None]],
+) -> None:
+    """Leave no process: a rank has nothing to save. Then nothing reads what this one shared."""
+    rank_processes.end(processes)
+    for each in sockets:  # a context that ends waits for all of its sockets
+        each.close()
+    context.term()
+    for close in [*closers]:
+        close()

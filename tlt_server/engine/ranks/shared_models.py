@@ -1,0 +1,113 @@
+"""Models that several ranks share: rank 0 builds the shards of all, on memory that the ranks map,
+and takes that memory from them and gives it again when weights sleep and wake.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tlt_server.engine.ranks.arena import Arena
+from tlt_server.engine.ranks.orders import LoadShard, MapShard, UnmapShard
+from tlt_server.models.split import Split
+
+
+class ModelRanks(Protocol):
+    """The ranks as a shared model needs them; see `ranks.Ranks`."""
+
+    moves: bool
+
+    def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None: ...
+
+    def new_key(self) -> int: ...
+
+    def hand_over(self, arenas: Sequence[Arena], order: LoadShard | MapShard) -> None: ...
+
+    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None: ...
+
+    def drop_model(self, key: int, arenas: Sequence[Arena]) -> None: ...
+
+
+@dataclass(frozen=True)
+class SharedSplit(Split):
+    """Rank 0's split: what it builds has the shards of all ranks, on memory that they map."""
+
+    ranks: ModelRanks | None = None
+    held: HeldShards | None = None
+
+    @property
+    def lent(self) -> HeldShards | None:
+        """Return the memory that is at another address after a sleep."""
+        return self.held if self.ranks is not None and self.ranks.moves else None
+
+    def build(self, make: Callable[[Split], Any], target: Any = None) -> Any:
+        """`target`: a drafter's."""
+        assert self.ranks is not None
+        _, *others = self.all
+        own = replace(self, held=None)  # else one model might keep the memory of another
+        models, arenas = list[Any](), list[Arena]()
+        try:
+            for split in (own, *others):
+                given = split.leaves, split.rank, split.of, split.exchange, split.whole
+                plain = Split(*given, split.token_block)
+                arena = self.ranks.arena(split.rank, partial(make, plain))
+                arenas += [arena] if arena and split.rank else []
+                models.append(arena.fill(partial(make, split)) if arena else make(split))
+        except Exception:  # memory may last for some ranks only
+            for arena in arenas:
+                arena.free()
+            raise
+        held = HeldShards(self.ranks, arenas)
+        held.load(key_of(target) if target is not None else 0)
+        first = models[0]
+        first.split, first.peers = replace(self, held=held), tuple(models[1:])
+        return first
+
+
+class HeldShards:
+    """The memory of the other ranks' shards of one model. It lives as long as the model's storage
+    is used: models may exchange it.
+    """
+
+    def __init__(self, ranks: ModelRanks, arenas: Sequence[Arena]) -> None:
+        self._ranks, self._arenas, self.key = ranks, arenas, ranks.new_key()
+        weakref.finalize(self, ranks.drop_model, self.key, arenas)
+
+    def load(self, target: int) -> None:
+        """Let each rank make its shard. `target`: see `LoadShard`."""
+        self._ranks.hand_over(self._arenas, LoadShard(self.key, target))
+
+    @property
+    def contents(self) -> list[Tensor]:
+        return [arena.content for arena in self._arenas]
+
+    def free(self) -> None:
+        """Give the memory back on every rank; nothing may read it before `reclaim`."""
+        self._ranks.order(UnmapShard(self.key), wait=True)
+        for arena in self._arenas:
+            arena.let_go()
+
+    def reclaim(self) -> None:
+        """Take it again, content undefined; `torch.OutOfMemoryError`, and all is given back, where
+        a rank has no room.
+        """
+        try:
+            for arena in self._arenas:
+                arena.renew()
+            self._ranks.hand_over(self._arenas, MapShard(self.key))
+        except torch.OutOfMemoryError:
+            self.free()
+            raise
+
+
+def key_of(model: Any) -> int:
+    """Return the key that orders name this model's storage by; 0 without other ranks."""
+    split = model.split
+    return split.held.key if isinstance(split, SharedSplit) and split.held else 0

@@ -1,0 +1,1 @@
+"""Records sequences and their hidden states for the training of a drafter."""

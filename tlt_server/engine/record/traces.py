@@ -1,0 +1,207 @@
+"""The record of sequences while they run, for the training of a drafter.
+
+A `Trace` belongs to one sequence and takes six small numbers per cycle. At the sequence's end the
+`Recorder` packs them with its tokens and offers them to the ring that the trainer process reads. No
+step waits for that: a full ring drops the sequence and counts it. Without training there are no
+traces.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.engine.record.hidden_states import Capture, StateSource
+from tlt_server.errors import StartupError
+from tlt_server.samples.ring import RingProducer
+from tlt_server.samples.sample import Cycles, EndReason, HowDrafted, Sample, encode_sample
+from tlt_server.samples.tables import TableFile, table_file
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.wire.records import OFF, DraftLimits, GenerateRequest, Strategy
+
+if TYPE_CHECKING:
+    from tlt_server.engine.schedule.batch import Emission
+    from tlt_server.engine.schedule.sequence import Sequence
+    from tlt_server.engine.settings import EngineSettings
+
+KEPT = 4096  # strategies with limits that are remembered
+TURN = 4096  # steps for which a calibration table is in force
+
+
+class HeldTable(Protocol):
+    """The table of a drafter, which changes by `renew` alone."""
+
+    def renew(self) -> NDArray[np.float32]:
+        """Put what was learnt in force, and return it, [K]."""
+
+
+class Noting(Protocol):
+    """Notes what becomes of one sequence."""
+
+    def emitted(
+        self, sequence: Sequence, emission: Emission, strategy: Strategy, *, decodes: bool
+    ) -> None: ...
+
+    def ended(self, sequence: Sequence, reason: str) -> None: ...
+
+
+class Trace:
+    """The cycles and the version spans of one sequence."""
+
+    __slots__ = ("_how", "_recorder", "cycles", "spans")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._how: dict[HowDrafted, int] = {}
+        self.cycles = array("q")
+        self.spans: list[tuple[int, str]] = []
+
+    def emitted(
+        self, sequence: Sequence, emission: Emission, strategy: Strategy, *, decodes: bool
+    ) -> None:
+        """Note what a step gave the sequence, which does not have the tokens yet."""
+        if not emission.tokens:
+            return
+        version = emission.weight_version
+        if not self.spans or self.spans[-1][1] != version:
+            self.spans.append((sequence.output_len, version))
+        if decodes:
+            own = 0 if emission.own_drafted is None else 1 + emission.own_drafted
+            drafted = self._recorder.drafted(strategy, sequence.request.draft_limits)
+            how = self._how.setdefault(drafted, len(self._how))
+            accepted = emission.followed
+            self.cycles.extend((sequence.length - 1, 1 + emission.drafted, own, *accepted, how))
+
+    def ended(self, sequence: Sequence, reason: str) -> None:
+        """Offer the sequence, which still has its pages. An error leaves nothing to learn from."""
+        if sequence.output_len and reason in get_args(EndReason):
+            self._recorder.offer(sequence, self, [*self._how], cast(EndReason, reason))
+
+
+class Recorder:
+    def __init__(
+        self,
+        ring: RingProducer,
+        drafter: str,
+        capture: Capture | None = None,
+        table: HeldTable | None = None,
+        tables: TableFile | None = None,
+    ) -> None:
+        """`drafter`: version of its weights. `table`: its calibration, if it has any; those in
+        force go to `tables`.
+        """
+        self._ring, self._drafter, self.capture = ring, drafter, capture
+        self._table, self._tables = table, tables
+        self._calibration, self._steps = drafter, TURN  # the first step names the table
+        self._drafted: dict[tuple[Strategy, DraftLimits | None], HowDrafted] = {}
+        self.offered = self.dropped = 0
+
+    def trace(self, request: GenerateRequest) -> Trace | None:
+        """Return a trace for a sequence that may be recorded. One that an earlier engine started
+        has no record of its first tokens, and the drafter learns to follow the target without
+        adapters.
+        """
+        kept = request.train and not request.generated and not request.lora
+        return Trace(self) if kept else None
+
+    def installed(self, drafter: str) -> None:
+        """Note that a drafter of this version is in force, with its table."""
+        self._drafter = drafter
+        self.renew()
+
+    @property
+    def due(self) -> bool:
+        """Return True if it is time for another table; asked once a step."""
+        self._steps += 1
+        return self._steps > TURN
+
+    def renew(self) -> None:
+        """Put what the drafter's table has learnt in force. No step is in flight."""
+        self._steps, self._calibration = 0, self._drafter
+        if self._table is not None and self._tables is not None:
+            self._calibration = self._tables.add(self._drafter, self._table.renew())
+        self._drafted.clear()
+
+    def drafted(self, strategy: Strategy, limits: DraftLimits | None) -> HowDrafted:
+        """Return how a step of this strategy drafts for a request with these limits."""
+        found = self._drafted.get((strategy, limits))
+        if found is None:
+            if limits is None or not strategy.drafter or not limits.permits(strategy.drafter):
+                found = HowDrafted(OFF, "")
+            else:
+                depth = min(strategy.depth, limits.max_depth)
+                shape = Strategy(strategy.drafter, depth, strategy.width)
+                # A chain is the same under any table of the drafter.
+                table = self._calibration if strategy.width > 1 else self._drafter
+                found = HowDrafted(shape, table)
+            if len(self._drafted) >= KEPT:
+                self._drafted.clear()
+            self._drafted[strategy, limits] = found
+        return found
+
+    def offer(
+        self, sequence: Sequence, trace: Trace, drafted: list[HowDrafted], reason: EndReason
+    ) -> None:
+        """Pack the sequence and put it into the ring, or count it as dropped."""
+        self.offered += 1
+        try:
+            cycles = Cycles(trace.cycles, drafted)
+        except ValueError:  # more strategies or rows than the format holds
+            self.dropped += 1
+            return
+        request, sampling = sequence.request, sequence.request.sampling
+        sample = Sample(
+            tokens=sequence.tokens.astype("<i4").tobytes(),
+            prompt_len=sequence.prompt_len,
+            group=request.group_id,
+            owner=request.owner,
+            seed=request.seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            end=reason,
+            spans=trace.spans,
+            **vars(cycles),
+        )
+        kept = self._ring.offer(encode_sample(sample))
+        self.dropped += not kept
+        if kept and self.capture:
+            self.capture.ended(sequence, sample.version)
+
+    def gauges(self) -> dict[str, float]:
+        own = {"samples_offered": self.offered, "samples_dropped": self.dropped}
+        return own | (self.capture.gauges() if self.capture else {})
+
+
+def recorder_of(
+    settings: EngineSettings,
+    drafter: str,
+    states: StateSource | None,
+    tables: Mapping[str, HeldTable],
+) -> Recorder | None:
+    """`drafter`: version of its weights. `tables`: those of all drafters, by name.
+
+    Return the recorder of an engine; None without a ring, where nothing is kept. `StartupError`
+    if features are to be captured and the device keeps none.
+    """
+    if settings.sample_ring is None:
+        return None
+    capture = None
+    if settings.feature_ring is not None:
+        if states is None:
+            raise StartupError(
+                "drafter_feature_mb asks for features, which are captured only with an EAGLE "
+                "drafter; set it to 0"
+            )
+        capture = Capture(RingProducer(Path(settings.feature_ring)), states)
+    ring = Path(settings.sample_ring)
+    own = [name for name in settings.drafters if DRAFTERS[name].needs_weights]
+    table = tables[own[0]] if own else None
+    return Recorder(RingProducer(ring), drafter, capture, table, TableFile(table_file(ring)))

@@ -1,0 +1,1 @@
+"""Samples tokens, and says which tokens may follow."""

@@ -1,0 +1,1 @@
+"""Decides who runs in the next step, and applies what a step found. No tensors."""

@@ -1,0 +1,1 @@
+"""Builds an engine from its settings, and runs its first steps."""

@@ -1,0 +1,387 @@
+"""Builds an engine from its settings in timed phases: model, KV, runner with drafters, scheduler,
+policy. The device makes model, KV and runner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+import msgspec
+
+from tlt_client.channels import Intake
+from tlt_client.channels.groups import Groups
+from tlt_client.channels.line import made_directory
+from tlt_server.engine.devices import Device, Equipped, Memory, make_device
+from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, look
+from tlt_server.engine.devices.sizing import served_length
+from tlt_server.engine.gate import StepGate
+from tlt_server.engine.halt import Halt
+from tlt_server.engine.knowledge_file import KnowledgeFile, code
+from tlt_server.engine.loop import Engine, settle
+from tlt_server.engine.phases import OnPhase, OnProgress, Phases
+from tlt_server.engine.policy_changes import PolicyChanges
+from tlt_server.engine.pushes.pushes import WeightPushes
+from tlt_server.engine.record.traces import recorder_of
+from tlt_server.engine.sampling.sampler import SamplingState
+from tlt_server.engine.sampling.structures import Structures
+from tlt_server.engine.schedule.pages import PagePool
+from tlt_server.engine.schedule.running import RunningSet
+from tlt_server.engine.schedule.scheduler import Scheduler
+from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.settings import DecidedSettings, EngineSettings
+from tlt_server.engine.start.checkpoints import check_checkpoints
+from tlt_server.engine.start.profiling import StepProfile, nothing_learnt, warm_up
+from tlt_server.errors import InvalidRequest
+from tlt_server.models.config import ModelConfig
+from tlt_server.process.machine import processor
+from tlt_server.samples.activity import ActivityReader
+from tlt_server.speculation.canary import Canary
+from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
+from tlt_server.speculation.policies import POLICIES, Policy, Setup
+from tlt_server.speculation.policies.arms import ladder
+from tlt_server.speculation.policies.pinned import Pinned, limit
+from tlt_server.speculation.switches import SwitchLog
+from tlt_server.weights.dormant import Dormant
+from tlt_server.weights.options import Options
+from tlt_server.weights.parts import Changed, Live
+from tlt_server.weights.restore import Restored, restore
+from tlt_server.weights.spool import Spool
+from tlt_server.weights.storage import Storage
+from tlt_server.weights.transaction import Transaction
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.events import CHECKED, EngineInfo
+from tlt_server.wire.records import Arms, GenerateRequest, Strategy
+
+KEPT_POLICIES = 8  # policies whose memory is kept while others are in force
+PROFILE_S = 2.0  # time for the steps that are measured at start
+
+
+def assemble(
+    settings: EngineSettings,
+    on_phase: OnPhase = lambda name, seconds, detail: None,
+    on_start: Callable[[list[str]], None] = lambda ids: None,
+    on_progress: OnProgress = lambda name, done, of: None,
+    make_device: Callable[[DecidedSettings], Device] = make_device,
+) -> tuple[Engine, EngineInfo]:
+    """Return a ready engine and its description. `StartupError` names what cannot be used and the
+    remedy.
+
+    `on_start`: see `Scheduler`. `on_progress`: gets the name of a phase that begins, with
+    0 of 0, or of a part of it that has steps, with those done and their number.
+    """
+    phase = Phases(on_phase, on_progress)
+    with phase("choose device") as detail:
+        gpu = look() if settings.device in (None, "cuda") else Gpu()
+        choice = choose(settings, gpu, ModelFiles(Path(settings.model)))
+        settings = choice.settings
+        device = make_device(settings)
+        detail.append(choice.describe())
+    with phase(CHECKED):
+        check_checkpoints(settings)
+    with phase("load kernels") as detail:
+        detail.append(device.compile(on_progress))
+    spool = (
+        Spool(Path(settings.state_dir), str(Path(settings.model).resolve()))
+        if settings.state_dir
+        else None
+    )
+    drafter = settings.drafter_directory
+    parse_calibration = (
+        find_loader(drafter, settings.device).parse_calibration if drafter else _unexpected
+    )
+    options = _options(settings, device, spool, parse_calibration)
+    with phase("load model") as detail:
+        config = ModelConfig.read(Path(settings.model))
+        max_model_len = served_length(settings, config)
+        live, lost = Restored(device.load(replace(config, max_position=max_model_len)), {})
+        if spool:
+            live, lost = restore(spool, live, options)
+        detail.append(str(settings.model))
+    with phase("allocate KV") as detail:
+        memory = device.allocate(live, max_model_len)
+        max_model_len = min(max_model_len, memory.pages * settings.page_size)
+        detail.append(
+            f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to "
+            f"{max_model_len}{memory.detail}"
+        )
+    knowledge = Knowledge(settings.drafters, settings.device)
+    learning = lru_cache(KEPT_POLICIES)(partial(_learning_policy, settings, knowledge, device))
+    make_policy = partial(_make_policy, settings, learning)
+    policy = make_policy(SetPolicy(settings.policy, settings.strategy))
+
+    running = RunningSet(
+        PagePool(memory.pages, settings.page_size, on_reuse=memory.on_reuse),
+        max_running=settings.max_running,
+        max_pages_per_sequence=-(-max_model_len // settings.page_size),
+    )
+    with phase("prepare runner") as detail:
+        equipped = device.equip(
+            live,
+            memory,
+            policy.strategies,
+            running.page_table_SP,
+            on_progress,
+            lambda: not options.intake.groups.hold_gpu,
+        )
+        matmuls = f"matmuls {equipped.matmuls}" if equipped.matmuls else ""
+        drafters = f"drafters: {', '.join(settings.drafters) or 'none'}"
+        described = (drafters, matmuls, equipped.detail)
+        detail.append("; ".join(part for part in described if part))
+    engine = _connect(
+        settings,
+        live,
+        knowledge,
+        policy,
+        make_policy,
+        running,
+        memory,
+        equipped,
+        options,
+        on_start,
+        _made_by(settings, gpu, device, live),
+    )
+    with phase("warm up"):
+        if device.warms_up:
+            with nothing_learnt(engine):
+                arms = ladder(settings.drafters, settings.device).arms
+                warm_up(engine, arms, live.target.network.vocab_size, max_model_len)
+    with phase("measure steps") as detail:
+        if known := engine.knowledge_file.load(engine.knowledge):
+            detail.append(f"known from {known}")
+        elif device.warms_up:
+            vocab_size = live.target.network.vocab_size
+            profile = StepProfile(engine, vocab_size, max_model_len, PROFILE_S)
+            while policy.measures and profile.advance():
+                pass
+            engine.measure = None if policy.measures else profile.advance
+            detail.append(f"{len(profile.measured)} steps")
+    equipped.ready()
+    info = msgspec.structs.replace(
+        _describe(choice, gpu, device, live, memory, equipped, max_model_len, phase.seconds, lost),
+        prepared=equipped.prepared(policy.strategies),
+    )
+    return engine, info
+
+
+def _connect(
+    settings: DecidedSettings,
+    live: Live,
+    knowledge: Knowledge,
+    policy: Policy,
+    make_policy: Callable[[SetPolicy], Policy],
+    running: RunningSet,
+    memory: Memory,
+    equipped: Equipped,
+    options: Options,
+    on_start: Callable[[list[str]], None],
+    made_by: dict[str, str],
+) -> Engine:
+    """Make what decides about steps, pushes and pauses, around the runner."""
+    vocab_size, eos_token_ids = live.target.network.vocab_size, live.target.network.eos_token_ids
+    recorder = recorder_of(settings, live.drafter_version, memory.states, equipped.tables)
+
+    structures = Structures(Path(settings.model), vocab_size, eos_token_ids)
+
+    def make_sequence(request: GenerateRequest) -> Sequence:
+        return Sequence(
+            request,
+            SamplingState(request, vocab_size, eos_token_ids, structures),
+            settings.page_size,
+            recorder.trace(request) if recorder else None,
+            pushes.unloads.adapter(request.lora),
+        )
+
+    gate = StepGate()
+    scheduler = Scheduler(
+        gate,
+        running,
+        max_rows=settings.max_rows,
+        lookahead=settings.deepest,
+        weight_version=live.target.version,
+        prompt_budget=equipped.room,
+        on_start=on_start,
+        on_end=equipped.on_end,
+        save=memory.save,
+        restore=memory.restore,
+    )
+    canary = Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary)
+    switches = SwitchLog()
+    knowledge.weights, knowledge.tables = _in_use(live), equipped.tables
+
+    def install(live: Live, changed: Changed) -> None:
+        knowledge.renew(_in_use(live), partial(equipped.install, live, changed))
+        canary.renewed()
+        switches.weights_changed()
+        if recorder:
+            recorder.installed(live.drafter_version)
+
+    in_flight = partial(settle, scheduler, equipped.runner)
+    activity = ActivityReader(settings.activity) if settings.activity else None
+    transaction = Transaction(live, options)
+    pushes = WeightPushes(
+        gate, transaction, scheduler, install, in_flight, equipped.confirm, knowledge.costs
+    )
+    dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
+    return Engine(
+        gate,
+        scheduler,
+        equipped.runner,
+        policy,
+        canary,
+        knowledge,
+        KnowledgeFile(Path(settings.state_dir) if settings.state_dir else None, made_by),
+        switches,
+        PolicyChanges(
+            make_policy,
+            equipped.prepare,
+            equipped.prepared,
+            lambda: not (gate.asleep or pushes.busy),
+            scheduler.faults,
+        ),
+        make_sequence,
+        pushes,
+        Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
+        equipped.record,
+        recorder,
+        structures,
+        lambda: activity is not None and activity.runs,
+    )
+
+
+def _in_use(live: Live) -> WeightsInUse:
+    return WeightsInUse(live.target.content, live.drafter.content if live.drafter else "")
+
+
+def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) -> dict[str, str]:
+    """Return all that the times of steps depend on, in the words of a message."""
+    return {
+        **code(),
+        "processor": gpu.description if device.name == "cuda" else processor(),
+        "threads": str(settings.threads),
+        "model": live.target.network.config.shape,
+        "dtype": settings.dtype,
+        "numerics": device.numerics,
+        "reduction_leaves": str(settings.reduction_leaves),
+        "tensor_parallel": str(settings.tensor_parallel),
+        "drafter_parallel": settings.drafter_parallel,
+        "attention": settings.attention,
+        "drafters": f"{'+'.join(settings.drafters)} {live.draft_network}".strip(),
+        "max_running": str(settings.max_running),
+    }
+
+
+def _describe(
+    choice: DeviceChoice,
+    gpu: Gpu,
+    device: Device,
+    live: Live,
+    memory: Memory,
+    equipped: Equipped,
+    max_model_len: int,
+    phases: dict[str, float],
+    lost: dict[str, str],
+) -> EngineInfo:
+    settings, model = choice.settings, live.target.network
+    return EngineInfo(
+        model=settings.served_model_name or Path(settings.model).resolve().name,
+        weight_version=live.target.version,
+        drafter_version=live.drafter_version,
+        adapters={name: part.version for name, part in live.adapters.items()},
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=list(model.eos_token_ids),
+        pages=memory.pages,
+        page_size=settings.page_size,
+        max_running=settings.max_running,
+        drafter="+".join(settings.drafters) or "none",
+        policy=settings.policy,
+        numerics=device.numerics,
+        fingerprint=device.fingerprint,
+        tensor_parallel=settings.tensor_parallel,
+        max_rows=settings.max_rows,
+        attention=settings.attention,
+        dtype=settings.dtype,
+        device=device.name,
+        gpu=gpu.description if device.name == "cuda" else "",
+        products=equipped.matmuls,  # the name on the wire
+        graphs=settings.graphs,
+        choices=choice.reasons,
+        threads=settings.threads,
+        phases=phases,
+        pid=os.getpid(),
+        rank_pids=equipped.rank_pids,
+        training_device=settings.drafter_training_device,
+        spooled=bool(settings.state_dir),
+        lost=lost,
+    )
+
+
+def _options(
+    settings: EngineSettings,
+    device: Device,
+    spool: Spool | None,
+    parse_calibration: Callable[[bytes, str], object],
+) -> Options:
+    state = Path(settings.state_dir) if settings.state_dir else None
+    intake = Intake(
+        Path(settings.weight_root) if settings.weight_root else None,
+        settings.weight_marker,
+        state and state / "uploads",
+        made_directory(settings.directory) if "ipc" in settings.channels else None,
+        trained=settings.trained,
+        groups=Groups(settings.weight_timeout_s),
+    )
+    staged = state and state / "staged"
+    storage = Storage(settings.weight_staging, device.free, device.device, staged)
+    return Options(
+        settings.channels,
+        intake,
+        spool,
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+        parse_calibration=parse_calibration,
+        storage=storage,
+    )
+
+
+def _unexpected(content: bytes, source: str) -> object:
+    raise AssertionError("a calibration table for a server without a drafter's network")
+
+
+def _make_policy(
+    settings: DecidedSettings,
+    learning: Callable[[str, Strategy | None, Arms | None], Policy],
+    command: SetPolicy,
+) -> Policy:
+    """Return the policy that a command asks for, with what it learnt if it was in force before."""
+    named = [command.strategy, *(pin.strategy for pin in command.pins)]
+    named += command.arms.strategies if command.arms else ()
+    for strategy in named:
+        if strategy and strategy.drafter and strategy.drafter not in settings.drafters:
+            raise InvalidRequest(
+                f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: "
+                f"{', '.join(settings.drafters) or 'none'}"
+            )
+    policy = learning(command.policy, command.strategy, command.arms)
+    pins = (*command.pins, *limit(settings.sd_max_batch))
+    return Pinned(policy, pins) if pins else policy
+
+
+def _learning_policy(
+    settings: DecidedSettings,
+    knowledge: Knowledge,
+    device: Device,
+    name: str,
+    strategy: Strategy | None,
+    arms: Arms | None,
+) -> Policy:
+    known = ladder(settings.drafters, settings.device).within(arms)
+    first = strategy or known.arms[-1]
+    setup = Setup(known, first, knowledge, device.sizes, arms, device.recordings)
+    policy: Policy = POLICIES.resolve(name).make(setup)
+    return policy

@@ -1,0 +1,80 @@
+"""Checks of the checkpoints by the loader's own rules, on torch's device without storage: no weight
+is read. A start makes them before it takes requests, and `tlt doctor` without a start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tlt_server.engine.cpu.device import check_own_head
+from tlt_server.engine.devices.sizing import kv_pages, served_length
+from tlt_server.engine.settings import DecidedSettings, EngineSettings
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.gpu.limits import check_shape
+from tlt_server.models.loader import check_files, empty_target, unread
+from tlt_server.models.numerics import Numerics
+from tlt_server.models.split import WHOLE, Split
+from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.weights.parts import DrafterNetwork
+
+
+def check_checkpoints(settings: DecidedSettings) -> None:
+    """Raise the error of a target, a drafter or a memory for KV that the load would refuse."""
+    target = empty_model(settings)
+    check_target(settings, target, on_gpu=settings.device != "cpu")
+    if directory := settings.drafter_directory:
+        check_drafter(settings, empty_drafter(directory, target), settings.device)
+    if settings.device == "cpu":
+        kv_bytes(settings)
+
+
+def empty_model(settings: EngineSettings, split: Split = WHOLE) -> Decoder:
+    """Return the target without storage, or a rank's part of it."""
+    model = Path(settings.model)
+    raw, directory = ModelConfig.read(model), settings.drafter_directory
+    layers = find_loader(directory, "cpu").feature_layers(directory, raw) if directory else ()
+    with torch.device("meta"):
+        return empty_target(
+            model,
+            config=replace(raw, max_position=served_length(settings, raw)),
+            numerics=Numerics("strict"),
+            page_size=settings.page_size,
+            feature_layers=layers,
+            split=split,
+        )
+
+
+def empty_drafter(directory: Path, target: Decoder) -> DrafterNetwork:
+    """Return the drafter without storage."""
+    with torch.device("meta"):
+        network: DrafterNetwork = find_loader(directory, "cpu").empty(directory, target)
+        return network
+
+
+def check_target(settings: EngineSettings, target: Decoder, *, on_gpu: bool) -> None:
+    directory = Path(settings.model)
+    if on_gpu:
+        check_shape(target.config, target.shape(target.config), str(directory))
+    if not settings.random_weights:
+        check_files(target.parameters(), directory, ignored=unread(target.config))
+
+
+def check_drafter(settings: EngineSettings, network: DrafterNetwork, device: str) -> None:
+    directory = settings.drafter_directory
+    assert directory is not None, "a drafter without files"
+    loader = find_loader(directory, device)
+    loader.check(network, directory)
+    loader.calibration(directory)
+    if device == "cpu" and settings.tensor_parallel > 1:
+        check_own_head(network, directory)
+
+
+def kv_bytes(settings: DecidedSettings) -> int:
+    """Return the bytes of KV that a rank of a CPU takes."""
+    of_rank = empty_model(settings, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
+    per_page = of_rank.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
+    return per_page * kv_pages(settings, per_page, of_rank.max_position)

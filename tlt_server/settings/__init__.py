@@ -1,0 +1,1 @@
+"""Settings of a server: declared once, read from flags, variables and a file."""
