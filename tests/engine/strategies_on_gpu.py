@@ -127,10 +127,8 @@ class Watched:
 
     def recorded_late(self) -> list[str]:
         """Take the graphs that steps have recorded, of those that the policy reaches."""
-        reached, recorded = (
-            {*self.shapes.captured(self.engine.engine.policy.strategies)},
-            self.recorded,
-        )
+        reached = {*self.shapes.captured(self.engine.engine.policy.strategies)}
+        recorded = self.recorded
         self.recorded = []
         return [str(key) for key in recorded if key in reached]
 

@@ -71,10 +71,8 @@ def stops_in_the_middle(
     """Stop by ipc after the first bucket."""
     yield {"channel": "ipc", "path": "half", "bucket_bytes": 1}
     directory = entered(Path(engine.engine.pushes.state().sockets))
-    connection, size = (
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET),
-        next(iter(tensors.values())).nbytes,
-    )
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    size = next(iter(tensors.values())).nbytes
     connection.connect(address(directory, "half"))
     with (
         closing(Line(connection, TIMEOUT_S)) as line,
@@ -138,10 +136,8 @@ def test_an_abort_ends_the_wait_for_a_silent_trainer(
     assert (report.result, report.state.open) == ("conflict", {}) and "aborted" in report.error[1]  # type: ignore[index]
     assert time.monotonic() - started < MOMENT_S < TIMEOUT_S / 2
     assert engine.checksums() == sums
-    assert (
-        engine.push(root / "new", "after").result == "committed"
-        and engine.roll_back().result == "rolled_back"
-    )
+    assert engine.push(root / "new", "after").result == "committed"
+    assert engine.roll_back().result == "rolled_back"
     next(doing, None)
 
 
@@ -150,10 +146,8 @@ def test_late_tensors_of_aborted_push_leave_group_usable(
 ) -> None:
     monkeypatch.setattr(broadcast, "STOP_S", 60.0)  # it comes, however busy the machine is
     tensors = load_file(root / "new" / "model.safetensors")
-    group, fields = (
-        joined(engine),
-        {"channel": "broadcast", "group": "g", "packed": False, "tensors": entries(tensors)},
-    )
+    group = joined(engine)
+    fields = {"channel": "broadcast", "group": "g", "packed": False, "tensors": entries(tensors)}
 
     def send() -> None:
         for tensor in tensors.values():

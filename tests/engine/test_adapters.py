@@ -320,10 +320,8 @@ def test_layers_without_tensors_are_not_adapted(
     one = asked("some", 1, sampling=Sampling(temperature=0, max_tokens=24, ignore_eos=True))
     tokens, logprobs = refusing.run(one)[one.id]
     refusing.report(refusing.send_unload("some"))
-    whole, plain = (
-        merged(root / "base", path, tmp_path / "merged"),
-        msgspec.structs.replace(one, lora=""),
-    )
+    whole = merged(root / "base", path, tmp_path / "merged")
+    plain = msgspec.structs.replace(one, lora="")
     expected = Pushable(replace(refusing.settings, model=whole, max_loras=0)).run(plain)[one.id]
     assert tokens == expected[0]
     np.testing.assert_allclose(logprobs, expected[1], atol=2e-4)

@@ -99,10 +99,8 @@ def test_concurrent_readers_are_bounded_also_after_a_commit(
         engine.engine.send(LookAtWeights(f"l{i}", checksums=True))
     assert f"the limit is {MAX_READERS}" in unavailable(engine, f"l{MAX_READERS}")
     go_on.set()
-    assert (
-        all(engine.report(f"l{i}").result == "looked" for i in range(MAX_READERS))
-        and engine.report("c").result == "committed"
-    )
+    assert all(engine.report(f"l{i}").result == "looked" for i in range(MAX_READERS))
+    assert engine.report("c").result == "committed"
 
 
 @pytest.mark.parametrize("staging", [None, "none"])
@@ -134,12 +132,10 @@ def test_a_join_that_fails_in_any_way_is_answered(
     monkeypatch.setattr(Groups, "join", lambda self, member: {}["missing"])
     engine.engine.send(join("j"))
     error = engine.report("j").error
-    assert (
-        error is not None
-        and error[0] == "channel_broken"
-        and "KeyError" in error[1]
-        and "join it again" in error[1]
-    )
+    assert error is not None
+    assert error[0] == "channel_broken"
+    assert "KeyError" in error[1]
+    assert "join it again" in error[1]
 
 
 def test_a_crew_counts_who_waits_and_forgets_who_has_ended() -> None:

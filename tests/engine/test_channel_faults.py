@@ -155,10 +155,8 @@ class Spoiled(BroadcastSender):
     fault, at = "", 0
 
     def _send(self, named: list[tuple[str, torch.Tensor]], reply: Any) -> None:
-        data, specs = (
-            dict(named),
-            [spec_of(name, str(tensor.dtype), tensor.shape) for name, tensor in named],
-        )
+        data = dict(named)
+        specs = [spec_of(name, str(tensor.dtype), tensor.shape) for name, tensor in named]
         cut = buckets(specs, self._bucket_bytes)
         messages = [
             torch.cat([data[s.name].reshape(-1).view(torch.uint8) for s in bucket])
@@ -338,17 +336,13 @@ def test_fault_in_place_leaves_old_or_new_or_serves_nothing(
 def test_fault_in_place_quarantines_only_after_the_first_write(in_place: Server) -> None:
     assert ended(in_place, "http", "flip", CHUNKS - 1) == "quarantined"
     report = in_place.engine.push(in_place.root / "nowhere", "v")
-    assert (
-        report.result == "forbidden"
-        and list(report.state.quarantined) == ["target"]
-        and in_place.check() == "quarantined"
-    )
+    assert report.result == "forbidden"
+    assert list(report.state.quarantined) == ["target"]
+    assert in_place.check() == "quarantined"
     assert in_place.engine.roll_back().result == "conflict"
     restore(in_place, "http")
-    assert (
-        in_place.engine.push(in_place.root / "weights", "v").result == "weights_refused"
-        and in_place.check() == "old"
-    )
+    assert in_place.engine.push(in_place.root / "weights", "v").result == "weights_refused"
+    assert in_place.check() == "old"
 
 
 def test_each_channel_has_enough_cases_and_chunks(staged: Server) -> None:

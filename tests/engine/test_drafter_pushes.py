@@ -67,9 +67,8 @@ def test_drafter_push_keeps_the_previous_target(settings: EngineSettings, root: 
         name: sums["d1" if name.startswith("draft.") else "v1"][name] for name in sums["d1"]
     }
     assert engine.roll_back().result == "conflict", "the last step was a rollback"
-    assert (
-        engine.roll_back("v1").result == "unchanged" and engine.roll_back("v2").result == "conflict"
-    )
+    assert engine.roll_back("v1").result == "unchanged"
+    assert engine.roll_back("v2").result == "conflict"
     report = engine.roll_back("initial", role="drafter")
     assert (report.role, report.state.target, report.state.drafter, report.state.previous) == (
         "drafter",
@@ -100,11 +99,9 @@ def test_a_drafter_push_changes_no_token(settings: EngineSettings, root: Path) -
     assert all(engine.spans(r.id) == [("initial", 0, 40)] for r in asked)
     after = engine.checksums()
     changed = {name for name in before if before[name] != after[name]}
-    assert (
-        changed
-        and all(name.startswith("draft.") for name in changed)
-        and "draft.d2t" not in changed
-    )
+    assert changed
+    assert all(name.startswith("draft.") for name in changed)
+    assert "draft.d2t" not in changed
     assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
 
 

@@ -360,9 +360,8 @@ def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(
             "length",
             0,
         )
-        assert bits(said)[f"s{i}"][4] == expected[request.id][4] and len(
-            output.prompt_logprobs or []
-        ) == len(request.token_ids)
+        assert bits(said)[f"s{i}"][4] == expected[request.id][4]
+        assert len(output.prompt_logprobs or []) == len(request.token_ids)
     assert [o.prompt_logprobs for o in said["one"]] == [[None]]
     assert bits({r.id: said[r.id] for r in others}) == bits(run(base, others)[0])
     assert counts["pages_free"] == counts["pages"]

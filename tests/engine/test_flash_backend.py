@@ -66,23 +66,19 @@ class Library:
         causal: bool = False,
     ) -> tuple[Tensor, None]:
         assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
-        assert (
-            q.dim() == 3
-            and k.shape == v.shape
-            and q.shape[2] == k.shape[2]
-            and q.shape[1] % k.shape[1] == 0
-        )
+        assert q.dim() == 3
+        assert k.shape == v.shape
+        assert q.shape[2] == k.shape[2]
+        assert q.shape[1] % k.shape[1] == 0
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert {t.device for t in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {q.device}
         for cu, tokens, most in ((cu_seqlens_q, q, max_seqlen_q), (cu_seqlens_k, k, max_seqlen_k)):
             assert cu.dtype == torch.int32 and cu.is_contiguous() and cu.shape == cu_seqlens_q.shape
-            assert (
-                cu[0] == 0
-                and cu[-1] == len(tokens)
-                and type(most) is int
-                and most == cu.diff().max()
-                and cu.diff().min() >= 0
-            )
+            assert cu[0] == 0
+            assert cu[-1] == len(tokens)
+            assert type(most) is int
+            assert most == cu.diff().max()
+            assert cu.diff().min() >= 0
         assert causal and softmax_scale == q.shape[2] ** -0.5
         self.calls.append((len(cu_seqlens_q) - 1, len(k)))
         group, out = q.shape[1] // k.shape[1], torch.zeros_like(q)
@@ -232,10 +228,8 @@ def test_what_may_be_captured_is_the_triton_kernels_to_the_bit(library):
 
 
 def test_runs_end_where_the_request_changes_or_the_dead_begin():
-    position_P, batch_slot_P = (
-        np.array([5, 6, 7, 0, 8, 9, -1], np.int32),
-        np.array([2, 2, 2, 0, 1, 1, 3], np.int32),
-    )
+    position_P = np.array([5, 6, 7, 0, 8, 9, -1], np.int32)
+    batch_slot_P = np.array([2, 2, 2, 0, 1, 1, 3], np.int32)
     runs = runs_of(position_P, batch_slot_P)
     assert runs == [Run(0, 3, 2, 8), Run(3, 1, 0, 1), Run(4, 2, 1, 10)]
     assert [len(part) for part in parts_of(runs, 9)] == [2, 1]

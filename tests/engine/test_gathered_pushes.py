@@ -48,11 +48,9 @@ def test_draining_part_is_refused_while_paused(engine: Pushable, root: Path) -> 
     assert part(engine, root, "new1", 0, "v1", in_flight="drain").result == "gathering"
     engine.engine.send(Pause("p"))
     refused = part(engine, root, "new1", 1, "v1", in_flight="drain")
-    assert (
-        refused.result == "conflict"
-        and "resume it first" in (refused.error or ("", ""))[1]
-        and refused.state.open == {}
-    )
+    assert refused.result == "conflict"
+    assert "resume it first" in (refused.error or ("", ""))[1]
+    assert refused.state.open == {}
     assert part(engine, root, "new1", 2, "v1", in_flight="drain").result == "conflict"
     engine.engine.send(Resume("q"))
     engine.finish()
@@ -70,16 +68,12 @@ def test_a_part_that_is_refused_ends_the_push(engine: Pushable, root: Path, tmp_
     spoiled.mkdir(exist_ok=True)
     save_file({"model.nowhere.weight": torch.ones(1)}, spoiled / "model.safetensors")
     refused = engine.push(spoiled, partial=True, tensors=[{"name": "model.nowhere.weight"}])
-    assert (
-        refused.result == "weights_refused"
-        and "no place" in (refused.error or ("", ""))[1]
-        and refused.state.open == {}
-    )
+    assert refused.result == "weights_refused"
+    assert "no place" in (refused.error or ("", ""))[1]
+    assert refused.state.open == {}
     rest = part(engine, root, "new1", 2)
-    assert (
-        rest.result == "conflict"
-        and "push from 'model.embed_tokens.weight' on" in (rest.error or ("", ""))[1]
-    )
+    assert rest.result == "conflict"
+    assert "push from 'model.embed_tokens.weight' on" in (rest.error or ("", ""))[1]
     assert engine.checksums() == before and results(engine, root, "new1")[-1] == "committed"
 
 
@@ -90,11 +84,8 @@ def test_lost_part_of_a_role_ends_no_push_of_the_other(engine: Pushable, root: P
     whole = ["gathering", "gathering", "committed"]
     assert drafter(range(PARTS)) == whole and results(engine, root, "new1") == whole
     assert drafter(range(2)) == ["gathering"] * 2 and results(engine, root, "new2") == whole
-    assert results(engine, root, "new1") == whole and drafter(range(PARTS)) == [
-        "gathering",
-        "gathering",
-        "unchanged",
-    ]
+    assert results(engine, root, "new1") == whole
+    assert drafter(range(PARTS)) == ["gathering", "gathering", "unchanged"]
 
 
 @pytest.mark.parametrize("named", [{}, {"version": "d"}])
@@ -118,10 +109,8 @@ def test_a_drafter_is_not_complete_without_its_vocabulary_map(
         )
 
     assert push(tensors).result == "gathering" and engine.checksums() == before
-    assert (
-        push({"d2t": maps["d2t"]}).result == "gathering"
-        and push({"t2d": maps["t2d"]}).result == "committed"
-    )
+    assert push({"d2t": maps["d2t"]}).result == "gathering"
+    assert push({"t2d": maps["t2d"]}).result == "committed"
     assert engine.checksums()["draft.fc.weight"] != before["draft.fc.weight"]
 
 
@@ -144,15 +133,11 @@ def test_tied_head_may_follow_the_completing_part(
     agrees = head("new1")
     assert (agrees.result, agrees.state.open, agrees.state.quarantined) == ("unchanged", {}, {})
     differs = head("new2")
-    assert (
-        differs.result == "weights_refused"
-        and "'lm_head.weight' differs from" in (differs.error or ("", ""))[1]
-    )
+    assert differs.result == "weights_refused"
+    assert "'lm_head.weight' differs from" in (differs.error or ("", ""))[1]
     assert engine.checksums() == live and not differs.state.quarantined
-    assert (
-        results(engine, root, "new2")[-1] == "committed"
-        and Pushable(engine.settings).checksums() == engine.checksums() != live
-    )
+    assert results(engine, root, "new2")[-1] == "committed"
+    assert Pushable(engine.settings).checksums() == engine.checksums() != live
 
 
 def test_a_restart_finds_what_came_in_parts(
@@ -171,11 +156,9 @@ def test_a_sender_that_falls_silent_is_given_up(engine: Pushable, root: Path) ->
     assert part(engine, root, "new1", 0, "v1").result == "gathering"
     engine.until(lambda: "" in engine.reports, "word of it")
     report = engine.reports[""]
-    assert (
-        report.result == "channel_broken"
-        and "nothing came for 0.2 s" in (report.error or ("", ""))[1]
-        and report.state.open == {}
-    )
+    assert report.result == "channel_broken"
+    assert "nothing came for 0.2 s" in (report.error or ("", ""))[1]
+    assert report.state.open == {}
 
 
 def test_in_place_nothing_is_computed_with_a_part(settings: EngineSettings, root: Path) -> None:
@@ -192,21 +175,15 @@ def test_in_place_nothing_is_computed_with_a_part(settings: EngineSettings, root
     )
     engine.step(20)
     assert "waits" not in engine.said
-    assert (
-        part(engine, root, "new1", 1).result == "gathering"
-        and part(engine, root, "new1", 2).result == "committed"
-    )
+    assert part(engine, root, "new1", 1).result == "gathering"
+    assert part(engine, root, "new1", 2).result == "committed"
     engine.finish()
     assert engine.checksums() == live_as(settings, root / "new1")
     assert {"r": (engine.tokens("waits"), engine.logprobs("waits"))} == speak(engine) != said
     engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.2
     assert part(engine, root, "new2", 0).result == "gathering"
     engine.until(lambda: "" in engine.reports, "word of it")
-    assert (
-        list(engine.reports[""].state.quarantined) == ["target"]
-        and "nothing is generated" in (engine.reports[""].error or ("", ""))[1]
-    )
-    assert (
-        results(engine, root, "new2")[-1] == "committed"
-        and not engine.engine.pushes.transaction.versions.quarantined
-    )
+    assert list(engine.reports[""].state.quarantined) == ["target"]
+    assert "nothing is generated" in (engine.reports[""].error or ("", ""))[1]
+    assert results(engine, root, "new2")[-1] == "committed"
+    assert not engine.engine.pushes.transaction.versions.quarantined

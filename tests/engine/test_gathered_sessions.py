@@ -28,16 +28,12 @@ __all__ = ["engine", "root", "settings"]  # fixtures
 def test_incomplete_push_is_aborted_but_not_committed(engine: Pushable, root: Path) -> None:
     assert results(engine, root, "new1", range(2), version="v1", commit=False) == ["gathering"] * 2
     refused = engine.commit("v1")
-    assert (
-        refused.result == "conflict"
-        and "tensors are missing, among them 'model." in (refused.error or ("", ""))[1]
-    )
+    assert refused.result == "conflict"
+    assert "tensors are missing, among them 'model." in (refused.error or ("", ""))[1]
     whole = engine.push(root / "new2", "v2")
     assert whole.result == "conflict" and "'v1' is being pushed" in (whole.error or ("", ""))[1]
-    assert (
-        engine.abort("v1").result == "aborted"
-        and engine.push(root / "new2", "v2").result == "committed"
-    )
+    assert engine.abort("v1").result == "aborted"
+    assert engine.push(root / "new2", "v2").result == "committed"
 
 
 def test_target_and_drafter_one_after_the_other_are_one_commit(
@@ -88,9 +84,8 @@ def test_waiting_commit_takes_the_push_it_was_asked_for(
         "conflict"
     ] * 3
     done = engine.report("commit")
-    assert (done.result, done.version) == ("committed", "named") and engine.checksums() == live_as(
-        settings, root / "new1"
-    )
+    assert (done.result, done.version) == ("committed", "named")
+    assert engine.checksums() == live_as(settings, root / "new1")
     assert engine.engine.pushes.transaction.push is None
 
 
@@ -125,10 +120,8 @@ def test_push_without_a_name_is_reported_and_aborted(engine: Pushable, root: Pat
 
 def test_naming_requires_the_expected_live_version(engine: Pushable, root: Path) -> None:
     before = engine.info.weight_version
-    assert (
-        results(engine, root, "new1", version="v1")[-1] == "committed"
-        and engine.roll_back().result == "rolled_back"
-    )
+    assert results(engine, root, "new1", version="v1")[-1] == "committed"
+    assert engine.roll_back().result == "rolled_back"
     for id, of, result in (
         ("n1", "v1", "conflict"),
         ("n2", before, "named"),
@@ -143,16 +136,13 @@ def test_group_is_joined_while_weights_sleep_or_says_why_not(engine: Pushable) -
     engine.engine.send(Sleep("s", ["weights", "kv_cache"]))
     engine.engine.send(JoinGroup("j", "g", "gloo", "127.0.0.1", 9, 1, 2))
     report = engine.report("j")
-    assert (
-        report.result == "channel_broken" and "broke while joining" in (report.error or ("", ""))[1]
-    )
+    assert report.result == "channel_broken"
+    assert "broke while joining" in (report.error or ("", ""))[1]
     if torch.cuda.is_available():
         return
     engine.engine.send(JoinGroup("n", "g", "nccl", "127.0.0.1", 9, 1, 2))
-    assert (
-        engine.report("n").result == "weights_refused"
-        and "there is no GPU here" in (engine.reports["n"].error or ("", ""))[1]
-    )
+    assert engine.report("n").result == "weights_refused"
+    assert "there is no GPU here" in (engine.reports["n"].error or ("", ""))[1]
 
 
 def test_session_completed_twice_is_restored_whole(
@@ -165,8 +155,6 @@ def test_session_completed_twice_is_restored_whole(
     assert results(engine, root, "new-drafter", role="drafter", **of_session)[-1] == "staged"
     assert engine.commit("v1").result == "committed"
     again = Pushable(kept)
-    assert (
-        not again.info.lost
-        and again.info.weight_version == "v1"
-        and again.checksums() == engine.checksums()
-    )
+    assert not again.info.lost
+    assert again.info.weight_version == "v1"
+    assert again.checksums() == engine.checksums()

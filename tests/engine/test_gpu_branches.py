@@ -64,10 +64,8 @@ def test_an_earlier_response_becomes_branches_and_changes_no_bit(
         found = bits(engine, [r.id for r in again(turn)])
         assert [*found.values()] == [*expected.values()]
     # The network has random weights; 2 x 12 tokens are 24.
-    assert accepted(engine, 0) < 11 and accepted(engine, 1) > 13, (
-        accepted(engine, 0),
-        accepted(engine, 1),
-    )
+    assert accepted(engine, 0) < 11, (accepted(engine, 0), accepted(engine, 1))
+    assert accepted(engine, 1) > 13, (accepted(engine, 0), accepted(engine, 1))
     hits, trials = branch_nodes(engine)
     assert 5 < hits <= trials
     assert engine.engine.gauges()["branch_table_drift"] >= 0

@@ -199,9 +199,8 @@ def test_asking_for_reports_changes_no_bit_and_every_step_stays_a_captured_one(
         tokens, logprobs = found[r.id][0], np.frombuffer(found[r.id][1], np.float32)
         raw = [x for output in engine.said[r.id] for x in output.raw_logprobs or []]
         top = [x for output in engine.said[r.id] for x in output.top_logprobs or []]
-        assert len(raw) == len(tokens) * r.sampling.raw_logprobs and len(top) == len(tokens) * (
-            r.sampling.logprobs > 0
-        )
+        assert len(raw) == len(tokens) * r.sampling.raw_logprobs
+        assert len(top) == len(tokens) * (r.sampling.logprobs > 0)
         filtered = r.sampling.temperature != 0 and (
             r.sampling.top_k or r.sampling.top_p < 1 or r.sampling.min_p
         )
@@ -210,9 +209,8 @@ def test_asking_for_reports_changes_no_bit_and_every_step_stays_a_captured_one(
             np.testing.assert_allclose(raw, logprobs, atol=1e-5, err_msg=r.id)
         for token, logprob, best in zip(tokens, logprobs, top, strict=False):
             among = dict(zip(best.token_ids, best.logprobs, strict=True))
-            assert len(among) <= r.sampling.logprobs and [*best.logprobs] == sorted(
-                best.logprobs, reverse=True
-            )
+            assert len(among) <= r.sampling.logprobs
+            assert [*best.logprobs] == sorted(best.logprobs, reverse=True)
             assert filtered or len(among) == r.sampling.logprobs
             if token in among:
                 assert abs(among[token] - logprob) < 1e-5
@@ -244,10 +242,8 @@ def test_graphs_follow_a_push_and_its_rollback(
     engine: Pushable, settings: EngineSettings, root: Path, plain: Bits
 ) -> None:
     model = engine.engine.runner.state.model
-    where, sums = (
-        {name: view.data_ptr() for name, view in model.parameters().items()},
-        engine.checksums(),
-    )
+    where = {name: view.data_ptr() for name, view in model.parameters().items()}
+    sums = engine.checksums()
     report = engine.push(root / "new", "v1")
     assert report.result == "committed"
     assert {
@@ -298,12 +294,10 @@ def test_non_finite_weights_end_requests_with_one_typed_error(
     torch.cuda.synchronize()
     for r in asked:
         last = engine.said[r.id][-1]
-        assert (
-            last.finish_reason == "error"
-            and last.error is not None
-            and last.error[0] == "not_finite"
-            and "finite" in last.error[1]
-        )
+        assert last.finish_reason == "error"
+        assert last.error is not None
+        assert last.error[0] == "not_finite"
+        assert "finite" in last.error[1]
     assert_same(bits(engine, asked), plain)
 
 
@@ -334,14 +328,10 @@ def test_fast_numerics_sample_the_models_distribution(settings: EngineSettings) 
     said = fast.run(*[msgspec.structs.replace(one, id=f"d{i}", seed=i) for i in range(draws)])
     counts = np.bincount([tokens[0] for tokens, _ in said.values()], minlength=vocab)
     rare = p * draws < 5
-    grouped_p, grouped = (
-        np.append(p[~rare], p[rare].sum()),
-        np.append(counts[~rare], counts[rare].sum()),
-    )
+    grouped_p = np.append(p[~rare], p[rare].sum())
+    grouped = np.append(counts[~rare], counts[rare].sum())
     if grouped_p[-1] * draws < 5:  # too few to be told apart: into the last of the others
-        grouped_p, grouped = (
-            np.append(grouped_p[:-2], grouped_p[-2:].sum()),
-            np.append(grouped[:-2], grouped[-2:].sum()),
-        )
+        grouped_p = np.append(grouped_p[:-2], grouped_p[-2:].sum())
+        grouped = np.append(grouped[:-2], grouped[-2:].sum())
     assert len(grouped) > 2, "one token has it all; choose another prompt"
     assert p_value(grouped, grouped_p / grouped_p.sum()) > P_LOWEST

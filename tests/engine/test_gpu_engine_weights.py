@@ -85,11 +85,9 @@ def test_target_swaps_in_place_and_rolls_back_bit_for_bit(
     where, old = addresses(engine), values(engine)
     before, sums = said(engine, *asked()), engine.checksums()
     report = engine.push(root / "new", "v1")
-    assert (
-        report.result == "committed"
-        and addresses(engine) == where
-        and not same(values(engine), old)
-    )
+    assert report.result == "committed"
+    assert addresses(engine) == where
+    assert not same(values(engine), old)
     live = engine.checksums()
     assert (
         {name: live[name] for name in report.checksums}
@@ -125,11 +123,9 @@ def test_in_flight_requests_continue_or_are_recomputed(
         assert engine.commit(f"v-{mode}").result == "committed"
         engine.finish()
         spans = engine.spans(id)
-        assert (
-            spans[-1][0] == f"v-{mode}"
-            and spans[-1][2] == 12 == len(engine.tokens(id))
-            and len(spans) > 1
-        )
+        assert spans[-1][0] == f"v-{mode}"
+        assert spans[-1][2] == 12 == len(engine.tokens(id))
+        assert len(spans) > 1
         if mode == "recompute":
             at = spans[-1][1]
             rest = msgspec.structs.replace(
@@ -155,10 +151,8 @@ def test_outputs_in_flight_are_delivered_before_the_pause(
         engine.step(4)
         asked_for, told, flying = change(), dict[str, int](), 1
         while asked_for not in engine.reports:
-            told, flying = (
-                {id: len(engine.tokens(id)) for id in engine.said},
-                engine.engine.runner.in_flight,
-            )
+            told = {id: len(engine.tokens(id)) for id in engine.said}
+            flying = engine.engine.runner.in_flight
             engine.step()
         assert not flying and engine.engine.runner.in_flight, (
             "the call that changes weights waits for nothing, and launches the next step"
@@ -236,10 +230,8 @@ def test_an_embedding_can_neither_come_nor_go(
     report = engine.push(root / pushed, "d1", role="drafter")
     assert report.result == "weights_refused" and report.error is not None
     assert f"{word} 'embed_tokens.weight'" in report.error[1] and "restart" in report.error[1]
-    assert (
-        same(values(engine), old)
-        and engine.push(root / resident, "d2", role="drafter").result == "committed"
-    )
+    assert same(values(engine), old)
+    assert engine.push(root / resident, "d2", role="drafter").result == "committed"
 
 
 def test_layer_read_twice_by_drafter_is_given_twice(
@@ -268,9 +260,8 @@ def test_sleep_lends_memory_and_the_same_bits_come_back(settings: EngineSettings
     slept.engine.send(WakeUp("w", ["weights", "kv_cache"]))
     plain.finish()
     slept.finish()
-    assert slept.engine.control_reports() == [ControlReport("s"), ControlReport("w")] and same(
-        values(slept), before
-    )
+    assert slept.engine.control_reports() == [ControlReport("s"), ControlReport("w")]
+    assert same(values(slept), before)
     assert bits(slept, ["r0", "r1"]) == bits(plain, ["r0", "r1"])
 
 

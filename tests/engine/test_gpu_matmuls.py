@@ -24,8 +24,6 @@ def test_logits_keep_their_float32(rows: int) -> None:
 
 
 def test_what_is_not_a_logit_has_the_dtype_of_its_input() -> None:
-    x, weight = (
-        torch.randn(FEW_ROWS + 1, 16, device=DEVICE, dtype=torch.bfloat16),
-        torch.randn(8, 16, device=DEVICE, dtype=torch.bfloat16),
-    )
+    x = torch.randn(FEW_ROWS + 1, 16, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.randn(8, 16, device=DEVICE, dtype=torch.bfloat16)
     assert FastMatmuls.linear(x, weight).dtype == torch.bfloat16

@@ -85,11 +85,9 @@ def test_a_draining_pause_is_answered_when_all_has_ended(
     while not reports:
         engine.step()
         reports = engine.engine.control_reports()
-    assert (
-        reports == [ControlReport("p")]
-        and engine.engine.gate.by_operator
-        and bits(engine) == expected
-    )
+    assert reports == [ControlReport("p")]
+    assert engine.engine.gate.by_operator
+    assert bits(engine) == expected
     engine.submit(request(1))
     engine.said.clear()
     engine.step(3)
@@ -163,11 +161,9 @@ def test_push_is_refused_for_sleeping_weights_but_not_pages(
 ) -> None:
     done(engine, Sleep("s", ["weights", "kv_cache"]))
     refused = engine.push(root / "new", "v1")
-    assert (
-        refused.result == "conflict"
-        and refused.error is not None
-        and "/engine/wake" in refused.error[1]
-    )
+    assert refused.result == "conflict"
+    assert refused.error is not None
+    assert "/engine/wake" in refused.error[1]
     done(engine, WakeUp("w", ["weights"]))
     assert engine.push(root / "new", "v1").result == "committed"
     done(engine, WakeUp("w", ["kv_cache"]))
@@ -193,12 +189,10 @@ def test_draining_change_is_refused_while_requests_are_paused(engine: Pushable, 
         engine.roll_back(in_flight="drain"),
     ):
         said = refused.error[1] if refused.error else ""
-        assert (
-            refused.result == "conflict"
-            and "drain" in said
-            and "POST /engine/resume" in said
-            and "another in_flight" in said
-        )
+        assert refused.result == "conflict"
+        assert "drain" in said
+        assert "POST /engine/resume" in said
+        assert "another in_flight" in said
     assert engine.push(root / "base", "v3").result == "committed", "any other in_flight goes on"
     assert engine.roll_back(in_flight="recompute").result == "rolled_back"
     done(engine, Resume("r"))

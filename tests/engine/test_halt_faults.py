@@ -46,12 +46,10 @@ def test_a_disk_that_is_full_leaves_the_weights_awake(
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "TemporaryFile", disk_full)
         report = send(engine, Sleep("s", ["weights", "kv_cache"]))
-    assert (
-        report is not None
-        and report.error is not None
-        and report.error[0] == "storage_failed"
-        and "No space" in report.error[1]
-    )
+    assert report is not None
+    assert report.error is not None
+    assert report.error[0] == "storage_failed"
+    assert "No space" in report.error[1]
     engine.finish()
     assert bits(engine) == expected
 
@@ -72,12 +70,10 @@ def test_failed_wake_up_stays_asleep_and_can_be_repeated(
         if place == "weights":
             patched.setattr(halt._dormant, "bring_back", out_of_memory)
         report = send(engine, WakeUp("w", ["weights", "kv_cache"]))
-    assert (
-        report is not None
-        and report.error is not None
-        and report.error[0] == "unavailable"
-        and "sleeps on" in report.error[1]
-    )
+    assert report is not None
+    assert report.error is not None
+    assert report.error[0] == "unavailable"
+    assert "sleeps on" in report.error[1]
     assert taken == (["reclaimed", "freed"] if place == "weights" else []), (
         "what was taken is given back"
     )
@@ -135,11 +131,9 @@ def test_draining_sleep_follows_the_last_running_request(
     while not reports:
         engine.step()
         reports = engine.engine.control_reports()
-    assert (
-        reports == [ControlReport("s")]
-        and engine.engine.gate.by_operator
-        and bits(engine) == expected
-    )
+    assert reports == [ControlReport("s")]
+    assert engine.engine.gate.by_operator
+    assert bits(engine) == expected
     done(engine, WakeUp("w", ["weights", "kv_cache"]))
     started(engine)
     engine.engine.send(Sleep("s", ["kv_cache"], "drain"))
@@ -205,9 +199,8 @@ def test_halts_match_their_answers_in_any_order_with_failures(
                 paused = isinstance(command, Pause) or (paused and not isinstance(command, Resume))
                 asleep |= {*command.memory} if isinstance(command, Sleep) else set()
                 asleep -= {*command.memory} if isinstance(command, WakeUp) else set()
-        assert engine.engine.gate.by_operator == (
-            paused or bool(asleep)
-        ) and engine.engine.gate.held_for(Reason.WEIGHTS_ASLEEP) == ("weights" in asleep)
+        assert engine.engine.gate.by_operator == (paused or bool(asleep))
+        assert engine.engine.gate.held_for(Reason.WEIGHTS_ASLEEP) == ("weights" in asleep)
 
     for i, (command, failure, steps) in enumerate(
         [*commands, (Resume(""), "", 1), (WakeUp("", ["weights", "kv_cache"]), "", 1)]

@@ -95,10 +95,8 @@ def say(
 def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(
     intake: Intake, memory: SharedMemory
 ) -> None:
-    a, b = (
-        torch.tensor([1.0, -2.0, 3.0]),
-        torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5], dtype=torch.bfloat16),
-    )
+    a = torch.tensor([1.0, -2.0, 3.0])
+    b = torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5], dtype=torch.bfloat16)
     memory.view[7:19], memory.view[54:64] = a.view(torch.uint8), b.view(torch.uint8)
     acknowledged = []
 
@@ -257,9 +255,8 @@ def test_a_closed_channel_is_said_before_anything_is_sent() -> None:
 
 
 def test_the_structs_have_no_gaps() -> None:
-    assert (GRANT.size, OFFER.size, DONE.size) == (4 + 4 + 16 + 64 + 8, 24, 8) and struct.calcsize(
-        GRANT.format
-    ) == GRANT.size
+    assert (GRANT.size, OFFER.size, DONE.size) == (4 + 4 + 16 + 64 + 8, 24, 8)
+    assert struct.calcsize(GRANT.format) == GRANT.size
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,8 @@ def test_a_commit_waits_for_who_reads(
     reader.go_on.set()
     assert engine.report("look").checksums == old and engine.report("commit").result == "committed"
     new = engine.report("later").checksums
-    assert new != old and engine.checksums() == new, (
-        "who came while the commit waited sees what it committed"
-    )
+    assert new != old
+    assert engine.checksums() == new, "who came while the commit waited sees what it committed"
 
 
 def test_a_rollback_waits_for_who_reads(

@@ -44,9 +44,8 @@ def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_pat
     assert [version for version, _, _ in engine.spans("r0")] == ["initial", "first"]
     assert engine.push(root / "new", "v1").result == "committed"
     label = name("first")
-    assert label.result == "named" and label.state.target.startswith("first~"), (
-        "the name belongs to other content"
-    )
+    assert label.result == "named"
+    assert label.state.target.startswith("first~"), "the name belongs to other content"
     assert engine.push(root / "base", "first").result == "committed", (
         "the same content under its name"
     )
@@ -83,10 +82,8 @@ def test_rows_of_a_live_tensor_can_be_read(engine: Pushable) -> None:
     engine.engine.send(ReadWeights("c", "no.such", 2))
     rows, vector, missing = (engine.report(id) for id in "abc")
     live = engine.engine.pushes.transaction.versions.live.target.network.parameters()[name]
-    assert array("f", rows.values).tolist() == live[:2].flatten().tolist() and rows.shape == [
-        2,
-        *live.shape[1:],
-    ]
+    assert array("f", rows.values).tolist() == live[:2].flatten().tolist()
+    assert rows.shape == [2, *live.shape[1:]]
     assert len(array("f", vector.values)) == 3 and vector.shape == [3]
     assert missing.error is not None and missing.error[0] == "not_found"
 
@@ -194,19 +191,15 @@ def test_weights_changing_in_place_or_asleep_are_not_read(
     settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arriving, "TOGETHER", 1)  # each tensor is written before the next is seen
-    engine, name = (
-        Pushable(replace(settings, weight_staging="none", weight_root="/")),
-        "model.norm.weight",
-    )
+    engine = Pushable(replace(settings, weight_staging="none", weight_root="/"))
+    name = "model.norm.weight"
 
     def refused(why: str) -> None:
         report = read(engine, name, 4)
-        assert (
-            report.error is not None
-            and report.error[0] == "conflict"
-            and why in report.error[1]
-            and not report.values
-        )
+        assert report.error is not None
+        assert report.error[0] == "conflict"
+        assert why in report.error[1]
+        assert not report.values
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
@@ -220,9 +213,7 @@ def test_weights_changing_in_place_or_asleep_are_not_read(
     save_file(torn, tmp_path / "torn" / "model.safetensors")
     assert engine.push(tmp_path / "torn", "v2").state.quarantined
     refused("push that version, or another")
-    assert (
-        engine.push(root / "base", "v3").result == "committed"
-        and read(engine, name, 4).result == "looked"
-    )
+    assert engine.push(root / "base", "v3").result == "committed"
+    assert read(engine, name, 4).result == "looked"
     done(engine, Sleep("s", ["weights"]))
     refused("the weights sleep")

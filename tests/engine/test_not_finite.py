@@ -59,10 +59,8 @@ def test_states_of_a_failed_sequence_are_not_reused(device: str, settings: Engin
     spoilt(
         engine, ASKED, SIBLING
     )  # the second one finds the first one's page before either has failed
-    assert (
-        engine.engine.gauges()["pages_cached"] == 0
-        and engine.engine.gauges()["pages_free"] == engine.info.pages
-    )
+    assert engine.engine.gauges()["pages_cached"] == 0
+    assert engine.engine.gauges()["pages_free"] == engine.info.pages
     engine.run(ASKED)
     engine.run(AGAIN)
     assert bits(engine, ["r0", "again"]) == bits(sound, ["r0", "again"])

@@ -146,11 +146,9 @@ def outputs(pair: Loaded, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def test_target_and_drafter_say_the_same(small, padded, texts):
-    width, vocab, drafts = (
-        small.target.hidden_size,
-        small.target.vocab_size,
-        small.drafter.draft_vocab_size,
-    )
+    width = small.target.hidden_size
+    vocab = small.target.vocab_size
+    drafts = small.drafter.draft_vocab_size
     for tokens in texts:
         logits_RV, features_RF, drafted_RC = outputs(small, tokens)
         large_RV, large_RF, large_RC = outputs(padded, tokens)
@@ -306,10 +304,8 @@ def test_real_shapes_have_the_real_models_names_shapes_and_dtypes(name):
         assert pair.target.config[key] == getattr(REAL[name], key)
     hidden, heads, kv_heads = SHAPES[name].hidden, SHAPES[name].heads, SHAPES[name].kv_heads
     drafter = {key: tuple(tensor.shape) for key, tensor in pair.drafter.tensors()}
-    assert drafter["fc.weight"] == (hidden, 3 * hidden) and drafter["lm_head.weight"] == (
-        32_000,
-        hidden,
-    )
+    assert drafter["fc.weight"] == (hidden, 3 * hidden)
+    assert drafter["lm_head.weight"] == (32_000, hidden)
     assert drafter["midlayer.self_attn.q_proj.weight"] == (heads * 128, 2 * hidden)
     assert drafter["midlayer.self_attn.k_proj.weight"] == (kv_heads * 128, 2 * hidden)
     assert drafter["t2d"] == (SHAPES[name].vocab,) and drafter["d2t"] == (32_000,)
@@ -390,9 +386,8 @@ def test_another_pair_can_be_padded(tmp_path):
     large_RV, _, large_RC = outputs(
         load(tmp_path / "out" / "target", tmp_path / "out" / "drafter"), tokens
     )
-    assert (large_RV[:, :97] - logits_RV).abs().max() < TOLERANCE and (
-        large_RC[:, :60] - drafted_RC
-    ).abs().max() < TOLERANCE
+    assert (large_RV[:, :97] - logits_RV).abs().max() < TOLERANCE
+    assert (large_RC[:, :60] - drafted_RC).abs().max() < TOLERANCE
 
 
 def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
@@ -400,9 +395,8 @@ def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
     assert main(arguments) == 0
     assert f"--model {tmp_path}/target" in capsys.readouterr().out
     config = ModelConfig.read(tmp_path / "target")
-    assert (config.layers, config.hidden_size) == (8, MID.hidden) and (
-        tmp_path / "drafter" / CALIBRATION
-    ).exists()
+    assert (config.layers, config.hidden_size) == (8, MID.hidden)
+    assert (tmp_path / "drafter" / CALIBRATION).exists()
     assert main(arguments) == 2
     assert "not empty" in capsys.readouterr().err
 

@@ -42,9 +42,8 @@ def gauges_at_answer(child: EngineChild, command: Command) -> dict[str, float]:
 
 def test_effects_of_a_command_are_sent_once_before_its_answer(child: EngineChild) -> None:
     first = next(event for event in islice(child.events(), 60) if isinstance(event, Outputs))
-    assert first.gauges["running"] == 0 and first.gauges["pages_free"] == child.info.pages, (
-        "told without a step, too"
-    )
+    assert first.gauges["running"] == 0
+    assert first.gauges["pages_free"] == child.info.pages, "told without a step, too"
     prompt, sampling = list(range(40)), Sampling(max_tokens=900, ignore_eos=True)
     child.send(Submit([GenerateRequest(id="r", token_ids=prompt, sampling=sampling, seed=1)]))
     begun = next(event for event in child.events() if isinstance(event, Outputs) and event.outputs)

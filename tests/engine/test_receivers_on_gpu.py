@@ -50,20 +50,16 @@ def resident() -> int:
 
 
 def test_pinned_memory_is_released_and_shared_by_host_and_gpu() -> None:
-    tensor, values = (
-        pinned((PAGES // 4,), torch.int32),
-        torch.arange(PAGES // 4, dtype=torch.int32, device="cuda"),
-    )
+    tensor = pinned((PAGES // 4,), torch.int32)
+    values = torch.arange(PAGES // 4, dtype=torch.int32, device="cuda")
     assert tensor.is_pinned()
     tensor.copy_(values)
     assert torch.equal(tensor, values.cpu())
     behind, before = Backing(tensor), resident()
     behind.free()
-    assert (
-        not tensor.is_pinned()
-        and before - resident() > PAGES // 2
-        and int(tensor[::4096].sum()) == 0
-    )
+    assert not tensor.is_pinned()
+    assert before - resident() > PAGES // 2
+    assert int(tensor[::4096].sum()) == 0
     behind.reclaim()
     assert tensor.is_pinned()
     tensor.copy_(values, non_blocking=True)  # by the GPU
@@ -104,10 +100,8 @@ def busy() -> Iterator[torch.cuda.Event]:
 
 def test_a_commit_does_not_wait_for_what_others_do_on_the_device(busy: torch.cuda.Event) -> None:
     maker = object.__new__(GpuMaker)
-    maker.device, maker.stream = (
-        torch.device("cuda", torch.cuda.current_device()),
-        torch.cuda.Stream(),
-    )
+    maker.device = torch.device("cuda", torch.cuda.current_device())
+    maker.stream = torch.cuda.Stream()
     staged = torch.zeros(4, device="cuda").add_(1)
     with torch.cuda.stream(maker.stream):
         exchanged = torch.zeros(4, device="cuda").add_(1)

@@ -96,12 +96,10 @@ def test_cut_at_any_token_the_rest_has_the_same_bits(
     rest_bits, whole_bits = bits(rest), bits(said)
     for (id, k), part in parts.items():
         tokens, logprobs, raw, top, prompt_logprobs, reason = whole_bits[id]
-        assert (
-            isinstance(tokens, list)
-            and isinstance(logprobs, bytes)
-            and isinstance(raw, bytes)
-            and isinstance(top, list)
-        )
+        assert isinstance(tokens, list)
+        assert isinstance(logprobs, bytes)
+        assert isinstance(raw, bytes)
+        assert isinstance(top, list)
         expected = (
             tokens[k:],
             logprobs[4 * k :],

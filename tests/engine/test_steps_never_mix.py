@@ -135,10 +135,8 @@ class Receiving:
             **{"group": "g"} | fields,
             tensors=[TensorEntry(name=name, dtype="float32", shape=[4]) for name in names],
         )
-        wire, other = (
-            self.groups.get(manifest.group, Wire()),
-            replace(manifest, version="another", partial=False),
-        )
+        wire = self.groups.get(manifest.group, Wire())
+        other = replace(manifest, version="another", partial=False)
         wire.sent += [float("nan") if fate == "not finite" else value] * len(names)
         wire.breaks, asked = fate == "broken", manifest
         try:
@@ -270,9 +268,8 @@ def test_without_a_version_all_comes_through_one_group() -> None:
     receiving = Receiving("device")
     assert receiving.part(("a",), 1.0) == "gathering"
     receiving.part(("b",), 1.0, group="h")
-    assert (
-        receiving.transaction.push is not None and receiving.transaction.push.manifest.group == "g"
-    )
+    assert receiving.transaction.push is not None
+    assert receiving.transaction.push.manifest.group == "g"
     receiving.part(("b", "c"), 1.0)
     assert receiving.part(("d",), 1.0) == "committed"
     assert "h" not in receiving.groups, (
@@ -289,10 +286,8 @@ def test_rejoined_sender_may_begin_a_push_in_its_own_order() -> None:
     receiving.part(("a", "b"), 1.0)
     receiving.join()
     assert receiving.part(("c",), 2.0) == "gathering"
-    assert (
-        receiving.part(("d", "a", "b"), 2.0) == "committed"
-        and receiving.live["a"].tolist() == [2.0] * 4
-    )
+    assert receiving.part(("d", "a", "b"), 2.0) == "committed"
+    assert receiving.live["a"].tolist() == [2.0] * 4
     receiving.part(("a", "b"), 3.0, version="three")
     receiving.join()
     assert receiving.part(("c", "d"), 3.0, version="three") == "committed", (

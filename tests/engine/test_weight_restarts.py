@@ -54,11 +54,9 @@ def test_restarted_engine_serves_exactly_the_committed_versions(
     shutil.rmtree(root / "rewritten")
     again = Pushable(kept)
     assert (again.info.weight_version, again.info.drafter_version) == ("v2", "v2")
-    assert (
-        again.checksums() == sums
-        and again.run(request()) == generated
-        and again.spans("r0") == [("v2", 0, 40)]
-    )
+    assert again.checksums() == sums
+    assert again.run(request()) == generated
+    assert again.spans("r0") == [("v2", 0, 40)]
     assert again.push(root / "newer", "v2").result == "conflict", (
         "a restart remembers what the version holds"
     )
@@ -76,15 +74,11 @@ def test_upload_of_one_role_is_kept_by_a_second_link(
         monkeypatch.setattr(os, "link", refused)
     uploads = Path(kept.state_dir) / "uploads" / "v1"
     uploads.mkdir(parents=True)
-    target, drafter = (
-        load_file(root / "new" / "model.safetensors"),
-        load_file(root / "new-drafter" / "model.safetensors"),
-    )
+    target = load_file(root / "new" / "model.safetensors")
+    drafter = load_file(root / "new-drafter" / "model.safetensors")
     (last, tensor), *others = sorted(target.items())
-    middle, prefixed = (
-        len(others) // 2,
-        {f"draft.{name}": tensor for name, tensor in drafter.items()},
-    )
+    middle = len(others) // 2
+    prefixed = {f"draft.{name}": tensor for name, tensor in drafter.items()}
     parts = {
         "a": dict(others[:middle]),
         "b": dict(others[middle:]),
@@ -172,10 +166,8 @@ def test_restart_serves_target_rolled_back_after_drafter_push(
     assert engine.roll_back("v1").result == "rolled_back"
     sums = engine.checksums()
     again = Pushable(kept)
-    assert (again.info.weight_version, again.look().state.drafter) == (
-        "v1",
-        "d1",
-    ) and again.checksums() == sums
+    assert (again.info.weight_version, again.look().state.drafter) == ("v1", "d1")
+    assert again.checksums() == sums
 
 
 def test_unrecordable_commit_changes_nothing(kept: EngineSettings, root: Path) -> None:
@@ -187,11 +179,9 @@ def test_unrecordable_commit_changes_nothing(kept: EngineSettings, root: Path) -
     report = engine.push(root / "newer", "v2")
     assert report.result == "push_failed" and "state directory" in report.error[1]  # type: ignore[index]
     assert engine.roll_back().result == "push_failed"
-    assert (
-        engine.checksums() == sums
-        and engine.run(request()) == generated
-        and engine.spans("r0")[0][0] == "v1"
-    )
+    assert engine.checksums() == sums
+    assert engine.run(request()) == generated
+    assert engine.spans("r0")[0][0] == "v1"
     (spool / "current.json.new").rmdir()
     assert Pushable(kept).checksums() == sums, "and a restart serves what is live"
     assert len(list(spool.glob("push-*"))) == 1, "nothing is left of what was not committed"
@@ -236,15 +226,11 @@ def test_a_lost_version_is_named_and_the_model_directory_stands_in(
     Pushable(kept).push(root / "new", "v1")
     file = break_spooled(kept, "target")
     again = Pushable(kept)
-    assert (
-        again.info.weight_version == "initial"
-        and again.info.spooled
-        and list(again.info.lost) == ["target"]
-    )
-    assert (
-        "'v1' of the target is lost" in again.info.lost["target"]
-        and str(file.parents[2]) in again.info.lost["target"]
-    )
+    assert again.info.weight_version == "initial"
+    assert again.info.spooled
+    assert list(again.info.lost) == ["target"]
+    assert "'v1' of the target is lost" in again.info.lost["target"]
+    assert str(file.parents[2]) in again.info.lost["target"]
     file.unlink()
     assert list(Pushable(kept).info.lost) == ["target"]
     (Path(kept.state_dir) / "weights" / "current.json").write_text("{")
@@ -269,20 +255,16 @@ def test_a_lost_version_stays_lost_until_its_role_is_pushed(
     assert list(after.info.lost) == ["target"] and after.info.drafter_version == "d2"
     assert after.push(root / "newer", "v2").result == "committed"
     last = Pushable(kept)
-    assert not last.info.lost and (last.info.weight_version, last.info.drafter_version) == (
-        "v2",
-        "d2",
-    )
+    assert not last.info.lost
+    assert (last.info.weight_version, last.info.drafter_version) == ("v2", "d2")
 
 
 def test_a_lost_drafter_is_named(kept: EngineSettings, root: Path) -> None:
     Pushable(kept).push(root / "new", "both", role="all", drafter_path=str(root / "new-drafter"))
     break_spooled(kept, "drafter")
     again = Pushable(kept)
-    assert list(again.info.lost) == ["drafter"] and (
-        again.info.weight_version,
-        again.info.drafter_version,
-    ) == ("both", "initial")
+    assert list(again.info.lost) == ["drafter"]
+    assert (again.info.weight_version, again.info.drafter_version) == ("both", "initial")
 
 
 def test_live_version_name_survives_other_role_pushes(
@@ -305,17 +287,13 @@ def test_live_version_of_one_role_does_not_answer_the_other(
     kept: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(kept)
-    assert (
-        engine.push(root / "new", "v1").result == "committed"
-        and engine.commit("v1").result == "unchanged"
-    )
+    assert engine.push(root / "new", "v1").result == "committed"
+    assert engine.commit("v1").result == "unchanged"
     assert Pushable(kept).commit("v1").result == "unchanged", (
         "nor does a restart lose what was committed"
     )
     assert engine.push(root / "new-drafter", "v1", role="drafter", commit=False).result == "staged"
     assert engine.abort("v1").result == "aborted"
     assert engine.commit("v1").result == "not_found", "what was pushed last by this name is gone"
-    assert (
-        engine.push(root / "new", "v1").result == "unchanged"
-        and engine.commit("v1").result == "unchanged"
-    )
+    assert engine.push(root / "new", "v1").result == "unchanged"
+    assert engine.commit("v1").result == "unchanged"

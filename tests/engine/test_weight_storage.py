@@ -219,9 +219,8 @@ def test_storage_on_disk_is_mapped_files_without_names(tmp_path: Path) -> None:
             torch.zeros(0),
         ],
     )
-    assert [tuple(t.shape) for t in made] == [(3, 4), (5,), (2, 2), (0,)] and made[
-        2
-    ].dtype == torch.bfloat16
+    assert [tuple(t.shape) for t in made] == [(3, 4), (5,), (2, 2), (0,)]
+    assert made[2].dtype == torch.bfloat16
     assert made[0].sum() == 0 and made[1].sum() == 5 and list((tmp_path / "staged").iterdir()) == []
     mapped = [
         line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line

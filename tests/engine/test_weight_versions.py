@@ -65,10 +65,8 @@ def test_without_a_name_a_rollback_undoes_the_last_commit_alone(
 def test_repeated_push_succeeds_and_other_content_conflicts(engine: Pushable, root: Path) -> None:
     first = engine.push(root / "new", "v1")
     again = engine.push(root / "new", "v1")
-    assert (first.result, again.result) == (
-        "committed",
-        "unchanged",
-    ) and again.checksums == first.checksums
+    assert (first.result, again.result) == ("committed", "unchanged")
+    assert again.checksums == first.checksums
     other = engine.push(root / "newer", "v1")
     assert (
         other.result == "conflict" and "'v1'" in other.error[1] and "new version" in other.error[1]
@@ -81,10 +79,8 @@ def test_repeated_push_succeeds_and_other_content_conflicts(engine: Pushable, ro
         "a version may come back, with the same bits"
     )
     unnamed = engine.push(root / "newer")
-    assert (
-        unnamed.version.startswith("newer@")
-        and engine.push(root / "newer").version == unnamed.version
-    )
+    assert unnamed.version.startswith("newer@")
+    assert engine.push(root / "newer").version == unnamed.version
 
 
 @pytest.fixture
@@ -147,10 +143,8 @@ def test_a_staged_push_waits_for_its_commit_or_its_abort(engine: Pushable, root:
     assert engine.abort("v1").result == "aborted" and engine.checksums() == sums
     assert engine.abort("v1").result == "not_found"
     assert engine.push(root / "new", "v1", commit=False).result == "staged"
-    assert (
-        engine.push(root / "newer", "v2").result == "conflict"
-        and engine.roll_back().result == "conflict"
-    )
+    assert engine.push(root / "newer", "v2").result == "conflict"
+    assert engine.roll_back().result == "conflict"
     assert engine.commit("v1").result == "committed" and engine.checksums() != sums
 
 
@@ -186,10 +180,8 @@ def test_repeated_commit_succeeds_while_its_version_is_live(engine: Pushable, ro
         == "committed"
     )
     assert [engine.commit(version).result for version in ("v1", "d1")] == ["unchanged", "unchanged"]
-    assert (
-        engine.push(root / "newer", "v2").result == "committed"
-        and engine.commit("v1").result == "not_found"
-    )
+    assert engine.push(root / "newer", "v2").result == "committed"
+    assert engine.commit("v1").result == "not_found"
     assert engine.roll_back().result == "rolled_back"
     assert [engine.commit(version).result for version in ("v1", "d1", "v2")] == [
         "unchanged",
@@ -238,11 +230,9 @@ def test_an_errand_that_fails_keeps_none_of_the_others(capsys: pytest.CaptureFix
     errands, done = Errands("fail"), list[str]()
     for errand in (lambda: done.append("a"), lambda: 1 / 0, lambda: done.append("b")):
         errands.give(errand)  # type: ignore[arg-type]
-    assert (
-        errands.mark().wait(60)
-        and done == ["a", "b"]
-        and "ZeroDivisionError" in capsys.readouterr().err
-    )
+    assert errands.mark().wait(60)
+    assert done == ["a", "b"]
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_returned_checksums_can_be_declared_with_the_next_push(

@@ -33,10 +33,8 @@ def test_after_a_commit_new_requests_are_those_of_a_fresh_engine(
         "target",
         "v1",
     )
-    assert (
-        set(report.phases) >= {"open", "read", "check", "fill", "wait", "commit"}
-        and 0 < report.pause_ms < 1000
-    )
+    assert set(report.phases) >= {"open", "read", "check", "fill", "wait", "commit"}
+    assert 0 < report.pause_ms < 1000
     after = engine.run(*asked)
     assert after == fresh(settings, root / "new", *asked) != before
     assert all(engine.spans(r.id) == [("v1", 0, 40)] for r in asked)
@@ -102,9 +100,8 @@ def test_abort_returns_partial_results_and_waiting_ones_run(
     for r in asked[:2]:
         tokens = engine.tokens(r.id)
         assert engine.said[r.id][-1].finish_reason == "abort" and 0 < len(tokens) < 60
-        assert tokens == old[r.id][0][: len(tokens)] and engine.spans(r.id) == [
-            ("initial", 0, len(tokens))
-        ]
+        assert tokens == old[r.id][0][: len(tokens)]
+        assert engine.spans(r.id) == [("initial", 0, len(tokens))]
     assert engine.spans("r2") == [("v1", 0, 60)]
     assert (engine.tokens("r2"), engine.logprobs("r2")) == fresh(settings, root / "new", asked[2])[
         "r2"
@@ -142,13 +139,11 @@ def test_draining_push_can_be_aborted(engine: Pushable, root: Path) -> None:
     engine.submit(request(1, 10))
     assert engine.abort("v1").result == "aborted" and engine.report(id).result == "conflict"
     engine.step(2)
-    assert not engine.engine.gate.held_for(Reason.DRAINING) and "r1" in engine.said, (
-        "what waited for the push goes on"
-    )
+    assert not engine.engine.gate.held_for(Reason.DRAINING)
+    assert "r1" in engine.said, "what waited for the push goes on"
     engine.finish()
-    assert engine.spans("r0") == [("initial", 0, 500)] and engine.spans("r1") == [
-        ("initial", 0, 10)
-    ]
+    assert engine.spans("r0") == [("initial", 0, 500)]
+    assert engine.spans("r1") == [("initial", 0, 10)]
 
 
 def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, root: Path) -> None:
@@ -158,10 +153,8 @@ def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, 
     id = engine.send_roll_back(in_flight="drain")
     engine.step(1)
     engine.submit(request(1, 10))
-    assert (
-        engine.push(root / "newer", "v2").result == "conflict"
-        and engine.roll_back().result == "conflict"
-    )
+    assert engine.push(root / "newer", "v2").result == "conflict"
+    assert engine.roll_back().result == "conflict"
     engine.finish()
     assert engine.report(id).result == "rolled_back"
     assert engine.spans("r0") == [("v1", 0, 30)] and engine.spans("r1") == [("initial", 0, 10)]
@@ -180,17 +173,14 @@ def test_a_rollback_that_waits_can_be_aborted(engine: Pushable, root: Path) -> N
     engine.engine.send(Pause("p"))
     engine.step(2)
     refused = engine.push(root / "newer", "v2")
-    assert (
-        refused.result == "conflict"
-        and refused.error is not None
-        and "POST /weights/abort" in refused.error[1]
-    )
+    assert refused.result == "conflict"
+    assert refused.error is not None
+    assert "POST /weights/abort" in refused.error[1]
     assert engine.abort("").result == "aborted" and engine.report(id).result == "conflict"
     engine.engine.send(Resume("r"))
     engine.step(2)
-    assert not engine.engine.gate.held_for(Reason.DRAINING) and "r1" in engine.said, (
-        "what waited for the rollback goes on"
-    )
+    assert not engine.engine.gate.held_for(Reason.DRAINING)
+    assert "r1" in engine.said, "what waited for the rollback goes on"
     assert engine.push(root / "newer", "v2", in_flight="recompute").result == "committed"
     engine.finish()
     assert [version for version, *_ in engine.spans("r0")] == ["v1", "v2"]
@@ -247,10 +237,8 @@ def test_the_prefix_index_is_never_stale(
 ) -> None:
     """Requests with one prompt before, during and after pushes and a rollback."""
     same = [request(0, 30, id=f"same{i}") for i in range(5)]
-    old, new = (
-        fresh(settings, root / "base", same[0])["same0"],
-        fresh(settings, root / "new", same[0])["same0"],
-    )
+    old = fresh(settings, root / "base", same[0])["same0"]
+    new = fresh(settings, root / "new", same[0])["same0"]
     engine.run(same[0])
     engine.submit(same[1])
     engine.step(6)
@@ -262,10 +250,8 @@ def test_the_prefix_index_is_never_stale(
         assert engine.said["same2"][0].cached_tokens == 0
     assert (engine.tokens("same2"), engine.logprobs("same2")) == new
     engine.run(same[3])
-    assert (
-        engine.said["same3"][0].cached_tokens > 0
-        and (engine.tokens("same3"), engine.logprobs("same3")) == new
-    )
+    assert engine.said["same3"][0].cached_tokens > 0
+    assert (engine.tokens("same3"), engine.logprobs("same3")) == new
     assert engine.roll_back().result == "rolled_back"
     engine.run(same[4])
     assert (engine.tokens("same4"), engine.logprobs("same4")) == old

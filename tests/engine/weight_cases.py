@@ -78,9 +78,7 @@ def check_spans(engine: Pushable, id: str, versions: list[str]) -> list[int]:
     spans = engine.spans(id)
     assert [version for version, _, _ in spans] == versions
     starts = [start for _, start, _ in spans]
-    assert (
-        starts[0] == 0
-        and starts[1:] == [end for _, _, end in spans][:-1]
-        and spans[-1][2] == len(engine.tokens(id))
-    )
+    assert starts[0] == 0
+    assert starts[1:] == [end for _, _, end in spans][:-1]
+    assert spans[-1][2] == len(engine.tokens(id))
     return starts
