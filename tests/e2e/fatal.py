@@ -20,7 +20,7 @@ if __name__ == "__main__":
         sys.exit(__main__.main(sys.argv[1:]))
 
     from tlt_server.engine import process
-    from tlt_server.engine.runner import CpuRunner
+    from tlt_server.engine.cpu.runner import CpuRunner
     from tlt_server.engine.schedule.batch import Batch
     from tlt_server.wire.records import Strategy
 

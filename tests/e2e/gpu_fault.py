@@ -27,9 +27,9 @@ if __name__ == "__main__":
 
     from tlt_server.engine import process
     from tlt_server.engine.cpu import device as cpu
+    from tlt_server.engine.cpu.runner import CpuRunner
     from tlt_server.engine.gpu import device as cuda
     from tlt_server.engine.gpu.runner import GpuRunner
-    from tlt_server.engine.runner import CpuRunner
     from tlt_server.engine.schedule.batch import Batch
     from tlt_server.wire.records import Strategy
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from tlt_server.engine.cpu.runner import CpuRunner
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.ranks.ranks import Ranks
-from tlt_server.engine.runner import CpuRunner
 from tlt_server.errors import EngineFailed
 from tlt_server.wire.records import GenerateRequest
 

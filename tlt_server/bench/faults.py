@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from tlt_server.engine.cpu.runner import CpuRunner
 from tlt_server.engine.loop import Engine
-from tlt_server.engine.runner import CpuRunner
 
 # Calls of the sampler; thirty, because a single ulp may vanish when a log-prob is rounded.
 CALLS = range(9, 39)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,9 +18,8 @@ from tlt_server.engine.policy_changes import PolicyChanges
 from tlt_server.engine.pushes.pushes import WeightPushes
 from tlt_server.engine.record.recompute import Recomputing
 from tlt_server.engine.record.traces import Recorder
-from tlt_server.engine.runner import Finished
+from tlt_server.engine.runner import Finished, Runner
 from tlt_server.engine.sampling.structures import Structures
-from tlt_server.engine.schedule.batch import Batch
 from tlt_server.engine.schedule.scheduler import Scheduler
 from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.errors import EngineFailed, TltError
@@ -33,22 +31,6 @@ from tlt_server.speculation.switches import SwitchLog
 from tlt_server.wire.commands import Command
 from tlt_server.wire.events import ControlReport, WeightReport
 from tlt_server.wire.records import OFF, Cycle, GenerateRequest, StepContext, StepOutput, Strategy
-
-
-class Runner(Protocol):
-    """Computes batches in order. One that works ahead may keep its newest result while `busy`."""
-
-    learns: bool  # drafters learn from what is accepted
-
-    @property
-    def in_flight(self) -> int:
-        """Batches launched whose result was not collected."""
-
-    def launch(self, batch: Batch, strategy: Strategy) -> None: ...
-
-    def collect(self, *, busy: bool) -> Finished | None: ...
-
-    def gauges(self) -> Mapping[str, float]: ...
 
 
 class Engine:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from tlt_server.bench.engines import adopt
 from tlt_server.bench.replaying.names import policy_name
-from tlt_server.engine.loop import Engine, Runner
-from tlt_server.engine.runner import Finished
+from tlt_server.engine.loop import Engine
+from tlt_server.engine.runner import Finished, Runner
 from tlt_server.engine.schedule.batch import Batch
 from tlt_server.speculation.knowledge import KnowledgeRecord
 from tlt_server.wire.commands import SetPolicy, Submit

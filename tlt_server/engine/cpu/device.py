@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.compiled import MODULES
 from tlt_server.attention.rows import KVCache
+from tlt_server.engine.cpu.runner import CpuRunner
 from tlt_server.engine.devices import Equipped, Memory, Quiet, compiled
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.devices.sizing import kv_pages, training_share
@@ -21,7 +22,6 @@ from tlt_server.engine.ranks.orders import Allocate, FreePages, Install
 from tlt_server.engine.ranks.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on
 from tlt_server.engine.ranks.shared_models import key_of
 from tlt_server.engine.record.hidden_states import CachedStates, describe_states
-from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError

@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_kernels.cpu.compiled import cache_directory, compile_all
-from tlt_server.engine.loop import Runner
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.policy_changes import Prepare
 from tlt_server.engine.record.hidden_states import StateSource
 from tlt_server.engine.record.traces import HeldTable
+from tlt_server.engine.runner import Runner
 from tlt_server.engine.schedule.scheduler import unpadded
 from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
