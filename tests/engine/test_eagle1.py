@@ -32,8 +32,9 @@ from tlt_server.models.draft_checkpoint import describe, feature_layers, fill_dr
 from tlt_server.models.eagle import Eagle1, Eagle3
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagle3
-from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.loader import fill, load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import rotary_table

@@ -26,8 +26,9 @@ from tlt_server.engine.gpu.steps.head import PARTS, SharedHead
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums, room_floats
 from tlt_server.models.shards import cut, vocabulary
 from tlt_server.models.split import Split

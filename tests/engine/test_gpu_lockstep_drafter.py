@@ -26,7 +26,8 @@ from tlt_server.models.draft_checkpoint import Described
 from tlt_server.models.draft_networks import EAGLE1, EAGLE3
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagle1, GpuEagle3, GpuEagleNetwork
-from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.layers import RowTensors
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums, room_floats
 from tlt_server.models.shards import cut
 from tlt_server.models.split import Split

@@ -40,8 +40,8 @@ from tlt_server.engine.ranks.shared_models import SharedSplit
 from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
-from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import MATMULS
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.split import Split
 from tlt_server.weights.storage import ran_out
 

@@ -17,8 +17,8 @@ from tlt_kernels.gpu import swap as kernels
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu import swapping as module
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.swapping import compile_swaps, swap_networks
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.sampling.sampler import SamplingState
-from tlt_server.engine.schedule.batch import Batch, Emission
+from tlt_server.engine.schedule.batch import Batch
 from tlt_server.engine.schedule.pages import PagePool
 from tlt_server.engine.schedule.running import RunningSet
 from tlt_server.engine.schedule.scheduler import Scheduler, unpadded
-from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput
 
 PAGE = 4

@@ -13,8 +13,7 @@ import pytest
 from tests.unit.fake_kv import make
 from tests.unit.test_admission import ENGINE, Clock
 from tlt_server.engine.sampling.sampler import SamplingState
-from tlt_server.engine.schedule.batch import Emission
-from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.errors import Overloaded, QueueFull
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.wire.records import OFF, Cycle, GenerateRequest, Sampling, StepContext

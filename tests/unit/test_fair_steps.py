@@ -16,8 +16,7 @@ from tests.unit.fake_kv import PAGE, VOCAB, make
 from tests.unit.test_admission import Clock
 from tlt_server.bench.goodput import percentile
 from tlt_server.engine.sampling.sampler import SamplingState
-from tlt_server.engine.schedule.batch import Emission
-from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.wire.records import GenerateRequest, Sampling
 
 SECONDS, PAUSE_S = 6.0, 0.02

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.unit.fake_kv import PAGE, FakeKV, alone, collect, make, run, running, sequence
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.gpu.steps.buckets import PromptShape, Shapes
-from tlt_server.engine.schedule.batch import Batch, Emission
+from tlt_server.engine.schedule.batch import Batch
 from tlt_server.engine.schedule.scheduler import Scheduler, unpadded
-from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.errors import InvalidRequest
 from tlt_server.wire.commands import InFlight
 from tlt_server.wire.records import StepOutput

@@ -31,8 +31,9 @@ from tlt_server.bench.micro import say
 from tlt_server.bench.record import finish
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.matmuls import MATMULS, FastMatmuls, Room, StrictMatmuls
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.numerics import Mode
 from tlt_server.models.split import GPU_LEAVES, auto_gpu_leaves
 

@@ -19,9 +19,9 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server import __version__
-from tlt_server.engine.gpu.start.kernel_records import sources
 from tlt_server.process.private import private_file
 from tlt_server.speculation.knowledge import Knowledge, KnowledgeRecord
+from tlt_server.wire.fingerprint import sources
 
 NAME = "knowledge.json"
 MAX_BYTES = 2**20

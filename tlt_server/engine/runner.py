@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from tlt_server.engine.schedule.batch import Batch, Emission
+from tlt_server.engine.schedule.batch import Batch
+from tlt_server.engine.schedule.sequence import Emission
 from tlt_server.speculation.knowledge import Drafted
 from tlt_server.wire.records import Cycle, Strategy
 

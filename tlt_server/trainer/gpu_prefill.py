@@ -21,8 +21,9 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.loader import fill, gpu_dtype, own_dtype, unread
 from tlt_server.models.split import Split, auto_gpu_leaves
 from tlt_server.trainer.prefill import TextPages, Texts, joined

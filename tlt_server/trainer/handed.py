@@ -19,8 +19,8 @@ from torch import Tensor
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import Served, feature_layers
-from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split

@@ -7,6 +7,9 @@ A part changes only when bits change. No torch.
 
 from __future__ import annotations
 
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Struct
@@ -26,3 +29,15 @@ class Fingerprint(Struct, frozen=True):
             if mine != theirs:
                 return f"{name} is {mine!r} here and {theirs!r} there"
         return ""
+
+
+def sources(package: str) -> str:
+    """Return a digest of a package's Python files."""
+    found = find_spec(package)
+    assert found is not None and found.submodule_search_locations
+    digest = hashlib.sha256()
+    for location in found.submodule_search_locations:
+        for path in sorted(Path(location).rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(location)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]

@@ -24,11 +24,11 @@ from tlt_server.engine.gate import StepGate
 from tlt_server.engine.gpu.steps.tree_samples import EVERY
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.sampling.sampler import SamplingState
-from tlt_server.engine.schedule.batch import Batch, Chunk, Emission
+from tlt_server.engine.schedule.batch import Batch, Chunk
 from tlt_server.engine.schedule.pages import PagePool
 from tlt_server.engine.schedule.running import RunningSet
 from tlt_server.engine.schedule.scheduler import Scheduler
-from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.errors import StartupError
 from tlt_server.speculation.accept import accepted_drafts, on_path
 from tlt_server.speculation.batch import Candidates, DraftBatch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from tlt_server.engine.ranks.shared_models import key_of
 from tlt_server.engine.record.hidden_states import CachedStates, describe_states
 from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.errors import StartupError
 from tlt_server.models.adapted import AdapterSlots
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
@@ -38,7 +36,7 @@ from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import AnySize, Reach
-from tlt_server.weights.parts import Changed, Drafter, DrafterNetwork, Live, Target
+from tlt_server.weights.parts import Changed, Drafter, Live, Target, check_own_head
 from tlt_server.weights.storage import Free, disk_free
 from tlt_server.wire.fingerprint import Fingerprint
 
@@ -185,15 +183,6 @@ class CpuDevice:
     def free(self) -> Free:
         available = host_memory().available
         return Free(available, available, disk_free(self._settings.state_dir))
-
-
-def check_own_head(network: DrafterNetwork, directory: Path) -> None:
-    """`StartupError` for a drafter of several ranks that reads the target's head."""
-    if not network.own_head:
-        raise StartupError(
-            f"the drafter {directory} reads the target's head, which several ranks share; use an "
-            "EAGLE-3 drafter, or tensor_parallel 1"
-        )
 
 
 @dataclass(frozen=True)

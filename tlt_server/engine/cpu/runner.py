@@ -24,7 +24,8 @@ from tlt_server.engine.ranks.orders import Keep
 from tlt_server.engine.ranks.ranks import NO_RANKS, RankOrders
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sampling.sampler import Sampled, prompt_logprobs, sample
-from tlt_server.engine.schedule.batch import Batch, Emission
+from tlt_server.engine.schedule.batch import Batch
+from tlt_server.engine.schedule.sequence import Emission
 from tlt_server.errors import NotFinite
 from tlt_server.models import Forward
 from tlt_server.models.adapted import AdaptedLayer, AdapterSlots

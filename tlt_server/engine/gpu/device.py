@@ -52,8 +52,8 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder, shards
 from tlt_server.models.gpu.eagle import spread_drafter
-from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import WHOLE
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import OWN_SUMS
 from tlt_server.models.loader import eos_token_ids, fill_target
 from tlt_server.models.shards import rank_config, tensors_of

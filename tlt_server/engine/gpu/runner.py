@@ -35,8 +35,8 @@ from tlt_server.engine.gpu.steps.structured import StructureMasks
 from tlt_server.engine.gpu.steps.texts import SentText, Texts
 from tlt_server.engine.gpu.steps.tree_samples import TreeSample, TreeSampler, read
 from tlt_server.engine.runner import NOT_FINITE, Finished
-from tlt_server.engine.schedule.batch import Batch, Chunk, Emission
-from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.schedule.batch import Batch, Chunk
+from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.errors import NotFinite
 from tlt_server.wire.records import Cycle, Strategy
 

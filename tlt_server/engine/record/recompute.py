@@ -22,8 +22,8 @@ from tlt_server.wire.commands import Recompute
 from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 if TYPE_CHECKING:
-    from tlt_server.engine.schedule.batch import Emission
     from tlt_server.engine.schedule.scheduler import Scheduler
+    from tlt_server.engine.schedule.sequence import Emission
 
 PROMPT_ONLY = Sampling(temperature=0.0, max_tokens=0)
 

@@ -25,8 +25,7 @@ from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.wire.records import OFF, DraftLimits, GenerateRequest, Strategy
 
 if TYPE_CHECKING:
-    from tlt_server.engine.schedule.batch import Emission
-    from tlt_server.engine.schedule.sequence import Sequence
+    from tlt_server.engine.schedule.sequence import Emission, Sequence
     from tlt_server.engine.settings import EngineSettings
 
 KEPT = 4096  # strategies with limits that are remembered
@@ -38,16 +37,6 @@ class HeldTable(Protocol):
 
     def renew(self) -> NDArray[np.float32]:
         """Put what was learnt in force, and return it, [K]."""
-
-
-class Noting(Protocol):
-    """Notes what becomes of one sequence."""
-
-    def emitted(
-        self, sequence: Sequence, emission: Emission, strategy: Strategy, *, decodes: bool
-    ) -> None: ...
-
-    def ended(self, sequence: Sequence, reason: str) -> None: ...
 
 
 class Trace:

@@ -10,12 +10,11 @@ bracket that, in the order of the steps.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from tlt_server.engine.schedule.sequence import Sequence
-from tlt_server.errors import TltError
-from tlt_server.wire.records import MAX_DRAFTS, NO_LIMITS, StepContext, TokenLogprobs
+from tlt_server.wire.records import MAX_DRAFTS, NO_LIMITS, StepContext
 from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS
 
 
@@ -87,31 +86,3 @@ class Batch:
             structured=any(chunk.sequence.is_structured for chunk in self.chunks if chunk.samples),
             adapted=any(chunk.sequence.adapter is not None for chunk in self.chunks),
         )
-
-
-@dataclass
-class Emission:
-    """The result of a step for one chunk: accepted draft tokens and the bonus token, or no token
-    for a prefill chunk that does not reach the end.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] | None = None
-    top_logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    drafted: int = 0
-    accepted: int = 0  # also those that a stop cut off
-    # The parts of both that are the drafter's own, without history's branches; None: not known.
-    own_drafted: int | None = None
-    own_accepted: int = 0
-    weight_version: str = ""
-    error: TltError | None = None  # why the sequence cannot go on
-
-    @property
-    def followed(self) -> tuple[int, int]:
-        """Return the accepted draft tokens that the sequence has too, which are none after its end,
-        and those of them that are the drafter's own.
-        """
-        followed = min(self.accepted, len(self.tokens))
-        return followed, min(self.own_accepted, followed)

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from tlt_server.engine.schedule.batch import Emission
 from tlt_server.engine.schedule.deadlines import Deadlines
 from tlt_server.engine.schedule.outputs import End, output
 from tlt_server.engine.schedule.running import RunningSet
-from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.engine.schedule.waiting import WaitingSequences
 from tlt_server.errors import DeadlineExceeded, EngineFailed, QueueTimeout, TltError
 from tlt_server.process.faults import Containment

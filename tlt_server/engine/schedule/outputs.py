@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from tlt_server.engine.schedule.batch import Emission
-from tlt_server.engine.schedule.sequence import Sequence
+from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.errors import TltError
 from tlt_server.wire.records import StepOutput
 

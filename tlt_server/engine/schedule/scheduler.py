@@ -17,12 +17,12 @@ from itertools import islice
 from typing import Any
 
 from tlt_server.engine.gate import StepGate
-from tlt_server.engine.schedule.batch import Batch, Chunk, Emission
+from tlt_server.engine.schedule.batch import Batch, Chunk
 from tlt_server.engine.schedule.ledger import Ledger
 from tlt_server.engine.schedule.new_weights import NewWeights
 from tlt_server.engine.schedule.outputs import End, output, truncate
 from tlt_server.engine.schedule.running import RunningSet
-from tlt_server.engine.schedule.sequence import SavedKV, Sequence
+from tlt_server.engine.schedule.sequence import Emission, SavedKV, Sequence
 from tlt_server.engine.schedule.shares import PromptRows, Shares
 from tlt_server.engine.schedule.starts import Starts
 from tlt_server.engine.schedule.step_cost import StepCost

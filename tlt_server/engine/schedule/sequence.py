@@ -11,15 +11,22 @@ and is treated as a fresh prompt; so is one that an earlier engine started
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.engine.record.traces import Noting
 from tlt_server.engine.sampling.sampler import SamplingState
 from tlt_server.engine.schedule.pages import PageKey, next_key, root_key
-from tlt_server.wire.records import DraftLimits, GenerateRequest, LoadedAdapter, TokenLogprobs
+from tlt_server.errors import TltError
+from tlt_server.wire.records import (
+    DraftLimits,
+    GenerateRequest,
+    LoadedAdapter,
+    Strategy,
+    TokenLogprobs,
+)
 
 
 class SavedKV(NamedTuple):
@@ -27,6 +34,44 @@ class SavedKV(NamedTuple):
 
     kv: object
     computed: int
+
+
+@dataclass
+class Emission:
+    """The result of a step for one chunk: accepted draft tokens and the bonus token, or no token
+    for a prefill chunk that does not reach the end.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] | None = None
+    top_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    drafted: int = 0
+    accepted: int = 0  # also those that a stop cut off
+    # The parts of both that are the drafter's own, without history's branches; None: not known.
+    own_drafted: int | None = None
+    own_accepted: int = 0
+    weight_version: str = ""
+    error: TltError | None = None  # why the sequence cannot go on
+
+    @property
+    def followed(self) -> tuple[int, int]:
+        """Return the accepted draft tokens that the sequence has too, which are none after its end,
+        and those of them that are the drafter's own.
+        """
+        followed = min(self.accepted, len(self.tokens))
+        return followed, min(self.own_accepted, followed)
+
+
+class Noting(Protocol):
+    """Notes what becomes of one sequence."""
+
+    def emitted(
+        self, sequence: Sequence, emission: Emission, strategy: Strategy, *, decodes: bool
+    ) -> None: ...
+
+    def ended(self, sequence: Sequence, reason: str) -> None: ...
 
 
 class Sequence:

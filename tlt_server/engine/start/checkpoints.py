@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from tlt_server.engine.cpu.device import check_own_head
 from tlt_server.engine.devices.sizing import kv_pages, served_length
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.models.config import ModelConfig
@@ -19,7 +18,7 @@ from tlt_server.models.loader import check_files, empty_target, unread
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import WHOLE, Split
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.weights.parts import DrafterNetwork
+from tlt_server.weights.parts import DrafterNetwork, check_own_head
 
 
 def check_checkpoints(settings: DecidedSettings) -> None:

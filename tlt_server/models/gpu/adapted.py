@@ -19,7 +19,7 @@ from tlt_server.errors import StartupError
 from tlt_server.models.adapted import FUSED
 from tlt_server.models.adapters import AdapterWeights, MatrixPair, linear_sizes
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.gpu.layers import Placement
+from tlt_server.models.gpu.placement import Placement
 
 
 class GpuProjectionSlots(NamedTuple):

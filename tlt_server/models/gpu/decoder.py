@@ -24,15 +24,10 @@ from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES, Forward
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer
-from tlt_server.models.gpu.layers import (
-    Attend,
-    GpuGatedMlp,
-    GpuSelfAttention,
-    Placement,
-    RowTensors,
-)
+from tlt_server.models.gpu.layers import Attend, GpuGatedMlp, GpuSelfAttention, RowTensors
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import WHOLE
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import target_parameters

@@ -10,37 +10,19 @@ width, S slots, X fused width, P partial sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.rope import rope_store
-from tlt_server.models.gpu.matmuls import Matmuls, Room, StrictMatmuls
-from tlt_server.models.gpu.sums import OWN_SUMS, LayerSums
+from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection
+from tlt_server.models.gpu.matmuls import Matmuls, Room
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
-from tlt_server.settings.shared import DrafterParallel
-
-if TYPE_CHECKING:  # it needs `Placement`
-    from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The device and type of weights, and the way matmuls and their sums are computed."""
-
-    device: torch.device
-    dtype: torch.dtype
-    matmuls: StrictMatmuls
-    sums: LayerSums = OWN_SUMS  # where the target's layers are summed
-    drafter_parallel: DrafterParallel = "auto"  # whether ranks share a drafter
-
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=self.dtype, device=self.device)
 
 
 class RowTensors(NamedTuple):

@@ -17,7 +17,7 @@ from tlt_server.engine.gpu.memory.budget import MemoryPlan
 from tlt_server.engine.gpu.memory.hidden_states.pages import PageStates
 from tlt_server.engine.gpu.steps.state import KVSlots
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.gpu.layers import Placement
+from tlt_server.models.gpu.placement import Placement
 
 
 @dataclass(frozen=True)

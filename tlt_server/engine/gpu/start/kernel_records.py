@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.process.private import private_directory, private_file
+from tlt_server.wire.fingerprint import sources
 
 if TYPE_CHECKING:  # it loads Triton, which `tlt doctor` does not need
     from tlt_kernels.gpu.variants import Variant
@@ -97,18 +97,6 @@ def toolchain() -> dict[str, str]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def sources(package: str) -> str:
-    """Return a digest of a package's Python files."""
-    found = find_spec(package)
-    assert found is not None and found.submodule_search_locations
-    digest = hashlib.sha256()
-    for location in found.submodule_search_locations:
-        for path in sorted(Path(location).rglob("*.py")):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(location)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:12]
 
 
 def read_record(cache: Path, name: str) -> KernelRecord | None:

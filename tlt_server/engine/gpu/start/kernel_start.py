@@ -28,11 +28,11 @@ from tlt_server.engine.gpu.start.kernel_records import (
     read_record,
     record_name,
     recorded,
-    sources,
     toolchain,
 )
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
+from tlt_server.wire.fingerprint import sources
 
 WARP = 32
 NICENESS = 10  # next to an engine that serves

@@ -41,8 +41,8 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import MATMULS
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums
 from tlt_server.registry import load_object
 from tlt_server.speculation.drafters import DRAFTERS

@@ -22,7 +22,8 @@ from tlt_kernels.gpu.report import TokenScores
 from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey, Report, Reported
 from tlt_server.engine.gpu.steps.ring import PinnedRing
 from tlt_server.engine.gpu.steps.state import SCORED
-from tlt_server.engine.schedule.batch import Chunk, Emission
+from tlt_server.engine.schedule.batch import Chunk
+from tlt_server.engine.schedule.sequence import Emission
 from tlt_server.engine.schedule.sequence import Sequence as EngineSequence
 from tlt_server.wire.records import TokenLogprobs
 

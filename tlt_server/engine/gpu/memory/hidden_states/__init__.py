@@ -23,7 +23,7 @@ from tlt_server.engine.record.hidden_states import describe_states
 from tlt_server.engine.schedule.batch import Chunk
 from tlt_server.models import Forward
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.layers import Placement
+from tlt_server.models.gpu.placement import Placement
 
 
 class CapturedStep(NamedTuple):
