@@ -12,9 +12,8 @@ import pytest
 
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Conflict, TltError, Unavailable
-from tlt_server.frontend.weights import exports as module
-from tlt_server.frontend.weights.adoption import Adoption
-from tlt_server.frontend.weights.exports import EXPORTS, DrafterExports
+from tlt_server.frontend.weights import adoption as module
+from tlt_server.frontend.weights.adoption import EXPORTS, Adoption, DrafterExports
 from tlt_server.wire.events import WeightReport, WeightState
 
 

@@ -18,8 +18,8 @@ import pytest
 
 from tests.frontend.live_server import live_server
 from tests.unit.test_journal import HEADER, OUTPUTS
-from tlt_server.frontend.rollouts.flaws import flaw
 from tlt_server.frontend.rollouts.journal import RolloutEnd, past
+from tlt_server.frontend.rollouts.rollout import flaw
 from tlt_server.wire.packed import PackedIds
 from tlt_server.wire.records import Grammar, TokenLogprobs
 

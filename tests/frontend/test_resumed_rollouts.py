@@ -20,7 +20,7 @@ from tests.waiting import until
 from tlt_client import Client, Reply
 from tlt_client.wire import Choice
 from tlt_server.errors import StartupError
-from tlt_server.frontend.rollouts import clocks
+from tlt_server.frontend.rollouts import journal
 from tlt_server.frontend.rollouts.journal import past
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.metrics import Metrics
@@ -179,8 +179,8 @@ def test_a_deadline_goes_on_while_no_server_runs(
 ) -> None:
     with live_server(model, state_dir=tmp_path) as first, Client(first.url) as client:
         rollout = client.generate([{"token_ids": [HANGS]}], timeout_s=100, detach=True)
-    now = clocks.now
-    monkeypatch.setattr(clocks, "now", lambda: now()._replace(boot_s=now().boot_s + 100))
+    now = journal.now
+    monkeypatch.setattr(journal, "now", lambda: now()._replace(boot_s=now().boot_s + 100))
     with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
         [result] = client.rollout(rollout.id).result(30).results
         assert result.error is not None and result.error.code == "deadline_exceeded"

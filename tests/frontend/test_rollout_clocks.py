@@ -14,8 +14,8 @@ from tests.frontend.live_server import live_server
 from tests.unit.test_journal import FRAMES, HEADER
 from tests.waiting import until
 from tlt_client import Client
-from tlt_server.frontend.rollouts import clocks
-from tlt_server.frontend.rollouts.journal import Outline, RolloutEnd, frame, outline
+from tlt_server.frontend.rollouts import journal
+from tlt_server.frontend.rollouts.journal import Past, RolloutEnd, frame, past
 
 DAY_S = 86400.0
 
@@ -44,12 +44,12 @@ def test_a_wall_clock_that_jumped_ends_and_keeps_nothing(
 def test_after_another_boot_the_wall_clock_counts_and_never_backwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    at = clocks.now()
-    assert clocks.elapsed_s(at._replace(boot_s=at.boot_s - 5, wall_s=0)) == pytest.approx(5, abs=1)
+    at = journal.now()
+    assert journal.elapsed_s(at._replace(boot_s=at.boot_s - 5, wall_s=0)) == pytest.approx(5, abs=1)
     for boot in ("another", ""):
         other = at._replace(boot=boot, boot_s=1e12)
-        assert clocks.elapsed_s(other._replace(wall_s=at.wall_s - 7)) == pytest.approx(7, abs=1)
-        assert clocks.elapsed_s(other._replace(wall_s=at.wall_s + DAY_S)) == 0
+        assert journal.elapsed_s(other._replace(wall_s=at.wall_s - 7)) == pytest.approx(7, abs=1)
+        assert journal.elapsed_s(other._replace(wall_s=at.wall_s + DAY_S)) == 0
 
 
 def test_the_end_of_a_journal_from_before_is_found() -> None:
@@ -59,4 +59,4 @@ def test_the_end_of_a_journal_from_before_is_found() -> None:
     before = length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload
     for end in (before, frame(RolloutEnd(3.5, 3))):
         whole = FRAMES[0] + end
-        assert outline(whole) == Outline(HEADER, RolloutEnd(3.5, 3), len(whole))
+        assert past(whole, outputs=False) == Past(HEADER, [], RolloutEnd(3.5, 3), len(whole))

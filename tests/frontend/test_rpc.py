@@ -38,7 +38,7 @@ from tlt_server.errors import InvalidRequest as InvalidValue
 from tlt_server.frontend.rpc.exchange import Exchange
 from tlt_server.frontend.rpc.methods import METHODS
 from tlt_server.frontend.rpc.reads import MessageReads
-from tlt_server.frontend.rpc.refusals import refuse
+from tlt_server.frontend.rpc.server import refuse
 
 LONG = GenerateRequest(requests=[Item(token_ids=[HANGS])])
 SHORT = GenerateRequest(

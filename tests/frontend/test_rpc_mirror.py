@@ -28,8 +28,8 @@ from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.rpc.messages import NULL, OBJECT
 from tlt_server.frontend.rpc.methods import METHODS, OPERATIONS, SERVICE, UPDATES, Operation
-from tlt_server.frontend.rpc.refusals import Error
-from tlt_server.frontend.weights.transfer import UpdateFields
+from tlt_server.frontend.rpc.server import Error
+from tlt_server.frontend.weights.broadcasts import UpdateFields
 from tlt_server.wire.packed import PackedIds
 
 CLIENTS = Path(__file__).parents[2] / "clients"

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from tlt_server.frontend.rpc.side_streams import SideStreams
+from tlt_server.frontend.rpc.health import SideStreams
 
 
 class Aborted(Exception):

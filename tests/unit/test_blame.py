@@ -13,9 +13,9 @@ from tests.unit.test_open_sequences import opened, size, submit
 from tests.unit.test_rests import left_s
 from tests.waiting import in_loop
 from tlt_server.errors import EngineFailed
-from tlt_server.frontend.link.rests import Rests
 from tlt_server.frontend.link.sequences import OpenSequences
 from tlt_server.frontend.link.submission import Submission
+from tlt_server.frontend.link.suspects import Rests
 from tlt_server.wire.commands import Abort, Command, Submit
 from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, last_output
 

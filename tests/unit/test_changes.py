@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 from tests.waiting import in_loop
 from tlt_server.frontend.dialects.events import changes
-from tlt_server.frontend.link.changes import Changes
+from tlt_server.frontend.link.answers import Changes
 
 
 @in_loop

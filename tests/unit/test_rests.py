@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tlt_server.errors import Unavailable
-from tlt_server.frontend.link.rests import FIRST_S, KEPT, MAX_S, Rests
 from tlt_server.frontend.link.supervisor import Backoff
+from tlt_server.frontend.link.suspects import FIRST_S, KEYS, MAX_S, Rests
 
 
 def left_s(rests: Rests, owner: str, now_s: float) -> float:
@@ -41,10 +41,10 @@ def test_without_keys_none_rests_and_memory_is_bounded() -> None:
     for _ in range(5):
         rests.died("", 0.0)
     assert left_s(rests, "", 0.0) == 0.0
-    for i in range(KEPT + 5):
+    for i in range(KEYS + 5):
         rests.died(f"k{i}", 0.0)
         rests.died(f"k{i}", 0.0)
-    assert not left_s(rests, "k0", 0.0) and left_s(rests, f"k{KEPT + 4}", 0.0)
+    assert not left_s(rests, "k0", 0.0) and left_s(rests, f"k{KEYS + 4}", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,10 @@ from tlt_server.frontend.reading.reader import Reader
 from tlt_server.frontend.rollouts.responses import ResponseShelf
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.weights.adapters import Adapters
-from tlt_server.frontend.weights.adoption import Adoption
-from tlt_server.frontend.weights.broadcasts import Broadcasts
+from tlt_server.frontend.weights.adoption import Adoption, DrafterExports
+from tlt_server.frontend.weights.broadcasts import Broadcasts, Transfer
 from tlt_server.frontend.weights.checker import WeightChecker
-from tlt_server.frontend.weights.exports import DrafterExports
 from tlt_server.frontend.weights.session import WeightSession
-from tlt_server.frontend.weights.transfer import Transfer
 from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.metrics import Metrics
 from tlt_server.speculation.drafters import weights_directory

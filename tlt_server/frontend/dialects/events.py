@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tlt_server.errors import Unavailable
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.link.changes import Changes
+from tlt_server.frontend.link.answers import Changes
 from tlt_server.frontend.service import Service
 
 MAX_WAIT_S = 86400.0

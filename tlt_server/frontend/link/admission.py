@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from msgspec import Struct
 
 from tlt_server.errors import DeadlineExceeded, Overloaded, QueueFull, TooLarge
 from tlt_server.frontend.link.forecast import Forecast
-from tlt_server.frontend.link.rests import Rests
+from tlt_server.frontend.link.suspects import Rests
 from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import Cycle, GenerateRequest, StepOutput
 
@@ -353,3 +353,13 @@ class Admission:
             each.add(1, opened.prompt_tokens, opened.max_tokens, 0 if opened.given else 1)
         assert held == self._held, "a key's sums leak"
         assert self._unstarted == sum(each.unstarted for each in held.values()), "starts leak"
+
+
+def over_share(held: Mapping[str, float], asking: str, asked: float, limit: float) -> str | None:
+    """Return the owner that has to make room for what `asking` asks: the one that holds most, if
+    that is more than its share and `asking` stays within its own. `held`: by owner. A share is the
+    limit divided by the owners that hold or ask for something.
+    """
+    share = limit / len(held.keys() | {asking})
+    owner = max(held, key=held.__getitem__, default=asking)
+    return owner if held.get(asking, 0) + asked <= share < held.get(owner, 0) else None

@@ -12,6 +12,23 @@ from tlt_server.errors import TltError, Unavailable
 from tlt_server.wire.commands import Command, ControlCommand, SetPolicy, WeightCommand
 from tlt_server.wire.events import ControlReport, WeightReport
 
+
+class Changes:
+    """Wakes everyone who waits for some state to change."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    @property
+    def next(self) -> asyncio.Event:
+        """The event of the next change. Who takes it before a look at the state misses none."""
+        return self._next
+
+    def tell(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+
 Report = TypeVar("Report", WeightReport, ControlReport)
 
 

@@ -20,8 +20,7 @@ import structlog
 from tlt_server.errors import EngineFailed, Unavailable, from_code
 from tlt_server.frontend.http.traces import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
-from tlt_server.frontend.link.answers import Answers
-from tlt_server.frontend.link.changes import Changes
+from tlt_server.frontend.link.answers import Answers, Changes
 from tlt_server.frontend.link.link import Death, EngineLink
 from tlt_server.frontend.link.pause import PauseState
 from tlt_server.frontend.link.policies import PolicyState

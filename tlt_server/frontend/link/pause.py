@@ -12,11 +12,11 @@ counts only against new requests.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple, Never
 
 from tlt_server.errors import TltError, Unavailable
+from tlt_server.frontend.link.answers import Changes
 from tlt_server.wire.commands import (
     ClearCache,
     ControlCommand,
@@ -73,7 +73,7 @@ class PauseState:
         self._command_id, self._ask, self._changed = command_id, ask, changed
         self._state = _State()  # as the answers of the engine say
         self._asked: dict[str, _Asked] = {}  # commands that are not answered, by id
-        self._halting = asyncio.Event()  # set by the next pause or sleep, then replaced
+        self._halting = Changes()  # told by each pause and sleep
 
     @property
     def paused(self) -> bool:
@@ -114,7 +114,7 @@ class PauseState:
         """Wait until `check_generating` raises, and raise its error."""
         while True:
             self.check_generating()
-            await self._halting.wait()
+            await self._halting.next.wait()
 
     def standing(self) -> list[ControlCommand]:
         """Return the commands that a new epoch of the engine gets first."""
@@ -159,8 +159,7 @@ class PauseState:
         self._asked[asked.command.id] = asked
         self._changed()
         if isinstance(asked.command, Pause | Sleep):
-            self._halting.set()
-            self._halting = asyncio.Event()
+            self._halting.tell()
         try:
             await self._ask(asked.command)
         except TltError:

@@ -26,7 +26,7 @@ from tlt_server.frontend.http.descriptors import Reserve
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death, EngineLink, EngineProcess
 from tlt_server.frontend.link.progress import ProgressLines
-from tlt_server.frontend.link.rests import DEATHS
+from tlt_server.frontend.link.suspects import DEATHS
 from tlt_server.metrics import Metrics
 from tlt_server.process.private import private_directory
 from tlt_server.wire.events import Ending, EngineInfo, Event, Phase, PhaseProgress, Ready

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import structlog
 
 from tlt_server.errors import Unavailable
+from tlt_server.frontend.link.answers import Changes
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics.samples import SampleMetrics
 from tlt_server.metrics.training import TrainingMetrics
@@ -91,7 +92,7 @@ class TrainerLink:
         self._orders = 0
         self._paused = False  # by an operator's order, which outlives the process
         self._hold: asyncio.TimerHandle | None = None  # ends a pause for a time
-        self._reported = asyncio.Event()
+        self._reports = Changes()
 
     async def run(self, engine: EngineClient | None = None, weights: Weights | None = None) -> None:
         """Run one process after another, until cancelled. `engine`: its versions are told to the
@@ -199,7 +200,7 @@ class TrainerLink:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
                     while self.spot.answered < number:
-                        await self._reported.wait()
+                        await self._reports.next.wait()
                     return self.spot
         raise Unavailable(
             f"the trainer process does not answer ({self.phase}{self.error and ': ' + self.error})"
@@ -214,7 +215,7 @@ class TrainerLink:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RELEASE_S):
                 while self.trains and self._process is not None and self.spot.slept < sleep:
-                    await self._reported.wait()
+                    await self._reports.next.wait()
                 return True
         return False
 
@@ -253,7 +254,7 @@ class TrainerLink:
             self._process = None
             if engine is not None:
                 engine.activity.trainer_ended()
-            self._tell()
+            self._reports.tell()
             for task in filter(None, (following, *self._errands)):
                 task.cancel()
             await _end(process)
@@ -277,7 +278,7 @@ class TrainerLink:
                 self.spot = report
                 if self._training is not None:
                     self._training.took(report)
-                self._tell()
+                self._reports.tell()
             case WeightsWanted():
                 self._start(self._hand_over())
             case Recompute() as wanted:
@@ -285,11 +286,6 @@ class TrainerLink:
                     self._engine.recompute(wanted)
             case Offer() as offer:
                 self._adoption = self._start(self._adopt(offer))
-
-    def _tell(self) -> None:
-        """Wake those who wait for a report."""
-        self._reported.set()
-        self._reported = asyncio.Event()
 
     def _keeps(self, report: BufferReport) -> None:
         self.phase = "running"

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +23,41 @@ from msgspec import Struct
 
 from tlt_server.errors import StorageFailed
 from tlt_server.frontend.generation.batch import RequestItem
-from tlt_server.frontend.rollouts.clocks import KeptTime
 from tlt_server.process.private import private_file
 from tlt_server.wire.fingerprint import Fingerprint
 from tlt_server.wire.packed import PackedIds
 from tlt_server.wire.records import GenerateRequest, StepOutput
+
+# Times that the next process can read, on two clocks. The wall clock may jump, between processes
+# too; the time since boot does not. So a duration is that of the boot's clock where both times are
+# of one boot, and the wall clock's after another boot.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class KeptTime(NamedTuple):
+    wall_s: float
+    boot: str  # id of the boot; empty where it is not known
+    boot_s: float  # since that boot
+
+
+def now() -> KeptTime:
+    return KeptTime(time.time(), _boot(), time.clock_gettime(time.CLOCK_BOOTTIME))
+
+
+def elapsed_s(then: KeptTime) -> float:
+    """Return the seconds since then, never less than 0."""
+    at = now()
+    same = then.boot and then.boot == at.boot
+    return max(0.0, at.boot_s - then.boot_s if same else at.wall_s - then.wall_s)
+
+
+@cache
+def _boot() -> str:
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
 
 FRAME = 8
 FORMAT = 1  # raise it with each change of a record: a field that is not known is read over
@@ -108,73 +140,40 @@ class Past(NamedTuple):
     length: int
 
 
-class Outline(NamedTuple):
-    """The content of a journal without the outputs. `length`: bytes of whole frames."""
-
-    header: Header
-    end: RolloutEnd | None
-    length: int
-
-
 def frame(record: Record) -> bytes:
     payload = msgspec.msgpack.encode(record)
     length = len(payload).to_bytes(4, "little")
     return length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload
 
 
-def past(data: bytes) -> Past | None:
+def past(data: bytes, *, outputs: bool = True) -> Past | None:
     """Return the longest prefix of whole records in order (header, outputs, end); None where not
-    even the header is whole.
-    """
-    header: Header | None = None
-    outputs: list[StepOutput] = []
-    end: RolloutEnd | None = None
-    length = 0
-    for record, after in _records(data):
-        if end is not None or isinstance(record, Header) != (header is None):
-            break
-        match record:
-            case Header():
-                header = record
-            case Grown():
-                outputs += record.outputs
-            case RolloutEnd():
-                end = record
-        length = after
-    return Past(header, outputs, end, length) if header is not None else None
-
-
-def outline(data: bytes) -> Outline | None:
-    """Read a journal as `past` does, but only check the sums of records between header and end,
-    which takes an eighth of the time.
+    even the header is whole. Without `outputs` only the sums of records between header and end are
+    checked, which takes an eighth of the time.
     """
     header: Header | None = None
     end: RolloutEnd | None = None
+    found: list[StepOutput] = []
     length = 0
     for payload, after in _frames(data):
-        if header is None or payload[1:10] == _END:
+        if end is not None:
+            break
+        if outputs or header is None or payload[1:10] == _END:
             try:
                 record = _DECODER.decode(payload)
-            except msgspec.MsgspecError:
+            except msgspec.MsgspecError:  # whole, but written by another version
                 break
             if isinstance(record, Header) != (header is None):
                 break
-            if isinstance(record, Header):
-                header = record
-            elif isinstance(record, RolloutEnd):
-                end = record
+            match record:
+                case Header():
+                    header = record
+                case Grown() if outputs:
+                    found += record.outputs
+                case RolloutEnd():
+                    end = record
         length = after
-        if end is not None:
-            break
-    return Outline(header, end, length) if header is not None else None
-
-
-def _records(data: bytes) -> Iterator[tuple[Record, int]]:
-    for payload, after in _frames(data):
-        try:
-            yield _DECODER.decode(payload), after
-        except msgspec.MsgspecError:  # whole, but written by another version
-            return
+    return Past(header, found, end, length) if header is not None else None
 
 
 def _frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
@@ -229,5 +228,7 @@ def _storage(path: Path) -> Iterator[None]:
         ) from None
 
 
-def outlines(directory: Path) -> list[tuple[Path, Outline | None]]:
-    return [(path, outline(path.read_bytes())) for path in sorted(directory.glob("*.journal"))]
+def outlines(directory: Path) -> list[tuple[Path, Past | None]]:
+    """Return every journal without its outputs."""
+    files = sorted(directory.glob("*.journal"))
+    return [(path, past(path.read_bytes(), outputs=False)) for path in files]

@@ -37,16 +37,16 @@ from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.loop_share import FREED
 from tlt_server.frontend.http.replies import unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
-from tlt_server.frontend.rollouts.clocks import now
 from tlt_server.frontend.rollouts.journal import (
     FORMAT,
     Grown,
     Header,
     Journal,
     KeptItem,
-    Outline,
+    Past,
     RolloutEnd,
     frame,
+    now,
     outlines,
 )
 from tlt_server.frontend.rollouts.rollout import KeptRollout
@@ -251,7 +251,7 @@ class Rollouts:
 
     # one rollout, from its start or its journal to its end
 
-    def _found(self, path: Path, said: Outline | None) -> KeptRollout | None:
+    def _found(self, path: Path, said: Past | None) -> KeptRollout | None:
         if said is None or said.header.id != path.stem:
             log.warning(
                 "rollout_lost",

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tlt_server.errors import QueueFull, StorageFailed
-from tlt_server.frontend.link.shares import over_share
-from tlt_server.frontend.rollouts.clocks import elapsed_s
+from tlt_server.frontend.link.admission import over_share
+from tlt_server.frontend.rollouts.journal import elapsed_s
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.metrics import Metrics
 

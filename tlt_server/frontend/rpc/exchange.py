@@ -24,10 +24,9 @@ from tlt_server.frontend.http.auth import key_of
 from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.http.places import REPLIED
 from tlt_server.frontend.http.replies import REFUSED, TAKE_CONTENT
-from tlt_server.frontend.rpc.messages import fill
+from tlt_server.frontend.rpc.messages import fill, wired
 from tlt_server.frontend.rpc.methods import Operation, RpcMethod
 from tlt_server.frontend.rpc.reads import MessageReads
-from tlt_server.frontend.rpc.wire import wired
 
 # Metadata of a call that become headers, and headers of a reply that become metadata.
 TO_HEADERS = (

@@ -14,24 +14,26 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf import any_pb2
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp
 
+from tlt_client.rpc.rollout_pb2 import Error
 from tlt_server.config import Config
 from tlt_server.errors import StartupError, TltError
 from tlt_server.frontend.http.auth import Gate, bearer
 from tlt_server.frontend.http.descriptors import max_grpc_connections
 from tlt_server.frontend.http.tls import Certificates
 from tlt_server.frontend.http.watched import Watched
-from tlt_server.frontend.link.changes import Changes
+from tlt_server.frontend.link.answers import Changes
 from tlt_server.frontend.rpc.exchange import Context, Exchange
-from tlt_server.frontend.rpc.health import Health
+from tlt_server.frontend.rpc.health import Health, SideStreams
 from tlt_server.frontend.rpc.methods import METHODS, SERVICE, RpcMethod
 from tlt_server.frontend.rpc.reads import MessageReads
-from tlt_server.frontend.rpc.refusals import refuse
-from tlt_server.frontend.rpc.side_streams import SideStreams
 from tlt_server.metrics import Metrics
 
 KEEPALIVE_S = 60  # a connection that is silent this long gets a ping
@@ -226,3 +228,37 @@ def _options(config: Config) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_S * 1000),
     ]
+
+
+DETAILS = "grpc-status-details-bin"
+RETRY_AFTER = "retry-after"
+GAP = " ... "
+MAX_MESSAGE_BYTES = 1024  # it is sent three times, and a client takes 8 kB of metadata
+
+
+async def refuse(context: Context, error: TltError, metadata: list[tuple[str, str]]) -> None:
+    """End the call with this error."""
+    code, message = grpc.StatusCode[error.grpc_code], _cut(error.message)
+    details = [_packed(Error(code=error.code, message=message, retryable=error.retryable))]
+    retry_after = dict(metadata).get(RETRY_AFTER)
+    if retry_after is not None:
+        retry = RetryInfo()
+        retry.retry_delay.seconds = int(retry_after)
+        details.append(_packed(retry))
+    status = Status(code=code.value[0], message=message, details=details)
+    await context.abort(code, message, (*metadata, (DETAILS, status.SerializeToString())))
+
+
+def _cut(message: str) -> str:
+    """Cut the middle out of a message that is too long. Its end has the remedy."""
+    data = message.encode(errors="replace")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return data.decode()
+    half = (MAX_MESSAGE_BYTES - len(GAP)) // 2
+    return data[:half].decode(errors="ignore") + GAP + data[-half:].decode(errors="ignore")
+
+
+def _packed(message: Error | RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, StorageFailed
-from tlt_server.frontend.link.shares import over_share
+from tlt_server.frontend.link.admission import over_share
 from tlt_server.process.private import private_directory, private_file
 from tlt_server.process.threads import Errands
 

@@ -27,8 +27,8 @@ from tlt_server.frontend.generation.requests import (
 )
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 from tlt_server.frontend.weights.adapters import AdapterName
+from tlt_server.frontend.weights.broadcasts import UpdateFields
 from tlt_server.frontend.weights.session import Directory, Version
-from tlt_server.frontend.weights.transfer import UpdateFields
 
 
 class VllmSampling(VllmStructured, Tolerant, frozen=True, kw_only=True):

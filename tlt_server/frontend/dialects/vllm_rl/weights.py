@@ -35,9 +35,9 @@ from tlt_server.frontend.dialects.vllm_rl.requests import (
 from tlt_server.frontend.http.endpoints import Routes, Unread
 from tlt_server.frontend.http.fields import AnyFields, shown
 from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.broadcasts import GROUP, BroadcasterFields, InitFields
 from tlt_server.frontend.weights.checker import CheckFields
 from tlt_server.frontend.weights.session import Selector
-from tlt_server.frontend.weights.transfer import GROUP, BroadcasterFields, InitFields
 from tlt_server.settings.wording import nearest
 from tlt_server.wire.labels import label_of
 

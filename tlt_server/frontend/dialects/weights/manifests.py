@@ -21,7 +21,7 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.weights.requests import DirectoryFields, ManifestFields
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.parsing import Forms
-from tlt_server.frontend.weights.transfer import GROUP, UpdateFields
+from tlt_server.frontend.weights.broadcasts import GROUP, UpdateFields
 from tlt_server.wire.commands import Manifest, Role, TensorEntry
 
 if TYPE_CHECKING:  # pydantic takes time to load, and the reading process needs none

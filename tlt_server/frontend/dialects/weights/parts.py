@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from starlette.convertors import StringConvertor, register_url_convertor
@@ -14,7 +15,6 @@ from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.parameters import HEADER
 from tlt_server.frontend.service import Service
-from tlt_server.frontend.weights.ranges import span
 from tlt_server.frontend.weights.uploads import PartStatus, Uploads
 
 ROUTES = Routes(engine_fails=False)
@@ -31,6 +31,7 @@ PART_PATH = "/weights/{version}/{part:file}"
 VersionInPath = Annotated[str, "the version that the part belongs to"]
 FileInPath = Annotated[str, "a file name: *.safetensors, or calibration.json"]
 ContentRange = Annotated[str, HEADER, "bytes FIRST-LAST/TOTAL; absent: the body is the whole part"]
+RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 
 
 @ROUTES.put(
@@ -80,3 +81,22 @@ def checked(version: str) -> str:
     if not is_version(version):
         raise InvalidRequest(f"version is {shown(version)}; it must {VERSION_MUST}")
     return version
+
+
+def span(content_range: str, length: int | None) -> tuple[int, int]:
+    """Return where a body starts and how many bytes the part has in all."""
+    if not content_range:
+        if length is None:
+            raise InvalidRequest(
+                "the request has neither Content-Range nor Content-Length; send Content-Range: "
+                "bytes FIRST-LAST/TOTAL"
+            )
+        return 0, length
+    found = RANGE.fullmatch(content_range)
+    first, last, total = map(int, found.groups()) if found else (0, 0, 0)
+    if not first <= last < total or (length is not None and length != last + 1 - first):
+        raise InvalidRequest(
+            f"Content-Range is {content_range[:80]!r} for a body of {length} bytes; it must be "
+            "bytes FIRST-LAST/TOTAL, the last included"
+        )
+    return first, total

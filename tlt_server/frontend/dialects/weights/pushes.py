@@ -28,8 +28,8 @@ from tlt_server.frontend.dialects.weights.requests import (
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.broadcasts import UpdateFields
 from tlt_server.frontend.weights.session import Update, UpdateStatus, succeeded
-from tlt_server.frontend.weights.transfer import UpdateFields
 from tlt_server.frontend.weights.uploads import Uploads, UploadStatus
 from tlt_server.wire.commands import AbortWeights, CommitWeights, Manifest, RollbackWeights
 from tlt_server.wire.events import WeightReport, WeightState
