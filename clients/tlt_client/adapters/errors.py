@@ -1,9 +1,20 @@
-"""The error that the adapters share."""
+"""Errors that the adapters share."""
 
 from __future__ import annotations
 
-from tlt_client.errors import TltClientError
+from tlt_client.errors import TltClientError, server_error
+from tlt_client.wire import Choice, ItemResult
 
 
 class NotServed(TltClientError, ValueError):
     """The trainer asks for what this server does not do; the message names what to set instead."""
+
+
+def choices_of(result: ItemResult, where: str = "") -> list[Choice]:
+    """Return an item's choices, or raise the `ServerError` that it ended with. `where`: begins the
+    error's message.
+    """
+    if (error := result.error) is not None:
+        message = where + error.message
+        raise server_error(error.code, message, status=200, retryable=error.retryable)
+    return result.choices

@@ -16,10 +16,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_client.adapters.errors import NotServed
+from tlt_client.adapters.errors import NotServed, choices_of
 from tlt_client.async_client import AsyncClient
 from tlt_client.channels.groups import Membership, WeightGroup, host_store
-from tlt_client.errors import server_error
 from tlt_client.wire import VersionSpan
 
 SAMPLING = (  # fields that vLLM's SamplingParams and the server name alike
@@ -181,14 +180,7 @@ class RolloutActor:
         finally:
             self._unfinished -= 1
         (result,) = reply.results
-        if result.error is not None:
-            raise server_error(
-                result.error.code,
-                result.error.message,
-                status=200,
-                retryable=result.error.retryable,
-            )
-        (choice,) = result.choices
+        (choice,) = choices_of(result)
         asked = getattr(sampling_params, "logprobs", None) is not None
         logprobs = (
             [

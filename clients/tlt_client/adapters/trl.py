@@ -14,10 +14,11 @@ from itertools import groupby
 from random import Random
 from typing import Any
 
+from tlt_client.adapters.errors import choices_of
 from tlt_client.channels import Sender, Tensors
 from tlt_client.channels.http import HttpSender
 from tlt_client.client import Client
-from tlt_client.errors import TltClientError, server_error
+from tlt_client.errors import TltClientError
 from tlt_client.wire import Choice, ItemResult
 
 OpenSender = Callable[[Client], Sender]
@@ -150,14 +151,8 @@ class RolloutFunc:
         self._pushed = now
 
     def _on_policy(self, result: ItemResult) -> list[Choice]:
-        if result.error is not None:
-            raise server_error(
-                result.error.code,
-                f"item {result.id}: {result.error.message}",
-                status=200,
-                retryable=result.error.retryable,
-            )
-        for choice in result.choices:
+        choices = choices_of(result, f"item {result.id}: ")
+        for choice in choices:
             versions = [span.version for span in choice.weight_versions]
             if versions != [self._version] or choice.finish_reason == "abort":
                 raise OffPolicy(
@@ -166,7 +161,7 @@ class RolloutFunc:
                     f"policy was pushed as {self._version!r}; let no other program push, roll back "
                     "or abort on this server while the trainer generates"
                 )
-        return result.choices
+        return choices
 
     def close(self) -> None:
         self._transfer.destroy()

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt_client.adapters.errors import NotServed
+from tlt_client.adapters.errors import NotServed, choices_of
 from tlt_client.async_client import AsyncClient
 from tlt_client.channels import Sender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.client import Client
-from tlt_client.errors import server_error
 
 NAME = "tlt"
 TEXT_ONLY = (  # sampling parameters without effect on tokens
@@ -126,14 +125,7 @@ class Server:
             sampling=self._sampling(sampling_params, len(tokens)),
         )
         (result,) = reply.results
-        if result.error is not None:
-            raise server_error(
-                result.error.code,
-                result.error.message,
-                status=200,
-                retryable=result.error.retryable,
-            )
-        (choice,) = result.choices
+        (choice,) = choices_of(result)
         steps = [_step(span.version) for span in choice.weight_versions] or [
             await self._live_step()
         ]

@@ -147,40 +147,46 @@ class Buffers(NamedTuple):
     device: int = 0  # on the device that the engine computes on
 
 
-class Receiver(Protocol):
+class Receiver(ABC):
     """The engine's half of one push. Every method raises `ChannelError` with a remedy, or
     `OSError`.
     """
 
-    @property
-    def buffers(self) -> Buffers: ...
+    buffers: Buffers
+    names: Mapping[str, Mapping[str, str]]  # role -> tensor that will come -> its origin
+    places: Mapping[str, str]  # role -> the origin of its tensors; both are for messages
+    layouts: Sequence[Layout] = ()  # empty where only the manifest describes the tensors
 
-    @property
-    def names(self) -> Mapping[str, Mapping[str, str]]:
-        """Map role -> tensor that will come -> its origin, for messages."""
-
-    @property
-    def layouts(self) -> Sequence[Layout]:
-        """Layouts of the tensors that will come; empty where only the manifest describes them."""
-
-    @property
-    def places(self) -> Mapping[str, str]:
-        """Map role -> the origin of its tensors, for messages."""
+    def name_announced(self, push: Announcement, where: str, each: str) -> None:
+        """Take the tensors' names from the manifest; refuse one without tensors. `each`: the rest
+        of a message that begins with the channel's name.
+        """
+        if not push.tensors:
+            raise ContentRefused(f"the manifest names no tensors; a push by {each}")
+        roles = split((tensor.name for tensor in push.tensors), push.role)
+        self.names = {role: dict.fromkeys(roles.get(role, ()), where) for role in pushed(push.role)}
+        self.places = dict.fromkeys(self.names, where)
 
     def file(self, role: str, name: str) -> bytes | None:
         """Return a small file that came with the tensors, if there is one."""
+        return None
 
+    @abstractmethod
     def batches(self) -> Iterator[TensorBatch]: ...
 
+    @abstractmethod
     def confirm(self) -> None:
         """Check, once all batches were taken, that they belong together."""
 
     def stop(self) -> None:
         """End waits for a trainer with an error, soon. Called from another thread; `close` still
-        follows.
+        follows. A channel that reads files waits for no trainer.
         """
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back what stays open; by default nothing does."""
+        return
 
 
 class Sender(ABC):
@@ -199,8 +205,9 @@ class Sender(ABC):
     def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
         """Push by this channel. `tensors` has at least one item, and each name once."""
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back what is kept from push to push; by default nothing is."""
+        return
 
 
 def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -252,14 +259,6 @@ def split(names: Iterable[str], role: str) -> dict[str, dict[str, str]]:
         whose, own = owner(name, role)
         roles.setdefault(whose, {})[own] = name
     return roles
-
-
-def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
-    """Return a receiver's `names` where only the manifest describes the tensors; each pushed role
-    has an entry.
-    """
-    roles = split((tensor.name for tensor in push.tensors), push.role)
-    return {role: dict.fromkeys(roles.get(role, ()), where) for role in pushed(push.role)}
 
 
 def pushed(role: str) -> tuple[str, ...]:

@@ -24,15 +24,23 @@ from tlt_client.channels import (
     Announcement,
     Buffers,
     Intake,
+    Receiver,
     Sender,
     TensorBatch,
     Tensors,
-    announced,
     by_role,
 )
 from tlt_client.channels.errors import ChannelLost, ContentRefused
 from tlt_client.channels.groups import Membership, WeightGroup, host_store
-from tlt_client.channels.tensors import TensorSpec, buckets, entry, size_of, spec_of, unpacked
+from tlt_client.channels.tensors import (
+    TensorSpec,
+    announced_buckets,
+    buckets,
+    entry,
+    size_of,
+    spec_of,
+    unpacked,
+)
 from tlt_client.errors import NotLive, ServerError
 
 if TYPE_CHECKING:
@@ -47,18 +55,12 @@ NAN_BYTE = 0xFF  # a floating-point number of such bytes is NaN in every type
 MARK = bytes(range(0xA0, 0xC0))  # follows a bucket
 
 
-class BroadcastReceiver:
-    layouts = ()  # the manifest says dtypes and shapes
-
+class BroadcastReceiver(Receiver):
     def __init__(self, push: Announcement, intake: Intake) -> None:
         self._group, self._role = intake.groups[push.group], push.role
-        if not push.tensors:
-            raise ContentRefused(
-                "the manifest names no tensors; a push by broadcast names each with dtype and "
-                "shape, in order"
-            )
-        specs = [spec_of(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
-        self._left = list(buckets(specs, push.bucket_bytes if push.packed else None))
+        each = "broadcast names each with dtype and shape, in order"
+        self.name_announced(push, f"group {push.group!r}", each)
+        self._left = announced_buckets(push, push.bucket_bytes if push.packed else None)
         self._buffers: list[Tensor] = []
         self._under_way: tuple[list[TensorSpec], Tensor, Any] | None = None
         self._give_up_s = math.inf  # by the monotonic clock
@@ -69,11 +71,6 @@ class BroadcastReceiver:
             if self._group.device.type == "cpu"
             else Buffers(device=2 * largest)
         )
-        self.names = announced(push, f"group {push.group!r}")
-        self.places = dict.fromkeys(self.names, f"group {push.group!r}")
-
-    def file(self, role: str, name: str) -> bytes | None:
-        return None
 
     def batches(self) -> Iterator[TensorBatch]:
         self._begin()

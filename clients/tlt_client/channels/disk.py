@@ -20,6 +20,7 @@ from tlt_client.channels import (
     Buffers,
     Intake,
     Layout,
+    Receiver,
     Sender,
     TensorBatch,
     Tensors,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from tlt_client.client import Client
 
 
-class DiskReceiver:
+class DiskReceiver(Receiver):
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.root is not None
         paths = dict.fromkeys(pushed(push.role), push.path)
@@ -86,12 +87,6 @@ class DiskReceiver:
         for source in self._sources.values():
             source.confirm()
 
-    def stop(self) -> None:
-        """Do nothing: this channel waits for no trainer."""
-
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
-
 
 class TrainedReceiver(DiskReceiver):
     """The server's own trainer writes a candidate into a directory of the server."""
@@ -136,9 +131,6 @@ class DiskSender(Sender):
             return self._client.push_weights(version, tensors=entries, **paths, **fields)
         finally:
             shutil.rmtree(directory)
-
-    def close(self) -> None:
-        """Do nothing: each push removes its directory."""
 
 
 def _made(directory: Path) -> None:

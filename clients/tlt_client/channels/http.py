@@ -21,10 +21,10 @@ from tlt_client.channels import (
     Buffers,
     Intake,
     Layout,
+    Receiver,
     Sender,
     TensorBatch,
     Tensors,
-    announced,
     by_role,
     owner,
 )
@@ -44,7 +44,7 @@ RETRY_S = 0.05
 OnBytes = Callable[[str, int, int], None]  # part, bytes that the server has, bytes in all
 
 
-class HttpReceiver:
+class HttpReceiver(Receiver):
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.uploads is not None
         if not (intake.uploads / push.path).is_dir():
@@ -55,12 +55,7 @@ class HttpReceiver:
                 "byte"
             )
         self._source, self._role = Source(intake.uploads, push.path), push.role
-        if not push.tensors:
-            raise ContentRefused(
-                "the manifest names no tensors; a push by http names each with its checksum"
-            )
-        self.names = announced(push, "the manifest")
-        self.places = dict.fromkeys(self.names, "the manifest")
+        self.name_announced(push, "the manifest", "http names each with its checksum")
         self._files = Files(
             self._source,
             sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION),
@@ -90,12 +85,6 @@ class HttpReceiver:
 
     def confirm(self) -> None:
         self._source.confirm()
-
-    def stop(self) -> None:
-        """Do nothing: this receiver waits for no trainer."""
-
-    def close(self) -> None:
-        """Do nothing: the frontend removes its upload directory."""
 
 
 class HttpSender(Sender):
@@ -214,9 +203,6 @@ class HttpSender(Sender):
             if error.status == 404:
                 return 0  # a restart has removed the part
             raise
-
-    def close(self) -> None:
-        """Do nothing: the client owns the connections."""
 
 
 def _where(part: str) -> str:

@@ -30,16 +30,24 @@ from tlt_client.channels import (
     Announcement,
     Buffers,
     Intake,
+    Receiver,
     Sender,
     TensorBatch,
     Tensors,
-    announced,
     by_role,
 )
 from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_client.channels.line import Line, address, entered
 from tlt_client.channels.memory import SharedMemory, share
-from tlt_client.channels.tensors import TensorSpec, buckets, entry, size_of, spec_of, unpacked
+from tlt_client.channels.tensors import (
+    TensorSpec,
+    announced_buckets,
+    buckets,
+    entry,
+    size_of,
+    spec_of,
+    unpacked,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,32 +61,21 @@ POLL_S = 0.0005
 LOOK_S = 0.05  # interval at which a wait for a trainer looks whether it was ended
 
 
-class IpcReceiver:
-    layouts = ()  # the manifest says dtypes and shapes
-
+class IpcReceiver(Receiver):
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.sockets is not None
-        if not push.tensors:
-            raise ContentRefused(
-                "the manifest names no tensors; a push by ipc names each with dtype and shape, in "
-                "order"
-            )
+        each = "ipc names each with dtype and shape, in order"
+        self.name_announced(push, "the manifest", each)
         if not NAME.fullmatch(push.path):
             raise PlaceForbidden(
                 f"path is {push.path[:80]!r}; by ipc it is a socket's name: 1 to 64 letters, "
                 "digits, '_' and '-'"
             )
-        specs = [spec_of(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
-        self._buckets, self._role, self._timeout_s = (
-            list(buckets(specs, push.bucket_bytes)),
-            push.role,
-            intake.timeout_s,
-        )
+        self._buckets = announced_buckets(push, push.bucket_bytes)
+        self._role, self._timeout_s = push.role, intake.timeout_s
         self._largest = max(map(size_of, self._buckets))
         # One copy, on the host or the GPU, wherever the trainer's memory is.
         self.buffers = Buffers(self._largest, self._largest)
-        self.names = announced(push, "the manifest")
-        self.places = dict.fromkeys(self.names, "the manifest")
         self._line: Line | None = None
         self._stopped = False
         self._memory: SharedMemory | None = None
@@ -94,9 +91,6 @@ class IpcReceiver:
                 f"socket {self._name!r} cannot be made in {intake.sockets} ({error}); push by "
                 "another name"
             ) from None
-
-    def file(self, role: str, name: str) -> bytes | None:
-        return None
 
     def batches(self) -> Iterator[TensorBatch]:
         import torch
@@ -285,9 +279,6 @@ class IpcSender(Sender):
         self, line: Line, memory: SharedMemory, sequence: int, start: int, size: int
     ) -> None:
         line.send(OFFER.pack(sequence, start, size))
-
-    def close(self) -> None:
-        """Do nothing: each push frees its memory."""
 
 
 def _await_done(line: Line, sequence: int) -> None:

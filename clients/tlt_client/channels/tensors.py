@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from tlt_client.channels import Announcement
+
 FILE_BYTES = 256 * 2**20  # size of a safetensors file that a trainer's half writes
 MAX_TENSOR_BYTES = 2**40
 
@@ -160,6 +162,12 @@ def buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[l
             bucket, size = [], 0
     if bucket:
         yield bucket
+
+
+def announced_buckets(push: Announcement, bucket_bytes: int | None) -> list[list[TensorSpec]]:
+    """Return the buckets of a manifest's tensors, which come in its order."""
+    specs = [spec_of(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
+    return list(buckets(specs, bucket_bytes))
 
 
 def size_of(bucket: Sequence[TensorSpec]) -> int:
