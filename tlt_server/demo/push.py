@@ -19,7 +19,7 @@ import numpy as np
 
 from tlt_client import Client, ItemResult
 from tlt_client.wire import Choice, Token
-from tlt_server.demo.rounds import DemoSize
+from tlt_server.demo.rounds import DemoSize, batch
 from tlt_server.demo.task import Exercise
 
 VERSION = "step-1"
@@ -106,16 +106,7 @@ def push_in_flight(
 ) -> PushOutcome:
     """Start the batch again, push `weights` when it is well on its way, and collect the spans."""
     before = client.weights()["target"]
-    items: list[dict[str, Any]] = [
-        {
-            "id": str(i),
-            "messages": [{"role": "user", "content": task.prompt_text}],
-            "n": size.responses,
-            "seed": seed + i,
-            "salt": "push",
-        }
-        for i, task in enumerate(problems)
-    ]
+    items = batch(problems, size, seed, "push")
     choices: dict[str, Choice] = {}
     tokens, due = 0, AFTER_TOKENS * size.problems * size.responses
     pushed: Future[tuple[float, dict[str, Any]]] | None = None

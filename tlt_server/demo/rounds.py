@@ -111,6 +111,22 @@ def chosen_problems(size: DemoSize, seed: int) -> list[Exercise]:
     return [problem(EVAL_SEEDS[(FIRST + seed + i) % len(EVAL_SEEDS)]) for i in range(size.problems)]
 
 
+def batch(
+    problems: Sequence[Exercise], size: DemoSize, seed: int, salt: str
+) -> list[dict[str, Any]]:
+    """Return the items of a round; only rounds of one salt share cached prefixes and texts."""
+    return [
+        {
+            "id": str(i),
+            "messages": [{"role": "user", "content": task.prompt_text}],
+            "n": size.responses,
+            "seed": seed + i,
+            "salt": salt,
+        }
+        for i, task in enumerate(problems)
+    ]
+
+
 def play(
     client: Client,
     turn: Round,
@@ -121,16 +137,7 @@ def play(
 ) -> RoundOutcome:
     """Set the policy, post the batch, stream it to its end."""
     client.set_strategy(turn.policy, turn.strategy)
-    items: list[dict[str, Any]] = [
-        {
-            "id": str(i),
-            "messages": [{"role": "user", "content": task.prompt_text}],
-            "n": size.responses,
-            "seed": seed + i,
-            "salt": turn.name,
-        }
-        for i, task in enumerate(problems)
-    ]
+    items = batch(problems, size, seed, turn.name)
     choices: dict[int, list[Choice]] = {}
     tokens, before, started = 0, look(client), time.perf_counter()
     looked = started

@@ -23,11 +23,11 @@ from tlt_server.engine.devices.choice import (
     wider_settings,
 )
 from tlt_server.engine.devices.sizing import training_share
-from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs, Wider
-from tlt_server.engine.gpu.memory.refusals import check_plan, check_weights
-from tlt_server.engine.gpu.ranks.window_sizes import exchange_bytes
+from tlt_server.engine.gpu.memory.budget.budget import MemoryPlan, Needs, Wider
+from tlt_server.engine.gpu.memory.budget.refusals import check_plan, check_weights
+from tlt_server.engine.gpu.ranks.ranks.window_sizes import exchange_bytes
 from tlt_server.engine.gpu.steps.buckets import MIN_DEPTH, Shapes
-from tlt_server.engine.sampling.lexers import LIMIT as GRAMMARS
+from tlt_server.engine.sampling.sampler.lexers import LIMIT as GRAMMARS
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.start.checkpoints import (
     check_drafter,

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import get_args
 
-from prometheus_client import Gauge
+from prometheus_client import CollectorRegistry, Gauge, Metric, ProcessCollector
+from prometheus_client.registry import Collector
 
 from tlt_server import __version__
 from tlt_server.metrics.kinds import Kinds
@@ -145,10 +148,8 @@ class EngineMetrics:
         )
         for reason in get_args(Ending):
             self.restarts.labels(reason)
-        self._gauges = {name: kinds.gauge(*metric) for name, metric in GAUGES.items()}
-        self._totals = {name: kinds.counter(*metric) for name, metric in TOTALS.items()}
-        self.contained_faults = self._totals["contained_faults"]  # those of the frontend, too
-        self._counted = dict.fromkeys(TOTALS, 0.0)
+        self._gauges, self._totals = kinds.gauges(GAUGES), kinds.totals(TOTALS)
+        self.contained_faults = self._totals["contained_faults"].counter  # the frontend's, too
         self._ratio = kinds.gauge(
             "tlt_sd_accepted_over_predicted",
             "Draft tokens accepted over those predicted, of the recent past; 1: well calibrated.",
@@ -179,10 +180,7 @@ class EngineMetrics:
             if name in self._gauges:
                 self._gauges[name].set(value)
             elif name in self._totals:
-                before, self._counted[name] = self._counted[name], value
-                self._totals[name].inc(
-                    value - before if value >= before else value
-                )  # a new engine counts from 0
+                self._totals[name].follow(value)
             elif name.startswith(OF_DRAFTERS):
                 self._ratio.labels(name.removeprefix(OF_DRAFTERS)).set(value)
             else:
@@ -195,3 +193,22 @@ class EngineMetrics:
         if message.cycle is not None:
             self._steps.count(message.cycle)
         self._steps.switched(message.switches)
+
+
+class EngineProcesses(Collector):
+    """Memory, processor time and files of each process of an engine, by its rank."""
+
+    def __init__(self, pids: Callable[[], Sequence[int]], registry: CollectorRegistry) -> None:
+        """`pids`: by rank; those that have ended are left out."""
+        self._pids = pids
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for rank, pid in enumerate(self._pids()):
+            of_rank = ProcessCollector("tlt_engine", pid=partial(str, pid), registry=None)
+            for found in of_rank.collect():
+                samples = [each._replace(labels={"rank": str(rank)}) for each in found.samples]
+                found.samples = []
+                families.setdefault(found.name, found).samples += samples
+        return families.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client import Histogram as LibraryHistogram
@@ -19,6 +20,20 @@ class Histogram(LibraryHistogram):
         self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
 
 
+class Total:
+    """A counter of what another process counts; a new process counts from 0 again."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter, self._last = counter, 0.0
+
+    def follow(self, count: float) -> None:
+        self.counter.inc(count - self._last if count >= self._last else count)
+        self._last = count
+
+
+Table = Mapping[str, tuple[str, str]]  # name of a figure -> name and sentence of its metric
+
+
 class Kinds:
     """Makes metrics from a name, a sentence and the names of labels."""
 
@@ -30,6 +45,12 @@ class Kinds:
 
     def gauge(self, name: str, sentence: str, *labels: str) -> Gauge:
         return Gauge(name, sentence, labels, registry=self._registry)
+
+    def gauges(self, table: Table) -> dict[str, Gauge]:
+        return {figure: self.gauge(*metric) for figure, metric in table.items()}
+
+    def totals(self, table: Table) -> dict[str, Total]:
+        return {figure: Total(self.counter(*metric)) for figure, metric in table.items()}
 
     def histogram(
         self, name: str, sentence: str, buckets: tuple[float, ...], *labels: str

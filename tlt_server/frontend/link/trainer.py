@@ -20,8 +20,7 @@ import structlog
 from tlt_server.errors import Unavailable
 from tlt_server.frontend.link.answers import Changes
 from tlt_server.frontend.link.client import EngineClient
-from tlt_server.metrics.samples import SampleMetrics
-from tlt_server.metrics.training import TrainingMetrics
+from tlt_server.metrics.training import SampleMetrics, TrainingMetrics
 from tlt_server.samples.excerpt import Excerpt, SampleFiles
 from tlt_server.wire.commands import Recompute
 from tlt_server.wire.events import BufferReport

@@ -1,4 +1,4 @@
-"""The file system that holds the state directory, and its metrics."""
+"""Rollouts and the file system that holds the state directory, with their metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_server.metrics.kinds import Kinds
+
+
+class RolloutMetrics:
+    def __init__(self, kinds: Kinds) -> None:
+        self.kept = kinds.gauge("tlt_rollouts", "Rollouts kept, by status.", "status")
+        self.bytes = kinds.gauge("tlt_rollout_bytes", "Size of all rollouts' journals.")
+        self.resumed = kinds.counter(
+            "tlt_resumed_sequences", "Sequences of rollouts given to another engine to go on with."
+        )
+        for status in ("running", "done"):
+            self.kept.labels(status)
 
 
 class DiskMetrics:
