@@ -60,8 +60,8 @@ from tlt_server.process.private import private_directory, write_no_core_files
 from tlt_server.samples.activity import Activity, make_activity
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import WORK, make_ring
+from tlt_server.settings.server import SharedSettings, available_processors
 from tlt_server.settings.service_links import log_service_links
-from tlt_server.settings.shared import SharedSettings, available_processors
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.trainer.modes import MODES
 from tlt_server.trainer.process import MAX_REPORT, TrainerSettings

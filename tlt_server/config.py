@@ -25,15 +25,16 @@ from tlt_server.metrics.aliases import ENGINES
 from tlt_server.process.machine import host_memory
 from tlt_server.settings.addresses import is_loopback, is_origin
 from tlt_server.settings.file import read_settings
-from tlt_server.settings.server import ServerSettings, settings
-from tlt_server.settings.service_links import service_links
-from tlt_server.settings.shared import (
+from tlt_server.settings.server import (
     AUTO,
     PolicyName,
+    ServerSettings,
     available_processors,
     open_channels,
+    settings,
     suited_policy,
 )
+from tlt_server.settings.service_links import service_links
 from tlt_server.settings.wording import bad_value, nearest, plain
 from tlt_server.speculation.drafters import to_load, weights_directory, without_weights
 from tlt_server.wire.records import Strategy, parse_strategy
@@ -41,8 +42,6 @@ from tlt_server.wire.records import Strategy, parse_strategy
 SAMPLE_RING_MB = 16  # about two million tokens
 RING_TOKENS = 16_384  # features in a ring, by default
 _TABLE = {setting.name: setting for setting in settings()}
-
-
 COLLECTOR = re.compile(r"https?://[^\s/]\S{0,1000}")
 TRAINING_DEVICE = re.compile(r"cpu|cuda:\d{1,3}", re.ASCII)
 
@@ -100,123 +99,123 @@ class Config(BaseModel, ServerSettings):
             self._check_observing,
             self._check_sizes,
         )
-        _refuse([fault.message for check in checks for fault in check()])
+        _refuse([fault for check in checks for fault in check()])
         return self
 
-    def _check_listening(self) -> Iterator[StartupError]:
+    def _check_listening(self) -> Iterator[str]:
         if not is_loopback(self.host) and self.api_key_file is None and not self.api_key_variable:
-            yield StartupError(
+            yield (
                 f"host is {self.host}, which other machines can reach; name an api_key_file, or "
                 "bind 127.0.0.1"
             )
         if (self.tls_cert is None) != (self.tls_key is None) or (
             self.tls_client_ca is not None and self.tls_cert is None
         ):
-            yield StartupError(
+            yield (
                 f"tls_cert is {_named(self.tls_cert)}, tls_key {_named(self.tls_key)} and "
                 f"tls_client_ca {_named(self.tls_client_ca)}; give tls_cert and tls_key together, "
                 "and tls_client_ca only with them"
             )
         for origin in self.origins:
             if not is_origin(origin):
-                yield StartupError(
+                yield (
                     f"allowed_origins names {origin[:80]!r}; an origin is what browsers send: "
                     "https://chat.example or http://localhost:3000, in lower case, without a path "
                     "or the scheme's own port, and never *"
                 )
 
-    def _check_directories(self) -> Iterator[StartupError]:
+    def _check_directories(self) -> Iterator[str]:
         if not self.model.is_dir():
-            yield StartupError(
+            yield (
                 f"model is {self.model}, which is not a directory; name one that holds config.json "
                 "and safetensors files"
             )
         directory = weights_directory(self.drafter)
         if directory is not None and not directory.is_dir():
-            yield StartupError(
+            yield (
                 f"drafter is {self.drafter!r}; it must be a directory, "
                 f"{', '.join(without_weights())} or none"
             )
         if self.weight_root is not None and not self.weight_root.is_dir():
-            yield StartupError(
+            yield (
                 f"weight_root is {self.weight_root}, which is not a directory; make it (mkdir -p), "
                 "or name another"
             )
 
-    def _check_channels(self) -> Iterator[StartupError]:
+    def _check_channels(self) -> Iterator[str]:
         for channel in self.channels:
             if channel not in CHANNELS:
-                yield StartupError(
+                yield (
                     f"weight_channels names {channel!r}{nearest(channel, CHANNELS)}; known are "
                     f"{', '.join(CHANNELS)}"
                 )
             elif CHANNELS[channel].reads_directories and self.weight_root is None:
-                yield StartupError(
+                yield (
                     f"weight_channels names {channel}, but there is no weight_root that "
                     "directories may be pushed from; name one"
                 )
         if "http" in self.channels and self.state_dir is None:
-            yield StartupError(
+            yield (
                 "weight_channels names http, but there is no state_dir that parts could be put "
                 "into; name one"
             )
         if self.weight_staging == "disk" and self.state_dir is None:
-            yield StartupError("weight_staging is disk, but there is no state_dir for it; name one")
+            yield ("weight_staging is disk, but there is no state_dir for it; name one")
 
-    def _check_speculation(self) -> Iterator[StartupError]:
+    def _check_speculation(self) -> Iterator[str]:
         device = self.drafter_training_device
         if device is not None and not TRAINING_DEVICE.fullmatch(device):
-            yield StartupError(
+            yield (
                 f"drafter_training_device is {device[:80]!r}; it must be auto, cpu or a GPU such "
                 "as cuda:1"
             )
         if device is not None and self.drafter_training != "device":
-            yield StartupError(
+            yield (
                 f"drafter_training_device is {device} and drafter_training {self.drafter_training}"
                 "; it is for drafter_training device, as the other modes train where the engine "
                 "computes"
             )
         if self.policy not in (None, "off") and self.drafter == "none":
-            yield StartupError(
+            yield (
                 f"policy is {self.policy} but drafter is none; name a drafter, or use policy off"
             )
         if (self.policy == "fixed") != bool(self.sd_strategy):
-            yield StartupError(
+            yield (
                 f"policy is {self.policy or AUTO} and sd_strategy is {self.sd_strategy!r}; "
                 "sd_strategy is for policy fixed, which needs one, for example eagle:7x4x32"
             )
         if self.strategy is not None and self.strategy.drafter not in to_load(self.drafter):
-            yield StartupError(
+            yield (
                 f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is "
                 f"{self.drafter!r}, which loads {', '.join(to_load(self.drafter))}; make them agree"
             )
 
-    def _check_observing(self) -> Iterator[StartupError]:
+    def _check_observing(self) -> Iterator[str]:
         for engine in self.aliases:
             if engine not in ENGINES:
-                yield StartupError(
+                yield (
                     f"metrics_aliases names {engine[:80]!r}{nearest(engine, ENGINES)}; known are "
                     f"{', '.join(ENGINES)}"
                 )
         if self.otlp_endpoint and not COLLECTOR.fullmatch(self.otlp_endpoint):
-            yield StartupError(
+            yield (
                 f"otlp_endpoint is {self.otlp_endpoint[:80]!r}; it must be a URL such as "
                 "http://127.0.0.1:4318"
             )
 
-    def _check_sizes(self) -> Iterator[StartupError]:
+    def _check_sizes(self) -> Iterator[str]:
         if self.device == "cpu" and self.dtype not in (None, "float32"):
-            yield StartupError(
+            yield (
                 f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a "
                 "checkpoint in half precision is read exactly), or device cuda"
             )
         if self.max_bodies_mb < self.max_body_mb:
-            yield StartupError(
+            yield (
                 f"max_bodies_mb is {self.max_bodies_mb}, below max_body_mb ({self.max_body_mb}); "
                 "raise it, or lower that"
             )
         if self.default_timeout_s > self.max_timeout_s:
-            yield StartupError(
+            yield (
                 f"default_timeout_s is {plain(self.default_timeout_s)} s, above max_timeout_s "
                 f"({plain(self.max_timeout_s)}); lower it, or raise that"
             )

@@ -31,7 +31,7 @@ from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums, room_floats
 from tlt_server.models.shards import cut
 from tlt_server.models.split import Split
-from tlt_server.settings.shared import DrafterParallel
+from tlt_server.settings.server import DrafterParallel
 
 WIDTH, LEVELS = 3, 2
 NETWORKS: dict[str, type[GpuEagleNetwork]] = {EAGLE3: GpuEagle3, EAGLE1: GpuEagle1}

@@ -18,7 +18,7 @@ from tlt_server.engine.exchange.gathered import GatheredPeers
 from tlt_server.engine.gpu.ranks import joining
 from tlt_server.engine.gpu.ranks.joining import FileWindows, JoinedRank, RankGroup, join
 from tlt_server.errors import EngineFailed, StartupError
-from tlt_server.settings.shared import ExchangeName
+from tlt_server.settings.server import ExchangeName
 
 RANKS, SIZES = 2, WindowSizes(256)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tlt_client.channels import CHANNELS
 from tlt_server import config
 from tlt_server.build import engine_settings
 from tlt_server.config import Config, load
@@ -412,6 +413,8 @@ def test_every_setting_says_unit_default_and_what_it_does() -> None:
             and setting.doc.high is not None
         ):
             assert setting.doc.low <= default <= setting.doc.high, setting.name
+    [channels] = [each.doc.sentence for each in settings() if each.name == "weight_channels"]
+    assert f": {', '.join(CHANNELS)};" in channels
 
 
 @pytest.mark.parametrize(

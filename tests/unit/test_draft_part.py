@@ -14,7 +14,7 @@ from tlt_server.errors import StartupError
 from tlt_server.models.draft_networks import EAGLE1, EAGLE3
 from tlt_server.models.gpu.draft_part import DrafterPart, drafter_part
 from tlt_server.models.split import Split
-from tlt_server.settings.shared import DrafterParallel
+from tlt_server.settings.server import DrafterParallel
 
 EAGLE = replace(CONFIG, architecture=EAGLE3, layers=1)
 WIDE = replace(EAGLE, hidden_size=4096, intermediate_size=14336, heads=32, kv_heads=8)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tlt_server.settings.shared import PolicyName
+from tlt_server.settings.server import PolicyName
 from tlt_server.wire.records import GenerateRequest, Grammar, Strategy
 
 STARTED, PUSHED = "initial", "pushed"  # the engine's own name for what it was started with

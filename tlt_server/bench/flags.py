@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tlt_server.errors import StartupError
-from tlt_server.settings.shared import SPLITS
+from tlt_server.settings.server import SPLITS
 
 if TYPE_CHECKING:
     from tlt_server.wire.commands import SetPolicy

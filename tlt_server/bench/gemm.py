@@ -32,7 +32,7 @@ from tlt_server.errors import StartupError
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.sums import OWN_SUMS
 from tlt_server.models.split import GPU_LEAVES
-from tlt_server.settings.shared import SPLITS
+from tlt_server.settings.server import SPLITS
 
 
 def run(args: argparse.Namespace) -> int:

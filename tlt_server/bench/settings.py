@@ -16,7 +16,7 @@ from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
-from tlt_server.settings.shared import available_processors
+from tlt_server.settings.server import available_processors
 from tlt_server.wire.fingerprint import Fingerprint
 
 

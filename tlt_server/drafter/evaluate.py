@@ -21,7 +21,7 @@ from tlt_server.drafter.table import show
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
-from tlt_server.settings.shared import available_processors
+from tlt_server.settings.server import available_processors
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate

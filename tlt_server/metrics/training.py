@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from prometheus_client import Gauge
 
-from tlt_server.wire.events import BufferReport
 from tlt_server.metrics.kinds import Kinds, Total
+from tlt_server.wire.events import BufferReport
 from tlt_server.wire.training import Judged, SpotReport, TrainerState
 
 PARKING_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

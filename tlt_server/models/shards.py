@@ -17,7 +17,7 @@ from torch import Tensor
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import Split, divides
-from tlt_server.settings.shared import SPLITS
+from tlt_server.settings.server import SPLITS
 
 
 class ShardCut(NamedTuple):

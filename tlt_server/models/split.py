@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
-from tlt_server.settings.shared import SPLITS
+from tlt_server.settings.server import SPLITS
 
 GPU_LEAVES = 2
 # One GPU is as fast with these (see `tlt bench gemm`), and two are faster.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from tlt_server.errors import StartupError
-from tlt_server.settings.shared import PolicyName
+from tlt_server.settings.server import PolicyName
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.records import parse_strategy

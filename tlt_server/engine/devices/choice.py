@@ -32,7 +32,7 @@ from tlt_server.models.split import (
 )
 from tlt_server.process.machine import named_twice
 from tlt_server.process.mps import mps_enabled
-from tlt_server.settings.shared import available_processors, suited_policy
+from tlt_server.settings.server import available_processors, suited_policy
 
 MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch

@@ -16,7 +16,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.shards import has_tokens, most_tokens, rank_config, vocabulary
 from tlt_server.models.split import Split, divides
-from tlt_server.settings.shared import DrafterParallel
+from tlt_server.settings.server import DrafterParallel
 
 # Sharing adds three exchanges to each level of a tree, 5 us each, in which an H200 reads as much:
 # ranks share a drafter that lets each of them read this much less.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.sums import OWN_SUMS, LayerSums
-from tlt_server.settings.shared import DrafterParallel
+from tlt_server.settings.server import DrafterParallel
 
 
 @dataclass(frozen=True)

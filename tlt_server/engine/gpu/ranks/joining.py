@@ -20,7 +20,7 @@ from tlt_server.engine.exchange.nccl import NcclGathering
 from tlt_server.engine.gpu.steps import windows
 from tlt_server.engine.gpu.steps.windows import GroupWindows
 from tlt_server.errors import EngineFailed, StartupError
-from tlt_server.settings.shared import ExchangeName
+from tlt_server.settings.server import ExchangeName
 
 JOIN_S = 120.0  # for all ranks to come
 

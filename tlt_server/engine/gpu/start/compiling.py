@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tlt_kernels.gpu.variants import Variant
 from tlt_server.process.machine import host_memory
-from tlt_server.settings.shared import available_processors
+from tlt_server.settings.server import available_processors
 
 COMMAND = (sys.executable, "-P", "-m", "tlt_kernels.gpu.compiler")
 WORKER_BYTES = 1 << 30  # host memory per worker
