@@ -19,6 +19,7 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import model, places
 from tlt_server.doctor.finding import Finding
 from tlt_server.engine.devices.training import OtherGpu
+from tlt_server.engine.gpu.start import planning
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
 from tlt_server.process import machine
 
@@ -128,7 +129,7 @@ def test_a_width_that_fits_is_named_where_one_gpu_is_too_small(
     expect(lacking, "fail", "the weights take")
     assert "tensor_parallel" not in lacking.remedy, "so small a model is less than its exchange"
     [exchange] = re.findall(r"(\d+) MiB for exchanges", memory(fits_two, 2).found)
-    monkeypatch.setattr(model, "exchange_bytes", lambda settings, *_: 0)
+    monkeypatch.setattr(planning, "exchange_bytes", lambda settings, *_: 0)
     assert abs(fits_two - least() - int(exchange) * MIB) <= MIB
     expect(memory(11 * MIB, 1), "fail", "the weights take", "set tensor_parallel to 2, on 2 GPUs")
 

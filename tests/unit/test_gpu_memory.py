@@ -495,7 +495,7 @@ def test_device_suggests_tensor_parallel_for_oversized_weights(
     with pytest.raises(StartupError, match="too few; end what else"):
         device.load(ModelConfig.read(TARGET))  # so small a model is less than its exchange
     monkeypatch.setattr(
-        "tlt_server.engine.gpu.device.exchange_bytes",
+        "tlt_server.engine.gpu.start.planning.exchange_bytes",
         lambda settings, *_: MIB * (settings.tensor_parallel - 1),
     )
     with pytest.raises(StartupError, match="the weights take .*; set tensor_parallel to 2, on 2 G"):

@@ -4,6 +4,7 @@ in the child process.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import torch
@@ -13,21 +14,11 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.engine.devices.choice import (
-    DeviceChoice,
-    Gpu,
-    ModelFiles,
-    choose,
-    gpu_split,
-    look,
-    wider_settings,
-)
-from tlt_server.engine.devices.sizing import training_share
-from tlt_server.engine.gpu.memory.budget.budget import MemoryPlan, Needs, Wider
-from tlt_server.engine.gpu.memory.budget.refusals import check_plan, check_weights
-from tlt_server.engine.gpu.ranks.ranks.window_sizes import exchange_bytes
-from tlt_server.engine.gpu.steps.buckets import MIN_DEPTH, Shapes
-from tlt_server.engine.sampling.sampler.lexers import LIMIT as GRAMMARS
+from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, gpu_split, look
+from tlt_server.engine.devices.sizing import served_length, training_share
+from tlt_server.engine.gpu.memory.budget import MemoryPlan
+from tlt_server.engine.gpu.start.planning import plan_start, shapes_of
+from tlt_server.engine.sampling.lexers import LIMIT as GRAMMARS
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.start.checkpoints import (
     check_drafter,
@@ -39,13 +30,11 @@ from tlt_server.engine.start.checkpoints import (
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.gpu.draft_part import drafter_part
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
-from tlt_server.models.shards import rank_config, values_of
+from tlt_server.models.shards import rank_config
 from tlt_server.models.split import Split
 from tlt_server.process.machine import host_memory
 from tlt_server.speculation.drafters import drafter_in, weights_directory
-from tlt_server.weights.parts import DrafterNetwork
 from tlt_server.weights.spool import Spool
 
 GIB = 2**30
@@ -165,10 +154,10 @@ def memory(config: Config) -> Finding:
     chosen = _chosen(config)
     if chosen is None:
         return UNDECIDED
-    settings, model = chosen[0].settings, empty_model(chosen[0].settings)
+    settings = chosen[0].settings
     if settings.device == "cuda":
-        return _gpu_memory(config, model)
-    ranks = settings.tensor_parallel
+        return _gpu_memory(config)
+    model, ranks = empty_model(settings), settings.tensor_parallel
     kv = kv_bytes(settings)
     staged = config.channels and config.weight_staging in (None, "device", "host")
     versions = 3 if staged else 1  # live, before that, and the one being staged
@@ -190,51 +179,30 @@ def memory(config: Config) -> Finding:
     return ok(found) if need <= available else warn(found, f"end other programs, or {remedy}")
 
 
-def _gpu_memory(config: Config, model: Decoder) -> Finding:
+def _gpu_memory(config: Config) -> Finding:
     (chosen, gpu), directory = _choice(config), weights_directory(config.drafter)
-    settings, network = chosen.settings, empty_drafter(directory, model) if directory else None
-    free, total = gpu.free_bytes, gpu.total_bytes
+    settings, model = chosen.settings, ModelConfig.read(config.model)
+    model = replace(model, max_position=served_length(settings, model))
 
     def planned(settings: DecidedSettings) -> MemoryPlan:
-        needs = _gpu_needs(settings, model, network)
-        return MemoryPlan(settings, needs, model.max_position, free - needs.loaded, total)
-
-    def wider() -> list[Wider]:
-        return [
-            Wider(wide, _gpu_needs(wide, model, network))
-            for wide in wider_settings(settings, model.config)
-        ]
+        memory = gpu.free_bytes, gpu.total_bytes
+        return plan_start(settings, model, shapes_of(settings), *memory)
 
     plan = planned(settings)
-    check_weights(settings, plan.needs, free, total, wider)
-    check_plan(plan, wider)
     ranks, found = settings.tensor_parallel, plan.describe()
     if ranks > 1:
         found += f" on each of {ranks} GPUs"
-        if planned(replace(settings, tensor_parallel=1)).fits:
+        with contextlib.suppress(StartupError):
+            planned(replace(settings, tensor_parallel=1))
             found += f"; {COST}"
     found += f"; {GRAMMARS / GIB:.2f} GiB of grammars in the host's memory"
-    if network is None or not plan.needs.per_state:
+    if directory is None or not plan.needs.per_state:
         return ok(found)
     rooms = {other.device: other.total_bytes for other in gpu.others}
     device = settings.drafter_training_device
+    network = empty_drafter(directory, empty_model(settings))
     share = training_share(settings, network, rooms.get(device))
     return ok(found + share.describe(device))
-
-
-def _gpu_needs(settings: DecidedSettings, model: Decoder, network: DrafterNetwork | None) -> Needs:
-    """Return what a rank needs of its GPU."""
-    split, part = gpu_split(settings, model.config), None
-    values = values_of(model.parameters(), model.config, split)
-    if network is not None:
-        itemsize = getattr(torch, settings.dtype).itemsize
-        how, drafted = settings.drafter_parallel, network.draft_vocab_size
-        part = drafter_part(network.config, drafted, split, how, itemsize)
-        values += values_of(network.parameters(), part.head, part.split)
-    own = rank_config(model.config, split)
-    shapes = Shapes(settings.max_running, MIN_DEPTH)
-    exchange = exchange_bytes(settings, model.config, shapes)
-    return Needs.of(settings, own, network, values, model.feature_width, part, exchange)
 
 
 def _chosen(config: Config) -> tuple[DeviceChoice, Gpu] | None:

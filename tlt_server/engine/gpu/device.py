@@ -25,17 +25,18 @@ from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
 from tlt_server.engine.gpu.equipment import GpuEquipment
 from tlt_server.engine.gpu.idle import IdleRecorder
-from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs, Wider
+from tlt_server.engine.gpu.memory.budget import MemoryPlan
 from tlt_server.engine.gpu.memory.graphs import synchronize
 from tlt_server.engine.gpu.memory.hidden_states import StateCapture, describe, make_states
 from tlt_server.engine.gpu.memory.kv import GpuKV
-from tlt_server.engine.gpu.memory.refusals import check_plan, check_weights, exhausted, widen
+from tlt_server.engine.gpu.memory.refusals import check_plan, exhausted, widen
 from tlt_server.engine.gpu.ranks.followed import NO_FOLLOWERS, Followers
 from tlt_server.engine.gpu.ranks.ranks import GpuRanks
-from tlt_server.engine.gpu.ranks.window_sizes import exchange_bytes, window_sizes
+from tlt_server.engine.gpu.ranks.window_sizes import window_sizes
 from tlt_server.engine.gpu.runner import RING, GpuRunner
 from tlt_server.engine.gpu.start.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.start.maker import GpuMaker, Lent
+from tlt_server.engine.gpu.start.planning import empty_networks, needs_of, needs_wider, plan_start
 from tlt_server.engine.gpu.start.recordings import GraphRecordings
 from tlt_server.engine.gpu.start.strategy_kernels import StrategyKernels
 from tlt_server.engine.gpu.steps.buckets import CAPTURED
@@ -50,13 +51,10 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
-from tlt_server.models.gpu.decoder import GpuDecoder, shards
-from tlt_server.models.gpu.eagle import spread_drafter
+from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.matmuls import WHOLE
-from tlt_server.models.gpu.placement import Placement
-from tlt_server.models.gpu.sums import OWN_SUMS
 from tlt_server.models.loader import eos_token_ids, fill_target
-from tlt_server.models.shards import rank_config, tensors_of
+from tlt_server.models.shards import rank_config
 from tlt_server.models.split import Split
 from tlt_server.process.machine import host_memory
 from tlt_server.speculation.drafters.loading import find_loader
@@ -113,14 +111,14 @@ class CudaDevice:
         attention = self._maker.backend(rank_config(config, self._split))
         config = eos_token_ids(config, directory)
         self._wider = wider_settings(settings, config)
-        needs, wider = self._needs_at(settings, config), partial(self._needs_wider, config)
-        check_weights(settings, needs, *self._free(), wider)
+        plan_start(settings, config, self.sizes, *self._free())
         if self._maker.captures(attention):
             self._kernels = KernelStart(engine_digest(settings, config))
         if settings.tensor_parallel > 1:
             self._share(config)
         with self._memory("the weights"):
-            target, network = self._empty(config, self._maker.placement, self._split)
+            placement = self._maker.placement
+            target, network = empty_networks(settings, config, placement, self._split)
             fill_target(target.parameters(), config, settings.checkpoint)
             live = Live(Target.loaded(settings.weight_version, target, settings.checkpoint))
             if network is None or (drafter := settings.drafter_directory) is None:
@@ -138,38 +136,6 @@ class CudaDevice:
             ranks = self._ranks = GpuRanks(settings, config, self.device, sizes)
         self._maker.share(ranks.peers, ranks.agreement)
         self._split = ranks.split(self._split)
-
-    def _empty(
-        self, config: ModelConfig, placement: Placement, split: Split
-    ) -> tuple[GpuDecoder, DrafterNetwork | None]:
-        """Return target and drafter, not filled."""
-        directory = self._settings.drafter_directory
-        if directory is None:
-            return shards(config, placement, (), split), None
-        loader = find_loader(directory, self.name)
-        layers = loader.feature_layers(directory, config)
-        target = shards(config, placement, layers, split)
-        return target, spread_drafter(target, lambda of: loader.empty(directory, of))
-
-    def _needs(
-        self, settings: DecidedSettings, target: GpuDecoder, drafter: DrafterNetwork | None
-    ) -> Needs:
-        """Return what a rank needs with these settings."""
-        networks: list[GpuDecoder | DrafterNetwork] = [target, *([drafter] if drafter else [])]
-        stored = [each for network in networks for each in network.parameters().values()]
-        values = sum(tensors_of(each)[0].numel() for each in stored)
-        part = drafter.part if drafter else None
-        width = target.feature_width
-        exchange = exchange_bytes(settings, target.config, self.sizes)
-        return Needs.of(settings, target.own_config, drafter, values, width, part, exchange)
-
-    def _needs_at(self, settings: DecidedSettings, config: ModelConfig) -> Needs:
-        """Return what a rank would need with these settings, whose width may be another."""
-        nowhere = replace(self._maker.placement, device=torch.device("meta"), sums=OWN_SUMS)
-        return self._needs(settings, *self._empty(config, nowhere, gpu_split(settings, config)))
-
-    def _needs_wider(self, config: ModelConfig) -> list[Wider]:
-        return [Wider(wide, self._needs_at(wide, config)) for wide in self._wider]
 
     def free(self) -> Free:
         """Count what the allocator has cached as free. Each rank has as much for its slice."""
@@ -198,8 +164,9 @@ class CudaDevice:
         room = self._free()
         if self._ranks is not None:
             room = min(room, self._ranks.free())
-        plan = MemoryPlan(settings, self._needs(settings, model, network), max_model_len, *room)
-        check_plan(plan, partial(self._needs_wider, model.config))
+        needs = needs_of(settings, self.sizes, model, network)
+        plan = MemoryPlan(settings, needs, max_model_len, *room)
+        check_plan(plan, partial(needs_wider, settings, model.config, self.sizes))
         pages = plan.pages
         with self._memory(f"{pages} KV pages", plan):
             streams = self._maker.stream is not None

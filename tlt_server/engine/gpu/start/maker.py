@@ -22,16 +22,10 @@ from tlt_server.engine.gpu.memory.hidden_states.pages import PageStates
 from tlt_server.engine.gpu.memory.kv import DraftKV, GpuKV, make_cache
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.start.kernel_start import KernelStart
+from tlt_server.engine.gpu.start.planning import placement_on, shapes_of
 from tlt_server.engine.gpu.start.preparing import Keys, StepRunner, load_exchange, prepare
 from tlt_server.engine.gpu.steps.agreement import Agreement
-from tlt_server.engine.gpu.steps.buckets import (
-    MAX_VERIFIED,
-    MIN_DEPTH,
-    TREE_ROWS,
-    PromptShape,
-    Shapes,
-    sampled_rows,
-)
+from tlt_server.engine.gpu.steps.buckets import MAX_VERIFIED, TREE_ROWS, PromptShape, sampled_rows
 from tlt_server.engine.gpu.steps.drafts import Follower, GpuDrafter, NetworkStorage
 from tlt_server.engine.gpu.steps.head import SharedHead
 from tlt_server.engine.gpu.steps.state import SCORED, DeviceState, KVSlots
@@ -41,8 +35,6 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.matmuls import MATMULS
-from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums
 from tlt_server.registry import load_object
 from tlt_server.speculation.drafters import DRAFTERS
@@ -57,15 +49,9 @@ class GpuMaker:
         self, settings: DecidedSettings, device: torch.device, prompts: PromptShape
     ) -> None:
         self.settings, self.device = settings, device
-        self.placement = Placement(
-            device,
-            getattr(torch, settings.dtype),
-            MATMULS[settings.numerics](),
-            drafter_parallel=settings.drafter_parallel,
-        )
+        self.placement = placement_on(device, settings)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        depth, adapters = max(MIN_DEPTH, settings.deepest), settings.max_loras > 0
-        self.sizes = Shapes(settings.max_running, depth, prompts, adapters)
+        self.sizes = shapes_of(settings, prompts)
         self.agreement: Agreement | None = None
         self.head: SharedHead | None = None
 
