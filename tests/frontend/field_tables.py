@@ -65,16 +65,20 @@ def entries(body: str) -> dict[str, str]:
 
 
 def table(page: str) -> str:
+    """Return the rows verdict x bodies, each with its fields. A field that all of the bodies that
+    have it treat alike stands once, without naming them.
+    """
     bodies = {body: entries(body) for body in PAGES[page]}
-    rows: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
-    for body, known in bodies.items():
-        for name, verdict in known.items():
-            same = {others[name] for others in bodies.values() if name in others} == {verdict}
-            label = f"`{name}`" if same else f"`{name}` ({body})"
-            if label not in rows[verdict]:
-                rows[verdict].append(label)
-    lines = [f"| {verdict} | {', '.join(names)} |\n" for verdict, names in rows.items()]
-    return "".join(["| verdict | fields |\n|---|---|\n", *lines])
+    rows = {(verdict, "everywhere"): list[str]() for verdict in VERDICTS}
+    for name in dict.fromkeys(name for known in bodies.values() for name in known):
+        found = {body: known[name] for body, known in bodies.items() if name in known}
+        for verdict in dict.fromkeys(found.values()):
+            alike = [body for body, each in found.items() if each == verdict]
+            where = "everywhere" if len(alike) == len(found) else ", ".join(alike)
+            rows.setdefault((verdict, where), []).append(f"`{name}`")
+    ordered = sorted(rows.items(), key=lambda row: VERDICTS.index(row[0][0]))
+    lines = [f"| {' | '.join(row)} | {', '.join(names)} |\n" for row, names in ordered]
+    return "".join(["| verdict | where | fields |\n|---|---|---|\n", *lines])
 
 
 def pages() -> Iterator[tuple[Path, str]]:
