@@ -47,8 +47,8 @@ def documented() -> dict[tuple[str, str], str]:
     return {
         (method, path): NEEDS[needs]
         for needs, routes in re.findall(r"^\| ([^|]+) \| (`.*) \|$", section, re.MULTILINE)
-        for methods, path in re.findall(r"`([A-Z,]+) (\S+)`", routes)
-        for method in methods.split(",")
+        for methods, path in re.findall(r"`([A-Z,]*) ?(/\S*)`", routes)
+        for method in (methods or "POST").split(",")
     }
 
 
