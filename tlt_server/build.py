@@ -36,11 +36,11 @@ from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.auth import Gate
 from tlt_server.frontend.http.descriptors import raise_limit
-from tlt_server.frontend.http.held import watch_turns
 from tlt_server.frontend.http.logs import left_behind, write_logs
-from tlt_server.frontend.http.otlp import tracing
+from tlt_server.frontend.http.loop_share import watch_turns
 from tlt_server.frontend.http.server import FLUSH_S, HttpServer
 from tlt_server.frontend.http.tls import Certificates, watched_certificates
+from tlt_server.frontend.http.traces import tracing
 from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient

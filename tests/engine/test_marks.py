@@ -15,12 +15,12 @@ from tests.engine.families import EOS, write_pair
 from tests.engine.pushing import Pushable
 from tests.tokenizers import FAMILIES
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.frontend.dialects.openai.forced import structure
+from tlt_server.frontend.dialects.openai.conversations import structure
 from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest
 from tlt_server.frontend.generation.requests import StructuredOutputs
 from tlt_server.frontend.generation.structures import written
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.parsers.choice import parsers_of
+from tlt_server.frontend.parsers.answer import parsers_of
 from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText
 from tlt_server.grammars.forms import grammar_of
 from tlt_server.grammars.vocabulary import MARKS

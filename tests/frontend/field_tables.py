@@ -28,7 +28,7 @@ from tlt_server.frontend.dialects.openai.requests import (
 )
 from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields, SglangSampling
-from tlt_server.frontend.dialects.vllm_rl.requests import TokensRequest, VllmSampling
+from tlt_server.frontend.dialects.vllm_rl.generate import TokensRequest, VllmSampling
 from tlt_server.frontend.http.fields import RefusedField
 
 DOCS = Path(__file__).parents[2] / "docs"

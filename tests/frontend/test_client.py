@@ -49,7 +49,7 @@ from tlt_client.responses import succeeded
 from tlt_client.retries import NEVER
 from tlt_client.wire import ItemResult
 from tlt_server import errors as server_errors
-from tlt_server.frontend.dialects.vllm_rl.replies import fault
+from tlt_server.frontend.dialects.replies.errors import fault
 
 QUICK = Retries(times=3, first_s=0.01, max_s=0.05)
 BATCH = [{"id": "a", "prompt": "abc", "seed": 7}]

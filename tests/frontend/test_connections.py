@@ -32,7 +32,8 @@ from tests.hostile.connections import silent_connections
 from tests.waiting import until
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
-from tlt_server.frontend.http import connections, descriptors, door, limits
+from tlt_server.frontend.http import connections, descriptors, limits
+from tlt_server.frontend.http import server as server_module
 from tlt_server.frontend.http.connections import OpenConnections
 from tlt_server.frontend.http.descriptors import Reserve, needed, raise_limit
 from tlt_server.frontend.rpc import server as rpc_server
@@ -194,7 +195,7 @@ def test_a_tls_handshake_that_never_begins_counts_and_is_cut(model: Path, tmp_pa
 def test_accepting_goes_on_after_the_descriptors_ran_out(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "PAUSE_S", 0.02)
+    monkeypatch.setattr(server_module, "PAUSE_S", 0.02)
     with ExitStack() as stack:
         mine = [stack.enter_context(socket.socket()) for _ in range(60)]
         with limited(20):

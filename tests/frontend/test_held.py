@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from tlt_server.frontend.http.held import watch_turns
+from tlt_server.frontend.http.loop_share import watch_turns
 from tlt_server.metrics import Metrics
 
 

@@ -25,9 +25,9 @@ from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_client.wire import Token
 from tlt_server.errors import TltError
-from tlt_server.frontend.http import budget as budget_module
 from tlt_server.frontend.http import limits
-from tlt_server.frontend.http.budget import BodyBudget
+from tlt_server.frontend.http import limits as limits_module
+from tlt_server.frontend.http.limits import BodyBudget
 
 LONG = {"requests": [{"token_ids": [HANGS]}]}
 
@@ -596,7 +596,7 @@ def test_a_body_makes_place_only_when_it_has_stalled_and_its_owner_has_most() ->
 def test_requests_whose_bodies_stall_do_not_take_the_places_of_others(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget_module, "STALLED_S", 0.2)
+    monkeypatch.setattr(limits_module, "STALLED_S", 0.2)
     with live_server(model, max_connections=4) as server, contextlib.ExitStack() as stack:
         stalled = [stack.enter_context(connect(server)) for _ in range(4)]
         for connection in stalled:

@@ -17,7 +17,7 @@ from tests.frontend.fake_engine import HANGS, LATE
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import LONG, connect, head, read_all
 from tests.waiting import until
-from tlt_server.frontend.http import budget
+from tlt_server.frontend.http import limits
 from tlt_server.wire.records import OFF, Cycle, StepContext
 
 
@@ -64,7 +64,7 @@ def test_refused_request_frees_no_place_while_sending_its_body(
         with connect(server) as refused:
             refused.sendall(head(content_length=2) + b"{")
             assert b" 503 " in refused.recv(65536)
-            monkeypatch.setattr(budget, "STALLED_S", 0.0)
+            monkeypatch.setattr(limits, "STALLED_S", 0.0)
             assert httpx.get(f"{server.url}/server_info").status_code == 503
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tests.frontend.tiny_model import byte_tokenizer
-from tlt_server.frontend.generation.pieces import Pieces
-from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.generation.text import Pieces, Text
 
 TEXT = Text(byte_tokenizer([(b"\xa9", b"\xe2"), (b"\xf0", b"\x9f"), (b"a", b"\xe2")]))
 PIECES = Pieces(TEXT)

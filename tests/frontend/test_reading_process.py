@@ -21,17 +21,16 @@ import tlt_server
 from tests.unit.hostile_values import bodies
 from tlt_server.errors import InvalidRequest, QueueFull, TltError, TooLarge, Unavailable
 from tlt_server.frontend.dialects.native import FORMS
-from tlt_server.frontend.dialects.weights.manifests import PUSH
+from tlt_server.frontend.dialects.weights.requests import PUSH
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.tokenizing import SLICE_CHARS, encode
 from tlt_server.frontend.http.bodies import PARSED_APART
 from tlt_server.frontend.reading import asking, jobs
 from tlt_server.frontend.reading import reader as reader_module
 from tlt_server.frontend.reading.asking import Asker
-from tlt_server.frontend.reading.doubling import CALM_S, DoublingWait
 from tlt_server.frontend.reading.frames import FRAME_BYTES, sliced
 from tlt_server.frontend.reading.jobs import Job, JobQueue, Patience, Slice
-from tlt_server.frontend.reading.reader import HANG_S, Reader
+from tlt_server.frontend.reading.reader import CALM_S, HANG_S, DoublingWait, Reader
 from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, cut, name_of
 from tlt_server.frontend.rpc.methods import ARRIVED_APART
 from tlt_server.wire.packed import PackedIds, PackedText, json_ids, json_text

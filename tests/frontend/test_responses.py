@@ -18,10 +18,13 @@ from tests.frontend.test_tools import ARGUMENTS, CALL
 from tests.tokenizers import FAMILIES
 from tlt_server.errors import NotFound
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
-from tlt_server.frontend.dialects.openai.responses import items
+from tlt_server.frontend.dialects.openai.responses import requests
 from tlt_server.frontend.dialects.openai.responses.growing import GrowingResponse, kept_messages
-from tlt_server.frontend.dialects.openai.responses.items import Conversation, messages_of
-from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
+from tlt_server.frontend.dialects.openai.responses.requests import (
+    Conversation,
+    ResponseRequest,
+    messages_of,
+)
 from tlt_server.frontend.http.keys import EVERYBODY, Caller
 from tlt_server.frontend.rollouts.responses import KeptResponse, ResponseShelf
 from tlt_server.wire.packed import PackedText
@@ -355,8 +358,8 @@ def test_pages_of_input_items_add_up_in_either_order(server: LiveServer) -> None
 
 def test_a_page_makes_only_the_items_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    item = items._item
-    monkeypatch.setattr(items, "_item", lambda *part: made.append(part[0]) or item(*part))
+    item = requests._item
+    monkeypatch.setattr(requests, "_item", lambda *part: made.append(part[0]) or item(*part))
     call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
     more = {"reasoning_content": "hm", "tool_calls": [call] * 10**4}
     conversation = Conversation("resp_1", [ChatMessage(role="assistant", more=more)] * 2)

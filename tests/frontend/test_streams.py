@@ -170,7 +170,7 @@ def test_what_comes_while_the_reader_is_behind_is_one_event(server: LiveServer) 
         assert service.engine.info is not None
         asked = native(stream=True)
         batch = await service.validator.batch(asked, service.engine.info, EVERYBODY)
-        generation = await service.start(batch, "")
+        generation = await service.generations.start(batch, "")
         found = []
         async for event in generation.events():
             found.append(event)

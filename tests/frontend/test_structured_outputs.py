@@ -17,7 +17,7 @@ from tests.frontend.saying import write_saying
 from tests.mostly_long import mostly_long
 from tests.tokenizers import FAMILIES
 from tlt_server.errors import InvalidRequest, TooLarge
-from tlt_server.frontend.dialects.openai import forced
+from tlt_server.frontend.dialects.openai import conversations
 from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest
 from tlt_server.frontend.generation import structures
 from tlt_server.frontend.generation.requests import StructuredOutputs
@@ -120,7 +120,7 @@ def test_oversized_schema_is_neither_parsed_nor_serialised(
     asked = ChatRequest(messages=[], guided_json=schema)
     monkeypatch.setattr(json, "loads", never)
     monkeypatch.setattr(msgspec.json, "encode", never)
-    assert forced.structure(asked, None, True, CHAT)[1] == structure
+    assert conversations.structure(asked, None, True, CHAT)[1] == structure
     with pytest.raises(TooLarge, match="more than 131072 bytes"):
         structures.written("structured_outputs", structure)
 

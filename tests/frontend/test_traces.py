@@ -22,7 +22,7 @@ from tlt_client import Client
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
 from tlt_server.config import load
 from tlt_server.errors import StartupError
-from tlt_server.frontend.http.otlp import FLUSH_S, OtlpTraces
+from tlt_server.frontend.http.traces import FLUSH_S, OtlpTraces
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{CALLER}-01"

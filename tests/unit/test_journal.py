@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import StorageFailed
-from tlt_server.frontend.generation.batch import RequestItem
+from tlt_server.frontend.generation.requests import RequestItem
 from tlt_server.frontend.rollouts.journal import (
     Grown,
     Header,

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from tlt_server.errors import StartupError
 from tlt_server.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
-from tlt_server.frontend.parsers.answer import AnswerReader
-from tlt_server.frontend.parsers.choice import parsers_of
-from tlt_server.frontend.parsers.json_text import JsonText
+from tlt_server.frontend.parsers.answer import AnswerReader, parsers_of
+from tlt_server.frontend.parsers.json_call import JsonText
 from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, ThoughtText
 from tlt_server.frontend.parsers.pieces import SpokenText as Text
 

@@ -22,7 +22,7 @@ from tlt_server.errors import InvalidRequest, TltError
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
 from tlt_server.frontend.generation.requests import NativeRequest
 from tlt_server.frontend.http import counting
-from tlt_server.frontend.http.bounds import Bounds
+from tlt_server.frontend.http.counting import Bounds
 from tlt_server.frontend.http.parsing import parse
 from tlt_server.wire.packed import PackedIds
 

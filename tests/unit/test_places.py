@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt_server.errors import TltError
-from tlt_server.frontend.http import budget as budget_module
+from tlt_server.frontend.http import limits as limits_module
 from tlt_server.frontend.http.auth import ADMITTED, Admitted
-from tlt_server.frontend.http.budget import BodyBudget
 from tlt_server.frontend.http.keys import Caller
+from tlt_server.frontend.http.limits import BodyBudget
 from tlt_server.frontend.http.places import OVER, PlaceLimit, Places
 
 LIMIT = 6
@@ -61,7 +61,7 @@ def test_whose_stalled_bodies_make_place(
     monkeypatch: pytest.MonkeyPatch, owner: str, served: bool
 ) -> None:
     """A key beyond its share has only its own."""
-    monkeypatch.setattr(budget_module, "STALLED_S", 0.0)
+    monkeypatch.setattr(limits_module, "STALLED_S", 0.0)
     answered: list[str] = []
 
     def app(what: str) -> Any:

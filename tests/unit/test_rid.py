@@ -10,7 +10,7 @@ import pytest
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
-from tlt_server.frontend.http.bounds import Bounds
+from tlt_server.frontend.http.counting import Bounds
 from tlt_server.frontend.http.parsing import parse
 
 

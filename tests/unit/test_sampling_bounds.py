@@ -19,7 +19,7 @@ from tlt_server.engine.sampling.sampler import SamplingState, sample
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
 from tlt_server.frontend.generation.requests import SamplingFields
-from tlt_server.frontend.http.bounds import Bounds
+from tlt_server.frontend.http.counting import Bounds
 from tlt_server.frontend.http.parsing import parse
 from tlt_server.wire.records import GenerateRequest, Sampling
 

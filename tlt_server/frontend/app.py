@@ -27,10 +27,9 @@ from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival, Working
 from tlt_server.frontend.http.auth import Authentication, Gate, Terms, key_of
 from tlt_server.frontend.http.browsers import Origins
-from tlt_server.frontend.http.budget import BodyBudget
 from tlt_server.frontend.http.connections import ProbesOnly
 from tlt_server.frontend.http.endpoints import Endpoint
-from tlt_server.frontend.http.limits import BodyLimits
+from tlt_server.frontend.http.limits import BodyBudget, BodyLimits
 from tlt_server.frontend.http.openapi import document
 from tlt_server.frontend.http.places import PlaceLimit
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected

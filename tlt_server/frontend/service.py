@@ -11,18 +11,24 @@ from typing import TYPE_CHECKING
 import structlog
 
 from tlt_server.errors import Cancelled, Conflict, Forbidden, TltError, Unavailable
-from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
-from tlt_server.frontend.generation.pieces import Pieces
-from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.generation.requests import (
+    NATIVE,
+    WHOLE,
+    NativeRequest,
+    PromptReading,
+    RequestBatch,
+    Words,
+)
+from tlt_server.frontend.generation.text import Pieces, Text
 from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.bodies import Bodies
-from tlt_server.frontend.http.bounds import Bounds
+from tlt_server.frontend.http.counting import Bounds
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.trainer import TrainerLink
-from tlt_server.frontend.parsers.choice import Parsers, parsers_of
+from tlt_server.frontend.parsers.answer import Parsers, parsers_of
 from tlt_server.frontend.reading.reader import Reader
 from tlt_server.frontend.rollouts.responses import ResponseShelf
 from tlt_server.frontend.rollouts.rollouts import Rollouts
@@ -35,6 +41,7 @@ from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.metrics import Metrics
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.wire.commands import InFlight, Memory
+from tlt_server.wire.events import EngineInfo
 
 if TYPE_CHECKING:
     from tlt_server.config import ResolvedConfig
@@ -170,14 +177,31 @@ class Service:
         )
         return ended
 
-    async def start(
-        self, batch: RequestBatch, owner: str, names: Collection[str] = ()
-    ) -> Generation:
-        """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes
-        the generation. `owner`: the name of the key that asks. `names`: further names by which the
-        whole batch can be aborted.
+    async def begin(
+        self,
+        asked: NativeRequest,
+        caller: Caller,
+        words: Words = NATIVE,
+        reading: PromptReading = WHOLE,
+        names: Collection[str] = (),
+    ) -> tuple[RequestBatch, Generation]:
+        """Check a request, admit it, all of it or (with a typed error) nothing, and begin to
+        generate. The caller closes the generation. `names`: further names by which the whole batch
+        can be aborted.
         """
-        return await self.generations.start(batch, owner, names)
+        batch = await self.validator.batch(asked, self.info, caller, words, reading)
+        return batch, await self.generations.start(batch, caller.name, names)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Return the engine's description; the engine has been ready."""
+        assert self.engine.info is not None
+        return self.engine.info
+
+    def running(self) -> EngineInfo:
+        """Return the description of the engine that runs. `Unavailable`: none does."""
+        self.engine.check_running()
+        return self.info
 
     @property
     def ready(self) -> bool:

@@ -10,7 +10,7 @@ rollout. A body in SGLang's form is handed to `sglang.generate`.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta
@@ -31,13 +31,14 @@ from tlt_server.errors import (
     QueueTimeout,
     StorageFailed,
     StructureFailed,
+    TltError,
     Unavailable,
 )
-from tlt_server.frontend.dialects.replies.items import EndedItems, Usage, footer, phrase
+from tlt_server.frontend.dialects.replies.items import EndedItems, footer, phrase
+from tlt_server.frontend.dialects.replies.whole import UsageCount
+from tlt_server.frontend.dialects.sglang.generate import Generated
 from tlt_server.frontend.dialects.sglang.generate import generate as sglang
-from tlt_server.frontend.dialects.sglang.replies import Generated
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
-from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.delivery import (
     EventStream,
     LargeEvent,
@@ -47,14 +48,14 @@ from tlt_server.frontend.generation.delivery import (
 )
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
-from tlt_server.frontend.generation.requests import NativeRequest
+from tlt_server.frontend.generation.requests import NativeRequest, RequestBatch
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import digest
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.parameters import HEADER
 from tlt_server.frontend.http.parsing import Forms
-from tlt_server.frontend.http.replies import Refusal, json_response, unexpected
+from tlt_server.frontend.http.replies import Refusal, json_response
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
@@ -171,9 +172,9 @@ async def _answer(
         return await _attached(service, request, rollout)
     batch = await making
     # A batch that is not admitted is an HTTP error, so it starts before any stream.
-    generation = await service.start(batch, caller.name)
+    generation = await service.generations.start(batch, caller.name)
     if batch.stream:
-        return EventStream(_frames(service, batch, generation), generation)
+        return _stream(service, batch, generation)
     return await reply(request, _collect(service, batch, generation), generation)
 
 
@@ -211,11 +212,10 @@ async def _collect(service: Service, batch: RequestBatch, generation: Generation
     return ended.whole(service, (item.id for item in batch.items), generation.turn)
 
 
-async def _frames(
-    service: Service, batch: RequestBatch, generation: Generation
-) -> AsyncIterator[bytes | LargeEvent]:
-    usage, waiting = Usage(), {item.id for item in batch.items}
-    try:
+def _stream(service: Service, batch: RequestBatch, generation: Generation) -> EventStream:
+    usage, waiting = UsageCount(), {item.id: None for item in batch.items}
+
+    async def frames() -> AsyncIterator[bytes | LargeEvent]:
         async for event in generation.events():
             if isinstance(event, FinishedItem):
                 usage.add(event)
@@ -228,10 +228,14 @@ async def _frames(
                     yield event_frame(data, name)
                     continue
             else:
-                waiting.discard(event.id)
+                del waiting[event.id]
             yield LargeEvent(data, generation.turn, name)
-    except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
+        yield event_frame(footer(service, usage), "done")
+
+    def failed(error: TltError) -> Iterator[bytes]:
         for id in waiting:
-            name, data = phrase(FailedItem(id, unexpected(error)))
+            name, data = phrase(FailedItem(id, error))
             yield event_frame(data, name)
-    yield event_frame(footer(service, usage), "done")
+        yield event_frame(footer(service, usage), "done")
+
+    return EventStream(frames(), generation, failed, end=b"")

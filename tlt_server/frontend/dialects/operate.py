@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
-from tlt_server.frontend.dialects.replies.status import Status
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.keys import Caller
-from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.http.replies import Status, json_response
 from tlt_server.frontend.link.starting import UnderWay
 from tlt_server.frontend.service import Service
 from tlt_server.wire.events import Phase

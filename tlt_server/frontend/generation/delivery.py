@@ -4,7 +4,7 @@ response, for any reason, ends the generation.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import closing
 from typing import Any, NamedTuple, Never
 
@@ -17,11 +17,12 @@ from starlette.types import Receive, Scope, Send
 from tlt_server.errors import Cancelled, TltError
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.http.loop_share import Turn
-from tlt_server.frontend.http.replies import TAKE_CONTENT, TakeContent, in_turns
+from tlt_server.frontend.http.replies import TAKE_CONTENT, TakeContent, in_turns, unexpected
 from tlt_server.frontend.http.slices import json_slices
 from tlt_server.frontend.reading.asking import unless
 
 EVENT_END = b"\n\n"
+DONE = b"data: [DONE]\n\n"
 
 
 def event_frame(data: Any, name: str = "") -> bytes:
@@ -48,9 +49,18 @@ def _head(name: str) -> bytes:
 class EventStream(StreamingResponse):
     """A reply of server-sent events: frames of small events, and large events."""
 
-    def __init__(self, events: AsyncIterator[bytes | LargeEvent], generation: Generation) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes | LargeEvent],
+        generation: Generation,
+        failed: Callable[[TltError], Iterable[bytes]],
+        end: bytes = DONE,
+    ) -> None:
+        """`failed` returns the frames that show the error which ended `events`, as the status is
+        sent already. `end` comes last in any case.
+        """
         super().__init__(
-            self._frames(events),
+            self._frames(_ending(events, failed, end)),
             media_type="text/event-stream",
             headers={"cache-control": "no-store"},
         )
@@ -72,6 +82,25 @@ class EventStream(StreamingResponse):
             else:
                 async for part in event.frame():
                     yield part
+
+
+async def _ending(
+    events: AsyncIterator[bytes | LargeEvent],
+    failed: Callable[[TltError], Iterable[bytes]],
+    end: bytes,
+) -> AsyncIterator[bytes | LargeEvent]:
+    error: TltError | None = None
+    try:
+        async for event in events:
+            yield event
+    except TltError as refused:
+        error = refused
+    except Exception as bug:
+        error = unexpected(bug)
+    for frame in () if error is None else failed(error):
+        yield frame
+    if end:
+        yield end
 
 
 async def reply(

@@ -17,17 +17,61 @@ from operator import attrgetter
 
 import structlog
 
-from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import GrowingChoice
-from tlt_server.frontend.generation.items import Event, FailedItem, Items
-from tlt_server.frontend.generation.named import Named
+from tlt_server.frontend.generation.items import Event, FailedItem, FinishedItem, Items, TokenEvent
+from tlt_server.frontend.generation.requests import RequestBatch
 from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.loop_share import FREED, LoopShare
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.http.traces import CURRENT
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
 from tlt_server.wire.records import StepOutput, adapted_version
+
+
+def repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that comes a second time, or None."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+class Named:
+    """Open sequences by name. A name that is used twice means all sequences that have it."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, dict[str, str]] = {}  # name -> sequence -> name of the key
+
+    def open(self, name: str, ids: Iterable[str], owner: str) -> None:
+        self._owners.setdefault(name, {}).update(dict.fromkeys(ids, owner))
+
+    def close(self, name: str, ids: Iterable[str]) -> None:
+        left = self._owners.get(name, {})
+        for id in ids:
+            left.pop(id, None)
+        if not left:
+            self._owners.pop(name, None)
+
+    def find(self, names: Iterable[str], caller: Caller) -> list[str]:
+        """Return the ids, each once, of all sequences with one of these names that the caller may
+        end. Unknown names are treated as finished.
+        """
+        return [
+            *dict.fromkeys(
+                id
+                for name in names
+                for id, owner in self._owners.get(name, {}).items()
+                if caller.sees(owner)
+            )
+        ]
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
 
 log = structlog.get_logger()
 
@@ -137,6 +181,15 @@ class Generation:
                     await self.turn(VALUE_BYTES * tokens)
                 for event in self._take(id, outputs):
                     yield event
+
+    async def successes(self) -> AsyncGenerator[TokenEvent | FinishedItem, None]:
+        """Yield events for a reply that is complete or an error: the first item that fails raises
+        its own.
+        """
+        async for event in self.events():
+            if isinstance(event, FailedItem):
+                raise event.error
+            yield event
 
     def cached_tokens(self, id: str) -> int:
         """Return how many prompt tokens of an item the prefix index has served so far."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tlt_server.errors import EngineFailed, Poisoned, TltError, from_code
-from tlt_server.frontend.generation.batch import RequestBatch, RequestItem
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice, GrowingChoice
+from tlt_server.frontend.generation.requests import RequestBatch, RequestItem
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.wire.records import GenerateRequest, StepOutput

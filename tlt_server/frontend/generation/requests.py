@@ -7,18 +7,71 @@ server's limits. A borrowed dialect declares structs of its own and translates t
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tlt_client import fields
 from tlt_client.fields import MAX_INT32, MAX_SEED, ShortName
 from tlt_server.errors import ContextExceeded, TltError, TooLarge
-from tlt_server.frontend.http.bounds import Limit
+from tlt_server.frontend.http.counting import Limit
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.wire.packed import PackedIds
-from tlt_server.wire.records import Sampling
+from tlt_server.wire.records import GenerateRequest, Sampling
 from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class RequestItem(NamedTuple):
+    """One prompt and its n choices; choice i is `requests[i]`."""
+
+    id: str
+    requests: list[GenerateRequest]
+
+
+class Words(NamedTuple):
+    """The names that a dialect's users know, for messages; `{i}` is the item's index."""
+
+    item: str  # one item's prompt
+    field: str  # prefix of an item's field
+    sampling: str  # prefix of a sampling field
+    renamed: Mapping[str, str] = NOTHING  # sampling field -> its path, where its name differs
+    clamps: bool = False  # a longer output than the prompt leaves is shortened, not refused
+
+    def called(self, field: str) -> str:
+        """Return the path of a sampling field."""
+        return self.renamed.get(field, self.sampling + field)
+
+    def structured_by(self, field: str) -> Words:
+        """Return the words for a request that asks for its structure in this field."""
+        path = self.sampling + field
+        return self._replace(renamed={**self.renamed, "structured_outputs": path})
+
+
+class PromptReading(NamedTuple):
+    """The reading of prompts, where a dialect lets its users choose."""
+
+    special: bool = True  # texts get what the tokenizer puts around them
+    keep: int | None = None  # last tokens of each prompt; -1: as many as fit; None: all
+
+
+WHOLE = PromptReading()
+NATIVE = Words("requests[{i}]", "requests[{i}].", "sampling.")
+
+
+class RequestBatch(NamedTuple):
+    items: list[RequestItem]
+    stream: bool
+    deadline_s: float
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """Return the position of each item, by its id."""
+        return {item.id: i for i, item in enumerate(self.items)}
+
 
 ITEMS = Limit("max_batch_items", "items", "split the batch", TooLarge)
 NAMES = Limit("max_batch_items", "names", "split the call")

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET, UnsetType
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.generation.batch import Words
-from tlt_server.frontend.generation.requests import MAX_BAD_TOKENS, SamplingFields
+from tlt_server.frontend.generation.requests import MAX_BAD_TOKENS, SamplingFields, Words
 from tlt_server.frontend.generation.structures import check_with
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown

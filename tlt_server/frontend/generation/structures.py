@@ -11,8 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from tlt_server.errors import InvalidRequest, TooLarge
-from tlt_server.frontend.generation.batch import Words
-from tlt_server.frontend.generation.requests import FORMS, NativeRequest, StructuredOutputs
+from tlt_server.frontend.generation.requests import FORMS, NativeRequest, StructuredOutputs, Words
 from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced
 from tlt_server.frontend.reading.jobs import Patience, Slice

@@ -19,21 +19,19 @@ from msgspec import UNSET
 from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, TooLarge
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.adapters import check_adapter
-from tlt_server.frontend.generation.batch import (
+from tlt_server.frontend.generation.generation import repeated
+from tlt_server.frontend.generation.requests import (
     NATIVE,
+    PROMPTS,
     WHOLE,
+    ItemFields,
+    NativeRequest,
     PromptReading,
     RequestBatch,
     RequestItem,
-    Words,
-)
-from tlt_server.frontend.generation.named import repeated
-from tlt_server.frontend.generation.requests import (
-    PROMPTS,
-    ItemFields,
-    NativeRequest,
     SamplingFields,
     SdFields,
+    Words,
 )
 from tlt_server.frontend.generation.samplings import DEFAULTS, Samplings
 from tlt_server.frontend.generation.structures import Grammars

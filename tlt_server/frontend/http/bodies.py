@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from starlette.requests import Request
 
-from tlt_server.frontend.http.bounds import Bounds
+from tlt_server.frontend.http.counting import Bounds
 from tlt_server.frontend.http.parsing import Forms, parse
 from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced

@@ -8,13 +8,63 @@ which bounds the memory, in 0.1 to 20 ns per byte.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 
-from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.http.bounds import Limit
-from tlt_server.frontend.http.wrong import Wrong, must
+from tlt_server.errors import InvalidRequest, TltError
+from tlt_server.frontend.http.scalars import Wrong, must
+
+if TYPE_CHECKING:
+    from tlt_server.config import ResolvedConfig
+
+
+class Bounds(Struct, frozen=True):
+    """The settings that bound a list or an object, under their own names."""
+
+    max_batch_items: int
+    max_prompt_tokens: int
+    max_model_len: int
+    max_stop_strings: int
+    max_stop_token_ids: int
+    max_logit_bias: int
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> Bounds:
+        return cls(*(getattr(config, name) for name in cls.__struct_fields__))
+
+    def values(self) -> tuple[int, ...]:
+        return msgspec.structs.astuple(self)
+
+
+class Limit(NamedTuple):
+    """A setting that bounds a list, stated in the field's `Meta(extra={"limit": ...})`, there
+    as its name for a field that the client declares.
+    """
+
+    setting: str
+    noun: str  # the members
+    remedy: str = ""
+    error: type[TltError] = InvalidRequest
+
+    def exceeded(self, where: str, count: int, limit: int) -> TltError:
+        remedy = f": {self.remedy}" if self.remedy else ""
+        return self.error(
+            f"{where} has {count} {self.noun}; the limit is {limit} ({self.setting}){remedy}"
+        )
+
+
+LIMITS = {
+    limit.setting: limit
+    for limit in (
+        Limit("max_stop_strings", "strings", "leave some out"),
+        Limit("max_stop_token_ids", "ids", "leave some out"),
+        Limit("max_logit_bias", "entries", "leave some out"),
+    )
+}
+
 
 # Limits on a value that may be any JSON: its members at all levels, and its levels.
 MAX_MEMBERS = 2**17

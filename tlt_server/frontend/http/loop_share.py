@@ -9,11 +9,13 @@ and small requests never ask, and wait for one pass at most.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
+from tlt_server.metrics import Metrics
 from tlt_server.process.turns import Turns
 
 # About 2 ms of work on a slow core. More would show in the latency of small requests, which take
@@ -79,3 +81,21 @@ class LoopShare:
             if not line:
                 del self._lines[owner]
                 self._turns.leave(owner)
+
+
+EVERY_S = 0.005
+
+
+async def watch_turns(metrics: Metrics) -> NoReturn:
+    """Sample for ever by how much a timer is late. A hold shorter than the interval may be missed,
+    and a longer one is counted up to an interval too short.
+    """
+    longest_s = 0.0
+    while True:
+        due_s = time.perf_counter() + EVERY_S
+        await asyncio.sleep(EVERY_S)
+        held_s = max(0.0, time.perf_counter() - due_s)
+        metrics.exchanges.loop_held_s.observe(held_s)
+        if held_s > longest_s:
+            longest_s = held_s
+            metrics.exchanges.loop_held_longest_s.set(held_s)

@@ -8,19 +8,226 @@ the body and the limits, so it may run in any process.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from types import NoneType
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    NamedTuple,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
-from msgspec import UNSET, DecodeError, Raw, UnsetType
+from msgspec import UNSET, DecodeError, Meta, MsgspecError, Raw, Struct, UnsetType, ValidationError
 from msgspec.json import Decoder
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.http.bounds import Bounds
-from tlt_server.frontend.http.objects import ANY, ObjectReader
-from tlt_server.frontend.http.readers import NULL
-from tlt_server.frontend.http.wrong import Wrong, shown_text
+from tlt_server.frontend.http.counting import LIMITS, Bounds, Length, check_members
+from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant, is_union
+from tlt_server.frontend.http.readers import (
+    NULL,
+    AlikeReader,
+    DictReader,
+    IdsReader,
+    JsonReader,
+    ListReader,
+    NullReader,
+    UnionReader,
+    texts_of,
+)
+from tlt_server.frontend.http.scalars import (
+    MAX_PATH,
+    Scalar,
+    ValueReader,
+    Wrong,
+    no_text,
+    part,
+    shown_text,
+)
+from tlt_server.settings.wording import nearest
+from tlt_server.wire.packed import PackedIds
+
+ANY = JsonReader(Any)
+MAX_OFF_BYTES = 256  # no value that asks for nothing is as long
+
+
+class Field(NamedTuple):
+    name: str  # in JSON
+    attribute: str
+    reader: ValueReader
+    required: bool
+
+
+class ObjectReader(ValueReader):
+    begins, requirement = b"{", "be an object"
+
+    def __init__(self, type: type[Struct], bounds: Bounds, ignored: Iterable[str] = ()) -> None:
+        """`ignored` are names that an object may have though the type does not."""
+        self._type = type
+        hints = get_type_hints(type, include_extras=True)
+        self._fields = [
+            Field(
+                about.encode_name, about.name, reader_of(hints[about.name], bounds), about.required
+            )
+            for about in msgspec.structs.fields(type)
+            if not (issubclass(type, Open) and about.name == "more")
+        ]
+        self._tolerant, self._open = issubclass(type, Tolerant), issubclass(type, Open)
+        self._refused = type.refused if issubclass(type, Tolerant) else {}
+        names = {field.attribute: field.name for field in self._fields}
+        assert not self._refused.keys() & {*names.values()}, "a field is read and refused"
+        others = (*ignored, *self._refused)
+        names |= {name: name for name in others if name not in names.values()}
+        outline = msgspec.defstruct(
+            type.__name__,
+            [(attribute, Raw | UnsetType, UNSET) for attribute in names],
+            rename=names,
+            forbid_unknown_fields=type.__struct_config__.forbid_unknown_fields,
+        )
+        self._outline: Decoder[Any] = Decoder(outline)
+        self._known: Decoder[Any] = Decoder(
+            msgspec.defstruct("Known", [], bases=(outline,), forbid_unknown_fields=False)
+        )
+        self._outlines: Decoder[list[Any]] = Decoder(list[Raw if self._open else outline])  # type: ignore[misc]
+
+    def read_list(self, text: memoryview) -> list[Any]:
+        if self._open:
+            check_members(text)
+        found = enumerate(self._outlines.decode(text))
+        return [part(at, self._made, outline) for at, outline in found]
+
+    def _value(self, text: memoryview) -> Any:
+        if self._open:
+            return self._make_open(texts_of(text))
+        try:
+            outline = self._outline.decode(text)
+        except UnicodeDecodeError:
+            raise no_text() from None
+        except ValidationError as error:  # an unknown field, said if the others are right
+            self._made(self._known.decode(text))
+            raise self._unknown(str(error)) from None
+        return self._made(outline)
+
+    def _made(self, outline: Any) -> Any:
+        if isinstance(outline, Raw):
+            return self.read(memoryview(outline))
+        return self._make(outline.__getattribute__)
+
+    def _make_open(self, texts: dict[str, Raw]) -> Any:
+        known = {field.attribute: texts.pop(field.name, UNSET) for field in self._fields}
+        more = {
+            name: part(name, ANY.read, memoryview(text))
+            for name, text in texts.items()
+            if memoryview(text) != NULL
+        }
+        return self._make(known.__getitem__, more=more)
+
+    def _make(self, raw_of: Callable[[str], Any], **values: Any) -> Any:
+        """Return the object. `raw_of` returns the text of a field, or UNSET."""
+        name = ""
+        try:
+            for name, attribute, reader, required in self._fields:  # noqa: B007 (in the handler)
+                raw = raw_of(attribute)
+                if raw is UNSET or (self._tolerant and memoryview(raw) == NULL):
+                    if required:
+                        raise Wrong(_missing)
+                    continue
+                values[attribute] = reader.read(memoryview(raw))
+            for name, refused in self._refused.items():
+                raw = raw_of(name)
+                if raw is not UNSET and not _is_off(memoryview(raw), refused):
+                    raise _refusal(memoryview(raw), refused)
+        except Wrong as wrong:  # like `part`, which takes longer
+            wrong.path.append(name)
+            raise
+        return self._type(**values)
+
+    def _unknown(self, message: str) -> Wrong:
+        """Return the error about an unknown field that msgspec names in its message."""
+        name = message[: 2 * MAX_PATH].partition("`")[2].removesuffix("`")[:MAX_PATH]
+        known = [field.name for field in self._fields]
+        return Wrong(
+            lambda where: InvalidRequest(
+                f"unknown field {where}{nearest(name, known)} (known: {', '.join(known)})"
+            ),
+            name,
+        )
+
+
+def _is_off(text: memoryview, refused: RefusedField) -> bool:
+    """Return True if the value of a field that is refused asks for nothing."""
+    if text == NULL:
+        return True
+    if len(text) > MAX_OFF_BYTES:
+        return False
+    try:
+        value = msgspec.json.decode(text)
+    except (MsgspecError, UnicodeDecodeError):
+        return False
+    return any(type(value) is type(off) and value == off for off in refused.off)
+
+
+def _refusal(text: memoryview, refused: RefusedField) -> Wrong:
+    value = shown_text(text)
+    return Wrong(lambda where: InvalidRequest(f"{where} is {value}; {refused.why}"))
+
+
+def _missing(where: str) -> InvalidRequest:
+    return InvalidRequest(f"{where} is missing; it is required")
+
+
+def reader_of(hint: Any, bounds: Bounds, metas: tuple[Meta, ...] = ()) -> ValueReader:
+    """Return the reader of a type, as a field of a struct is annotated with it."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        inner, *own = get_args(hint)
+        return reader_of(inner, bounds, (*metas, *(meta for meta in own if isinstance(meta, Meta))))
+    if is_union(hint):
+        parts = [part for part in get_args(hint) if part is not UnsetType]
+        readers = [reader_of(part, bounds) for part in parts if part is not NoneType]
+        reader = readers[0] if len(readers) == 1 else UnionReader(readers)
+        return NullReader(reader) if NoneType in parts else reader
+    if _holds_any(hint):
+        return JsonReader(hint)
+    if hint is PackedIds:
+        return IdsReader(_length(hint, metas, bounds))
+    if origin is list:
+        [element], length = get_args(hint), _length(hint, metas, bounds)
+        lists = [
+            ListReader(reader_of(part, bounds), length)
+            for part in (get_args(element) if is_union(element) else (element,))
+        ]
+        return lists[0] if len(lists) == 1 else AlikeReader(lists)
+    if origin is dict:
+        element = get_args(hint)[1]
+        return DictReader(reader_of(element, bounds), _length(hint, metas, bounds))
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return ObjectReader(hint, bounds)
+    return Scalar(hint, metas)
+
+
+def _length(hint: Any, metas: tuple[Meta, ...], bounds: Bounds) -> Length:
+    """Return the limits of a list, which its annotation must state."""
+    least = next((meta.min_length for meta in metas if meta.min_length is not None), 0)
+    for meta in metas:
+        limit = (meta.extra or {}).get("limit")
+        if limit is not None:
+            limit = LIMITS.get(limit, limit)
+            return Length(least, getattr(bounds, limit.setting), limit)
+        if meta.max_length is not None:
+            return Length(least, meta.max_length, None)
+    raise TypeError(f"{hint} has no limit on its length; state one in its annotation")
+
+
+def _holds_any(hint: Any) -> bool:
+    return hint is Any or any(_holds_any(part) for part in get_args(hint))
+
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
 Body = TypeVar("Body", covariant=True)

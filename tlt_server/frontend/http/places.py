@@ -16,8 +16,7 @@ from tlt_server.errors import Unavailable
 from tlt_server.frontend.http.access import QUIET
 from tlt_server.frontend.http.arrival import ARRIVE
 from tlt_server.frontend.http.auth import key_of
-from tlt_server.frontend.http.budget import BodyBudget
-from tlt_server.frontend.http.limits import Refuse
+from tlt_server.frontend.http.limits import BodyBudget, Refuse
 
 # Key in the scope's state: the stack that a transport closes which sends its reply only after the
 # application has ended.

@@ -19,8 +19,7 @@ from msgspec.json import Decoder, decode
 
 from tlt_client.fields import MAX_INT32
 from tlt_server.frontend.http.counting import Length, check_members
-from tlt_server.frontend.http.scalars import DIGITS, Scalar, ValueReader
-from tlt_server.frontend.http.wrong import Wrong, must, no_text, part
+from tlt_server.frontend.http.scalars import DIGITS, Scalar, ValueReader, Wrong, must, no_text, part
 from tlt_server.wire.packed import PackedIds
 
 NULL = b"null"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import chain
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 import structlog
@@ -100,6 +100,10 @@ def _say_when(response: Response, retry_after_s: float | None) -> None:
     """Add Retry-After to a reply with which the same request may pass later (429, 503)."""
     if retry_after_s is not None or response.status_code in (429, 503):
         response.headers["retry-after"] = str(max(1, math.ceil(retry_after_s or 0)))
+
+
+class Status(Struct, frozen=True):
+    status: Annotated[Literal["ok"], "the answer is yes; a no is an error"] = "ok"
 
 
 class Refusal(Struct, frozen=True):

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,26 @@ import msgspec
 import structlog
 
 from tlt_server.errors import TltError, TooLarge, Unavailable
-from tlt_server.frontend.reading.doubling import DoublingWait
 from tlt_server.frontend.reading.frames import Channel
 from tlt_server.frontend.reading.jobs import Job, JobQueue, Patience, Slice, exchange
 from tlt_server.frontend.reading.renderer import Renderer
+
+FIRST_S, MAX_S = 0.25, 30.0
+CALM_S = 60.0  # without a failure, after which the next wait is the first again
+
+
+class DoublingWait:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._last_s, self._wait_s = clock, -math.inf, 0.0
+
+    def longer(self) -> float:
+        """Return the seconds to wait after the failure that has just come."""
+        now_s = self._clock()
+        again = now_s - self._last_s < CALM_S
+        self._wait_s = min(MAX_S, 2 * self._wait_s) if again else FIRST_S
+        self._last_s = now_s
+        return self._wait_s
+
 
 LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice in the others
 MEMORY_MB = 4096  # what the process may have in addition to what it has after its start

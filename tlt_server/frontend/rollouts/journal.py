@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.errors import StorageFailed
-from tlt_server.frontend.generation.batch import RequestItem
+from tlt_server.frontend.generation.requests import RequestItem
 from tlt_server.process.private import private_file
 from tlt_server.wire.fingerprint import Fingerprint
 from tlt_server.wire.packed import PackedIds

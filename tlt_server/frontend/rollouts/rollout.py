@@ -12,9 +12,8 @@ import msgspec
 
 from tlt_client.fields import MAX_INT32, MAX_SEED
 from tlt_server.errors import InvalidRequest, NotFound, StorageFailed, TltError
-from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Items
-from tlt_server.frontend.generation.requests import SamplingFields
+from tlt_server.frontend.generation.requests import RequestBatch, SamplingFields
 from tlt_server.frontend.rollouts.journal import (
     FORMAT,
     Header,

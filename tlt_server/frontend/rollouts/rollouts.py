@@ -30,9 +30,9 @@ from tlt_server.errors import (
     TltError,
     Unavailable,
 )
-from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
+from tlt_server.frontend.generation.requests import RequestBatch
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.loop_share import FREED
 from tlt_server.frontend.http.replies import unexpected

@@ -6,20 +6,18 @@ a stream is a chunk `{"error": ...}` before `[DONE]`.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import TltError
-from tlt_server.frontend.dialects.models import adapter_of, named
-from tlt_server.frontend.dialects.openai.forced import Held
+from tlt_server.frontend.dialects.models import adapter_of
+from tlt_server.frontend.dialects.openai.conversations import Held
 from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
-from tlt_server.frontend.dialects.openai.replies import failure
+from tlt_server.frontend.dialects.openai.replies import ChatChoice, CompletionChoice, failure
 from tlt_server.frontend.dialects.openai.requests import (
     Asked,
     DetokenizeRequest,
@@ -27,25 +25,32 @@ from tlt_server.frontend.dialects.openai.requests import (
     TokenizeRequest,
 )
 from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
-from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
-from tlt_server.frontend.dialects.replies.usage import OpenAIUsage, UsageCount, usage_of
-from tlt_server.frontend.generation.batch import RequestBatch, Words
+from tlt_server.frontend.dialects.replies.logprobs import whole
+from tlt_server.frontend.dialects.replies.whole import OpenAIUsage, UsageCount, parts_of
+from tlt_server.frontend.generation.choice import FinishedChoice
 from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, event_frame, reply
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
+from tlt_server.frontend.generation.items import FinishedItem
+from tlt_server.frontend.generation.requests import RequestBatch, Words
 from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Unread
-from tlt_server.frontend.http.replies import sliced_response, unexpected
-from tlt_server.frontend.http.slices import SLICE_BYTES
+from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.packed import PackedIds
 
-Phrase = CompletionPhrase | ChatPhrase
 Body = TypeVar("Body", bound=Asked | ResponseRequest | TokenizeRequest | DetokenizeRequest)
 QUESTION = [{"role": "user", "content": "Compute 3*4+5."}]
+
+
+class Prompted(NamedTuple):
+    """The prompts of a request, the structure of the answers, and the client's names of fields."""
+
+    prompts: list[str | PackedIds]
+    words: Words
+    held: Held
 
 
 async def read(
@@ -69,115 +74,72 @@ async def answer(
     service: Service,
     request: Request,
     asked: Asked,
-    info: EngineInfo,
-    prompts: list[str | PackedIds],
-    words: Words,
-    held: Held,
+    native: Prompted,
     kind: str,
-    phrase_of: Callable[..., Phrase],
+    phrase_of: Callable[[Service, Any, RequestBatch, str], CompletionPhrase | ChatPhrase],
 ) -> Response:
-    """Generate for these prompts, and reply in the words of `phrase_of`."""
-    id, names = _ids(request, kind, asked.request_id)
-    batch, generation = await started(service, request, asked, info, prompts, words, held, names)
-    speller = Speller(
-        service.pieces, as_ids=asked.return_tokens_as_token_ids or service.text.tokenizer is None
-    )
-    stops = () if asked.stop_token_ids is UNSET else asked.stop_token_ids
-    phrase = phrase_of(
-        asked,
-        batch,
-        service.text,
-        speller,
-        frozenset(info.eos_token_ids) - {*stops},
-        id,
-        int(time.time()),
-        named(service, asked.model),
-    )
+    """Generate, and reply in the words of `phrase_of`."""
+    name = asked.request_id or given_id(request.headers.raw) or uuid.uuid4().hex
+    id = f"{kind}-{name}"
+    batch, generation = await begun(service, request, asked, native, (name, id))
+    phrase = phrase_of(service, asked, batch, id)
     if asked.stream:
-        return EventStream(_chunks(phrase, batch, generation, asked.stream_options), generation)
+        events = _chunks(phrase, batch, generation, asked.stream_options)
+        return EventStream(events, generation, lambda error: [event_frame(failure(error))])
     return await reply(request, _whole(phrase, batch, generation), generation)
 
 
-def _ids(request: Request, kind: str, given: str | None) -> tuple[str, tuple[str, str]]:
-    """Return the id of the reply, and the names by which its sequences can be aborted."""
-    name = given or given_id(request.headers.raw) or uuid.uuid4().hex
-    return f"{kind}-{name}", (name, f"{kind}-{name}")
-
-
-async def started(
-    service: Service,
-    request: Request,
-    asked: Asked,
-    info: EngineInfo,
-    prompts: list[str | PackedIds],
-    words: Words,
-    held: Held,
-    names: Collection[str],
+async def begun(
+    service: Service, request: Request, asked: Asked, native: Prompted, names: Collection[str]
 ) -> tuple[RequestBatch, Generation]:
-    """Admit the prompts and begin to generate."""
-    field, structure = held
-    batch = await service.validator.batch(
-        asked.native(prompts, structure, adapter_of(service, asked.model)),
-        info,
+    """Admit the prompts and begin to generate. `names`: those by which all can be aborted."""
+    field, structure = native.held
+    return await service.begin(
+        asked.native(native.prompts, structure, adapter_of(service, asked.model)),
         caller_of(request),
-        words.structured_by(field),
+        native.words.structured_by(field),
         asked.reading(),
+        names,
     )
-    return batch, await service.start(batch, caller_of(request).name, names=names)
 
 
-async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) -> Response:
-    positions, count, parts = _positions(batch), UsageCount(), []
-    async for event in generation.events():
-        if isinstance(event, FailedItem):
-            raise event.error
-        if isinstance(event, FinishedItem):
-            count.add(event)
-            for choice in event.choices:
-                await generation.turn(SLICE_BYTES)
-                delta = whole(choice)
-                await phrase.hear(delta, True, generation.turn)
-                part = phrase.part(positions[event.id], delta, choice, event.cached_tokens)
-                parts.append(part)
-    parts.sort(key=lambda part: part.index)
-    return sliced_response(phrase.reply(parts, count.usage()), generation.turn)  # type: ignore[arg-type]
+async def _whole(
+    phrase: CompletionPhrase | ChatPhrase, batch: RequestBatch, generation: Generation
+) -> Response:
+    positions = batch.positions
+
+    async def made(item: FinishedItem, choice: FinishedChoice) -> CompletionChoice | ChatChoice:
+        cached, turn = item.cached_tokens, generation.turn
+        return await phrase.part(positions[item.id], whole(choice), choice, cached, turn)
+
+    parts, count = await parts_of(generation, batch, made)
+    return sliced_response(phrase.reply(parts, count.openai()), generation.turn)  # type: ignore[arg-type]
 
 
 async def _chunks(
-    phrase: Phrase, batch: RequestBatch, generation: Generation, options: StreamOptions
+    phrase: CompletionPhrase | ChatPhrase,
+    batch: RequestBatch,
+    generation: Generation,
+    options: StreamOptions,
 ) -> AsyncIterator[bytes | LargeEvent]:
-    positions, count, usage = _positions(batch), UsageCount(), options.include_usage
-    prompt_tokens = sum(len(item.requests[0].token_ids) for item in batch.items)
-    made = 0
-    try:
-        async for event in generation.events():
-            match event:
-                case TokenEvent(id, delta, ended):
-                    made += len(delta.token_ids)
-                    so_far: OpenAIUsage | None | UnsetType = None if usage else UNSET
-                    if usage and options.continuous_usage_stats:
-                        cached = sum(map(generation.cached_tokens, positions))
-                        so_far = usage_of(prompt_tokens, made, cached)
-                    await phrase.hear(delta, ended is not None, generation.turn)
-                    cached = generation.cached_tokens(id) if ended is not None else 0
-                    part = phrase.part(positions[id], delta, ended, cached)
-                    chunk = phrase.reply([part], so_far)  # type: ignore[list-item]
-                    if not delta.prompt_logprobs:
-                        yield event_frame(chunk)
-                        continue
-                    yield LargeEvent(chunk, generation.turn)
-                case FinishedItem():
-                    count.add(event)
-                case FailedItem(_, error):
-                    raise error
-        if usage:
-            yield event_frame(phrase.reply([], count.usage()))
-    except TltError as error:
-        yield event_frame(failure(error))
-    except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
-        yield event_frame(failure(unexpected(error)))
-    yield b"data: [DONE]\n\n"
-
-
-def _positions(batch: RequestBatch) -> dict[str, int]:
-    return {item.id: i for i, item in enumerate(batch.items)}
+    positions, count, usage = batch.positions, UsageCount(), options.include_usage
+    far = UsageCount(sum(len(item.requests[0].token_ids) for item in batch.items))
+    async for event in generation.successes():
+        if isinstance(event, FinishedItem):
+            count.add(event)
+            continue
+        id, delta, ended = event
+        far.completion_tokens += len(delta.token_ids)
+        so_far: OpenAIUsage | None | UnsetType = None if usage else UNSET
+        if usage and options.continuous_usage_stats:
+            far.cached_tokens = sum(map(generation.cached_tokens, positions))
+            so_far = far.openai()
+        cached = generation.cached_tokens(id) if ended is not None else 0
+        part = await phrase.part(positions[id], delta, ended, cached, generation.turn)
+        chunk = phrase.reply([part], so_far)  # type: ignore[list-item]
+        if delta.prompt_logprobs:
+            yield LargeEvent(chunk, generation.turn)
+        else:
+            yield event_frame(chunk)
+    if usage:
+        yield event_frame(phrase.reply([], count.openai()))

@@ -13,7 +13,7 @@ from tlt_server.frontend.dialects.openai.requests import ChatRequest, Completion
 from tlt_server.frontend.dialects.replies.errors import failure_naming
 from tlt_server.frontend.dialects.replies.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
 from tlt_server.frontend.dialects.replies.meta_info import MetaInfo
-from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
+from tlt_server.frontend.dialects.replies.whole import OpenAIUsage
 
 
 class Speculation(Struct, frozen=True):

@@ -15,23 +15,30 @@ from msgspec import Meta, UnsetType
 from tlt_client.fields import Alternatives, Count, Length, Priority, Salt, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
-from tlt_server.frontend.dialects.openai.messages import ChatMessage, Messages
-from tlt_server.frontend.dialects.openai.tools import Choice, Parallel, Tools, check_tools
+from tlt_server.frontend.dialects.openai.messages import (
+    ChatMessage,
+    Choice,
+    Messages,
+    Parallel,
+    Tools,
+    check_tools,
+)
 from tlt_server.frontend.dialects.structures import BothStructured
-from tlt_server.frontend.generation.batch import PromptReading, Words
 from tlt_server.frontend.generation.requests import (
     ITEMS,
     AnySeed,
     ItemFields,
     NativeRequest,
     PromptIds,
+    PromptReading,
     SamplingFields,
     StructuredOutputs,
     TopK,
     Truncation,
+    Words,
     seed_of,
 )
-from tlt_server.frontend.http.bounds import Limit
+from tlt_server.frontend.http.counting import Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 from tlt_server.wire.packed import PackedIds
 

@@ -1,6 +1,231 @@
-"""The routes of the dialect, by file."""
+"""The routes of the dialect but those of responses: models, completions, and texts as token ids."""
 
-from tlt_server.frontend.dialects.openai import completions, models, tokens
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.errors import InvalidRequest, NotFound, QueueFull, Unavailable
+from tlt_server.frontend.dialects.models import named, unknown
+from tlt_server.frontend.dialects.openai.answers import QUESTION, Prompted, answer, read
+from tlt_server.frontend.dialects.openai.conversations import conversation, prepared
+from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
+from tlt_server.frontend.dialects.openai.replies import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Model,
+    Models,
+    Rendered,
+    TokenizerInfo,
+    Tokens,
+    failure,
+)
+from tlt_server.frontend.dialects.openai.requests import (
+    COMPLETION,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    template_arguments,
+)
 from tlt_server.frontend.dialects.openai.responses import routes as responses
+from tlt_server.frontend.dialects.replies.errors import UNFINISHED, Failure
+from tlt_server.frontend.dialects.replies.server_info import model_path
+from tlt_server.frontend.generation import tokenizing
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.endpoints import About, Routes, Unread, read_given
+from tlt_server.frontend.http.keys import Caller
+from tlt_server.frontend.http.replies import sliced_response
+from tlt_server.frontend.service import Service
 
-ROUTES = [*models.ROUTES, *completions.ROUTES, *tokens.ROUTES, *responses.ROUTES]
+ROUTES = Routes(read=read_given, error_shape=failure)
+ModelName = Annotated[str, "a name of the model, as `GET /v1/models` lists it"]
+
+
+@ROUTES.get("/v1/models", needs="data")
+async def models(service: Service, caller: Caller) -> Models:
+    """List the names of the served model, with the limit on its prompt plus output.
+
+    A key that may push weights or operate also sees the model's directory, which is a name too.
+    """
+    return Models([*_models(service, caller).values()])
+
+
+@ROUTES.get("/v1/models/{name:path}", needs="data", raises=(NotFound,))
+async def model(service: Service, caller: Caller, name: ModelName) -> Model:
+    """Describe the served model, by one of its names."""
+    found = _models(service, caller).get(name)
+    if found is None:
+        raise unknown(service, name)
+    return found
+
+
+def _models(service: Service, caller: Caller) -> dict[str, Model]:
+    info, root = service.engine.info, model_path(service, caller)
+    longest = info.max_model_len if info is not None else service.config.max_model_len
+    assert isinstance(longest, int)
+    served = service.config.served_model_name
+    created = service.started_s
+    found = {name: Model(name, created, longest, root) for name in (served, root)}
+    adapters = info.adapters if info is not None else {}
+    return found | {
+        name: Model(name, created, longest, version, served)
+        for name, version in adapters.items()
+        if name not in found
+    }
+
+
+@ROUTES.post(
+    "/v1/completions",
+    needs="data",
+    example={
+        "prompt": ["2+2=", "3*4="],
+        "n": 2,
+        "max_tokens": 16,
+        "seed": 7,
+        "return_token_ids": True,
+    },
+    streams=(("message", Completion), ("message", Failure), ("message", Literal["[DONE]"])),
+    raises=(NotFound, *UNFINISHED),
+)
+async def completions(
+    service: Service, request: Request, body: Unread[CompletionRequest]
+) -> Annotated[Response, Completion]:
+    """Complete one prompt or a batch of prompts, given as text or token ids.
+
+    Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream` the reply
+    is server-sent chunks and a last `[DONE]`. Unknown fields are ignored, and null means absent.
+    """
+    asked, _ = await read(service, request, body)
+    prompted = Prompted(asked.prompts(), COMPLETION, asked.structure)
+    return await answer(service, request, asked, prompted, "cmpl", CompletionPhrase)
+
+
+@ROUTES.post(
+    "/v1/chat/completions",
+    needs="data",
+    example={"messages": QUESTION, "max_completion_tokens": 64, "logprobs": True},
+    streams=(("message", ChatCompletion), ("message", Failure), ("message", Literal["[DONE]"])),
+    raises=(NotFound, *UNFINISHED),
+)
+async def chat(
+    service: Service, request: Request, body: Unread[ChatRequest]
+) -> Annotated[Response, ChatCompletion]:
+    """Answer a conversation, put into the model's chat template with tools and
+    chat_template_kwargs.
+
+    With `stream` the reply is server-sent chunks and a last `[DONE]`. Unknown fields are ignored,
+    and null means absent.
+    """
+    asked, info = await read(service, request, body)
+    words = asked.words
+    ready = await prepared(service, request, asked, info, words)
+    phrase = partial(ChatPhrase, reader=ready.answer)
+    prompted = Prompted([ready.token_ids], words, ready.held)
+    return await answer(service, request, asked, prompted, "chatcmpl", phrase)
+
+
+@ROUTES.post(
+    "/v1/chat/completions/render",
+    needs="data",
+    example={"messages": QUESTION},
+    raises=(NotFound, QueueFull, Unavailable),
+)
+async def render(
+    service: Service, request: Request, body: Unread[ChatRequest]
+) -> Annotated[Response, Rendered]:
+    """Return the prompt that a chat completion would have, and generate nothing."""
+    asked, info = await read(service, request, body)
+    ready = await prepared(service, request, asked, info, asked.words)
+    text = ready.text
+    if asked.input_ids is not None:
+        text = await tokenizing.decode(service.text, asked.input_ids, special=True)
+    turn = service.generations.share.of(caller_of(request).name)
+    return sliced_response(
+        {
+            "model": named(service, asked.model),
+            "prompt": text,
+            "token_ids": ready.token_ids,
+            "count": len(ready.token_ids),
+            "max_model_len": info.max_model_len,
+        },
+        turn,
+    )
+
+
+TOKENIZING: About = {"example": {"messages": QUESTION}, "raises": (NotFound, Unavailable)}
+DETOKENIZING: About = {"example": {"tokens": [17, 18, 19]}, "raises": (NotFound, Unavailable)}
+
+
+@ROUTES.post("/v1/tokenize", needs="data", **TOKENIZING)
+@ROUTES.post("/tokenize", needs="data", **TOKENIZING)
+async def tokenize(
+    service: Service, request: Request, body: Unread[TokenizeRequest]
+) -> Annotated[Response, Tokens]:
+    """Return the token ids of a text, or of a conversation put into the chat template. This works
+    in a pause and a sleep too.
+    """
+    asked, info = await read(service, request, body, generates=False)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest(
+            f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give "
+            "exactly one of them"
+        )
+    if asked.messages is not None:
+        arguments = template_arguments(asked, asked.messages)
+        _, tokens = await conversation(
+            service, info, arguments, special=asked.add_special_tokens is True
+        )
+    else:
+        assert asked.prompt is not None
+        [tokens] = await service.validator.encode(
+            ["prompt"], [asked.prompt], info, special=asked.add_special_tokens is not False
+        )
+    return sliced_response(
+        {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len},
+        service.generations.share.of(caller_of(request).name),
+    )
+
+
+@ROUTES.get("/tokenizer_info", needs="data")
+async def tokenizer_info(service: Service) -> TokenizerInfo:
+    """Name the special tokens and the chat template."""
+    tokens, template = service.text.tokens, service.text.template_for(tools=False)
+    return TokenizerInfo(
+        chat_template=template.source if template is not None else None,
+        bos_token=tokens.get("bos_token"),
+        eos_token=tokens.get("eos_token"),
+        pad_token=tokens.get("pad_token"),
+        unk_token=tokens.get("unk_token"),
+    )
+
+
+@ROUTES.post("/v1/detokenize", needs="data", **DETOKENIZING)
+@ROUTES.post("/detokenize", needs="data", **DETOKENIZING)
+async def detokenize(
+    service: Service, request: Request, body: Unread[DetokenizeRequest]
+) -> Annotated[Response, Detokenized]:
+    """Return the text of token ids, special tokens included. This works in a pause and a sleep
+    too.
+    """
+    asked, info = await read(service, request, body, generates=False)
+    if service.text.tokenizer is None:
+        raise InvalidRequest(
+            "tokens cannot be read: this model directory has no tokenizer.json; decode them where "
+            "that file is"
+        )
+    if asked.tokens.greatest() >= info.vocab_size:
+        raise InvalidRequest(
+            f"tokens has the token id {asked.tokens.greatest()}; ids of this model end at "
+            f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
+        )
+    text = await tokenizing.decode(service.text, asked.tokens, special=True)
+    turn = service.generations.share.of(caller_of(request).name)
+    return sliced_response({"prompt": text}, turn)
+
+
+ROUTES += responses.ROUTES

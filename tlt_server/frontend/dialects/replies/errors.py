@@ -1,8 +1,11 @@
-"""Errors that many routes raise, and the envelope of OpenAI's API, which paths below /v1 have."""
+"""Errors that many routes raise, and the envelopes of errors: OpenAI's, which paths below /v1 have,
+and vLLM's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from http import HTTPStatus
 from typing import Annotated
 
 from msgspec import Struct
@@ -83,3 +86,29 @@ def failure_naming(fields: Collection[str]) -> Callable[[TltError], Failure]:
         )
 
     return failure
+
+
+class Fault(Struct, frozen=True):
+    message: Annotated[str, "the value, the limit and the remedy"]
+    type: Annotated[str, "the status in words"]
+    param: Annotated[None, "always null"]
+    code: Annotated[int, "the status"]
+
+
+class Faulty(Struct, frozen=True):
+    """The error envelope."""
+
+    error: Annotated[Fault, "what went wrong"]
+
+
+def fault(error: TltError) -> Faulty:
+    """Return the error in vLLM's envelope."""
+    known = error.http_status in {status.value for status in HTTPStatus}
+    return Faulty(
+        Fault(
+            error.message,
+            HTTPStatus(error.http_status).phrase if known else "Client Closed Request",
+            None,
+            error.http_status,
+        )
+    )

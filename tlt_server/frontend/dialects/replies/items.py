@@ -13,6 +13,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from tlt_server.errors import TltError
+from tlt_server.frontend.dialects.replies.whole import UsageCount
 from tlt_server.frontend.generation.items import Event, FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.http.replies import error_body, json_response, sliced_response
@@ -20,19 +21,6 @@ from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.service import Service
 
 TAKEN = 256  # items taken in at once, in about 1 ms on a slow core
-
-
-class Usage(msgspec.Struct):
-    """Tokens of the items that have ended with a result."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    def add(self, result: FinishedItem) -> None:
-        self.prompt_tokens += result.prompt_tokens
-        self.cached_tokens += result.cached_tokens
-        self.completion_tokens += sum(len(choice.token_ids) for choice in result.choices)
 
 
 def phrase(event: Event) -> tuple[str, dict[str, Any]]:
@@ -57,7 +45,7 @@ class EndedItems:
     """Items that have ended, and the reply that holds them."""
 
     def __init__(self) -> None:
-        self.usage = Usage()
+        self.usage = UsageCount()
         self.errors: list[TltError] = []
         self.by_id: dict[str, dict[str, Any]] = {}
 
@@ -92,5 +80,5 @@ class EndedItems:
         return sliced_response(content, turn)
 
 
-def footer(service: Service, usage: Usage) -> dict[str, Any]:
+def footer(service: Service, usage: UsageCount) -> dict[str, Any]:
     return {"usage": usage, "numerics": service.numerics}

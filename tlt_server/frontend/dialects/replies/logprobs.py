@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple, TypeVar, cast
 from msgspec import UNSET, Struct
 
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
-from tlt_server.frontend.generation.pieces import Pieces
+from tlt_server.frontend.generation.text import Pieces
 from tlt_server.frontend.http.slices import KnownWeight
 from tlt_server.wire.records import TokenLogprobs
 

@@ -11,7 +11,7 @@ from tlt_client.wire import VersionSpan
 from tlt_server.frontend.generation.choice import FinishedChoice
 from tlt_server.wire.labels import label_of
 
-Scored = tuple[float | None, int, str | None]  # log-prob, token id, and its text if asked for
+Triple = tuple[float | None, int, str | None]  # log-prob, token id, and its text if asked for
 
 
 class Finish(Struct, frozen=True):
@@ -37,20 +37,20 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     ] = UNSET
     e2e_latency: Annotated[float, "seconds since the request was accepted"]
     output_token_logprobs: Annotated[
-        list[Scored] | UnsetType,
+        list[Triple] | UnsetType,
         "per output token its log-prob, its id, and its text or null; with return_logprob",
     ] = UNSET
     output_top_logprobs: Annotated[
-        list[list[Scored]] | UnsetType,
+        list[list[Triple]] | UnsetType,
         "per output token the best alternatives; with top_logprobs_num",
     ] = UNSET
     input_token_logprobs: Annotated[
-        list[Scored] | UnsetType,
+        list[Triple] | UnsetType,
         "per prompt token from logprob_start_len on; the log-prob of the very first one is null; "
         "with -1 only the last token, with null; with return_logprob",
     ] = UNSET
     input_top_logprobs: Annotated[
-        list[list[Scored] | None] | UnsetType,
+        list[list[Triple] | None] | UnsetType,
         "per prompt token the best alternatives; where asked for",
     ] = UNSET
     spec_verify_ct: Annotated[int | UnsetType, "steps that verified a draft; at the end"] = UNSET

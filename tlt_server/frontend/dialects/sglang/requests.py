@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -17,8 +17,7 @@ from tlt_client.fields import MAX_INT32, MAX_NAME, Count, Length, ShortName, Tra
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.structures import SglangStructured
-from tlt_server.frontend.generation.batch import Words
-from tlt_server.frontend.generation.named import repeated
+from tlt_server.frontend.generation.generation import repeated
 from tlt_server.frontend.generation.requests import (
     NAMES,
     AnySeed,
@@ -27,15 +26,15 @@ from tlt_server.frontend.generation.requests import (
     PromptIds,
     SamplingFields,
     TopK,
+    Words,
     seed_of,
 )
-from tlt_server.frontend.http.bounds import Limit
+from tlt_server.frontend.http.counting import Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
 from tlt_server.frontend.service import Service
 from tlt_server.wire.packed import PackedIds
 
 PROMPTS = Limit("max_batch_items", "prompts", "split the batch", TooLarge)
-MAX_TAGS = 16
 RENAMED = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -206,28 +205,6 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
             }
             | ({"min_tokens": params.min_new_tokens} if params.min_new_tokens else {})
         )
-
-
-class PauseFields(Tolerant, frozen=True, kw_only=True):
-    mode: Annotated[
-        Literal["abort", "retract", "in_place"], "what becomes of running sequences"
-    ] = "abort"
-
-
-class SglangAbort(Tolerant, frozen=True, kw_only=True):
-    rid: Annotated[
-        Annotated[str, Meta(max_length=256)] | None,
-        "the name that the request was given; empty: none",
-    ] = None
-    abort_all: Annotated[bool, "end everything that is open"] = False
-
-
-class MemoryFields(Tolerant, frozen=True, kw_only=True):
-    tags: Annotated[
-        list[Literal["weights", "kv_cache", "cuda_graph"]],
-        "empty: all; cuda_graph is without effect, as graphs come and go with the rest",
-        Meta(max_length=MAX_TAGS),
-    ] = []
 
 
 NUMBER = re.compile("-?[0-9]{1,18}")  # a whole number in a query

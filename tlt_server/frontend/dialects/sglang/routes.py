@@ -1,5 +1,5 @@
 """The routes of the dialect, except POST /generate, which is `dialects.native`'s."""
 
-from tlt_server.frontend.dialects.sglang import pauses, server, weights
+from tlt_server.frontend.dialects.sglang import operate, weights
 
-ROUTES = [*server.ROUTES, *pauses.ROUTES, *weights.ROUTES]
+ROUTES = [*operate.ROUTES, *weights.ROUTES]

@@ -8,40 +8,165 @@ POST /update_weights and /update_weight_version, which several dialects share, a
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import Conflict, NotFound, UnsafeChannel
+from tlt_server.errors import Conflict, NotFound, TltError, UnsafeChannel
 from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
-from tlt_server.frontend.dialects.sglang.replies import (
-    LoadedAdapters,
-    Outcome,
-    Rows,
-    outcome_of,
-    rows_of,
-)
 from tlt_server.frontend.dialects.sglang.requests import read
-from tlt_server.frontend.dialects.sglang.weight_requests import (
-    BeginFields,
-    DiskFields,
-    DistributedFields,
-    GroupOf,
-    LeaveFields,
-    ReadFields,
-    SglangGroup,
-    SglangLoad,
-    SglangUnload,
-)
 from tlt_server.frontend.http.endpoints import Routes, Unread
-from tlt_server.frontend.http.fields import AnyFields
+from tlt_server.frontend.http.fields import AnyFields, Tolerant
 from tlt_server.frontend.http.replies import error_reply, json_response
 from tlt_server.frontend.service import Service
-from tlt_server.frontend.weights.broadcasts import described
+from tlt_server.frontend.weights.adapters import AdapterName
+from tlt_server.frontend.weights.broadcasts import (
+    GroupName,
+    Packing,
+    RanksOfGroup,
+    Shapes,
+    TensorNames,
+    TypeNames,
+    described,
+)
 from tlt_server.frontend.weights.checker import CheckFields
-from tlt_server.wire.commands import Manifest, ReadWeights
+from tlt_server.frontend.weights.session import Directory, Selector, Version
+from tlt_server.wire.commands import InFlight, Manifest, ReadWeights
 from tlt_server.wire.labels import label_of
+
+GROUP = "weight_update_group"  # where a trainer names none
+
+
+class LoadedAdapters(Struct, frozen=True):
+    """The LoRA adapters after a change of them."""
+
+    loaded_adapters: Annotated[dict[str, str], "adapter that is loaded -> its version"]
+    success: Annotated[bool, "always true: a failure is an error"] = True
+    error_message: Annotated[str, "always empty"] = ""
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """The outcome of a change."""
+
+    success: Annotated[bool, "whether it was made"] = True
+    message: Annotated[str, "what was done, or the value, the limit and the remedy"]
+    num_paused_requests: Annotated[
+        int | UnsetType, "sequences that are open while generation is paused"
+    ] = UNSET
+    new_version: Annotated[str | UnsetType, "what the weights are called now"] = UNSET
+    checksums: Annotated[dict[str, str] | UnsetType, "mix64 of the values, by tensor"] = UNSET
+    match: Annotated[bool | UnsetType, "whether nothing differs; of a comparison"] = UNSET
+    mismatches: Annotated[
+        list[str] | UnsetType, "names of the tensors that differ; of a comparison"
+    ] = UNSET
+
+
+Rows = list[Any]
+
+
+def rows_of(values: bytes, shape: list[int]) -> bytes:
+    """Return `Rows` of float32 as JSON, made row by row so that other threads run in between."""
+    each = memoryview(values)
+    size = len(each) // shape[0]
+    rows = (
+        each[at : at + size].cast("f", shape[1:]).tolist()
+        if shape[1:]
+        else each[at : at + size].cast("f")[0]
+        for at in range(0, len(each), size)
+    )
+    return b"[" + b",".join(map(msgspec.json.encode, rows)) + b"]"
+
+
+def outcome_of(error: TltError) -> Outcome:
+    """Return the error in the shape of the weight routes."""
+    return Outcome(success=False, message=error.message)
+
+
+class BeginFields(Tolerant, frozen=True, kw_only=True):
+    selector: Annotated[Selector, "the model whose weights are pushed"] = "target"
+
+
+class PushFields(Tolerant, frozen=True, kw_only=True):
+    """The fields that the pushes by all channels share."""
+
+    abort_all_requests: Annotated[
+        bool, "end running sequences with what they have; else they continue under the new weights"
+    ] = False
+    flush_cache: Annotated[
+        bool, "accepted and without effect: KV of another version never serves a new request"
+    ] = True
+
+    @property
+    def in_flight(self) -> InFlight:
+        return "abort" if self.abort_all_requests else "continue"
+
+
+class DiskFields(PushFields, frozen=True, kw_only=True):
+    model_path: Annotated[
+        Directory, "directory of safetensors, absolute or below the weight root", Meta(min_length=1)
+    ]
+    load_format: Annotated[Literal["auto", "safetensors"], "both mean safetensors"] = "auto"
+    weight_version: Annotated[Version | None, "absent: the directory's name and digest"] = None
+
+
+class SglangLoad(Tolerant, frozen=True, kw_only=True):
+    lora_name: AdapterName
+    lora_path: Annotated[
+        Directory, "directory of the adapter, absolute or below the weight root", Meta(min_length=1)
+    ]
+
+
+class SglangUnload(Tolerant, frozen=True, kw_only=True):
+    lora_name: AdapterName
+
+
+class SglangGroup(RanksOfGroup, Tolerant, frozen=True, kw_only=True):
+    group_name: GroupName = GROUP
+
+
+class LeaveFields(Tolerant, frozen=True, kw_only=True):
+    group_name: GroupName = GROUP
+
+
+class GroupOf(Tolerant, frozen=True, kw_only=True):
+    """The group of a body that may be wrong otherwise."""
+
+    group_name: Any = GROUP
+
+
+class DistributedFields(PushFields, frozen=True, kw_only=True):
+    names: Annotated[
+        TensorNames,
+        "names of tensors, in the order in which they are broadcast; those of the drafter may "
+        "begin with `draft.`",
+    ]
+    dtypes: Annotated[TypeNames, 'as torch names them, such as "bfloat16"']
+    shapes: Annotated[Shapes, "shapes of the tensors"]
+    group_name: GroupName = GROUP
+    load_format: Annotated[
+        Literal["flattened_bucket"] | None, "all come as one bucket of raw bytes; absent: one each"
+    ] = None
+    weight_version: Annotated[Version | None, "absent: the channel and the content's digest"] = None
+    selector: Annotated[
+        Selector | None, "whose weights these are; absent: those of POST /begin_weight_update"
+    ] = None
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(packed=True, bucket_bytes=2**40) if self.load_format else Packing()
+
+
+class ReadFields(Tolerant, frozen=True, kw_only=True):
+    name: Annotated[
+        str,
+        "name of the tensor, as POST /weight_checker lists it",
+        Meta(min_length=1, max_length=1024),
+    ]
+    truncate_size: Annotated[int, "the number of its first rows", Meta(ge=1, le=4096)] = 100
+
 
 ROUTES = Routes(error_shape=outcome_of, read=read, empty=AnyFields)
 

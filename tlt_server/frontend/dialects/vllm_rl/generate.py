@@ -1,33 +1,147 @@
-"""Generation from token ids, as trainers that drive vLLM ask for it."""
+"""Generation from token ids, as trainers that drive vLLM ask for it. Unknown fields are ignored,
+and null means absent; `known_fields` says which are refused instead.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import NotFound
+from tlt_client.fields import Alternatives, Count, Length, Priority, Salt, ShortName, Train
+from tlt_client.wire import FinishReason, VersionSpan
+from tlt_server.errors import InvalidRequest, NotFound
+from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.models import adapter_of
-from tlt_server.frontend.dialects.replies.errors import UNFINISHED
-from tlt_server.frontend.dialects.replies.logprobs import Speller, scored, scored_prompt, whole
-from tlt_server.frontend.dialects.replies.usage import UsageCount
-from tlt_server.frontend.dialects.vllm_rl.replies import TokensChoice, TokensReply, fault
-from tlt_server.frontend.dialects.vllm_rl.requests import TokensRequest
-from tlt_server.frontend.generation.batch import PromptReading, Words
+from tlt_server.frontend.dialects.replies.errors import UNFINISHED, fault
+from tlt_server.frontend.dialects.replies.logprobs import (
+    ChatLogprobs,
+    PromptLogprobs,
+    Speller,
+    scored,
+    scored_prompt,
+    whole,
+)
+from tlt_server.frontend.dialects.replies.whole import OpenAIUsage, parts_of
+from tlt_server.frontend.dialects.structures import VllmStructured
+from tlt_server.frontend.generation.choice import FinishedChoice
 from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.generation.items import FailedItem, FinishedItem
+from tlt_server.frontend.generation.items import FinishedItem
+from tlt_server.frontend.generation.requests import (
+    AnySeed,
+    ItemFields,
+    NativeRequest,
+    PromptIds,
+    PromptReading,
+    RequestBatch,
+    SamplingFields,
+    TopK,
+    Truncation,
+    Words,
+    seed_of,
+)
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes, Unread, read_given
+from tlt_server.frontend.http.fields import RefusedField, Tolerant
 from tlt_server.frontend.http.replies import sliced_response
-from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes(read=read_given, error_shape=fault)
 WORDS = Words("token_ids", "", "sampling_params.", clamps=True)
 PREFIX = "generate-tokens-"  # vLLM puts it before the names of these requests
+
+
+class VllmSampling(VllmStructured, Tolerant, frozen=True, kw_only=True):
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.VLLM_SAMPLING)
+
+    n: Annotated[Count, "choices"] = 1
+    seed: Annotated[
+        AnySeed | None, "keys the choices' noise: the same seed gives the same tokens"
+    ] = None
+    max_tokens: Annotated[Length, "the longest output; 0: only read the prompt"] = 16
+    top_k: TopK = 0
+    logprobs: Annotated[
+        Length | None, "alternatives per token; absent: no log-probs are reported"
+    ] = None
+    prompt_logprobs: Annotated[
+        Alternatives | None, "alternatives per prompt token; -1: the whole vocabulary"
+    ] = None
+    truncate_prompt_tokens: Truncation = None
+
+
+class TokensRequest(Tolerant, frozen=True, kw_only=True):
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.VLLM)
+
+    token_ids: Annotated[PromptIds, "the prompt"]
+    request_id: Annotated[
+        ShortName | None, "comes back, and names the request for POST /abort_requests"
+    ] = None
+    sampling_params: Annotated[VllmSampling, "how to sample"] = VllmSampling()
+    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
+    cache_salt: Annotated[
+        Salt, "requests share cached prefixes only with those of the same salt"
+    ] = ""
+    priority: Priority = 0
+    train: Train = True
+    stream: Annotated[bool, "true is refused: POST /v1/completions streams"] = False
+
+    def native(self, lora: str) -> NativeRequest:
+        if self.stream:
+            raise InvalidRequest(
+                "stream is true; this route gives one whole reply: leave it out, or stream from "
+                "POST /v1/completions"
+            )
+        params = self.sampling_params
+        return NativeRequest(
+            requests=[
+                ItemFields(
+                    id=self.request_id,
+                    token_ids=self.token_ids,
+                    n=params.n,
+                    seed=seed_of(params.seed),
+                    salt=self.cache_salt,
+                    lora=lora,
+                    train=self.train,
+                )
+            ],
+            sampling=SamplingFields(
+                **params.shared(),
+                top_k=max(0, params.top_k),
+                logprobs=params.logprobs or 0,
+                max_tokens=params.max_tokens,
+                prompt_logprobs=params.prompt_logprobs,
+                structured_outputs=params.structure[1],
+            ),
+            priority=self.priority,
+        )
+
+
+class TokensChoice(Struct, frozen=True):
+    index: Annotated[int, "which of the n choices, from 0"]
+    token_ids: Annotated[list[int], "the output, its stop token included"]
+    finish_reason: Annotated[FinishReason, "what ended it"]
+    stop_reason: Annotated[
+        int | str | None, "the stop token's id or the stop string; null for another end"
+    ]
+    logprobs: Annotated[
+        ChatLogprobs | None,
+        "log-probs of the tokens, if asked for; tokens are named `token_id:<id>`",
+    ]
+    weight_versions: Annotated[list[VersionSpan], "which weights computed which tokens"]
+
+
+class TokensReply(Struct, frozen=True):
+    request_id: Annotated[str, "as the request gave it, or as it was numbered"]
+    choices: Annotated[list[TokensChoice], "the n choices"]
+    prompt_logprobs: Annotated[
+        PromptLogprobs | None, "per prompt token, null for the first; where asked for"
+    ]
+    usage: Annotated[OpenAIUsage, "tokens of the request"]
 
 
 @ROUTES.post(
@@ -48,53 +162,44 @@ async def generate(
     # Checked before a large prompt.
     service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
     asked = await body.read()
-    lora = adapter_of(service, asked.model)
-    assert service.engine.info is not None
-    caller = caller_of(request)
-    reading = PromptReading(keep=asked.sampling_params.truncate_prompt_tokens)
-    words = WORDS.structured_by(asked.sampling_params.structure[0])
-    batch = await service.validator.batch(
-        asked.native(lora), service.engine.info, caller, words, reading
+    batch, generation = await service.begin(
+        asked.native(adapter_of(service, asked.model)),
+        caller_of(request),
+        WORDS.structured_by(asked.sampling_params.structure[0]),
+        PromptReading(keep=asked.sampling_params.truncate_prompt_tokens),
+        (PREFIX + asked.request_id,) if asked.request_id else (),
     )
-    token_ids = [*batch.items[0].requests[0].token_ids]
-    names = (PREFIX + asked.request_id,) if asked.request_id else ()
-    generation = await service.start(batch, caller.name, names=names)
-    return await reply(request, _whole(service, asked, token_ids, generation), generation)
+    return await reply(request, _whole(service, asked, batch, generation), generation)
 
 
 async def _whole(
-    service: Service, asked: TokensRequest, token_ids: list[int], generation: Generation
+    service: Service, asked: TokensRequest, batch: RequestBatch, generation: Generation
 ) -> Response:
-    count = UsageCount()
-    async for event in generation.events():
-        if isinstance(event, FailedItem):
-            raise event.error
-        if isinstance(event, FinishedItem):
-            result = event
-            count.add(event)
+    [item] = batch.items
     speller, params = Speller(service.pieces, as_ids=True), asked.sampling_params
-    prompt = result.choices[0].prompt_logprobs
-    choices = []
-    for choice in result.choices:
-        await generation.turn(SLICE_BYTES)
-        choices.append(
-            TokensChoice(
-                index=choice.index,
-                token_ids=choice.token_ids,
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-                logprobs=None if params.logprobs is None else speller.chat(scored(whole(choice))),
-                weight_versions=choice.weight_versions,
-            )
+    token_ids, finished = [*item.requests[0].token_ids], list[FinishedChoice]()
+
+    async def made(_: FinishedItem, choice: FinishedChoice) -> TokensChoice:
+        finished.append(choice)
+        return TokensChoice(
+            index=choice.index,
+            token_ids=choice.token_ids,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            logprobs=None if params.logprobs is None else speller.chat(scored(whole(choice))),
+            weight_versions=choice.weight_versions,
         )
+
+    choices, count = await parts_of(generation, batch, made)
+    prompt = finished[0].prompt_logprobs
     content = TokensReply(
-        request_id=result.id,
+        request_id=item.id,
         choices=choices,
         prompt_logprobs=speller.prompt(
             scored_prompt(token_ids, prompt, params.prompt_logprobs or 0)
         )
         if isinstance(prompt, list)
         else None,
-        usage=count.usage(),
+        usage=count.openai(),
     )
     return sliced_response(content, generation.turn)

@@ -1,5 +1,5 @@
 """The routes of the dialect."""
 
-from tlt_server.frontend.dialects.vllm_rl import generate, pauses, server, weights
+from tlt_server.frontend.dialects.vllm_rl import generate, operate, weights
 
-ROUTES = [*pauses.ROUTES, *weights.ROUTES, *generate.ROUTES, *server.ROUTES]
+ROUTES = [*operate.ROUTES, *weights.ROUTES, *generate.ROUTES]

@@ -5,44 +5,121 @@ POST /update_weights, which several dialects share, is in `dialects.weights`.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
+import msgspec
+from msgspec import Meta, Struct
 from starlette.requests import Request
 
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed
-from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
+from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED, fault
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
-from tlt_server.frontend.dialects.vllm_rl.replies import (
-    CheckReply,
-    Renamed,
-    Results,
-    VllmDone,
-    WeightInfo,
-    WorldSize,
-    fault,
-)
-from tlt_server.frontend.dialects.vllm_rl.requests import (
-    FinishFields,
-    RpcCall,
-    RpcFinish,
-    RpcStart,
-    RpcUpdate,
-    StartFields,
-    VersionFields,
-    VllmLoad,
-    VllmUnload,
-)
 from tlt_server.frontend.http.endpoints import Routes, Unread
-from tlt_server.frontend.http.fields import AnyFields, shown
+from tlt_server.frontend.http.fields import AnyFields, Tolerant, shown
 from tlt_server.frontend.service import Service
-from tlt_server.frontend.weights.broadcasts import GROUP, BroadcasterFields, InitFields
+from tlt_server.frontend.weights.adapters import AdapterName
+from tlt_server.frontend.weights.broadcasts import (
+    GROUP,
+    BroadcasterFields,
+    InitFields,
+    UpdateFields,
+)
 from tlt_server.frontend.weights.checker import CheckFields
-from tlt_server.frontend.weights.session import Selector
+from tlt_server.frontend.weights.session import Directory, Selector, Version
 from tlt_server.settings.wording import nearest
 from tlt_server.wire.labels import label_of
 
 ROUTES = Routes(error_shape=fault, empty=AnyFields)
 RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")
+
+
+class VllmLoad(Tolerant, frozen=True, kw_only=True):
+    lora_name: AdapterName
+    lora_path: Annotated[
+        Directory, "directory of the adapter, absolute or below the weight root", Meta(min_length=1)
+    ]
+    load_inplace: Annotated[bool, "replace the adapter of this name; else that is refused"] = False
+
+
+class VllmUnload(Tolerant, frozen=True, kw_only=True):
+    lora_name: AdapterName
+
+
+class StartFields(Tolerant, frozen=True, kw_only=True):
+    is_checkpoint_format: Annotated[
+        bool, "tensors are named as in a checkpoint; false is refused"
+    ] = True
+
+
+class FinishFields(Tolerant, frozen=True, kw_only=True):
+    weight_version: Annotated[
+        Version | None, "the name of what was pushed; absent: the one it was pushed with"
+    ] = None
+
+
+class RpcCall(Tolerant, frozen=True, kw_only=True):
+    method: Annotated[str, Meta(max_length=256)]
+
+
+class RpcStart(Tolerant, frozen=True, kw_only=True):
+    method: Annotated[Literal["skyrl_start_weight_update"], "what POST /start_weight_update does"]
+    arguments: Annotated[StartFields, "what that route takes"] = msgspec.field(
+        name="kwargs", default_factory=StartFields
+    )
+
+
+class RpcUpdate(Tolerant, frozen=True, kw_only=True):
+    method: Annotated[Literal["update_weights_nccl"], "what POST /update_weights does"]
+    arguments: Annotated[UpdateFields, "what that route takes"] = msgspec.field(name="kwargs")
+
+
+class RpcFinish(Tolerant, frozen=True, kw_only=True):
+    method: Annotated[Literal["skyrl_finish_weight_update"], "what POST /finish_weight_update does"]
+    arguments: Annotated[FinishFields, "what that route takes"] = msgspec.field(
+        name="kwargs", default_factory=FinishFields
+    )
+
+
+class VersionFields(Tolerant, frozen=True, kw_only=True):
+    new_version: Annotated[Version, "the name"]
+
+
+class Renamed(Struct, frozen=True):
+    new_version: Annotated[str, "the label that the weights have or will have"]
+    message: Annotated[str, "what was done"]
+    success: Annotated[bool, "always true: a failure is an error"] = True
+
+
+class VllmDone(Struct, frozen=True):
+    message: Annotated[str, "what was done"]
+
+
+class Results(Struct, frozen=True):
+    results: Annotated[list[None], "one null for the one rank"]
+
+
+class WorldSize(Struct, frozen=True):
+    world_size: Annotated[int, "ranks that take weights: one"] = 1
+
+
+class WeightInfo(Struct, frozen=True):
+    weight_version: Annotated[str, "the target's version that is live"]
+    drafter_version: Annotated[str, "the drafter's; empty where none can be pushed"]
+
+
+class CheckReply(Struct, frozen=True, omit_defaults=True):
+    """The checksums of live weights, or the result of a comparison or a reset."""
+
+    status: Annotated[Literal["reset"] | None, "what was done; with the action reset"] = None
+    checksums: Annotated[
+        dict[str, str] | None,
+        "checksums of what is live: mix64 of the values, by tensor; with the actions checksum and "
+        "snapshot",
+    ] = None
+    match: Annotated[bool | None, "whether nothing differs; with the action compare"] = None
+    mismatches: Annotated[
+        list[str] | None, "names of the tensors that differ; with the action compare"
+    ] = None
 
 
 @ROUTES.get("/get_world_size", needs="any")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Annotated, Literal
 
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import InvalidRequest, NotFound, TltError
+from tlt_server.errors import InvalidRequest, NotFound
 from tlt_server.frontend.dialects.models import named
-from tlt_server.frontend.dialects.openai.answers import read, started
+from tlt_server.frontend.dialects.openai.answers import Prompted, begun, read
 from tlt_server.frontend.dialects.openai.conversations import prepared
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.dialects.openai.responses.growing import (
@@ -20,7 +20,6 @@ from tlt_server.frontend.dialects.openai.responses.growing import (
     Keep,
     kept_messages,
 )
-from tlt_server.frontend.dialects.openai.responses.items import Conversation, messages_of
 from tlt_server.frontend.dialects.openai.responses.replies import (
     EVENTS,
     CancelledResponse,
@@ -29,18 +28,23 @@ from tlt_server.frontend.dialects.openai.responses.replies import (
     ModelResponse,
     ResponseEvent,
 )
-from tlt_server.frontend.dialects.openai.responses.requests import RESPONSE, ResponseRequest
+from tlt_server.frontend.dialects.openai.responses.requests import (
+    RESPONSE,
+    Conversation,
+    ResponseRequest,
+    messages_of,
+)
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, failure_naming
 from tlt_server.frontend.dialects.replies.logprobs import whole
-from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, event_frame, reply
+from tlt_server.frontend.generation.delivery import EventStream, event_frame, reply
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
+from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes, Unread, read_given
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
-from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
+from tlt_server.frontend.http.replies import json_response, sliced_response
 from tlt_server.frontend.service import Service
 
 FIELDS = (*ResponseRequest.__struct_fields__, *ResponseRequest.refused, "tokens")
@@ -80,15 +84,15 @@ async def create(
     ready = await prepared(service, request, chat, info, RESPONSE)
     id = f"{PREFIX}{uuid.uuid4().hex}"
     names = (id, asked.request_id or given_id(request.headers.raw) or id)
-    _, generation = await started(
-        service, request, chat, info, [ready.token_ids], RESPONSE, ready.held, names
-    )
+    prompted = Prompted([ready.token_ids], RESPONSE, ready.held)
+    _, generation = await begun(service, request, chat, prompted, names)
     growing = GrowingResponse(
         asked, id, caller.name, named(service, asked.model), ready.answer(), messages
     )
     keep = service.responses.keep
     if asked.stream:
-        return EventStream(_frames(growing, generation, keep), generation)
+        events = _frames(growing, generation, keep)
+        return EventStream(events, generation, lambda error: _framed(growing.fail(error)), end=b"")
     return await reply(request, _whole(growing, generation, keep), generation)
 
 
@@ -149,42 +153,30 @@ async def cancel(service: Service, caller: Caller, id: ResponseId) -> CancelledR
 
 
 async def _whole(growing: GrowingResponse, generation: Generation, keep: Keep) -> Response:
-    async for event in generation.events():
-        match event:
-            case FinishedItem(id, [choice]):
-                said = TokenEvent(id, whole(choice), choice)
-                async for _ in growing.take(said, generation.turn):
-                    pass
-                for _ in growing.finish(event, keep):
-                    pass
-            case FailedItem(_, error):
-                raise error
+    async for event in generation.successes():
+        if isinstance(event, FinishedItem):
+            [choice] = event.choices
+            said = TokenEvent(event.id, whole(choice), choice)
+            async for _ in growing.take(said, generation.turn):
+                pass
+            for _ in growing.finish(event, keep):
+                pass
     return json_response(growing.response)
 
 
 async def _frames(
     growing: GrowingResponse, generation: Generation, keep: Keep
-) -> AsyncIterator[bytes | LargeEvent]:
-    try:
-        for first in growing.begin():
-            yield _frame(first)
-        async for event in generation.events():
-            match event:
-                case TokenEvent():
-                    async for each in growing.take(event, generation.turn):
-                        yield _frame(each)
-                case FinishedItem():
-                    for each in growing.finish(event, keep):
-                        yield _frame(each)
-                case FailedItem(_, error):
-                    raise error
-    except TltError as error:
-        for each in growing.fail(error):
-            yield _frame(each)
-    except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
-        for each in growing.fail(unexpected(error)):
-            yield _frame(each)
+) -> AsyncIterator[bytes]:
+    for frame in _framed(growing.begin()):
+        yield frame
+    async for event in generation.successes():
+        if isinstance(event, TokenEvent):
+            async for each in growing.take(event, generation.turn):
+                yield event_frame(each, each.type)
+        else:
+            for frame in _framed(growing.finish(event, keep)):
+                yield frame
 
 
-def _frame(event: ResponseEvent) -> bytes:
-    return event_frame(event, event.type)
+def _framed(events: Iterable[ResponseEvent]) -> Iterator[bytes]:
+    return (event_frame(event, event.type) for event in events)

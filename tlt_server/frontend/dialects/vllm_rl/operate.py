@@ -1,5 +1,5 @@
-"""Routes that pause, sleep, abort and clear the prefix cache, as trainers that drive vLLM call
-them.
+"""Routes that pause, sleep, abort, clear the prefix cache and describe this server, as clients of
+vLLM and trainers that drive it call them.
 """
 
 from __future__ import annotations
@@ -7,21 +7,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
+from msgspec import Meta, Struct
 from starlette.requests import Request
 
+from tlt_client.fields import ShortName
+from tlt_server import __version__
 from tlt_server.errors import Conflict, InvalidRequest, StorageFailed
-from tlt_server.frontend.dialects.vllm_rl.replies import (
-    IsPaused,
-    IsSleeping,
-    Paused,
-    Succeeded,
-    VllmAborted,
-    fault,
-)
-from tlt_server.frontend.dialects.vllm_rl.requests import VllmAbort
+from tlt_server.frontend.dialects.replies.errors import fault
+from tlt_server.frontend.generation.requests import NAMES
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes, Unread
-from tlt_server.frontend.http.fields import AnyFields
+from tlt_server.frontend.http.fields import AnyFields, Tolerant
+from tlt_server.frontend.http.replies import Status
 from tlt_server.frontend.service import Service
 from tlt_server.wire.commands import InFlight, Memory
 
@@ -32,6 +29,42 @@ TAGS: dict[str, list[Memory]] = {"weights": ["weights"], "kv_cache": ["kv_cache"
 Mode = Annotated[Literal["abort", "wait", "keep"], "what becomes of running sequences"]
 Level = Annotated[Literal["0", "1", "2"], "what is given back; 0: nothing, generation only stops"]
 Tag = Literal["weights", "kv_cache", "scheduling"]
+
+
+class VllmAbort(Tolerant, frozen=True, kw_only=True):
+    request_ids: Annotated[
+        Annotated[list[ShortName], Meta(min_length=1, extra={"limit": NAMES})],
+        "names that requests were given; without a body all that is open is aborted",
+    ]
+
+
+class Paused(Struct, frozen=True):
+    status: Annotated[Literal["paused", "resumed"], "what holds now"]
+
+
+class IsPaused(Struct, frozen=True):
+    is_paused: Annotated[bool, "whether a pause holds"]
+
+
+class IsSleeping(Struct, frozen=True):
+    is_sleeping: Annotated[bool, "whether any memory is given back"]
+
+
+class VllmAborted(Struct, frozen=True):
+    aborted: Annotated[int, "sequences that this ends"]
+    status: Annotated[Literal["aborted"], "always the same"] = "aborted"
+
+
+class Succeeded(Struct, frozen=True):
+    success: Annotated[bool, "always true: a failure is an error"] = True
+
+
+class Load(Struct, frozen=True):
+    server_load: Annotated[int, "sequences accepted and not ended"]
+
+
+class ServerVersion(Struct, frozen=True):
+    version: Annotated[str, "version of the server"]
 
 
 @ROUTES.post("/pause", needs="operate")
@@ -147,3 +180,22 @@ async def wake_up(
 async def is_sleeping(service: Service) -> IsSleeping:
     """Return whether any memory is given back."""
     return IsSleeping(bool(service.engine.pauses.asleep))
+
+
+@ROUTES.get("/load", needs="any")
+async def load(service: Service) -> Load:
+    """Count the sequences that are open."""
+    return Load(len(service.engine))
+
+
+@ROUTES.get("/version", needs="any")
+async def version(service: Service) -> ServerVersion:
+    """Return the version of the server."""
+    return ServerVersion(__version__)
+
+
+@ROUTES.get("/ping", needs="open")
+async def ping(service: Service) -> Status:
+    """Check that this process works and its engine has not gone for good."""
+    service.engine.check_alive()
+    return Status()
