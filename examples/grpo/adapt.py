@@ -8,6 +8,8 @@ from step 10 on, counted from 0, and a resumed run goes on with the newest.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,9 +21,9 @@ from torch import nn
 
 from examples.grpo.pushes import Pushes
 from examples.grpo.record import RunDirectory
-from examples.grpo.resident import ResidentTlt
 from tlt_client import Client
 from tlt_server.drafter.peers import Peers
+from tlt_server.models.environment import library_environment
 
 STARTS = ("given", "none")
 REPORTED_S = 2.0  # time after which a server's reply has what its trainer has done
@@ -203,3 +205,46 @@ def untrained(model: Path, directory: Path) -> Path:
         command = [sys.executable, "-m", "tlt_server", "drafter", "init", "--target", str(model)]
         subprocess.run([*command, "--out", str(directory)], check=True, stdout=subprocess.DEVNULL)
     return directory
+
+
+class ResidentTlt:
+    """A process that runs verbs of `tlt` one after another, so that imports and a GPU's context are
+    paid for once. It reads a JSON list of arguments per line and answers with its exit status.
+    """
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "examples.grpo.adapt"]
+        environment = {**os.environ, **library_environment()}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(self, *arguments: str) -> None:
+        """Run a verb; what it prints to stdout is dropped. `CalledProcessError`: it failed, or the
+        process has ended.
+        """
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(arguments) + "\n")
+            process.stdin.flush()
+            status = process.stdout.readline()
+        except BrokenPipeError:
+            status = ""
+        if status.strip() != "0":
+            raise subprocess.CalledProcessError(int(status or process.wait()), ["tlt", *arguments])
+
+
+def serve() -> None:
+    """Run the verbs that come from stdin."""
+    from tlt_server.__main__ import main
+
+    answers = os.fdopen(os.dup(1), "w")
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # also for libraries that do not print through Python
+    for line in sys.stdin:
+        print(main(json.loads(line)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -96,10 +96,6 @@ def arguments() -> argparse.ArgumentParser:
         help="with spot: wait as long for the end of a round before the next push, as if the "
         "policy's update took so long",
     )
-    parser.add_argument("--drift-at", type=int, default=0, help="step at which the kinds change")
-    parser.add_argument(
-        "--drift-kinds", default=",".join(KINDS), help="kinds of problem from that step on"
-    )
     parser.add_argument("--keep-every", type=int, default=10, help="keep each n-th step's weights")
     parser.add_argument("--url", help="a server with the channel http; without it one is started")
     return parser
@@ -108,9 +104,9 @@ def arguments() -> argparse.ArgumentParser:
 def train(asked: argparse.Namespace) -> None:
     torch.set_num_threads(asked.threads)
     torch.use_deterministic_algorithms(True)
-    for kinds in (asked.kinds, asked.drift_kinds):
-        if not set(kinds.split(",")) <= {*KINDS, *LARGER}:
-            raise ValueError(f"kinds are {kinds}; there are {', '.join(KINDS + LARGER)}")
+    kinds = asked.kinds.split(",")
+    if not set(kinds) <= {*KINDS, *LARGER}:
+        raise ValueError(f"kinds are {asked.kinds}; there are {', '.join(KINDS + LARGER)}")
     if asked.padded and asked.speculation == "spot":
         raise ValueError(
             "a server trains the drafter that it has, and here its padding, too; with --padded "
@@ -140,8 +136,6 @@ def train(asked: argparse.Namespace) -> None:
             pushes.taken()
             push_s = pushes.target(policy, version)
             marks = [time.perf_counter()]
-            drifted = asked.drift_at and run.steps >= asked.drift_at
-            kinds = (asked.drift_kinds if drifted else asked.kinds).split(",")
             drafted_with = client.weights()["drafter"]
             drafter.drafts(drafted_with)
             prompts = draw_prompts(tokenizer, asked.prompts, kinds, asked.seed, run.steps)
@@ -173,18 +167,13 @@ def started(stack: ExitStack, asked: argparse.Namespace, drafter: Path) -> str:
     """Start a server and return its address. What it keeps of pushes ends with the run, which
     pushes its weights again when it goes on; of padded ones it keeps nothing.
     """
+    pair, flags = (asked.model, drafter), ["--weight-channels", Pushes.channel]
     if asked.padded:
-        flags = [
-            "--model",
-            str(asked.padded / "target"),
-            "--drafter",
-            str(asked.padded / "drafter"),
-        ]
-        flags += ["--weight-channels", PaddedPushes.channel, "--memory-fraction", PADDED_FRACTION]
+        pair = asked.padded / "target", asked.padded / "drafter"
+        flags = ["--weight-channels", PaddedPushes.channel, "--memory-fraction", PADDED_FRACTION]
     else:
-        state = stack.enter_context(TemporaryDirectory(prefix="grpo-"))
-        flags = ["--model", str(asked.model), "--drafter", str(drafter), "--state-dir", state]
-        flags += ["--weight-channels", Pushes.channel]
+        flags += ["--state-dir", stack.enter_context(TemporaryDirectory(prefix="grpo-"))]
+    flags += ["--model", str(pair[0]), "--drafter", str(pair[1])]
     if asked.speculation == "spot":
         flags += ["--drafter-training", "idle", "--drafter-feature-mb", str(FEATURE_MB)]
     return stack.enter_context(ServerProcess(*flags, "--log-level", "warning")).url

@@ -21,10 +21,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from examples.grpo import side_by_side, speedup
-from examples.grpo.gap import arguments as gap_arguments
-from examples.grpo.objectives import arguments as objective_arguments
-from examples.grpo.oracle import ReplayedStep, compare, joined
+from examples.grpo.compare import times
 from examples.grpo.record import RunDirectory, differences, load_samples
 from examples.grpo.rollouts import KINDS, LARGER, draw_prompts, load_tokenizer
 from examples.grpo.train import arguments, train
@@ -39,8 +36,6 @@ from tlt_server.demo.expressions import evaluate, parse
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.task import reward, solution
 from tlt_server.demo.workload import DRAFTER, TARGET
-from tlt_server.trainer.figures import ByResponse, gap_recovered
-from tlt_server.trainer.objectives import OBJECTIVES
 
 SIZE = ["--prompts", "2", "--group", "4", "--max-tokens", "48", "--lr", "1e-3"]
 TRAINING = ("--drafter-training", "idle", "--drafter-feature-mb", "64")
@@ -86,11 +81,11 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(
     run(*pinned, "--steps", 1)
     run(*pinned, "--steps", 2, "--resume")
     assert differences(off, frozen) == []
-    rows = speedup.compare([off, frozen], 1)
+    rows = times([off, frozen], 1)
     assert [row["run"] for row in rows] == ["off", "frozen"]
     assert rows[0]["ratio"] == 1 and all(row["steps"] == 1 and row["ratio"] > 0 for row in rows)
     with pytest.raises(ValueError, match="steps from 9 on"):
-        speedup.compare([off, frozen], 9)
+        times([off, frozen], 9)
     plain, drafted = lines(off), lines(frozen)
     assert [line["accept_length"] for line in plain] == [None, None]
     assert all(line["accept_length"] > 2 and len(line["accepted_at_depth"]) > 1 for line in drafted)
@@ -125,11 +120,6 @@ def test_a_run_whose_drafter_is_trained_has_the_same_bits(off: Path, tmp_path: P
         line["drafter_s"] > 0 and line["accept_length"] > 2 for line in (adaptive, by_server)
     )
     assert by_server["trainer"]["rounds"] > 0 and by_server["trainer"]["steps"] > 0
-    compare(gap_arguments().parse_args([str(adapted), "--oracle", str(DRAFTER)]))
-    replayed = json.loads((adapted / "gap.json").read_text())["steps"]
-    assert [line["step"] for line in replayed] == ["0", "1", "all"]
-    assert all(5 < line["frozen"] == line["oracle"] < 8 for line in replayed)
-    assert replayed[0]["adaptive"] == replayed[0]["frozen"]
 
 
 def kill_a_rank(server: ServerProcess) -> None:
@@ -163,16 +153,6 @@ def test_run_has_the_same_bits_over_two_ranks_with_one_killed(tmp_path: Path) ->
     assert differences(runs["one"], runs["two"]) == []
     assert differences(runs["one"], runs["killed"]) == []
     assert all(line["accept_length"] > 2 for run in runs.values() for line in lines(run))
-
-
-@pytest.mark.long
-def test_objectives_are_trained_alike_and_replayed_side_by_side(off: Path) -> None:
-    flags = ["--out", str(off), "--drafter", str(DRAFTER), "--tokens", "300", "--budget", "256"]
-    side_by_side.compare(objective_arguments().parse_args(flags))
-    trained = json.loads((off / "objectives.json").read_text())["rows"]
-    assert [row["objective"].partition(",")[0] for row in trained] == ["start", *OBJECTIVES]
-    assert trained[0]["accept_length"] > 5 and trained[0]["tokens"] == 0
-    assert all(row["tokens"] == 512 and row["accept_length"] > 1.5 for row in trained[1:])
 
 
 @pytest.mark.long
@@ -212,25 +192,6 @@ def test_larger_problems_are_beyond_those_of_the_pair_and_can_be_solved() -> Non
             assert max(numbers) > 99 and str(evaluate(parse(task.body))) == task.answer
             assert reward(task, f"answer: {task.answer}") == 1
     assert draw_prompts(tokenizer, 9, (*KINDS, *LARGER), 3, 0) != prompts[:9]
-
-
-def test_steps_are_joined_with_prompts_of_their_own() -> None:
-    def cycles(first: int, *each: int) -> ByResponse:
-        ones = np.arange(first, first + len(each))
-        return ByResponse(ones, np.array(each), 60 + 0 * ones, np.nan * ones)
-
-    steps = [
-        ReplayedStep([cycles(0, 30, 30), cycles(0, 20, 20), cycles(0, 10, 10)], group_N([0, 0])),
-        ReplayedStep([cycles(1, 30), cycles(1, 30), cycles(1, 20)], group_N([0, 1])),
-    ]
-    found = joined(steps)
-    assert found.group_N.tolist() == [0, 0, 1, 2]  # the third response had no cycle
-    assert found.drafters[1].response_N.tolist() == [0, 1, 3]
-    assert gap_recovered(*found.drafters, found.group_N).value == pytest.approx(20 / 50)
-
-
-def group_N(groups: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
-    return np.array(groups, np.int32)
 
 
 def test_a_run_is_never_mixed_with_another(tmp_path: Path) -> None:

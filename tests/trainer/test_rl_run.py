@@ -2,7 +2,7 @@
 frozen, adaptive and late drafters.
 
 40 GRPO steps of the demo's target, norms alone trained, 24 responses each, under one chain of 8
-rows. `examples/grpo/small_record.py` keeps such a run. Each adaptive drafter was trained on the ten
+rows. `tests/trainer/small_record.py` keeps such a run. Each adaptive drafter was trained on the ten
 steps before and adopted without a test, the late one at the end on the last 25 steps. The start is
 in-domain, so there is nothing to gain.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.grpo.small_record import drafter_of, target_of
+from tests.trainer.small_record import drafter_of, target_of
 from tlt_server.__main__ import main
 from tlt_server.demo.workload import DRAFTER
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -80,15 +78,6 @@ def test_siblings_widen_an_interval() -> None:
     apart = figures.paired(base, other, np.arange(64, dtype=np.int32)).cycles_saved
     together = figures.paired(base, other, np.arange(8, dtype=np.int32).repeat(8)).cycles_saved
     assert together.high - together.low > 1.5 * (apart.high - apart.low)
-
-
-def test_the_gap_recovered_is_a_share_of_what_the_oracle_saves() -> None:
-    tokens, group_N = [100, 100], np.arange(2, dtype=np.int32)
-    frozen, oracle = sums([50, 50], tokens), sums([30, 30], tokens)
-    assert figures.gap_recovered(frozen, sums([36, 36], tokens), oracle, group_N) == pytest.approx(
-        (0.7, 0.7, 0.7)
-    )
-    assert math.isnan(figures.gap_recovered(oracle, oracle, frozen, group_N).value)
 
 
 def test_a_plan_as_recorded_takes_the_last_root_before() -> None:

@@ -1,4 +1,4 @@
-"""The process of `examples.grpo.resident`, which runs verbs of `tlt` one after another."""
+"""The process of `examples.grpo.adapt` that runs verbs of `tlt` one after another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.grpo.resident import ResidentTlt
+from examples.grpo.adapt import ResidentTlt
 from tlt_server.demo.workload import TARGET
 
 

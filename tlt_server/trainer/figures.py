@@ -173,27 +173,6 @@ def _bootstrap(figure: Any, groups: int) -> Interval:
     return Interval(float(value), float(low), float(high))
 
 
-def gap_recovered(
-    frozen: ByResponse, adaptive: ByResponse, oracle: ByResponse, group_N: NDArray[np.int32]
-) -> Interval:
-    """Return the share of the cycles that the oracle saves against the frozen drafter which the
-    adaptive one saves, too. The oracle is a drafter trained offline on the last target: the
-    ceiling. NaN where it saves none.
-    """
-    parts = (frozen, adaptive, oracle)
-    for part in parts:
-        assert np.array_equal(part.response_N, frozen.response_N), "walk the same responses"
-    groups, place_N = np.unique(group_N[frozen.response_N], return_inverse=True)
-    frozen_G, adaptive_G, oracle_G = (
-        np.bincount(place_N, part.cycles_N, len(groups)) for part in parts
-    )
-    if oracle_G.sum() >= frozen_G.sum():
-        return Interval(float("nan"), float("nan"), float("nan"))
-    return _bootstrap(
-        lambda w: (w @ (frozen_G - adaptive_G)) / (w @ (frozen_G - oracle_G)), len(groups)
-    )
-
-
 def named(kinds: Mapping[int, str], responses: Responses) -> list[str]:
     """Return the kind of each response, by its group."""
     return [kinds.get(int(group), "other") for group in responses.group_N]
