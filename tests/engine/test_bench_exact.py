@@ -14,8 +14,7 @@ import pytest
 
 from tests import processes
 from tests.engine.tiny import VOCAB, write_alphabet, write_eagle, write_target
-from tlt_server.bench.exact import ExactEngines, compare, factors_of, killed_run, rollout
-from tlt_server.bench.exact_kill import digest_of
+from tlt_server.bench.exact import compare, factors_of, killed_run
 from tlt_server.bench.exact_plan import (
     KINDS,
     PLANS,
@@ -28,6 +27,7 @@ from tlt_server.bench.exact_plan import (
     pairs,
     varied,
 )
+from tlt_server.bench.exact_runs import ExactEngines, digest_of, rollout
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.records import GenerateRequest, Sampling
 

@@ -13,7 +13,7 @@ from tlt_server.bench.exact_plan import ADAPTERS
 from tlt_server.engine.loop import Engine
 from tlt_server.models.adapters import BLOCKS, AdapterConfig, AdapterWeights
 from tlt_server.models.config import ModelConfig
-from tlt_server.wire.commands import Manifest, PushWeights
+from tlt_server.wire.commands import Manifest, PushWeights, RollbackWeights
 
 RANK = 8
 EFFECT = 0.05  # size of what is added, relative to the input
@@ -41,8 +41,13 @@ def write_adapters(model: Path, root: Path, largest: int = RANK) -> None:
 def load_adapters(engine: Engine) -> None:
     """Push every adapter to an engine with nothing to do, from below its weight root."""
     for name in ADAPTERS[1:]:
-        engine.send(PushWeights(name, Manifest(role="adapter", adapter=name, path=name)))
-        while not (reports := engine.reports()):
-            engine.step()
-            time.sleep(0.001)
-        assert [report.error for report in reports] == [None]
+        pushed(engine, PushWeights(name, Manifest(role="adapter", adapter=name, path=name)))
+
+
+def pushed(engine: Engine, command: PushWeights | RollbackWeights) -> None:
+    """Step an engine with nothing to do until it has taken other weights."""
+    engine.send(command)
+    while not (reports := engine.reports()):
+        engine.step()
+        time.sleep(0.001)
+    assert [report.error for report in reports] == [None]

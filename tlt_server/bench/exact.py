@@ -18,46 +18,31 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
-from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
-from tlt_server.bench.engines import LoadedOnce, ReadyFor, adopt, release
-from tlt_server.bench.exact_kill import Bits, SaidBits, digest_of, run_until_killed
 from tlt_server.bench.exact_plan import (
-    ADAPTERS,
     PLANS,
-    PUSHED,
     STARTED,
     VERSIONS,
     Configuration,
     ExactSize,
     Factors,
     covering_array,
-    pages_for,
     varied,
     with_length,
 )
-from tlt_server.bench.exact_versions import bring, write_pushed
-from tlt_server.bench.faults import planted
+from tlt_server.bench.exact_runs import Bits, ExactEngines, digest_of, rollout
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.tables import show
-from tlt_server.engine.devices import Device, make_device
-from tlt_server.engine.loop import Engine
-from tlt_server.engine.phases import OnPhase
-from tlt_server.engine.settings import DecidedSettings, EngineSettings
-from tlt_server.engine.start.assembly import assemble
+from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
-from tlt_server.wire.commands import ClearCache, SetPolicy, Submit
-from tlt_server.wire.fingerprint import Fingerprint
 from tlt_server.wire.records import GenerateRequest
 
 COLUMNS = {
@@ -121,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     factors = factors_of(args, plan.factors)
     configurations = plan.in_order(covering_array(factors, args.seed))
-    console = wide_console()
+    console, results = wide_console(), list[Result]()
     with progress_bar(console) as progress:
         kills = base.tensor_parallel > 1 and args.device == "cpu"
         task = progress.add_task("reference", total=len(configurations) + 1 + kills)
@@ -136,28 +121,38 @@ def run(args: argparse.Namespace) -> int:
         }
         first, *others = references.values()
         assert all(bits != first for bits in others), "a version that changes nothing"
-        progress.update(task, advance=1)
-        results: list[Result] = []
         for configuration in configurations:
-            version = str(configuration.get("version", STARTED))
-            described_as = " ".join(str(level) for level in configuration.values())
-            progress.update(task, description=described_as)
-            chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
-            began = time.perf_counter()
+            named = " ".join(map(str, configuration.values()))
+            progress.update(task, advance=1, description=named)
             fault = args.plant_fault and not results
-            found, counts = rollout(
-                engines, configuration, chosen, size, fault=fault, version=version
+            results.append(
+                compared(engines, configuration, requests, size, references, fault=fault)
             )
-            seconds = time.perf_counter() - began
-            results.append(compare(configuration, references[version], found, counts, seconds))
             differing = results[-1].differing_tokens + results[-1].differing_logprobs
-            progress.update(task, advance=1, description=f"{described_as}: {differing} differ")
+            progress.update(task, description=f"{named}: {differing} differ")
         if kills:
-            progress.update(task, description="a rank is killed")
+            progress.update(task, advance=1, description="a rank is killed")
             results.append(killed_run(engines, configurations[-1], requests, size, references))
-            progress.update(task, advance=1)
+        progress.update(task, advance=1)
     settings = described(base, engines.fingerprint) | {"bits": digest_of(references[STARTED])}
     return report(console, results, settings, args)
+
+
+def compared(
+    engines: ExactEngines,
+    configuration: Configuration,
+    requests: list[GenerateRequest],
+    size: ExactSize,
+    references: dict[str, dict[str, Bits]],
+    **how: Any,
+) -> Result:
+    """Run a configuration and compare it with the reference of its version."""
+    version = str(configuration.get("version", STARTED))
+    chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
+    began = time.perf_counter()
+    found, counts = rollout(engines, configuration, chosen, size, version=version, **how)
+    seconds = time.perf_counter() - began
+    return compare(configuration, references[version], found, counts, seconds)
 
 
 def killed_run(
@@ -169,16 +164,11 @@ def killed_run(
 ) -> Result:
     """Repeat a run over two epochs of an engine, with ample pages."""
     version, configuration = str(like["version"]), {**like, "pages": "ample"}
-    expected = references[version]
     chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
-    half = sum(len(expected[request.id].tokens) for request in chosen) // 2
-    began = time.perf_counter()
-    found, counts = rollout(
-        engines, configuration, chosen, size, version=version, killed_after=half
-    )
-    seconds = time.perf_counter() - began
+    half = sum(len(references[version][request.id].tokens) for request in chosen) // 2
+    found = compared(engines, configuration, requests, size, references, killed_after=half)
     shown = {**configuration, "version": f"{version}, killed"}
-    return compare(shown, expected, found, counts, seconds)._replace(killed=True)
+    return found._replace(killed=True, configuration=shown)
 
 
 def factors_of(args: argparse.Namespace, factors: Factors) -> Factors:
@@ -195,128 +185,6 @@ def leaves_of(settings: EngineSettings) -> int:
     return auto_gpu_leaves(ModelConfig.read(settings.model), settings.tensor_parallel)
 
 
-class ExactEngines:
-    """The engine of one batch after another, in this process; they share their weights."""
-
-    def __init__(
-        self, base: EngineSettings, on_phase: OnPhase = lambda name, seconds, detail: None
-    ) -> None:
-        self.base, self.plan, self._on_phase = base, PLANS[str(base.device)], on_phase
-        self._source = LoadedOnce(self.plan.strategies)
-        self._engine: Engine | None = None
-        self._root = TemporaryDirectory(prefix="tlt-exact-")
-        self.shared = base.tensor_parallel > 1
-        self.versions = VERSIONS if self.shared else (STARTED,)
-        if self.shared:
-            write_pushed(Path(base.model), Path(self._root.name), on_gpu=base.device == "cuda")
-        else:
-            write_adapters(Path(base.model), Path(self._root.name))
-        self._of: tuple[int, bool, str] | None = None
-        self.fingerprint: Fingerprint | None = None  # the last engine's
-
-    def _ready(self, settings: DecidedSettings) -> Device:
-        return ReadyFor(make_device(settings), self.plan.strategies)
-
-    def engine(self, batch: int, *, fault: bool, reference: str = "") -> Engine:
-        """Return the engine that runs up to `batch` requests at once. One that is to err captures
-        nothing; the reference of a version has an engine to itself, which starts with it and
-        without speculation.
-        """
-        if self._engine is None or self._of != (batch, fault, reference):
-            self.end()
-            root = Path(self._root.name)
-            settings = replace(
-                self.base,
-                policy="off" if reference else self.plan.starts,
-                max_running=batch,
-                max_rows=self.plan.max_rows,
-                graphs=self.base.graphs and not fault,
-                model=root / PUSHED if reference == PUSHED else self.base.model,
-                weight_root=None if reference and self.shared else root,
-                max_loras=0 if self.shared else len(ADAPTERS) - 1,
-                max_lora_rank=RANK,
-                tensor_parallel=1 if reference else self.base.tensor_parallel,
-            )
-            device = self._ready if self.shared else self._source.device
-            self._engine, info = assemble(settings, self._on_phase, make_device=device)
-            assert self.fingerprint in (None, info.fingerprint), "runs of different numerics"
-            self.fingerprint = info.fingerprint
-            if not self.shared:
-                load_adapters(self._engine)
-            self._of = batch, fault, reference
-        return self._engine
-
-    def end(self) -> None:
-        """End the engine that there is; its weights go with it, where it has its own."""
-        self._engine = self._of = None
-        release()
-
-
-def rollout(
-    engines: ExactEngines,
-    configuration: Configuration,
-    requests: list[GenerateRequest],
-    size: ExactSize,
-    *,
-    fault: bool = False,
-    version: str = STARTED,
-    killed_after: int = 0,
-) -> tuple[dict[str, Bits], dict[str, float]]:
-    """Run all requests on an engine that has forgotten what it ran before, with a version of the
-    target; return each output and the run's counts. `killed_after`: tokens before a rank is killed
-    and the requests are resumed by another engine; 0: none is.
-    """
-    batch, reference = int(str(configuration["batch"])), configuration is engines.plan.reference
-    said, preemptions = SaidBits(requests), 0
-    if killed_after:
-        engine = engines.engine(batch, fault=False)
-        prepare(engines, engine, configuration, requests, size, version)
-        before = engine.scheduler.preemptions
-        engine.send(Submit(requests))
-        run_until_killed(engine, said, killed_after)
-        preemptions += engine.scheduler.preemptions - before
-        del engine
-        engines.end()
-    engine = engines.engine(batch, fault=fault, reference=version if reference else "")
-    kept_back = prepare(
-        engines, engine, configuration, requests, size, "" if reference else version
-    )
-    before = engine.scheduler.preemptions
-    engine.send(Submit(said.rest()))
-    with planted(engine) if fault else nullcontext():
-        said.run(engine)
-    engine.scheduler.pool.release(kept_back)
-    engine.scheduler.check()
-    preemptions += engine.scheduler.preemptions - before
-    return said.bits(), {"passes": said.passes, "preemptions": preemptions}
-
-
-def prepare(
-    engines: ExactEngines,
-    engine: Engine,
-    configuration: Configuration,
-    requests: list[GenerateRequest],
-    size: ExactSize,
-    version: str,
-) -> list[int]:
-    """Let an idle engine forget what it ran, and take the settings of a run and a version; empty:
-    the one that it has. Return the pages that it is to do without.
-    """
-    if version:
-        bring(engine, version)
-    policy, strategy = engines.plan.arms[str(configuration["arm"])]
-    adopt(engine, SetPolicy(policy, strategy))
-    engine.send(ClearCache("exact"))
-    engine.step()
-    assert [report.error for report in engine.control_reports()] == [None]
-    engine.scheduler.max_rows = int(str(configuration["chunk"]))
-    pool = engine.scheduler.pool
-    pages = pages_for(configuration, requests, size, pool.page_size)
-    kept_back = pool.allocate(max(0, pool.pages - pages)) if pages is not None else []
-    assert kept_back is not None, "an idle engine holds no pages"
-    return kept_back
-
-
 def compare(
     configuration: Configuration,
     reference: dict[str, Bits],
@@ -324,18 +192,11 @@ def compare(
     counts: dict[str, float],
     seconds: float,
 ) -> Result:
-    differing_tokens = differing_logprobs = differing_responses = 0
-    for i, bits in found.items():
-        expected = reference[i]
-        differing_responses += bits.tokens != expected.tokens
-        differing_tokens += sum(
-            a != b for a, b in zip(bits.tokens, expected.tokens, strict=False)
-        ) + abs(len(bits.tokens) - len(expected.tokens))
-        mine, theirs = (np.frombuffer(b.logprobs, np.uint32) for b in (bits, expected))
-        common = min(len(mine), len(theirs))
-        differing_logprobs += int((mine[:common] != theirs[:common]).sum()) + abs(
-            len(mine) - len(theirs)
-        )
+    pairs = [(bits, reference[id]) for id, bits in found.items()]
+    tokens = [differing(np.array(mine.tokens), np.array(its.tokens)) for mine, its in pairs]
+    logprobs = [
+        differing(*(np.frombuffer(bits.logprobs, np.uint32) for bits in pair)) for pair in pairs
+    ]
     return Result(
         configuration,
         len(found),
@@ -343,10 +204,16 @@ def compare(
         int(counts["passes"]),
         int(counts["preemptions"]),
         seconds,
-        differing_tokens,
-        differing_logprobs,
-        differing_responses,
+        sum(tokens),
+        sum(logprobs),
+        sum(map(bool, tokens)),
     )
+
+
+def differing(found: NDArray[Any], expected: NDArray[Any]) -> int:
+    """Count the places where two series differ; what only one of them has differs, too."""
+    common = min(len(found), len(expected))
+    return int((found[:common] != expected[:common]).sum()) + abs(len(found) - len(expected))
 
 
 def report(
@@ -378,5 +245,5 @@ def report(
         "kills": sum(r.killed for r in results),
         "differing_token_rate": round(differing / max(1, tokens), 6),
     }
-    finish(args, summary, on_gpu=args.device == "cuda")
+    finish(args, summary)
     return 1 if red_runs else 0
