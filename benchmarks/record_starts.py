@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recording import RESULTS, Served
-from tlt_server.bench.graph_time import require_gpu
+from tlt_server.bench.micro import require_gpu
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 

@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 from msgspec.structs import asdict
 
 from benchmarks.recording import RESULTS, parser, tested
-from tlt_server.bench.graph_time import require_gpu
+from tlt_server.bench.micro import require_gpu
 from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.errors import StartupError
 from tlt_server.wire.fingerprint import Fingerprint

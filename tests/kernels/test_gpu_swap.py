@@ -10,7 +10,7 @@ from tests.kernels.triton_tests import DEVICE, gpu
 # isort: split
 from tlt_kernels.gpu import swap as module
 from tlt_kernels.gpu.swap import swap
-from tlt_server.bench.graph_time import microseconds
+from tlt_server.bench.micro import microseconds
 
 MARGIN = 8  # elements around
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tlt_server.bench.graph_time import microseconds, milliseconds
+from tlt_server.bench.micro import microseconds, milliseconds
 
 pytestmark = [
     pytest.mark.gpu,

@@ -103,8 +103,6 @@ BENCHES = {
         (
             *ENGINE,
             flag("--max-running N", "sequences that decode at once [default the device's]", 0),
-            flag("--keys", "also one line per graph"),
-            flag("--cold", "with an empty Triton cache, in a directory of its own"),
         ),
         True,
     ),

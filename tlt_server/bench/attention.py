@@ -1,5 +1,5 @@
 """`tlt bench attention [case ...]`: rotary embedding, KV write and paged attention of one layer,
-by shape of step. Where flash-attn is installed, whole prompts are timed with that backend, too.
+by shape of step.
 
 A graph holds many layers, each with its own KV cache, so that keys come from device memory as they
 do between the weights of a real step. Floor: reading every key and value of every request once.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -19,9 +18,8 @@ from torch import Tensor
 
 from tlt_kernels.gpu.attention import PagedRows, allocate, attend, fill_plan
 from tlt_kernels.gpu.rope import rope_store
-from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
-from tlt_server.attention.flash import FlashPaged
-from tlt_server.bench.micro import Call, Case, TimedCalls, each, floor_us, measure
+from tlt_kernels.gpu.tensors import PAGE_SIZE
+from tlt_server.bench.micro import Case, TimedCalls, each, floor_us, measure, row_of
 from tlt_server.errors import StartupError
 
 HEADS, KV_HEADS, WIDTH = 28, 4, 128
@@ -57,34 +55,23 @@ def rows_of(step: LayerCase, device: str) -> tuple[PagedRows, Tensor, int]:
     chains below the root, each node in scratch.
     """
     pages_each = -(-(step.context + step.rows) // PAGE_SIZE)
-    pages = step.requests * pages_each
+    pages, depth = step.requests * pages_each, min(step.rows, CHAIN)
     table_QP = torch.randperm(pages, dtype=torch.int32).view(step.requests, pages_each)
-    position, path, kv_slot, depth = [], [], [], min(step.rows, CHAIN)
-    for b in range(step.requests):
-        for r in range(step.rows):
-            mine: list[int] = []
-            p = step.context - step.rows + r
-            if not step.prompt:
-                if r:
-                    node = pages * PAGE_SIZE + b * step.rows + r
-                    mine = [node - i for i in reversed(range((r - 1) % depth + 1))]
-                p = step.context - 1 + len(mine)
-            page_slot = int(table_QP[b, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE
-            position.append(p)
-            path.append(mine + [-1] * (depth - len(mine)))
-            kv_slot.append(mine[-1] if mine else page_slot)
-
-    def integers(values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    rows = PagedRows(
-        integers(position),
-        integers([b for b in range(step.requests) for _ in range(step.rows)]),
-        integers([step.context] * len(position)),
-        integers(path),
-        table_QP.to(device),
-    )
-    return rows, integers(kv_slot), pages * PAGE_SIZE + len(position)
+    request_R = torch.arange(step.requests).repeat_interleave(step.rows)
+    row_R = torch.arange(step.rows).repeat(step.requests)
+    scratch_R = pages * PAGE_SIZE + torch.arange(len(row_R))
+    above_R = torch.where(row_R > 0, (row_R - 1) % depth + 1, 0) * (not step.prompt)
+    position_R = step.context - 1 + above_R
+    if step.prompt:
+        position_R = step.context - step.rows + row_R
+    ago_RD = above_R[:, None] - 1 - torch.arange(depth)
+    path_RD = torch.where(ago_RD >= 0, scratch_R[:, None] - ago_RD, -1)
+    slot_R = table_QP[request_R, position_R // PAGE_SIZE] * PAGE_SIZE + position_R % PAGE_SIZE
+    kv_slot_R = torch.where(above_R > 0, scratch_R, slot_R)
+    context_R = torch.full_like(row_R, step.context)
+    numbers = (position_R, request_R, context_R, path_RD, table_QP, kv_slot_R)
+    *rows, kv_slot_R = (each.to(device, torch.int32) for each in numbers)
+    return PagedRows(*rows), kv_slot_R, pages * PAGE_SIZE + len(row_R)
 
 
 def case_of(
@@ -129,57 +116,9 @@ def case_of(
         "rope_us": each([partial(rope, *layer) for layer in cache], layers),
         "plan_us": each([partial(fill_plan, rows, plan)], PLANS),
     }
-    if step.prompt and step.rows == step.context:
-        timed["sdpa_us"] = TimedCalls(sdpa(step, layers, device), layers)
-        if find_spec("flash_attn") is not None:
-            q_RND = random(count, HEADS, WIDTH)
-            timed["flash_us"] = TimedCalls(flash(step, rows, q_RND, cache), layers)
     fill_plan(rows, plan)
     items = {"row_items": plan.count_2[0].item(), "tile_items": plan.count_2[1].item()}
     return Case({"case": name}, timed, {"floor_us": floor_us(kv_bytes), **items})
-
-
-def sdpa(step: LayerCase, layers: int, device: str) -> Call:
-    q, k, v = (
-        torch.randn(
-            layers, step.requests, heads, step.context, WIDTH, device=device, dtype=torch.bfloat16
-        )
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-
-    def run() -> None:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-            for i in range(layers):
-                torch.nn.functional.scaled_dot_product_attention(
-                    q[i], k[i], v[i], is_causal=True, enable_gqa=True
-                )
-
-    return run
-
-
-def flash(step: LayerCase, rows: PagedRows, q_RND: Tensor, cache: Tensor) -> Call:
-    """Return the backend `flash_attn`, its gathering of keys and values included."""
-    backend = FlashPaged(
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=WIDTH,
-        context=step.context,
-        device=q_RND.device,
-        dtype=q_RND.dtype,
-        numerics="fast",
-    )
-    count = len(q_RND)
-    table = RowTable.allocate(count, 1)._replace(
-        position_R=rows.position_R, batch_slot_R=rows.batch_slot_R
-    )
-    planned = backend.planned(count, prompt_rows=count)
-    planned.plan(table, rows.page_table_QP)
-
-    def run() -> None:
-        for keys, values in cache:
-            planned(q_RND, keys, values)
-
-    return run
 
 
 def cases(names: Iterable[str], tile: int) -> Iterator[Case]:
@@ -191,4 +130,4 @@ def cases(names: Iterable[str], tile: int) -> Iterator[Case]:
 def run(args: argparse.Namespace) -> int:
     if unknown := [name for name in args.case if name not in SHAPES]:
         raise StartupError(f"no case {unknown[0]!r}; there are {', '.join(SHAPES)}")
-    return measure(args, "attention", cases(args.case or SHAPES, args.tile))
+    return measure(args, "attention", map(row_of, cases(args.case or SHAPES, args.tile)))

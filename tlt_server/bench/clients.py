@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         }
     summary = {**said, **figures(seen)}
     _print(console, summary)
-    finish(args, summary, on_gpu=args.device == "cuda")
+    finish(args, summary)
     return 1 if summary["texts_differing"] else 0
 
 

@@ -12,25 +12,20 @@ drafter: weights are random, and none are read or written.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import msgspec
 import torch
-from rich.console import Console
 
 from tlt_server.bench.columns import DECODE
-from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.padding.shapes import SHAPES, write_config
-from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
-from tlt_server.bench.steps import random_requests, time_prefill, time_steps
+from tlt_server.bench.record import finish, wide_console
+from tlt_server.bench.settings import described, settings_of
+from tlt_server.bench.steps import PROMPT, Row, StepCase, longest, measure
 from tlt_server.bench.tables import show
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.engine.start.assembly import assemble
 from tlt_server.errors import StartupError
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
@@ -38,15 +33,8 @@ from tlt_server.models.shards import values_of
 from tlt_server.models.split import WHOLE
 from tlt_server.process.machine import host_memory
 
-PROMPT, NEW = 128, 512  # tokens
-QUICK_NEW = 96
-LONG_NEW = 200  # after a long prompt
 PREFILLS = ((1, 4096), (8, 2048))  # prompts at once, tokens of each
 QUICK_PREFILLS = ((1, 512), (4, 256))
-ROUNDS = 5  # prefills per size; the median counts
-REACHABLE = 5120  # tokens of the longest of these requests, which bounds the tables
-
-Row = dict[str, Any]
 BY_NUMERICS = {"numerics": "{numerics}", **DECODE}
 PREFILL_COLUMNS = {
     "numerics": "{numerics}",
@@ -114,26 +102,13 @@ def _run(args: argparse.Namespace, settings: EngineSettings) -> int:
         max_rows=args.max_rows or (4096 if args.device == "cuda" else 512),
     )
     base = replace(base, max_model_len=longest(base.model, args.context))
+    cases = [StepCase(batch) for batch in batches]
+    cases += [StepCase(1, prompt=args.context)] if args.context else []
     sizes = QUICK_PREFILLS if args.quick else PREFILLS
-    prefills = sizes if args.prefill or args.against else ()
-    console = wide_console()
-    rows: list[Row] = []
-    prefill: list[Row] = []
-    kinds = [base.numerics, *([args.against] if args.against else [])]
-    total = len(kinds) * (1 + len(batches) + bool(args.context) + len(prefills))
-    with steps(console, total) as step:
-        for numerics in kinds:
-            found, read = measure(
-                replace(base, numerics=numerics),
-                batches,
-                args.context,
-                prefills,
-                quick=args.quick,
-                seed=args.seed,
-                on_part=step,
-            )
-            rows, prefill = rows + found, prefill + read
-    figures = {
+    names = [base.numerics, *([args.against] if args.against else [])]
+    kinds = [({"numerics": name}, replace(base, numerics=name)) for name in names]
+    rows, prefill = measure(args, kinds, cases, sizes if args.prefill or args.against else ())
+    figures: Row = {
         "bench": "decode",
         "quick": bool(args.quick),
         **described(base),
@@ -141,63 +116,15 @@ def _run(args: argparse.Namespace, settings: EngineSettings) -> int:
         "rows": rows,
         "prefill": prefill,
     }
+    console = wide_console()
+    show(console, "tlt bench decode: plain steps, medians", BY_NUMERICS, rows)
+    if prefill:
+        show(console, "prompts read by the engine", PREFILL_COLUMNS, prefill)
     if args.against:
         figures["price"] = prices(rows, prefill, base.numerics, args.against)
-    report(console, figures)
-    finish(args, figures, on_gpu=args.device == "cuda")
+        show(console, f"price of {base.numerics}", PRICE_COLUMNS, figures["price"])
+    finish(args, figures)
     return 0
-
-
-def longest(model: Path, context: int | None) -> int:
-    """The max_model_len of an engine for these requests; `StartupError` follows if the model has
-    fewer positions than asked for.
-    """
-    needed = (context or 0) + 2 * LONG_NEW
-    return needed if needed > REACHABLE else at_most_what_it_takes(model, REACHABLE)
-
-
-def measure(
-    settings: EngineSettings,
-    batches: tuple[int, ...],
-    context: int | None,
-    prefills: tuple[tuple[int, int], ...],
-    *,
-    quick: bool = False,
-    seed: int = 0,
-    on_part: Callable[[str], None] = lambda name: None,
-) -> tuple[list[Row], list[Row]]:
-    """Rows of decoding and of prefill on one engine, which is taken down again."""
-    engine, info = assemble(settings, make_device=LoadedOnce().device)
-    named: Row = {
-        "numerics": settings.numerics,
-        "fingerprint": msgspec.structs.asdict(info.fingerprint),
-    }
-    on_part("batch")
-    rows: list[Row] = []
-    for batch in batches:
-        timed = time_steps(
-            engine, random_requests(batch, PROMPT, QUICK_NEW if quick else NEW, seed=seed + batch)
-        )
-        rows.append({**named, "prompt": PROMPT, **timed.figures()})
-        on_part(f"batch {batch}, {settings.numerics}")
-    if context:
-        timed = time_steps(
-            engine, random_requests(1, context, LONG_NEW, seed=seed), max_steps=LONG_NEW // 2
-        )
-        rows.append({**named, "prompt": context, **timed.figures()})
-        on_part(f"context {context}, {settings.numerics}")
-    prefill: list[Row] = []
-    for prompts, length in prefills:
-        rate = time_prefill(
-            engine, prompts, length, rounds=2 if quick else ROUNDS, seed=seed + prompts
-        )
-        prefill.append(
-            {**named, "prompts": prompts, "length": length, "tokens_per_s": round(rate, 1)}
-        )
-        on_part(f"prefill {prompts} x {length}, {settings.numerics}")
-    del engine
-    release()
-    return rows, prefill
 
 
 def prices(rows: list[Row], prefill: list[Row], ours: str, other: str) -> list[Row]:
@@ -230,11 +157,3 @@ def prices(rows: list[Row], prefill: list[Row], ours: str, other: str) -> list[R
             }
         )
     return found
-
-
-def report(console: Console, figures: Row) -> None:
-    show(console, "tlt bench decode: plain steps, medians", BY_NUMERICS, figures["rows"])
-    if figures["prefill"]:
-        show(console, "prompts read by the engine", PREFILL_COLUMNS, figures["prefill"])
-    if "price" in figures:
-        show(console, f"price of {figures['numerics']}", PRICE_COLUMNS, figures["price"])

@@ -1,13 +1,11 @@
 """`tlt bench exchange`: what two GPUs take to exchange partial sums, at Qwen2.5-7B's width.
 
 Two processes, one per GPU, map each other's memory by CUDA IPC. Rank 0 reports, each section as
-soon as it is there: the time of a signal; plain reads and writes of the other GPU's memory; the
-fused exchange with residual and norm inside a CUDA graph, in each way that bytes may take
-(`tlt_kernels.gpu.exchange.Way`), against the norm alone on one GPU; small results gathered; partial
-sums of half a layer as one or two leaves, which is 56 or 112 programs; the price of a fold at one
-GPU's width; what exchanges cost between the matmuls of a step, and how long each GPU waits in them
-for the other; and NCCL's all-gather inside a graph. A rank that fails or is silent ends the bench;
-what is there is written.
+soon as it is there: the time of a signal; the fused exchange with residual and norm inside a CUDA
+graph, in each way that bytes may take (`tlt_kernels.gpu.exchange.Way`), against the norm alone on
+one GPU; small results gathered; what exchanges cost between the matmuls of a step, and how long
+each GPU waits in them for the other; and NCCL's all-gather inside a graph. A rank that fails or is
+silent ends the bench; what is there is written.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from typing import IO, Any
 import msgspec
 
 from tlt_kernels.parents import bound
-from tlt_server.bench.graph_time import require_gpu
-from tlt_server.bench.micro import say
+from tlt_server.bench.micro import require_gpu, say
 from tlt_server.bench.record import finish
 from tlt_server.models.environment import NO_MULTICAST
 from tlt_server.process.exits import exit_of

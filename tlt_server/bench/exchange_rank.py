@@ -4,6 +4,7 @@ prints one line per section, a JSON list of rows. Both compute the same in the s
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
@@ -14,19 +15,16 @@ from typing import Any
 
 import msgspec
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from tlt_client.channels.nccl import new_id
 from tlt_kernels.gpu.exchange import PeerWindows, Way, WindowSizes, way_of
-from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
 from tlt_server.bench.device_time import counted, on_device
-from tlt_server.bench.graph_time import captured
 from tlt_server.bench.matmul_chain import Chain, Inputs, Widths, step
+from tlt_server.bench.micro import captured, each
 from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.engine.exchange.gathered import GatheredPeers, rooms
 from tlt_server.engine.exchange.meeting import Meeting
@@ -42,7 +40,6 @@ MANY_ROWS = (*ROWS, 2048)
 CALLS = 2 * LAYERS  # exchanges in a graph; even, so that rooms alternate across replays
 MEETINGS = 1000
 BLOCK_WORDS = 5 * 75  # 20 bytes for each of a rank's blocks of 1024 tokens, per row
-COPY_WORDS = 2048  # per program of a plain copy
 LEAVES_OF_RANK = 2
 WARMING, REPEATS = 2, 15
 PROFILED = 20  # steps
@@ -99,54 +96,19 @@ def signals(rank: BenchRank) -> Iterator[Row]:
     yield {"what": "signal", "us": round(us, 3)}
 
 
-@triton.jit
-def _copy(source, target, X, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16) + x
-    copies = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16) + x
-    tl.store(copies, tl.load(words, mask=x < X), mask=x < X)
-
-
-def links(rank: BenchRank) -> Iterator[Row]:
-    """Time plain reads and writes of the other GPU's memory, by both at once."""
-    room, address = rank.peers.room(0), rank.peers.address_T.tolist()[1 - rank.number]
-    own, other = room.data_ptr(), address + room.data_ptr() - rank.peers.own.data_ptr()
-    scratch = torch.empty_like(room)
-    for rows in MANY_ROWS[3:]:
-        words = rows * HIDDEN
-        grid = (triton.cdiv(words, COPY_WORDS),)
-        runs = {
-            name: many(partial(_copied, grid, source, target, words), LAYERS)
-            for name, source, target in (
-                ("reads", other, scratch.data_ptr()),
-                ("writes", own, other),
-            )
-        }
-        for name, us in rank.times_us(f"links {rows}", runs).items():
-            each_us = us / LAYERS
-            gb_per_s = round(4e-3 * words / each_us, 1)
-            yield {"what": name, "rows": rows, "us": round(each_us, 2), "gb_per_s": gb_per_s}
-
-
-def _copied(grid: tuple[int], source: int, target: int, words: int, i: int) -> None:
-    _copy[grid](source, target, words, BLOCK=COPY_WORDS, num_warps=4)
-
-
-def many(call: Callable[[int], object], count: int = CALLS) -> Callable[[], None]:
+def many(call: Callable[[int], object]) -> Callable[[], None]:
     """Return the replay of a graph of calls, which get their number."""
 
     def run() -> None:
-        for i in range(count):
+        for i in range(CALLS):
             call(i)
 
     return captured(run)
 
 
 def fused(rank: BenchRank) -> Iterator[Row]:
-    for parts in (1, 2):
-        for rows in MANY_ROWS:
-            for way in Way:
-                yield fused_of(rank, parts, rows, way)
+    for parts, rows, way in itertools.product((1, 2), MANY_ROWS, Way):
+        yield fused_of(rank, parts, rows, way)
 
 
 def fused_of(rank: BenchRank, parts: int, rows: int, way: Way) -> Row:
@@ -187,61 +149,12 @@ def fused_of(rank: BenchRank, parts: int, rows: int, way: Way) -> Row:
 
 def gathered(rank: BenchRank) -> Iterator[Row]:
     for rows in ROWS:
-        yield gathered_of(rank, rows)
-
-
-def gathered_of(rank: BenchRank, rows: int) -> Row:
-    words = rows * BLOCK_WORDS
-    mine = [rank.peers.room(turn)[:words].view(torch.int32) for turn in range(2)]
-    out = torch.empty(RANKS, words, dtype=torch.int32, device=rank.device)
-    run = many(lambda i: rank.peers.gather(mine[i % 2], out))
-    us = rank.times_us(f"gathered {rows}", {"it": run})["it"]
-    return {"what": "gather", "rows": rows, "words": words, "us": round(us / CALLS, 2)}
-
-
-def halves(rank: BenchRank) -> Iterator[Row]:
-    """Time a rank's half of the o and down projections: as one leaf, as two that go to memory,
-    which is 112 programs instead of 56, and as two that a program adds.
-    """
-    yield from projections(rank, RANKS, ROWS, ((1, 1), (2, 2), (2, 1)))
-
-
-def folds(rank: BenchRank) -> Iterator[Row]:
-    """Time the o and down projections of one GPU, without and with a fold of two leaves."""
-    yield from projections(rank, 1, (64, 256, 2048), ((2, 2), (4, 2)))
-
-
-def projections(
-    rank: BenchRank, ranks: int, all_rows: tuple[int, ...], cuts: tuple[tuple[int, int], ...]
-) -> Iterator[Row]:
-    """Time each number of leaves and of partial sums."""
-    for name, inputs in (("o", HIDDEN // ranks), ("down", SHAPE.intermediate // ranks)):
-        weights = [
-            rank.normal(HIDDEN, inputs, seed=i).to(torch.bfloat16) * 0.02 for i in range(LAYERS)
-        ]
-        for rows in all_rows:
-            us = projection_us(rank, f"{name} of {ranks}", weights, rows, cuts)
-            for (leaves, parts), time_us in zip(cuts, us, strict=True):
-                yield {
-                    "what": f"partials of {name}",
-                    "ranks": ranks,
-                    "rows": rows,
-                    "leaves": leaves,
-                    "parts": parts,
-                    "us": round(time_us / LAYERS, 2),
-                }
-
-
-def projection_us(
-    rank: BenchRank, name: str, weights: list[Tensor], rows: int, cuts: tuple[tuple[int, int], ...]
-) -> list[float]:
-    x = rank.normal(rows, weights[0].shape[1], seed=rows).to(torch.bfloat16)
-
-    def run(leaves: int, parts: int, i: int) -> Tensor:
-        return partials(x, weights[i], leaves=leaves, parts=parts)
-
-    runs = {str(cut): many(partial(run, *cut), LAYERS) for cut in cuts}
-    return [*rank.times_us(f"{name}, {rows} rows", runs).values()]
+        words = rows * BLOCK_WORDS
+        rooms = [rank.peers.room(turn)[:words].view(torch.int32) for turn in range(2)]
+        out = torch.empty(RANKS, words, dtype=torch.int32, device=rank.device)
+        calls = [partial(rank.peers.gather, room, out) for room in rooms]
+        us = rank.times_us(f"gathered {rows}", {"it": captured(each(calls, CALLS).run)})["it"]
+        yield {"what": "gather", "rows": rows, "words": words, "us": round(us / CALLS, 2)}
 
 
 def nccl(rank: BenchRank) -> Iterator[Row]:
@@ -258,8 +171,8 @@ def nccl_of(rank: BenchRank, peers: GatheredPeers, rows: int) -> Row:
     shape = 1, rows, HIDDEN
     all_TRH = torch.cat([rank.normal(*shape, seed=each) for each in range(RANKS)])
     part = [peers.room(i)[: rows * HIDDEN].view(shape) for i in range(2)]
-    for each in part:
-        each.copy_(all_TRH[rank.number : rank.number + 1])
+    for one in part:
+        one.copy_(all_TRH[rank.number : rank.number + 1])
     residual, whole = (torch.zeros(rows, HIDDEN, device=rank.device) for _ in range(2))
     out = torch.empty(rows, HIDDEN, device=rank.device, dtype=torch.bfloat16)
 
@@ -303,7 +216,7 @@ def waits(rank: BenchRank) -> Iterator[Row]:
         }
 
 
-SECTIONS = (signals, links, fused, gathered, halves, folds, waits, nccl)
+SECTIONS = (signals, fused, gathered, waits, nccl)
 
 
 def main(folder: Path, number: int) -> None:

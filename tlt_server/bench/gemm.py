@@ -10,11 +10,10 @@ leaves in o and down projections take turns.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from tlt_server.bench.graph_time import captured, in_turns, require_gpu
 from tlt_server.bench.matmul_chain import (
     SAMPLED,
     Chain,
@@ -25,9 +24,8 @@ from tlt_server.bench.matmul_chain import (
     cublas,
     step,
 )
-from tlt_server.bench.micro import READ_BYTES_PER_S, say
-from tlt_server.bench.padding.shapes import SHAPES
-from tlt_server.bench.record import finish
+from tlt_server.bench.micro import READ_BYTES_PER_S, Call, captured, in_turns, measure
+from tlt_server.bench.padding.shapes import SHAPES, Shape
 from tlt_server.errors import StartupError
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.sums import OWN_SUMS
@@ -45,48 +43,45 @@ def run(args: argparse.Namespace) -> int:
             f"--leaves is {unsuited[0]} and --tensor-parallel {ranks}, and {args.shape} has "
             f"{shape.heads} heads: every rank has as many leaves, each of whole heads; use {named}"
         )
-    require_gpu()
-    chain = Chain(Widths.of(shape, ranks))
-    found = []
-    for rows in args.rows:
-        for figures in _timed(chain, rows, all_leaves, ranks):
-            found.append(figures)
-            say({**figures, **rates(chain.widths, figures)})
     sizes = {"layers": shape.layers, "hidden": shape.hidden}
-    figures = {"bench": "products", "tensor_parallel": ranks, "shape": sizes, "rows": found}
-    finish(args, figures, on_gpu=True)
-    return 0
+    rows = timed(shape, args.rows, all_leaves, ranks)
+    return measure(args, "products", rows, tensor_parallel=ranks, shape=sizes)
 
 
-def _timed(
-    chain: Chain, rows: int, all_leaves: tuple[int, ...], ranks: int
-) -> list[dict[str, Any]]:
-    inputs = Inputs(chain.widths, rows)
-    runs: dict[tuple[str, int], Callable[[], object]] = {
-        ("cublas", 0): captured(partial(cublas, chain, inputs))
-    }
-    for leaves in all_leaves:
-        matmuls = StrictMatmuls(leaves // ranks)
-        sums = (
-            OWN_SUMS if ranks == 1 else LoneRank(ranks, leaves // ranks, rows, chain.widths.hidden)
-        )
-        runs["step", leaves] = captured(partial(step, chain, inputs, matmuls, sums))
-        runs["alone", leaves] = captured(partial(alone, chain, inputs, matmuls, sums))
-    ms = in_turns(runs)
+def timed(
+    shape: Shape, all_rows: Sequence[int], all_leaves: Sequence[int], ranks: int
+) -> Iterator[dict[str, Any]]:
+    chain = Chain(Widths.of(shape, ranks))
     floor_ms = chain.widths.bytes / READ_BYTES_PER_S * 1e3
-    return [
-        {
-            "rows": rows,
-            "leaves": leaves,
-            "step_ms": round(ms["step", leaves], 4),
-            "products_ms": round(ms["alone", leaves], 4),
-            "floor_ms": round(floor_ms, 4),
-            "cublas_ms": round(ms["cublas", 0], 4),
-            "of_floor": round(ms["alone", leaves] / floor_ms, 3),
-            "of_cublas": round(ms["alone", leaves] / ms["cublas", 0], 3),
-        }
-        for leaves in all_leaves
-    ]
+    for rows in all_rows:
+        ms = _times(chain, rows, all_leaves, ranks)
+        for leaves in all_leaves:
+            step_ms, alone_ms, cublas_ms = ms["step", leaves], ms["alone", leaves], ms["cublas", 0]
+            figures = {
+                "rows": rows,
+                "leaves": leaves,
+                "step_ms": round(step_ms, 4),
+                "products_ms": round(alone_ms, 4),
+                "floor_ms": round(floor_ms, 4),
+                "cublas_ms": round(cublas_ms, 4),
+                "of_floor": round(alone_ms / floor_ms, 3),
+                "of_cublas": round(alone_ms / cublas_ms, 3),
+            }
+            yield {**figures, **rates(chain.widths, figures)}
+
+
+def _times(
+    chain: Chain, rows: int, all_leaves: Sequence[int], ranks: int
+) -> dict[tuple[str, int], float]:
+    inputs, hidden = Inputs(chain.widths, rows), chain.widths.hidden
+    runs: dict[tuple[str, int], Call] = {("cublas", 0): captured(partial(cublas, chain, inputs))}
+    for leaves in all_leaves:
+        own = leaves // ranks
+        sums = OWN_SUMS if ranks == 1 else LoneRank(ranks, own, rows, hidden)
+        both = chain, inputs, StrictMatmuls(own), sums
+        runs["step", leaves] = captured(partial(step, *both))
+        runs["alone", leaves] = captured(partial(alone, *both))
+    return in_turns(runs)
 
 
 def rates(widths: Widths, figures: dict[str, Any]) -> dict[str, float]:

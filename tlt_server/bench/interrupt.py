@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         "parkings": trainer["parkings"],
         "trained_steps": trainer["steps"],
     }
-    finish(args, figures, on_gpu=args.device == "cuda")
+    finish(args, figures)
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,7 @@ from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.exact_plan import ADAPTERS
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
-from tlt_server.bench.steps import random_requests, time_steps
+from tlt_server.bench.steps import in_turns, random_requests, ratio
 from tlt_server.bench.tables import show
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.start.assembly import assemble
@@ -53,20 +54,18 @@ def run(args: argparse.Namespace) -> int:
                 settings = replace(base, weight_root=Path(root), max_lora_rank=rank)
                 engine, _ = assemble(settings, make_device=source.device)
                 load_adapters(engine)
-            for strategy in strategies:
-                for batch in batches:
-                    step(f"rank {rank}, {strategy.name}, batch {batch}")
-                    requests = random_requests(batch, PROMPT, new, seed=args.seed + batch)
-                    compared = against_none(engine, requests, strategy)
-                    rows.append(
-                        {"rank": rank, "strategy": strategy.name, "batch": batch, **compared}
-                    )
+            for strategy, batch in product(strategies, batches):
+                step(f"rank {rank}, {strategy.name}, batch {batch}")
+                requests = random_requests(batch, PROMPT, new, seed=args.seed + batch)
+                compared = against_none(engine, requests, strategy)
+                named = {"rank": rank, "strategy": strategy.name, "batch": batch}
+                rows.append({**named, **compared})
             del engine
             release()
     figures = {"bench": "lora", "quick": bool(args.quick), **described(base)}
     figures |= {"prompt": PROMPT, "new": new, "rows": rows}
     show(console, "tlt bench lora", LORA, rows)
-    finish(args, figures, on_gpu=args.device == "cuda")
+    finish(args, figures)
     return 0
 
 
@@ -78,17 +77,11 @@ def against_none(
         msgspec.structs.replace(request, lora=ADAPTERS[1:][i % (len(ADAPTERS) - 1)])
         for i, request in enumerate(requests)
     ]
-    for each in (requests, adapted):  # records graphs
-        time_steps(engine, each, strategy, max_steps=STEPS)
-    pairs = [
-        (
-            time_steps(engine, requests, strategy, max_steps=STEPS).step_ms,
-            time_steps(engine, adapted, strategy, max_steps=STEPS).step_ms,
-        )
-        for _ in range(ROUNDS)
-    ]
+    ways = {"plain": requests, "adapted": adapted}
+    found = in_turns(engine, ways, strategy, ROUNDS, max_steps=STEPS)
     return {
-        "plain_ms": statistics.median(plain for plain, _ in pairs),
-        "adapted_ms": statistics.median(mine for _, mine in pairs),
-        "ratio": statistics.median(mine / plain for plain, mine in pairs),
+        **{
+            f"{way}_ms": statistics.median(t.step_ms for t in times) for way, times in found.items()
+        },
+        "ratio": ratio(found["adapted"], found["plain"], lambda timed: timed.step_ms),
     }

@@ -1,21 +1,75 @@
 """Benches of single kernels on a GPU: a table of cases, one loop that times them, one writer.
 
-Every figure is the time of a call inside a CUDA graph of many calls. A case's tensors are made when
-its turn comes and dropped after it.
+Every figure is the time of a call inside a CUDA graph of many calls, by events; what is compared
+takes turns. A case's tensors are made when its turn comes and dropped after it.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from tlt_server.bench.graph_time import microseconds, require_gpu
+import torch
+
 from tlt_server.bench.record import finish
+from tlt_server.errors import StartupError
 
 READ_BYTES_PER_S = 4.3e12  # what a copy reaches on an H200
+WARMING = 2  # runs that are not counted
+Name = TypeVar("Name", bound=Hashable)
 Call = Callable[[], object]
+
+
+def require_gpu(count: int = 1) -> None:
+    """`StartupError` unless torch sees that many."""
+    if not torch.cuda.is_available():
+        raise StartupError(
+            "torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)"
+        )
+    if torch.cuda.device_count() < count:
+        raise StartupError(
+            f"torch sees {torch.cuda.device_count()} GPU; run this on a machine with {count} "
+            "(CUDA_VISIBLE_DEVICES hides others)"
+        )
+
+
+def in_turns(runs: Mapping[Name, Call], repeats: int = 15) -> dict[Name, float]:
+    """Return medians in ms. The runs take turns, so a GPU that slows down under load slows all."""
+    times: dict[Name, list[float]] = {name: [] for name in runs}
+    for _ in range(WARMING + repeats):
+        for name, run in runs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(values[WARMING:]) for name, values in times.items()}
+
+
+def captured(function: Call) -> Callable[[], None]:
+    """Return its replay. It runs once uncaptured, so that nothing is compiled in the capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            function()
+    torch.cuda.synchronize()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def milliseconds(function: Call, repeats: int = 15) -> float:
+    return in_turns({"it": captured(function)}, repeats)["it"]
+
+
+def microseconds(function: Call, repeats: int = 15) -> float:
+    return 1e3 * milliseconds(function, repeats)
 
 
 class TimedCalls(NamedTuple):
@@ -58,13 +112,16 @@ def say(row: Mapping[str, object]) -> None:
     print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
 
-def measure(args: argparse.Namespace, bench: str, cases: Iterable[Case], **about: object) -> int:
-    """Time all cases, print a line of each, and write them; `about` describes the bench."""
+def measure(
+    args: argparse.Namespace, bench: str, rows: Iterable[Mapping[str, Any]], **about: object
+) -> int:
+    """Print a line of each row as soon as it is there, and write them; `about` describes the bench.
+    `StartupError` without a GPU.
+    """
     require_gpu()
-    rows = []
-    for case in cases:
-        rows.append(row_of(case))
-        say(rows[-1])
-        del case  # the next one allocates its own tensors
-    finish(args, {"bench": bench, **about, "rows": rows}, on_gpu=True)
+    found = []
+    for row in rows:
+        found.append(row)
+        say(row)
+    finish(args, {"bench": bench, **about, "rows": found}, on_gpu=True)
     return 0

@@ -12,7 +12,7 @@ import torch
 
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.norm import add_rms_norm, embed_norms, embed_rms_norm, rms_norm
-from tlt_server.bench.micro import Call, Case, each, floor_us, measure
+from tlt_server.bench.micro import Case, each, floor_us, measure, row_of
 
 HIDDEN, VOCABULARY, EPS = 3584, 152_064, 1e-6
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
@@ -29,42 +29,28 @@ def cases(
     weight = torch.ones(hidden, device=device).bfloat16()
     embedding = torch.randn(vocabulary, hidden, device=device).bfloat16()
     for rows in all_rows:
-        values = rows * hidden
-        moved = {  # bytes by one call
-            "rms_norm": values * (4 + 2),
-            "add_rms_norm": values * (4 * PARTS + 8 + 2),
-            "embed_rms_norm": values * (2 + 4 + 2),
-            "embed_norms": values * (2 + 4 + 4),
-        }
-        for name, call in calls(rows, weight, embedding).items():
-            floor = {"floor_us": floor_us(moved[name])}
-            yield Case({"norm": name, "rows": rows}, {"us": each(call, CALLS)}, floor)
+        for name, (moved, call) in norms(rows, weight, embedding).items():
+            timed = {"us": each([partial(call, i) for i in range(ROTATED)], CALLS)}
+            floor = {"floor_us": floor_us(moved * rows * hidden)}
+            yield Case({"norm": name, "rows": rows}, timed, floor)
 
 
-def calls(rows: int, weight: torch.Tensor, embedding: torch.Tensor) -> dict[str, list[Call]]:
-    """Return each norm, on different tensors."""
+def norms(
+    rows: int, weight: torch.Tensor, embedding: torch.Tensor
+) -> dict[str, tuple[int, Callable[[int], object]]]:
+    """Return the bytes that each norm moves per value, and its call on the i-th tensors."""
     device, (vocabulary, hidden) = weight.device, embedding.shape
-
-    def rotated(make: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        return [make() for _ in range(ROTATED)]
-
-    parts = rotated(lambda: torch.randn(PARTS, rows, hidden, device=device))
-    residuals = rotated(lambda: torch.randn(rows, hidden, device=device))
-    tokens = rotated(
-        lambda: torch.randint(0, vocabulary, (rows,), device=device, dtype=torch.int32)
-    )
+    parts = torch.randn(ROTATED, PARTS, rows, hidden, device=device)
+    x = torch.randn(ROTATED, rows, hidden, device=device)
+    ids = torch.randint(0, vocabulary, (ROTATED, rows), device=device, dtype=torch.int32)
+    both = weight, EPS
     return {
-        "rms_norm": [partial(rms_norm, x, weight, EPS) for x in residuals],
-        "add_rms_norm": [
-            partial(add_rms_norm, p, x, weight, EPS) for p, x in zip(parts, residuals, strict=True)
-        ],
-        "embed_rms_norm": [partial(embed_rms_norm, t, embedding, weight, EPS) for t in tokens],
-        "embed_norms": [
-            partial(embed_norms, t, embedding, weight, x, weight, EPS)
-            for t, x in zip(tokens, residuals, strict=True)
-        ],
+        "rms_norm": (4 + 2, lambda i: rms_norm(x[i], *both)),
+        "add_rms_norm": (4 * PARTS + 8 + 2, lambda i: add_rms_norm(parts[i], x[i], *both)),
+        "embed_rms_norm": (2 + 4 + 2, lambda i: embed_rms_norm(ids[i], embedding, *both)),
+        "embed_norms": (2 + 4 + 4, lambda i: embed_norms(ids[i], embedding, weight, x[i], *both)),
     }
 
 
 def run(args: argparse.Namespace) -> int:
-    return measure(args, "norms", cases(), shape={"hidden": HIDDEN})
+    return measure(args, "norms", map(row_of, cases()), shape={"hidden": HIDDEN})

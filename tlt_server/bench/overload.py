@@ -233,7 +233,7 @@ def report(
         "untyped_sheds": sum(phase.untyped_sheds for phase in phases.values()),
         "missed": missed + faults,
     }
-    finish(args, summary, on_gpu=args.device == "cuda")
+    finish(args, summary)
     return 1 if faults or (missed and not args.quick) else 0
 
 

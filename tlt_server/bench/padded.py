@@ -17,9 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tlt_server.bench.graph_time import require_gpu
-from tlt_server.bench.micro import say
-from tlt_server.bench.record import finish
+from tlt_server.bench.micro import measure, require_gpu
 from tlt_server.demo.workload import TARGET, problems_as_requests
 
 ANSWERS, LENGTH = (2, 3, 5, 8), 200  # problems, tokens of each answer
@@ -32,19 +30,11 @@ def model(target: Path, dtype: torch.dtype) -> Any:
 
 def answers(small: Any) -> list[Tensor]:
     """Prompts with the small target's greedy answers, each [1, prompt + LENGTH]."""
-    found = []
+    found, how = [], {"do_sample": False, "min_new_tokens": LENGTH, "max_new_tokens": LENGTH}
     for number in ANSWERS:
         (request,) = problems_as_requests(TARGET, 1, group=1, seed=number)
         prompt = torch.tensor([request.token_ids], device="cuda")
-        found.append(
-            small.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                min_new_tokens=LENGTH,
-                max_new_tokens=LENGTH,
-            )
-        )
+        found.append(small.generate(prompt, attention_mask=torch.ones_like(prompt), **how))
     return found
 
 
@@ -69,23 +59,18 @@ def run(args: argparse.Namespace) -> int:
         small = model(TARGET, torch.float32)
         texts, vocab = answers(small), small.config.vocab_size
         expected_PV = logits(small, texts, vocab)
-        rows = []
-        for name, target in (("small", TARGET), ("padded", args.pair / "target")):
-            rows.append(
-                {
-                    "target": name,
-                    **compared(logits(model(target, torch.bfloat16), texts, vocab), expected_PV),
-                }
-            )
-            say(rows[-1])
+        rows = [
+            {
+                "target": name,
+                **compared(logits(model(target, torch.bfloat16), texts, vocab), expected_PV),
+            }
+            for name, target in (("small", TARGET), ("padded", args.pair / "target"))
+        ]
     large = transformers.AutoConfig.from_pretrained(args.pair / "target")
-    figures = {
-        "bench": "padded",
+    about = {
         "shape": {"layers": large.num_hidden_layers, "hidden": large.hidden_size},
         "dtype": "bfloat16",
         "positions": len(expected_PV),
         "largest_logit": round(expected_PV.abs().max().item(), 1),
-        "rows": rows,
     }
-    finish(args, figures, on_gpu=True)
-    return 0
+    return measure(args, "padded", rows, **about)

@@ -26,9 +26,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.attention.rows import KVCache
-from tlt_server.bench.graph_time import in_turns, require_gpu
-from tlt_server.bench.micro import say
-from tlt_server.bench.record import finish
+from tlt_server.bench.micro import in_turns, measure
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import RowTensors
@@ -186,7 +184,8 @@ def use(model: GpuDecoder, matmuls: StrictMatmuls) -> None:
         layer.self_attention.matmuls = layer.mlp.matmuls = matmuls
 
 
-def measure() -> Iterator[dict[str, Any]]:
+@torch.inference_mode()
+def timed() -> Iterator[dict[str, Any]]:
     model = decoder()
     config = model.config
     cache = KVCache(
@@ -202,16 +201,8 @@ def measure() -> Iterator[dict[str, Any]]:
     for prompts, length in PROMPTS:
         together = STEP_ROWS // length
         step, steps = Step(together, length, model, cache), prompts // together
-        runs: dict[str, Callable[[], None]] = {
-            numerics: partial(step.ours, numerics) for numerics in MATMULS
-        }
-        found = in_turns(
-            {
-                name: partial(times, steps, run)
-                for name, run in {**runs, LIBRARIES: step.theirs}.items()
-            },
-            REPEATS,
-        )
+        runs = {name: partial(times, steps, partial(step.ours, name)) for name in MATMULS}
+        found = in_turns({**runs, LIBRARIES: partial(times, steps, step.theirs)}, REPEATS)
         for name, ms in found.items():
             yield {
                 "with": name,
@@ -224,12 +215,5 @@ def measure() -> Iterator[dict[str, Any]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_gpu()
-    rows = []
-    with torch.inference_mode():
-        for row in measure():
-            rows.append(row)
-            say(row)
     shape = {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]}
-    finish(args, {"bench": "prefill", "shape": shape, "rows": rows}, on_gpu=True)
-    return 0
+    return measure(args, "prefill", timed(), shape=shape)

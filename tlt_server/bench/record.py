@@ -68,31 +68,26 @@ def steps(console: Console, total: int, first: str = "load") -> Iterator[Callabl
         yield lambda name: progress.update(task, advance=1, description=name)
 
 
-def finish(
-    args: argparse.Namespace,
-    figures: Mapping[str, Any],
-    *,
-    on_gpu: bool,
-    recorded_on: str = "",
-    program: str = "tlt",
-) -> None:
-    """Print the figures as one line of JSON, and write the file of `--json`. recorded_on: the
-    machine whose rollout the figures are of, if it is not this one.
-    """
+def finish(args: argparse.Namespace, figures: Mapping[str, Any], **how: Any) -> None:
+    """Print the figures as one line of JSON, and `save` them."""
     print(msgspec.json.encode(figures).decode(), flush=True)
-    save(args, figures, on_gpu=on_gpu, recorded_on=recorded_on, program=program)
+    save(args, figures, **how)
 
 
 def save(
     args: argparse.Namespace,
     figures: Mapping[str, Any],
     *,
-    on_gpu: bool,
+    on_gpu: bool | None = None,
     recorded_on: str = "",
     program: str = "tlt",
 ) -> None:
-    """Write the file of `--json`, if it is asked for; a long bench does so before it has ended."""
+    """Write the file of `--json`, if it is asked for; a long bench does so before it has ended.
+    on_gpu: whether GPUs were used [default as `--device` says]. recorded_on: the machine whose
+    rollout the figures are of, if it is not this one.
+    """
     if args.json:
+        on_gpu = args.device == "cuda" if on_gpu is None else on_gpu
         command = f"{program} {shlex.join(without_folder(argument) for argument in sys.argv[1:])}"
         entry = entry_of(figures, command, on_gpu=on_gpu, commit=args.commit)
         write_entry(args.json, entry | ({"machine": recorded_on} if recorded_on else {}))
@@ -149,18 +144,9 @@ def commit_here() -> str:
     uncommitted changes, results aside.
     """
     git = ["git", "-C", str(Path(__file__).parents[2])]
+    files = (":/", ":(exclude,top)benchmarks/results")
     name = _output_of([*git, "rev-parse", "--short", "HEAD"])
-    changed = _output_of(
-        [
-            *git,
-            "status",
-            "--porcelain",
-            "--untracked-files=no",
-            "--",
-            ":/",
-            ":(exclude,top)benchmarks/results",
-        ]
-    )
+    changed = _output_of([*git, "status", "--porcelain", "--untracked-files=no", "--", *files])
     return name + "+" * bool(changed) if name else "unknown"
 
 
@@ -176,12 +162,8 @@ def _gpus() -> str:
 def _driver() -> str:
     if DRIVER.exists() and (found := re.search(r"\b(\d+\.\d+(\.\d+)?)\b", DRIVER.read_text())):
         return found[1]
-    return (
-        _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition(
-            "\n"
-        )[0]
-        or "unknown"
-    )
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _output_of(asked).partition("\n")[0] or "unknown"
 
 
 def _output_of(command: list[str]) -> str:

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         "runs_s": {run.policy: round(run.seconds, 3) for run in record.header.runs},
         "bytes": args.out.stat().st_size,
     }
-    finish(args, report, on_gpu=args.device == "cuda")
+    finish(args, report)
     return 0
 
 

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             for _, workload, arm in turns:
                 seen.setdefault((workload.name, arm), []).append(play(seed, workload, arm))
             said["seeds"] = [*said["seeds"], seed]
-            save(args, {**said, **figures(seen, args.pair)}, on_gpu=args.device == "cuda")
+            save(args, {**said, **figures(seen, args.pair)})
         later = play(*once)
     summary = {
         **said,
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     }
     summary["responses_differing"] += later.digest != first.digest
     _print(console, summary)
-    finish(args, summary, on_gpu=args.device == "cuda")
+    finish(args, summary)
     return 1 if summary["responses_differing"] else 0
 
 

@@ -20,7 +20,7 @@ from tlt_kernels.gpu.edits import edit
 from tlt_kernels.gpu.report import score
 from tlt_kernels.gpu.sampling import sample
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
-from tlt_server.bench.micro import Case, each, measure
+from tlt_server.bench.micro import Case, each, measure, row_of
 
 VOCABULARY, DRAFT_VOCABULARY = 152_064, 32_000
 SEEN = 1000  # different tokens in the text of a penalised sequence
@@ -155,4 +155,4 @@ class SamplingBench:
 
 
 def run(args: argparse.Namespace) -> int:
-    return measure(args, "sampling", SamplingBench().cases())
+    return measure(args, "sampling", map(row_of, SamplingBench().cases()))

@@ -1,22 +1,31 @@
-"""Times of engine steps, as the host sees them, for `tlt bench decode` and `tlt bench cycle`.
+"""Times of engine steps, as the host sees them, for the benches whose engine runs in this process.
 
-One engine in this process takes requests straight into the loop. Full-batch decode steps are timed
-from the end of one to the end of the next, with all that the loop does in between; the figure is
-their median. Text, HTTP and the link to a server's other process are not in it.
+Requests go straight into the loop. Full-batch decode steps are timed from the end of one to the end
+of the next, with all that the loop does in between; the figure is their median. Text, HTTP and the
+link to a server's other process are not in it.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
+from tlt_server.bench.engines import LoadedOnce, release
+from tlt_server.bench.record import steps, wide_console
+from tlt_server.bench.settings import at_most_what_it_takes
+from tlt_server.demo.workload import problems_as_requests
 from tlt_server.engine.loop import Engine
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.start.assembly import assemble
 from tlt_server.errors import EngineFailed
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.wire.commands import Abort, Submit
@@ -24,7 +33,16 @@ from tlt_server.wire.records import OFF, Cycle, GenerateRequest, Sampling, Strat
 
 SETTLE = 8  # steps at full batch before any is timed
 BRIEFLY = 3  # the same where requests take turns
+PROMPT, NEW = 128, 512  # tokens
+LONG_NEW, LONG_STEPS = 200, 100  # tokens and timed steps after a long prompt
+STEPS, QUICK_STEPS = 400, 60  # timed
+REACHABLE = 5120  # tokens of the longest of these requests, which bounds the tables
+PROBLEMS, QUICK_PROBLEMS, ANSWER = 32, 4, 256  # demo problems, and tokens of an answer
+PROFILED = 20  # steps
+PROBLEM: Literal["problem"] = "problem"
+PREFILLS, QUICK_PREFILLS = 5, 2  # rounds; the median counts
 FIRST_IDS = 512  # random prompts use the first token ids, which every vocabulary has
+Row = dict[str, Any]
 
 
 class Timed(NamedTuple):
@@ -39,7 +57,7 @@ class Timed(NamedTuple):
     rate: float  # tokens per second of the whole batch, over all timed steps
     accept_length: float  # tokens per request and step
 
-    def figures(self) -> dict[str, object]:
+    def figures(self) -> Row:
         """Return the figures as benches write them."""
         low, high = self.quartiles_ms
         return {
@@ -52,6 +70,106 @@ class Timed(NamedTuple):
             "tokens_per_s": round(self.rate, 1),
             "accept_length": round(self.accept_length, 3),
         }
+
+
+class StepCase(NamedTuple):
+    """A batch under one strategy, after random prompts or with problems of the demo task."""
+
+    batch: int
+    strategy: Strategy = OFF
+    prompt: int | Literal["problem"] = PROMPT  # tokens
+
+    @property
+    def name(self) -> str:
+        return f"batch {self.batch}, {self.strategy.name}, prompt {self.prompt}"
+
+
+def measure(
+    args: argparse.Namespace,
+    kinds: Sequence[tuple[Row, EngineSettings]],
+    cases: Sequence[StepCase],
+    prefills: Sequence[tuple[int, int]] = (),
+) -> tuple[list[Row], list[Row]]:
+    """Time all cases, then prefills (prompts at once, tokens of each), on one engine per kind;
+    return the rows of both, each with the kind's name and fingerprint.
+    """
+    rows, read = list[Row](), list[Row]()
+    with steps(wide_console(), len(kinds) * (1 + len(cases) + len(prefills))) as step:
+        for named, settings in kinds:
+            engine, info = assemble(settings, make_device=LoadedOnce().device)
+            about = {**named, "fingerprint": msgspec.structs.asdict(info.fingerprint)}
+            for case in cases:
+                step(case.name)
+                figures = _figures(engine, settings, case, quick=args.quick, seed=args.seed)
+                rows.append({**about, "prompt": case.prompt, **figures})
+            for prompts, length in prefills:
+                step(f"prefill {prompts} x {length}")
+                rounds = QUICK_PREFILLS if args.quick else PREFILLS
+                rate = time_prefill(engine, prompts, length, rounds=rounds, seed=args.seed)
+                size = {"prompts": prompts, "length": length, "tokens_per_s": round(rate, 1)}
+                read.append({**about, **size})
+            step("load")
+            del engine
+            release()
+    return rows, read
+
+
+def _figures(
+    engine: Engine, settings: EngineSettings, case: StepCase, *, quick: bool, seed: int
+) -> Row:
+    most, capturing = QUICK_STEPS if quick else STEPS, settings.feature_ring is not None
+
+    def requests(seed: int) -> list[GenerateRequest]:
+        if case.prompt == PROBLEM:
+            count = QUICK_PROBLEMS if quick else PROBLEMS
+            found = problems_as_requests(
+                settings.model, count, group=1, seed=seed, max_tokens=ANSWER
+            )
+        else:
+            new = NEW if case.prompt == PROMPT else LONG_NEW
+            found = random_requests(case.batch, case.prompt, new, seed=seed)
+        return [msgspec.structs.replace(each, train=capturing) for each in found]
+
+    if case.prompt == PROBLEM:
+        return time_in_turn(engine, requests(seed), case.strategy, max_steps=most).figures()
+    most = most if case.prompt == PROMPT else min(most, LONG_STEPS)
+    figures = time_steps(engine, requests(seed), case.strategy, max_steps=most).figures()
+    if settings.device == "cuda" and case.strategy != OFF:
+        from tlt_server.bench.device_time import profile
+
+        figures |= profile(engine, requests(seed + 1), case.strategy, steps=PROFILED).figures()
+    return figures
+
+
+def longest(model: Path, context: int | None) -> int:
+    """Return the max_model_len of an engine for these requests; `StartupError` follows if the model
+    has fewer positions than asked for.
+    """
+    needed = (context or 0) + 2 * LONG_NEW
+    return needed if needed > REACHABLE else at_most_what_it_takes(model, REACHABLE)
+
+
+def in_turns(
+    engine: Engine,
+    ways: Mapping[str, list[GenerateRequest]],
+    strategy: Strategy,
+    rounds: int,
+    **how: int,
+) -> dict[str, list[Timed]]:
+    """Time batches in turns, after one run of each that compiles and records graphs."""
+    for requests in ways.values():
+        time_steps(engine, requests, strategy, **how)
+    found: dict[str, list[Timed]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, requests in ways.items():
+            found[name].append(time_steps(engine, requests, strategy, **how))
+    return found
+
+
+def ratio(found: Sequence[Timed], base: Sequence[Timed], of: Callable[[Timed], float]) -> float:
+    """Return the median over rounds of a figure over the same one of a base."""
+    pairs = zip(found, base, strict=True)
+    return statistics.median(of(one) / of(other) for one, other in pairs)
 
 
 class _Steps(NamedTuple):
@@ -80,14 +198,15 @@ def time_steps(
     requests: list[GenerateRequest],
     strategy: Strategy = OFF,
     *,
-    max_steps: int = 400,
+    max_steps: int = STEPS,
+    settle: int = SETTLE,
 ) -> Timed:
     """Run these requests as one batch until the first ends or `max_steps` are timed, then abort."""
-    return _timed(len(requests), strategy, [_steps(engine, requests, strategy, max_steps, SETTLE)])
+    return _timed(len(requests), strategy, [_steps(engine, requests, strategy, max_steps, settle)])
 
 
 def time_in_turn(
-    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, max_steps: int = 400
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, max_steps: int = STEPS
 ) -> Timed:
     """The same at batch 1, one request after another, each to its own end."""
     found: list[_Steps] = []

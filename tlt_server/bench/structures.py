@@ -14,21 +14,21 @@ import json
 import statistics
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from tlt_server.bench.columns import STRUCTURES
-from tlt_server.bench.engines import LoadedOnce, adopt
+from tlt_server.bench.engines import LoadedOnce
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
-from tlt_server.bench.steps import random_requests
+from tlt_server.bench.steps import in_turns, random_requests, ratio
 from tlt_server.bench.tables import show
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.start.assembly import assemble
 from tlt_server.grammars.compiler import Compiler
-from tlt_server.wire.commands import SetPolicy, Submit
 from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import OFF, GenerateRequest, Grammar, Strategy
 
@@ -64,16 +64,12 @@ def run(args: argparse.Namespace) -> int:
     console, rows = wide_console(), list[dict[str, Any]]()
     strategies = STRATEGIES[args.device] if "eagle" in settings.drafters else (OFF,)
     with steps(console, 1 + len(batches) * len(strategies)) as step:
-        engine, info = assemble(settings, make_device=LoadedOnce().device)
-        for strategy in strategies:
-            named = SetPolicy("fixed", strategy) if strategy.drafter else SetPolicy("off")
-            adopt(engine, named)
-            for batch in batches:
-                step(f"{strategy.name}, batch {batch}")
-                requests = random_requests(batch, PROMPT, new, seed=args.seed)
-                rows.append(
-                    {"strategy": strategy.name, "batch": batch, **compared(engine, requests)}
-                )
+        engine, info = assemble(settings, make_device=LoadedOnce(strategies).device)
+        for strategy, batch in product(strategies, batches):
+            step(f"{strategy.name}, batch {batch}")
+            requests = random_requests(batch, PROMPT, new, seed=args.seed)
+            named = {"strategy": strategy.name, "batch": batch}
+            rows.append({**named, **compared(engine, requests, strategy)})
     figures = {
         "bench": "structures",
         "quick": bool(args.quick),
@@ -83,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     figures |= {"prompt": PROMPT, "new": new, "compile_ms": compiled_ms, "rows": rows}
     show(console, "tlt bench structures", STRUCTURES, rows)
     console.print(f"a schema of {FIELDS} fields compiles in {compiled_ms:.1f} ms")
-    finish(args, figures, on_gpu=args.device == "cuda")
+    finish(args, figures)
     return 0
 
 
@@ -102,48 +98,27 @@ def compile_ms(model: Path, info: EngineInfo) -> float:
     return statistics.median(times_ms)
 
 
-def compared(engine: Engine, requests: list[GenerateRequest]) -> dict[str, float]:
+def compared(
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy
+) -> dict[str, float]:
     """Return the median times per token, their ratio, and the time of masks per token."""
+    asked = {"structured_outputs": SCHEMA, "ignore_eos": False}
     structured = [
-        msgspec.structs.replace(
-            request,
-            sampling=msgspec.structs.replace(
-                request.sampling, structured_outputs=SCHEMA, ignore_eos=False
-            ),
-        )
-        for request in requests
+        msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, **asked))
+        for r in requests
     ]
-    for each in (requests, structured):  # compiles, and records graphs
-        timed(engine, each)
+    ways = {"plain": requests, "structured": structured}
+    in_turns(engine, ways, strategy, 0)  # compiles, so that no mask of it is counted
     before = engine.gauges()["structures_mask_s"]
-    pairs = [(timed(engine, requests), timed(engine, structured)) for _ in range(ROUNDS)]
-    tokens = ROUNDS * sum(request.sampling.max_tokens for request in requests)
+    found = in_turns(engine, ways, strategy, ROUNDS, settle=1)
+    tokens = (ROUNDS + 1) * sum(request.sampling.max_tokens for request in requests)
+    plain, mine = found["plain"], found["structured"]
     return {
-        "plain_us": 1e6 * statistics.median(plain.token_s for plain, _ in pairs),
-        "structured_us": 1e6 * statistics.median(mine.token_s for _, mine in pairs),
-        "ratio": statistics.median(mine.token_s / plain.token_s for plain, mine in pairs),
-        "step_ratio": statistics.median(mine.step_s / plain.step_s for plain, mine in pairs),
-        "plain_accept_length": statistics.median(plain.accept_length for plain, _ in pairs),
-        "structured_accept_length": statistics.median(mine.accept_length for _, mine in pairs),
+        "plain_us": statistics.median(1e6 / timed.rate for timed in plain),
+        "structured_us": statistics.median(1e6 / timed.rate for timed in mine),
+        "ratio": ratio(plain, mine, lambda timed: timed.rate),
+        "step_ratio": ratio(mine, plain, lambda timed: timed.step_ms),
+        "plain_accept_length": statistics.median(timed.accept_length for timed in plain),
+        "structured_accept_length": statistics.median(timed.accept_length for timed in mine),
         "mask_us": 1e6 * (engine.gauges()["structures_mask_s"] - before) / tokens,
     }
-
-
-class TimedTokens(NamedTuple):
-    token_s: float  # seconds per token of the batch
-    step_s: float
-    accept_length: float  # tokens per request and step
-
-
-def timed(engine: Engine, requests: list[GenerateRequest]) -> TimedTokens:
-    """Time this batch after its first tokens."""
-    engine.send(Submit(requests))
-    began, tokens, steps, parts = 0.0, 0, 0, 0
-    while not engine.idle:
-        emitted = [len(output.token_ids) for output in engine.step()]
-        if began:
-            tokens, steps, parts = tokens + sum(emitted), steps + any(emitted), parts + len(emitted)
-        elif any(emitted):
-            began = time.perf_counter()
-    seconds = time.perf_counter() - began
-    return TimedTokens(seconds / tokens, seconds / steps, tokens / parts)

@@ -381,5 +381,5 @@ def run(args: argparse.Namespace) -> int:
     print(f"checkpoint: {found['checkpoint']}", flush=True)
     record = {"bench": "training", "shape": bench.shape, "budget": args.budget, **found}
     record["checkpoint_stall_ms"] = found["checkpoint"]["stall_ms"]
-    finish(args, record, on_gpu=args.device == "cuda")
+    finish(args, record)
     return 0

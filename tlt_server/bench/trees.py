@@ -33,7 +33,7 @@ from tlt_kernels.gpu.tensors import (
     Trees,
 )
 from tlt_kernels.gpu.upload import UNLIMITED
-from tlt_server.bench.micro import Call, Case, each, measure
+from tlt_server.bench.micro import Call, Case, each, measure, row_of
 from tlt_server.speculation.branches import FLOOR, LEFTS, prior
 from tlt_server.speculation.survival import CELLS
 
@@ -240,4 +240,4 @@ def cases() -> Iterator[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    return measure(args, "trees", cases())
+    return measure(args, "trees", map(row_of, cases()))
