@@ -8,23 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_server.engine.schedule.levels import LEAST, SLOWER, Levels, OwnerRows
-from tlt_server.engine.schedule.step_cost import StepCost
+from tlt_server.engine.schedule.step_cost import StepCost, StepLine
+from tlt_server.engine.schedule.time_shares import LEAST, SLOWER, OwnerRows, fair_level
 
 ROWS = st.builds(OwnerRows, st.integers(0, 40), st.integers(0, 90)).filter(
     lambda rows: rows.total > 0
 )
 
 
-class Linear(StepCost):
-    def __init__(self, fixed: float, per_row: float) -> None:
-        super().__init__()
-        self._ms = (per_row, per_row, fixed)
-
-
-def time_ms(cost: StepCost, wanted: list[OwnerRows], level: int) -> float:
+def time_ms(line: StepLine, wanted: list[OwnerRows], level: int) -> float:
     cut = [rows.cut(level) if rows.total > level else rows for rows in wanted]
-    return cost.ms(sum(rows.decoding for rows in cut), sum(rows.prompt for rows in cut))
+    return line.ms(sum(rows.decoding for rows in cut), sum(rows.prompt for rows in cut))
 
 
 @given(
@@ -35,22 +29,22 @@ def time_ms(cost: StepCost, wanted: list[OwnerRows], level: int) -> float:
 def test_owners_below_the_level_are_slowed_down_by_no_more_than_promised(
     owners: list[tuple[OwnerRows, float]], fixed: float, per_row: float
 ) -> None:
-    wanted, cost = [rows for rows, _ in owners], Linear(fixed, per_row)
-    level = Levels(wanted, [used for _, used in owners], cost).fair()
+    wanted, line = [rows for rows, _ in owners], StepLine(per_row, per_row, fixed)
+    level = fair_level(wanted, [used for _, used in owners], line)
     if level is None:
         below = [rows for rows in wanted if rows.total < max(rows.total for rows in wanted)]
-        without = time_ms(cost, below, 10**6)
+        without = time_ms(line, below, 10**6)
         slower = max(SLOWER, len(wanted) / max(1, len(below)))
-        assert not below or time_ms(cost, wanted, 10**6) <= 1.001 * slower * without
+        assert not below or time_ms(line, wanted, 10**6) <= 1.001 * slower * without
         return
     below = [rows for rows in wanted if rows.total <= level]
     assert below, "an owner has all its rows"
     used = min(1.0, sum(used for rows, used in owners if rows.total <= level))
     slower = max(LEAST, used * max(SLOWER, len(wanted) / len(below)))
-    limit_ms = 1.001 * slower * time_ms(cost, below, level)
+    limit_ms = 1.001 * slower * time_ms(line, below, level)
     largest = max(rows.total for rows in below)
-    assert time_ms(cost, wanted, level) <= limit_ms or level == largest
-    assert time_ms(cost, wanted, level + 1) > limit_ms / 1.002, "it is no lower than it must be"
+    assert time_ms(line, wanted, level) <= limit_ms or level == largest
+    assert time_ms(line, wanted, level + 1) > limit_ms / 1.002, "it is no lower than it must be"
 
 
 @given(ROWS, st.integers(1, 100))
@@ -66,14 +60,14 @@ def test_a_cut_leaves_the_level_and_some_of_both_kinds(rows: OwnerRows, level: i
 def test_owners_that_want_the_same_are_not_cut(
     rows: OwnerRows, owners: int, fixed: float, used: float
 ) -> None:
-    assert Levels([rows] * owners, [used] * owners, Linear(fixed, 1.0)).fair() is None
+    assert fair_level([rows] * owners, [used] * owners, StepLine(1.0, 1.0, fixed)) is None
 
 
 def test_busy_tenant_gets_half_a_step_and_rare_tenant_more() -> None:
-    wanted, cost = [OwnerRows(1, 0), OwnerRows(64, 0)], Linear(2.8, 0.2)
-    assert Levels(wanted, [1.0, 1.0], cost).fair() == 15  # 6 ms: twice those of one row
-    assert Levels(wanted, [0.1, 1.0], cost).fair() == 3
-    assert Levels(wanted, [1.0, 1.0], Linear(3.85, 0.013)).fair() is None
+    wanted, line = [OwnerRows(1, 0), OwnerRows(64, 0)], StepLine(0.2, 0.2, 2.8)
+    assert fair_level(wanted, [1.0, 1.0], line) == 15  # 6 ms: twice those of one row
+    assert fair_level(wanted, [0.1, 1.0], line) == 3
+    assert fair_level(wanted, [1.0, 1.0], StepLine(0.013, 0.013, 3.85)) is None
 
 
 @pytest.mark.parametrize("parts", [(0.18, 0.2, 2.8), (0.013, 0.02, 3.85), (0.5, 0.1, 0.0)])
@@ -85,16 +79,16 @@ def test_the_time_of_a_step_is_learned_from_steps(parts: tuple[float, float, flo
         cost.observe(decoding, prompt, ms * draw.uniform(0.9, 1.1))
     for decoding, prompt in [(1, 0), (8, 0), (64, 0), (1, 20), (0, 400), (30, 300)]:
         ms = parts[0] * decoding + parts[1] * prompt + parts[2]
-        assert cost.ms(decoding, prompt) == pytest.approx(ms, rel=0.2)
+        assert cost.line().ms(decoding, prompt) == pytest.approx(ms, rel=0.2)
 
 
 def test_single_measurement_is_charged_to_rows_at_first() -> None:
     cost = StepCost()
-    assert cost.ms(1, 0) == 0.0
+    assert cost.line().ms(1, 0) == 0.0
     cost.observe(0, 256, 48.9)
-    assert cost.ms(1, 0) < 1.0, "so that steps are cut and their fixed part is seen"
+    assert cost.line().ms(1, 0) < 1.0, "so that steps are cut and their fixed part is seen"
     cost.observe(2, 0, 3.16)
-    assert cost.ms(1, 0) == pytest.approx(2.98, rel=0.05)
+    assert cost.line().ms(1, 0) == pytest.approx(2.98, rel=0.05)
 
 
 def test_one_slow_step_changes_little_and_a_slower_machine_is_seen() -> None:
@@ -102,7 +96,7 @@ def test_one_slow_step_changes_little_and_a_slower_machine_is_seen() -> None:
     for rows in [1, 64] * 40:
         cost.observe(rows, 0, 3 + 0.2 * rows)
     cost.observe(1, 0, 1000.0)
-    assert cost.ms(1, 0) < 1.4 * 3.2
+    assert cost.line().ms(1, 0) < 1.4 * 3.2
     for rows in [1, 64] * 40:
         cost.observe(rows, 0, 2 * (3 + 0.2 * rows))
-    assert cost.ms(1, 0) == pytest.approx(6.4, rel=0.05)
+    assert cost.line().ms(1, 0) == pytest.approx(6.4, rel=0.05)

@@ -71,7 +71,7 @@ class Engine:
         # Measures some steps for policies that predict their time; None: that has been done.
         self.measure: Callable[[], bool] | None = None
         self.last_cycle: Cycle | None = None  # if the last step finished a batch
-        self._last_end = 0.0
+        self._since = 0.0  # the end of the step before, or the start of this one after idling
 
     def send(self, command: Command) -> None:
         """Queue a command; it takes effect before the next step."""
@@ -82,15 +82,10 @@ class Engine:
         self._commands.receive(message)
 
     def step(self) -> list[StepOutput]:
-        started = self._last_end if self.last_cycle else time.perf_counter()
-        outputs = self._commands.apply()  # only between steps
-        if change := self.changes.advance():
-            self.policy = change.policy
-            self.switches.policy_replaced(change.command.pins)
-        if self._recorder and self._recorder.due:
-            outputs += settle(self.scheduler, self.runner)
-            with self.faults.containing("the table of the drafter that is recorded"):
-                self._recorder.renew()
+        """Run one step; return what it and the commands before it gave."""
+        if self.last_cycle is None:
+            self._since = time.perf_counter()
+        outputs = self._commands.apply() + self._renew()  # only between steps
         batch = self.scheduler.next_batch()  # None when nothing can run
         if batch:
             # No speculation is an ordinary strategy.
@@ -99,20 +94,22 @@ class Engine:
             self.scheduler.launched(batch, strategy.depth)
         # On a CPU the result comes at once, on a GPU one step late.
         finished = self.runner.collect(busy=batch is not None)
-        if finished is None:
-            self.last_cycle = None
-            return outputs
-        outputs += self.scheduler.commit(
-            finished.batch, finished.emissions, finished.cycle.strategy
-        )
-        self._last_end = time.perf_counter()
-        emitted = sum(len(emission.tokens) for emission in finished.emissions)  # truncated by now
-        cycle = msgspec.structs.replace(
-            finished.cycle, emitted=emitted, step_s=self._last_end - started
-        )
-        self.last_cycle = cycle
-        with self.faults.containing("the figures learnt from a step"):
-            self._learn(finished, cycle)
+        if finished:
+            strategy = finished.cycle.strategy
+            outputs += self.scheduler.commit(finished.batch, finished.emissions, strategy)
+        self._observe(finished)
+        return outputs
+
+    def _renew(self) -> list[StepOutput]:
+        """Put in force the policy and the drafter's table that are due."""
+        if change := self.changes.advance():
+            self.policy = change.policy
+            self.switches.policy_replaced(change.command.pins)
+        if not (self._recorder and self._recorder.due):
+            return []
+        outputs = settle(self.scheduler, self.runner)
+        with self.faults.containing("the table of the drafter that is recorded"):
+            self._recorder.renew()
         return outputs
 
     def _choose(self, context: StepContext) -> Strategy:
@@ -123,14 +120,25 @@ class Engine:
             self.switches.chose(context, strategy)
         return strategy
 
-    def _learn(self, finished: Finished, cycle: Cycle) -> None:
-        self.scheduler.observe(finished.batch, 1e3 * cycle.step_s)
-        training = self._training()
-        predicted_s = self.knowledge.observe(cycle, finished.drafted, training=training)
-        self.last_cycle = msgspec.structs.replace(cycle, predicted_s=predicted_s)
-        self.policy.observe(self.last_cycle)
-        if news := self.canary.observe(self.last_cycle):
-            print(f"tlt: {news}", file=sys.stderr)
+    def _observe(self, finished: Finished | None) -> None:
+        """Learn from what a step took and gave."""
+        if finished is None:
+            self.last_cycle = None
+            return
+        started, self._since = self._since, time.perf_counter()
+        emitted = sum(len(emission.tokens) for emission in finished.emissions)  # truncated by now
+        cycle = msgspec.structs.replace(
+            finished.cycle, emitted=emitted, step_s=self._since - started
+        )
+        self.last_cycle = cycle
+        with self.faults.containing("the figures learnt from a step"):
+            self.scheduler.observe(finished.batch, 1e3 * cycle.step_s)
+            training = self._training()
+            predicted_s = self.knowledge.observe(cycle, finished.drafted, training=training)
+            self.last_cycle = msgspec.structs.replace(cycle, predicted_s=predicted_s)
+            self.policy.observe(self.last_cycle)
+            if news := self.canary.observe(self.last_cycle):
+                print(f"tlt: {news}", file=sys.stderr)
 
     @property
     def idle(self) -> bool:

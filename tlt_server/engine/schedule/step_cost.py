@@ -10,6 +10,7 @@ contexts are not asked for: both follow from what runs. No tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,19 @@ AGING = 100  # steps after which a size that was not seen counts half
 REFIT = 8  # steps between two fits, unless a size is new
 ALIKE = 0.01  # weight of what the two kinds of rows differ by
 DIFFERENCE_33 = np.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+
+
+class StepLine(NamedTuple):
+    """The time of a step by its rows, in ms: parts per decoding sequence and per row of prompts,
+    and a fixed part.
+    """
+
+    per_sequence: float = 0.0
+    per_prompt_row: float = 0.0
+    fixed: float = 0.0
+
+    def ms(self, decoding: float, prompt_rows: float) -> float:
+        return self.fixed + self.per_sequence * decoding + self.per_prompt_row * prompt_rows
 
 
 @dataclass(slots=True)
@@ -35,7 +49,7 @@ class StepCost:
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int], _Size] = {}  # by the bits of both numbers of rows
         self._steps, self._fitted = 0, -REFIT  # steps seen, and when they were fitted
-        self._ms = (0.0, 0.0, 0.0)  # per decoding sequence, per row of prompts, per step
+        self._line = StepLine()
 
     def observe(self, decoding: int, prompt_rows: int, ms: float) -> None:
         """Take in a step of `decoding` sequences and `prompt_rows` rows of prompts."""
@@ -52,14 +66,13 @@ class StepCost:
             self._sizes[key] = _Size(decoding, prompt_rows, ms, self._steps)
             self._fitted = -REFIT
 
-    def ms(self, decoding: float, prompt_rows: float) -> float:
-        """Return the expected time of such a step; 0 before any was measured."""
+    def line(self) -> StepLine:
+        """Return the expected time of steps; 0 before any was measured."""
         if self._sizes and self._steps - self._fitted >= REFIT:
-            self._ms, self._fitted = self._fit(), self._steps
-        per_sequence, per_prompt_row, fixed = self._ms
-        return fixed + per_sequence * decoding + per_prompt_row * prompt_rows
+            self._line, self._fitted = self._fit(), self._steps
+        return self._line
 
-    def _fit(self) -> tuple[float, float, float]:
+    def _fit(self) -> StepLine:
         """Return the parts, none below 0, of the least squares."""
         sizes = self._sizes.values()
         age_N = self._steps - np.array([size.seen for size in sizes])
@@ -78,4 +91,4 @@ class StepCost:
             if (found_3 >= 0).all():
                 break
             positive[found_3.argmin()] = False
-        return float(found_3[0]), float(found_3[1]), float(found_3[2])
+        return StepLine(*found_3.tolist())

@@ -1,30 +1,93 @@
 """Shares of owners (API keys) in the engine's time: which of their rows the next step leaves out.
 
-`levels` says how many rows one owner may have while others have work too. While an owner that had
-work of late has none, the steps of the others stay short, so that its next request need not wait
-for a long one: the larger its part of the recent time, the shorter, so that the others lose no more
-than about twice what it uses itself. Nothing is ever left out of the steps of an owner that is
-alone. No tensors.
+Owners that ask for more are cut to a level, which no other owner exceeds. The step then takes at
+most `SLOWER` times what it would take without the cut ones, or, where they are more than half of
+the owners, as many times as gives each of them its share of the time. Where owners below the level
+had work in a part of the recent time only, that part of these times is enough, but `LEAST`. Where
+rows cost little, as on a GPU, or where all ask for about as much, nothing is cut.
+
+While an owner that had work of late has none, the steps of the others stay short, so that its next
+request need not wait for a long one: the larger its part of the recent time, the shorter, so that
+the others lose no more than about twice what it uses itself. Nothing is ever left out of the steps
+of an owner that is alone. No tensors.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from itertools import count
+from collections.abc import Collection, Mapping
+from itertools import accumulate, count
+from typing import NamedTuple
 
 from tlt_server.engine.schedule.batch import Batch
-from tlt_server.engine.schedule.levels import Levels, OwnerRows
 from tlt_server.engine.schedule.running import RunningSet
 from tlt_server.engine.schedule.sequence import Sequence
-from tlt_server.engine.schedule.step_cost import StepCost
+from tlt_server.engine.schedule.step_cost import StepCost, StepLine
 from tlt_server.engine.schedule.waiting import WaitingSequences
 
+SLOWER = 2.0  # times the step without those that are cut
+LEAST = 1.25  # likewise, where those have enough of the time for themselves
 SHORT = 3.0  # times a step of one row: what a request of an absent owner may have to wait for
 MEMORY_MS = 2000.0  # time of steps in which an owner's use fades to a third
 SOON_MS, FEWEST_ROWS, MOST_ROWS = 8.0, 16, 512  # bounds of a short step
 FORGOTTEN = 1e-3  # an owner with a smaller part of the recent time is not expected back
+
+
+class OwnerRows(NamedTuple):
+    """The rows of one owner in a step: sequences that decode, and rows of prompts."""
+
+    decoding: int
+    prompt: int
+
+    @property
+    def total(self) -> int:
+        return self.decoding + self.prompt
+
+    def cut(self, level: int) -> OwnerRows:
+        """Return `level` of them at most. Where both kinds ask for more, each has half."""
+        decoding = min(self.decoding, max(level - self.prompt, -(-level // 2)))
+        return OwnerRows(decoding, min(self.prompt, level - decoding))
+
+
+def fair_level(
+    wanted: Collection[OwnerRows], used: Collection[float], line: StepLine
+) -> int | None:
+    """Return the level that keeps the promise above; None if that needs none. `used`: of each
+    owner, the part of the recent time in which it had work.
+    """
+    owners = sorted(zip(wanted, used, strict=True), key=lambda pair: pair[0].total)
+    totals = [rows.total for rows, _ in owners]
+    used_below = [*accumulate(part for _, part in owners)]
+    decoding_below = [*accumulate(rows.decoding for rows, _ in owners)]
+    prompt_below = [*accumulate(rows.prompt for rows, _ in owners)]
+    for first in range(1, len(owners)):  # the number of owners with all their rows
+        part = min(1.0, used_below[first - 1])
+        slower = max(LEAST, part * max(SLOWER, len(owners) / first))
+        limit_ms = slower * line.ms(decoding_below[first - 1], prompt_below[first - 1])
+        level = level_within(wanted, limit_ms, line)
+        if totals[first - 1] < totals[first] and level is not None and level < totals[first]:
+            return max(totals[first - 1], level)
+    return None
+
+
+def level_within(wanted: Collection[OwnerRows], limit_ms: float, line: StepLine) -> int | None:
+    """Return the highest level, at least 1, at which the step takes no longer, as if decode rows
+    and prompt rows were cut in equal parts; None if it takes no longer without one.
+    """
+    decoding = sum(rows.decoding for rows in wanted)
+    prompt = sum(rows.prompt for rows in wanted)
+    spent_ms = line.ms(decoding, prompt) - line.fixed
+    if line.fixed + spent_ms <= limit_ms:
+        return None
+    left = max(0.0, limit_ms - line.fixed) / spent_ms * (decoding + prompt)  # rows
+    totals = sorted(rows.total for rows in wanted)
+    for at, total in enumerate(totals):
+        level = int(left / (len(totals) - at))
+        if level < total:
+            return max(1, level)
+        left -= total
+    return None
 
 
 class TimeShares:
@@ -63,11 +126,11 @@ class TimeShares:
         if not wanted:
             return {}
         used = [self._used_ms.get(owner, 0.0) / (self._all_ms or 1.0) for owner in wanted]
-        levels = Levels(wanted.values(), used, self._cost)
-        found = [levels.fair()]
+        line = self._cost.line()
+        found = [fair_level(wanted.values(), used, line)]
         if absent_ms:
             longest = max(SHORT, self._all_ms / absent_ms / 2)
-            found.append(levels.within(longest * self._cost.ms(1, 0)))
+            found.append(level_within(wanted.values(), longest * line.ms(1, 0), line))
         level = min((each for each in found if each is not None), default=None)
         if level is None:
             return {}
@@ -90,7 +153,8 @@ class TimeShares:
     def soon_over(self, rows: int) -> int:
         """Return how many of these prompt rows a step may have that is to end within SOON_MS."""
         rows = min(rows, MOST_ROWS)
-        while rows > FEWEST_ROWS and self._cost.ms(0, rows) > SOON_MS:
+        line = self._cost.line()
+        while rows > FEWEST_ROWS and line.ms(0, rows) > SOON_MS:
             rows //= 2
         return rows
 
