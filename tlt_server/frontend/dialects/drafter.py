@@ -70,9 +70,7 @@ class TrainingPause(Strict, frozen=True, kw_only=True):
 @ROUTES.get("/drafter", needs="operate")
 async def look(service: Service) -> DrafterState:
     """Show the drafters with their acceptance of late, and what is recorded to train one."""
-    service.engine.check_running()
-    info, trainer = service.engine.info, service.trainer
-    assert info is not None
+    info, trainer = service.running(), service.trainer
     return DrafterState(
         target_version=info.weight_version,
         drafters=[_served(service, name) for name in info.drafters],
@@ -200,9 +198,8 @@ async def _slices(data: bytes) -> AsyncIterator[bytes]:
 
 def _served(service: Service, name: str) -> ServedDrafter:
     engine, has_network = service.engine, DRAFTERS[name].needs_weights
-    assert engine.info is not None
     directory = weights_directory(service.config.drafter) if has_network else None
-    version = engine.info.drafter_version if has_network else None
+    version = service.info.drafter_version if has_network else None
     cycles = [
         cycle
         for cycle in engine.drafted

@@ -120,11 +120,9 @@ async def files(service: Service, of: Offered = "live") -> DrafterFiles:
     was not adopted is listed, too, with the reason; its files go when the next one is written.
     """
     drafter = await _asked(service, of)
-    info = service.engine.info
-    assert info is not None
     return DrafterFiles(
         version=drafter.version,
-        target_version=info.weight_version,
+        target_version=service.info.weight_version,
         files=drafter.files,
         candidate=drafter.candidate,
     )
@@ -182,10 +180,8 @@ async def _asked(service: Service, of: Offered) -> OfferedFiles:
 
 def _live(service: Service) -> tuple[str, Path]:
     """Return version and directory of the live drafter."""
-    service.engine.check_running()
-    info, config = service.engine.info, service.config
+    info, config = service.running(), service.config
     started = weights_directory(config.drafter)
-    assert info is not None
     if started is None:
         raise Conflict("no drafter with weights is loaded; tlt serve --drafter names one")
     if config.state_dir is None:

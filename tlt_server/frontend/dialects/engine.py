@@ -15,7 +15,7 @@ from tlt_client.fields import ShortName
 from tlt_client.wire import AbortReply, EngineState
 from tlt_server.errors import Conflict, InvalidRequest, StorageFailed
 from tlt_server.frontend.generation.requests import NAMES
-from tlt_server.frontend.http.endpoints import Routes, Unread
+from tlt_server.frontend.http.endpoints import Routes, read_json, while_running
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
@@ -127,15 +127,19 @@ async def clear_cache(service: Service, asked: NativeClear) -> EngineState:
     return _state(service)
 
 
-@ROUTES.post("/engine/abort", needs="data", example={"ids": ["question-7"]}, changes=True)
-async def abort(service: Service, body: Unread[NativeAbort], caller: Caller) -> AbortReply:
+@ROUTES.post(
+    "/engine/abort",
+    needs="data",
+    read=while_running(read_json),
+    example={"ids": ["question-7"]},
+    changes=True,
+)
+async def abort(service: Service, asked: NativeAbort, caller: Caller) -> AbortReply:
     """End items with what they have; their replies say finish_reason "abort".
 
     An id that is not open has ended already. Another key's items, and all of them, need the
     scope operate.
     """
-    service.engine.check_running()
-    asked = await body.read()
     if asked.all is False:
         raise InvalidRequest("all is False; it must be True: leave it out to name ids")
     if (asked.ids is None) == (asked.all is None):

@@ -8,7 +8,7 @@ sends each field. To do a field, give it to a struct and take it out of here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tlt_server.frontend.http.fields import OFF, RefusedField
 
@@ -30,6 +30,10 @@ class Known(NamedTuple):
     names: str
 
 
+def _refused(bodies: tuple[str, ...], names: str, why: str, off: tuple[Any, ...] = OFF) -> Known:
+    return Known(RefusedField(why, off), bodies, names)
+
+
 _STRUCTURE = "structures have other fields here, see response_format or regex: use those"
 _FORMAT = "a structure is asked for by text.format here: use that"
 _SPACES = "white space in JSON is a space, or a line break with an indent: leave it out"
@@ -48,78 +52,64 @@ PACE = "for speed; the tokens are the same"
 TEXT_ONLY = "token ids are returned as they are"
 
 KNOWN = (
-    Known(RefusedField(_STRUCTURE, ()), STRUCTURED, "json_schema"),
-    Known(RefusedField(_STRUCTURE), STRUCTURED, "structural_tag"),
-    Known(RefusedField(_STRUCTURE), (*COMPLETING, SGLANG_SAMPLING), "grammar"),
-    Known(RefusedField(_SPACES), SAMPLED, "guided_whitespace_pattern"),
-    Known(
-        RefusedField("its newer form is tool_choice: use that", (*OFF, "none", "auto")),
-        TALKING,
-        "function_call",
+    _refused(STRUCTURED, "json_schema", _STRUCTURE, ()),
+    _refused(STRUCTURED, "structural_tag", _STRUCTURE),
+    _refused((*COMPLETING, SGLANG_SAMPLING), "grammar", _STRUCTURE),
+    _refused(SAMPLED, "guided_whitespace_pattern", _SPACES),
+    _refused(
+        TALKING, "function_call", "its newer form is tool_choice: use that", (*OFF, "none", "auto")
     ),
-    Known(RefusedField("its newer form is tools: use that"), TALKING, "functions"),
-    Known(RefusedField(_ONE_SAMPLE), SAMPLED, "use_beam_search"),
-    Known(RefusedField(_ONE_SAMPLE, (0, 1)), (*SAMPLED, SGLANG_SAMPLING), "best_of beam_width"),
-    Known(
-        RefusedField(_OWN_SAMPLER, (*OFF, 0, 0.0, 1, 1.0)),
+    _refused(TALKING, "functions", "its newer form is tools: use that"),
+    _refused(SAMPLED, "use_beam_search", _ONE_SAMPLE),
+    _refused((*SAMPLED, SGLANG_SAMPLING), "best_of beam_width", _ONE_SAMPLE, (0, 1)),
+    _refused(
         (*SAMPLED, SGLANG_SAMPLING),
         "typical_p mirostat dry_multiplier xtc_probability no_repeat_ngram_size",
+        _OWN_SAMPLER,
+        (*OFF, 0, 0.0, 1, 1.0),
     ),
-    Known(RefusedField(_OWN_SAMPLER), (*SAMPLED, SGLANG_SAMPLING), "watermarking"),
-    Known(  # llama.cpp's and others built on it
-        RefusedField(_OWN_SAMPLER, (*OFF, -1, -1.0, 0, 0.0, 1, 1.0)),
+    _refused((*SAMPLED, SGLANG_SAMPLING), "watermarking", _OWN_SAMPLER),
+    _refused(
         OPENAI,
         "top_n_sigma top_a tfs_z dynatemp_range smoothing_factor epsilon_cutoff eta_cutoff",
+        _OWN_SAMPLER,
+        (*OFF, -1, -1.0, 0, 0.0, 1, 1.0),
     ),
-    Known(
-        RefusedField("its name is repetition_penalty here: use that", (*OFF, 1, 1.0)),
-        OPENAI,
-        "repeat_penalty",
+    _refused(
+        OPENAI, "repeat_penalty", "its name is repetition_penalty here: use that", (*OFF, 1, 1.0)
     ),
-    Known(
-        RefusedField("its name is max_tokens here: use that", (*OFF, -1)),
-        COMPLETING,
-        "n_predict num_predict",
+    _refused(
+        COMPLETING, "n_predict num_predict", "its name is max_tokens here: use that", (*OFF, -1)
     ),
-    Known(RefusedField(_STOP), (*OPENAI, SGLANG_SAMPLING), "stop_regex"),
-    Known(RefusedField(_STOP), SAMPLED, "repetition_detection"),
-    Known(RefusedField(_STOP, (-1,)), SAMPLED, "thinking_token_budget"),
-    Known(RefusedField(_STOP), (SGLANG,), "max_thinking_tokens require_reasoning"),
-    Known(RefusedField(_CODE), SAMPLED, "logits_processors vllm_xargs extra_args"),
-    Known(RefusedField(_CODE), (VLLM_SAMPLING,), "trace_decode_token_ids"),
-    Known(
-        RefusedField(_CODE),
-        (*OPENAI, SGLANG, SGLANG_SAMPLING),
-        "custom_logit_processor custom_params",
+    _refused((*OPENAI, SGLANG_SAMPLING), "stop_regex", _STOP),
+    _refused(SAMPLED, "repetition_detection", _STOP),
+    _refused(SAMPLED, "thinking_token_budget", _STOP, (-1,)),
+    _refused((SGLANG,), "max_thinking_tokens require_reasoning", _STOP),
+    _refused(SAMPLED, "logits_processors vllm_xargs extra_args", _CODE),
+    _refused((VLLM_SAMPLING,), "trace_decode_token_ids", _CODE),
+    _refused((*OPENAI, SGLANG, SGLANG_SAMPLING), "custom_logit_processor custom_params", _CODE),
+    _refused(TALKING, "documents task web_search_options", _MESSAGES),
+    _refused((RESPONSES,), "input_ids", _MESSAGES),
+    _refused((CHAT,), "reasoning", _MESSAGES),
+    _refused((COMPLETIONS,), "suffix", _MESSAGES),
+    _refused((*OPENAI, SGLANG), "session_params", _MESSAGES),
+    _refused(
+        SAMPLED, "truncation_side", "the last tokens are kept: truncate it yourself", ("left",)
     ),
-    Known(RefusedField(_MESSAGES), TALKING, "documents task web_search_options"),
-    Known(RefusedField(_MESSAGES), (RESPONSES,), "input_ids"),
-    Known(RefusedField(_MESSAGES), (CHAT,), "reasoning"),
-    Known(RefusedField(_MESSAGES), (COMPLETIONS,), "suffix"),
-    Known(RefusedField(_MESSAGES), (*OPENAI, SGLANG), "session_params"),
-    Known(
-        RefusedField("the last tokens are kept: truncate it yourself", ("left",)),
-        SAMPLED,
-        "truncation_side",
-    ),
-    Known(
-        RefusedField("its name is include_stop_str_in_output here: use that"),
-        COMPLETING,
-        "no_stop_trim",
-    ),
-    Known(RefusedField(_TEXT), (COMPLETIONS,), "prompt_embeds"),
-    Known(RefusedField(_TEXT, (*OFF, ["text"])), TALKING, "modalities"),
-    Known(RefusedField(_TEXT), TALKING, "audio"),
-    Known(RefusedField(_TEXT), (VLLM,), "features"),
-    Known(
-        RefusedField(_TEXT),
+    _refused(COMPLETING, "no_stop_trim", "its name is include_stop_str_in_output here: use that"),
+    _refused((COMPLETIONS,), "prompt_embeds", _TEXT),
+    _refused(TALKING, "modalities", _TEXT, (*OFF, ["text"])),
+    _refused(TALKING, "audio", _TEXT),
+    _refused((VLLM,), "features", _TEXT),
+    _refused(
         (SGLANG,),
         "image_data video_data audio_data input_embeds positional_embed_overrides "
         "multi_item_delimiter_indices",
+        _TEXT,
     ),
-    Known(RefusedField(_MODEL), OPENAI, "lora_path"),
-    Known(RefusedField(_MODEL), (*OPENAI, VLLM), "lora_request lora_name"),
-    Known(RefusedField("an adapter is asked for by lora_path: use that"), (SGLANG,), "lora_id"),
+    _refused(OPENAI, "lora_path", _MODEL),
+    _refused((*OPENAI, VLLM), "lora_request lora_name", _MODEL),
+    _refused((SGLANG,), "lora_id", "an adapter is asked for by lora_path: use that"),
     Known(REPLY, SAMPLED, "logprob_token_ids"),
     Known(
         REPLY,
@@ -134,8 +124,8 @@ KNOWN = (
     Known(
         REPLY,
         (SGLANG,),
-        "return_hidden_states return_routed_experts token_ids_logprob "
-        "return_sampling_mask return_entropy return_prompt_token_ids",
+        "return_hidden_states return_routed_experts token_ids_logprob return_sampling_mask "
+        "return_entropy return_prompt_token_ids",
     ),
     Known(REPLY, (SGLANG_SAMPLING,), "spaces_between_special_tokens"),
     Known(
@@ -156,56 +146,49 @@ KNOWN = (
     Known(PACE, (*SAMPLED, SGLANG_SAMPLING), "stream_interval"),
     Known(PACE, (VLLM_SAMPLING,), "skip_reading_prefix_cache"),
     Known(PACE, SAMPLED, "guided_decoding_backend"),
-    Known(RefusedField(_MESSAGES), (RESPONSES,), "conversation prompt context_management"),
-    Known(RefusedField("its name is input here: use that"), (RESPONSES,), "messages"),
-    Known(
-        RefusedField("its name is max_output_tokens here: use that"),
+    _refused((RESPONSES,), "conversation prompt context_management", _MESSAGES),
+    _refused((RESPONSES,), "messages", "its name is input here: use that"),
+    _refused(
         (RESPONSES,),
         "max_tokens max_completion_tokens n_predict num_predict",
+        "its name is max_output_tokens here: use that",
     ),
-    Known(
-        RefusedField("its name is reasoning.effort here: use that"),
-        (RESPONSES,),
-        "reasoning_effort",
-    ),
-    Known(RefusedField("its name is text.verbosity here: use that"), (RESPONSES,), "verbosity"),
-    Known(RefusedField("a response is one choice: ask several times", (1,)), (RESPONSES,), "n"),
-    Known(
-        RefusedField(_BY_CHAT),
+    _refused((RESPONSES,), "reasoning_effort", "its name is reasoning.effort here: use that"),
+    _refused((RESPONSES,), "verbosity", "its name is text.verbosity here: use that"),
+    _refused((RESPONSES,), "n", "a response is one choice: ask several times", (1,)),
+    _refused(
         (RESPONSES,),
         "logprobs top_logprobs prompt_logprobs return_token_ids return_tokens_as_token_ids "
         "return_weight_versions return_meta_info return_prompt_token_ids chat_template "
-        "continue_final_message add_special_tokens "
-        "include_stop_str_in_output no_stop_trim",
+        "continue_final_message add_special_tokens include_stop_str_in_output no_stop_trim",
+        _BY_CHAT,
     ),
-    Known(
-        RefusedField(_BY_CHAT, (True,)),
+    _refused(
         (RESPONSES,),
         "add_generation_prompt include_reasoning separate_reasoning",
+        _BY_CHAT,
+        (True,),
     ),
-    Known(
-        RefusedField("the conversation is not cut: shorten it yourself"),
-        (RESPONSES,),
-        "truncate_prompt_tokens",
+    _refused(
+        (RESPONSES,), "truncate_prompt_tokens", "the conversation is not cut: shorten it yourself"
     ),
-    Known(
-        RefusedField("the conversation is not cut: shorten it yourself", ("disabled",)),
+    _refused(
         (RESPONSES,),
         "truncation",
+        "the conversation is not cut: shorten it yourself",
+        ("disabled",),
     ),
-    Known(RefusedField("a reply is not awaited elsewhere: use stream"), (RESPONSES,), "background"),
-    Known(RefusedField(_STOP), (RESPONSES,), "max_tool_calls"),
-    Known(
-        RefusedField("its name is text here: use that", (*OFF, {"type": "text"})),
-        (RESPONSES,),
-        "response_format",
+    _refused((RESPONSES,), "background", "a reply is not awaited elsewhere: use stream"),
+    _refused((RESPONSES,), "max_tool_calls", _STOP),
+    _refused(
+        (RESPONSES,), "response_format", "its name is text here: use that", (*OFF, {"type": "text"})
     ),
-    Known(RefusedField(_FORMAT, ()), (RESPONSES,), "json_schema guided_json"),
-    Known(
-        RefusedField(_FORMAT),
+    _refused((RESPONSES,), "json_schema guided_json", _FORMAT, ()),
+    _refused(
         (RESPONSES,),
         "structured_outputs guided_decoding guided_json_object guided_regex guided_choice "
         "guided_grammar structural_tag grammar regex ebnf",
+        _FORMAT,
     ),
     Known(REPLY, (RESPONSES,), "include stream_options"),
     Known(BOOKS, (RESPONSES,), "prompt_cache_retention"),

@@ -1,10 +1,43 @@
-"""The names that a request may give as its model: those of the model, and its LoRA adapters."""
+"""The names that a request may give as its model: those of the model, and its LoRA adapters. Bodies
+with such a name are read once it is known that the server can answer.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from starlette.requests import Request
+
 from tlt_server.errors import NotFound
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.endpoints import read_given
 from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
+
+
+async def generating(service: Service, kind: Any, request: Request) -> Any:
+    """Read the body of a request that generates. `Unavailable`: it could not be answered now."""
+    service.engine.check_available()
+    await request.body()
+    service.engine.check_available()  # again, since reading the body may take long
+    # Checked before a large body is parsed.
+    service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
+    return await _read(service, kind, request)
+
+
+async def running(service: Service, kind: Any, request: Request) -> Any:
+    """Read the body of a request that only needs the tokenizer, in a pause and a sleep too."""
+    service.engine.check_running()
+    await request.body()
+    service.engine.check_running()
+    return await _read(service, kind, request)
+
+
+async def _read(service: Service, kind: Any, request: Request) -> Any:
+    asked = await read_given(service, kind, request)
+    adapter_of(service, asked.model)
+    return asked
 
 
 def unknown(service: Service, name: str) -> NotFound:

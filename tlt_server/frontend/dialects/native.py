@@ -162,9 +162,8 @@ async def generate(
 async def _answer(
     service: Service, request: Request, asked: NativeRequest, key: str, digest: str
 ) -> Response:
-    assert service.engine.info is not None
     caller = caller_of(request)
-    making = service.validator.batch(asked, service.engine.info, caller)
+    making = service.validator.batch(asked, service.info, caller)
     if asked.detach or key:
         rollout = await service.rollouts.begin(
             await making, owner=caller.name, key=key, digest=digest, detached=asked.detach

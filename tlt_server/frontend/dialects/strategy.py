@@ -134,17 +134,14 @@ async def replace(service: Service, request: Request) -> StrategyState:
     """
     service.engine.check_running()
     asked = await service.bodies.read(PolicyFields, await request.body())
-    service.engine.check_running()  # again, since reading the body may take long
-    assert service.engine.info is not None
-    policy = _parse(asked, service.engine.info)
+    policy = _parse(asked, service.running())  # again, since reading the body may take long
     await service.engine.set_policy(policy, PATIENCE_S)
     return _state(service)
 
 
 def _state(service: Service) -> StrategyState:
     engine, config = service.engine, service.config
-    assert engine.info is not None
-    info, gauges = engine.info, engine.gauges
+    info, gauges = service.info, engine.gauges
     policies = engine.policies
     policy = policies.in_force or SetPolicy(config.policy, config.strategy)
     ratios = {name: gauges[RATIO + name] for name in info.drafters if RATIO + name in gauges}

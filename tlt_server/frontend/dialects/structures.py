@@ -1,5 +1,5 @@
-"""The fields in which clients of OpenAI, vLLM and SGLang ask for structured outputs, and their
-translation to the native field. Of all such fields of a request one may ask for something.
+"""The fields that requests of several borrowed dialects have: the model, priorities, and structured
+outputs with their translation to the native field, of which one may ask for something.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from tlt_client.fields import Choices, Json
+from tlt_client.fields import Choices, Json, Salt
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.requests import SharedSampling, StructuredOutputs
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 
+# Fields that requests of several dialects have
+AskedModel = Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"]
+CacheSalt = Annotated[Salt, "requests share cached prefixes only with those of the same salt"]
 Schema = Annotated[Json | None, "a JSON schema"]
 Regex = Annotated[str | None, "matches the whole output"]
 Texts = Annotated[Choices | None, "texts, of which the output is one"]

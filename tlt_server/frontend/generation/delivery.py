@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import closing
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tlt_server.errors import Cancelled, TltError
+from tlt_server.errors import TltError
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.http.replies import TAKE_CONTENT, TakeContent, in_turns, unexpected
 from tlt_server.frontend.http.slices import json_slices
-from tlt_server.frontend.reading.asking import unless
+from tlt_server.frontend.reading.asking import left, unless
 
 EVENT_END = b"\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -118,9 +118,4 @@ async def reply(
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    async def disconnected() -> Never:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        raise Cancelled("the client disconnected")
-
-    return await unless(disconnected(), work)
+    return await unless(left(request.receive), work)

@@ -7,7 +7,7 @@ server's limits. A borrowed dialect declares structs of its own and translates t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -98,11 +98,6 @@ AnySeed = Annotated[
 ]
 
 
-def seed_of(given: int | None) -> int | None:
-    """Return a borrowed dialect's seed as 64 bits without a sign. None and -1 mean none."""
-    return None if given in (None, -1) else given & MAX_SEED
-
-
 class SharedSampling(fields.SharedSampling, frozen=True, kw_only=True):
     """Fields with the same name and meaning in all dialects."""
 
@@ -162,6 +157,27 @@ class ItemFields(fields.Item, Strict, frozen=True, kw_only=True):
         "limits",
     ] = True
     sampling: Annotated[SamplingFields | None, "fields that differ from the batch's"] = None
+
+
+def items_of(
+    prompts: Sequence[str | PackedIds],
+    seed: int | None,
+    loras: Sequence[str],
+    ids: Sequence[str | None] | None = None,
+    **common: Any,
+) -> list[ItemFields]:
+    """Return an item for each prompt of a borrowed dialect, whose seed has a sign or none."""
+    return [
+        ItemFields(
+            id=id,
+            prompt=None if isinstance(prompt, PackedIds) else prompt,
+            token_ids=prompt if isinstance(prompt, PackedIds) else None,
+            seed=None if seed in (None, -1) else seed & MAX_SEED,
+            lora=lora,
+            **common,
+        )
+        for prompt, lora, id in zip(prompts, loras, ids or [None] * len(prompts), strict=True)
+    ]
 
 
 class NativeRequest(fields.GenerateBody, Strict, frozen=True, kw_only=True):

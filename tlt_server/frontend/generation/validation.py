@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
-from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, TooLarge
+from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, NotFound, TooLarge
 from tlt_server.frontend.generation import tokenizing
-from tlt_server.frontend.generation.adapters import check_adapter
 from tlt_server.frontend.generation.generation import repeated
 from tlt_server.frontend.generation.requests import (
     NATIVE,
@@ -90,7 +89,7 @@ class Validator:
             if i % BREATH == BREATH - 1:
                 await asyncio.sleep(0)
             self._check_shape(words, i, item)
-            check_adapter(words.field.format(i=i), item.lora, info)
+            _check_adapter(words.field.format(i=i), item.lora, info)
         self._check_room(self._demand(request, info, caller.name, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request, info, reading)
         samplings = await self._samplings(words, request, prompts, info)
@@ -149,22 +148,17 @@ class Validator:
             if i % BREATH == BREATH - 1:
                 await asyncio.sleep(0)
             room = self._check_prompt(words.item.format(i=i), prompt, info)
-            if item.sampling is not None:
-                sampling = self._sampling.resolve(
-                    words._replace(sampling=f"requests[{i}].sampling."),
-                    request.sampling,
-                    item.sampling,
-                    room,
-                    info,
-                    bad_words,
-                    grammars,
+            own = item.sampling
+            sampling = shared.get(room) if own is None else None
+            if sampling is None:
+                where = (
+                    words if own is None else words._replace(sampling=f"requests[{i}].sampling.")
                 )
-            else:
-                if room not in shared:
-                    shared[room] = self._sampling.resolve(
-                        words, request.sampling, None, room, info, bad_words, grammars
-                    )
-                sampling = shared[room]
+                sampling = self._sampling.resolve(
+                    where, request.sampling, own, room, info, bad_words, grammars
+                )
+            if own is None:
+                shared[room] = sampling
             prompt_tokens += item.n * len(prompt)
             output_tokens += item.n * sampling.max_tokens
             self._check_work(prompt_tokens, output_tokens)
@@ -180,7 +174,9 @@ class Validator:
             word for fields in given if fields is not None for word in fields.bad_words or ()
         )
         where = f"{words.sampling}bad_words"
-        if found and self._text.tokenizer is None:
+        if not found:
+            return {}
+        if self._text.tokenizer is None:
             raise InvalidRequest(
                 f"{where} needs text, and this model directory has no tokenizer.json; use "
                 "logit_bias"
@@ -188,17 +184,10 @@ class Validator:
         if blank := next((word for word in found if not word.strip()), None):
             raise InvalidRequest(f"{where} has {shown(blank)}, which is no word: leave it out")
         texts = [space + word.lstrip() for word in found for space in ("", " ")]
-        encoded = (
-            [
-                tuple(ids)
-                for ids in await tokenizing.encode(
-                    self._text, [where] * len(texts), texts, 0, special=False
-                )
-            ]
-            if texts
-            else []
-        )
-        return {word: encoded[2 * i : 2 * i + 2] for i, word in enumerate(found)}
+        wheres = [where] * len(texts)
+        encoded = await tokenizing.encode(self._text, wheres, texts, 0, special=False)
+        ids = [*map(tuple, encoded)]
+        return {word: ids[2 * i : 2 * i + 2] for i, word in enumerate(found)}
 
     def _deadlines(self, request: NativeRequest) -> tuple[float, float]:
         """Return the times by which a sequence must have started and ended."""
@@ -296,38 +285,23 @@ class Validator:
     async def _encoded(
         self, words: Words, items: list[ItemFields], info: EngineInfo, reading: PromptReading
     ) -> list[PackedIds]:
+        found = {i: item.token_ids for i, item in enumerate(items) if item.token_ids is not None}
         chats = {
-            words.item.format(i=i): await tokenizing.render(self._text, item.messages)
+            i: await tokenizing.render(self._text, item.messages)
             for i, item in enumerate(items)
             if item.messages
         }
-        plain = {
-            words.item.format(i=i): item.prompt
-            for i, item in enumerate(items)
-            if item.prompt is not None
-        }
-        encoded_chats = iter(
-            await self.encode(list(chats), list(chats.values()), info, special=False)
-            if chats
-            else []
-        )
-        encoded_plain = iter(
-            await self.encode(
-                list(plain),
-                list(plain.values()),
-                info,
-                special=reading.special,
-                whole=reading.keep is None,
-            )
-            if plain
-            else []
-        )
-        return [
-            item.token_ids
-            if item.token_ids is not None
-            else next(encoded_chats if item.messages else encoded_plain)
-            for item in items
-        ]
+        plain = {i: item.prompt for i, item in enumerate(items) if item.prompt is not None}
+        for texts, special, whole in (
+            (chats, False, True),
+            (plain, reading.special, reading.keep is None),
+        ):
+            if texts:
+                wheres = [words.item.format(i=i) for i in texts]
+                given = [*texts.values()]
+                ids = await self.encode(wheres, given, info, special=special, whole=whole)
+                found |= zip(texts, ids, strict=True)
+        return [found[i] for i in range(len(items))]
 
     def _check_prompt(self, where: str, token_ids: PackedIds, info: EngineInfo) -> int:
         """Return the number of output tokens that fit after this prompt."""
@@ -395,4 +369,16 @@ def _check_priority(priority: int, caller: Caller) -> None:
         raise Forbidden(
             f"the priority is {abs(priority)} ahead of the default, and the key {caller.name} "
             "lacks the scope operate, which that needs: leave it out, or ask to come later"
+        )
+
+
+def _check_adapter(field: str, name: str, info: EngineInfo) -> None:
+    """`NotFound` unless the adapter is loaded, or none is asked for. `field`: what the name of the
+    field begins with.
+    """
+    if name and name not in info.adapters:
+        raise NotFound(
+            f"{field}lora is {shown(name)}; loaded: {shown(', '.join(info.adapters) or 'none')}. "
+            "Load it first (POST /update_weights with role adapter, /v1/load_lora_adapter, "
+            "/load_lora_adapter)"
         )

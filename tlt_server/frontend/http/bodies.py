@@ -10,8 +10,6 @@ import asyncio
 import hashlib
 from typing import TypeVar, cast
 
-from starlette.requests import Request
-
 from tlt_server.frontend.http.counting import Bounds
 from tlt_server.frontend.http.parsing import Forms, parse
 from tlt_server.frontend.reading.asking import ask
@@ -43,10 +41,6 @@ class Bodies:
         slices = [Slice(("parse", *arguments), lambda: sliced([body]))]
         [value] = await ask(slices, total=len(body), largest=len(body))
         return cast(Body, value)
-
-    async def of(self, request: Request, kind: type[Body] | Forms[Body]) -> Body:
-        """Read the body of a request, which may be left out: that means an empty object."""
-        return await self.read(kind, await request.body() or b"{}")
 
 
 def _is_simple(body: bytes) -> bool:

@@ -76,7 +76,7 @@ class About(TypedDict, total=False):
 
 async def read_json(service: Any, kind: type[Body], request: Request) -> Body:
     """Return the body, of which an empty one means an empty object."""
-    body: Body = await service.bodies.of(request, kind)
+    body: Body = await service.bodies.read(kind, await request.body() or b"{}")
     return body
 
 
@@ -84,6 +84,16 @@ async def read_given(service: Any, kind: type[Body], request: Request) -> Body:
     """Return the body, which may not be left out."""
     body: Body = await service.bodies.read(kind, await request.body())
     return body
+
+
+def while_running(read: Read) -> Read:
+    """Return a reader of bodies that first checks that an engine runs."""
+
+    async def checked(service: Any, kind: Any, request: Request) -> Any:
+        service.engine.check_running()
+        return await read(service, kind, request)
+
+    return checked
 
 
 class Endpoint(Route):

@@ -45,27 +45,21 @@ def json_response(
     return response
 
 
-def sliced_response(
-    content: Any, turn: Turn, status: int = 200, *, retry_after_s: float | None = None
-) -> Response:
+def sliced_response(content: Any, turn: Turn) -> Response:
     """Return a reply that may be large. It is encoded a slice at a time while it is sent, each
     slice after its turn, and its lists are then emptied; `content` may hold iterators, as
     `json_slices` allows.
     """
     slices = json_slices(content)
     first, second = next(slices), next(slices, None)
-    response = (
-        Response(first, status, media_type="application/json")
-        if second is None
-        else SlicedResponse(content, chain((first, second), slices), turn, status)
-    )
-    _say_when(response, retry_after_s)
-    return response
+    if second is None:
+        return Response(first, media_type="application/json")
+    return SlicedResponse(content, chain((first, second), slices), turn)
 
 
 class SlicedResponse(StreamingResponse):
-    def __init__(self, content: Any, slices: Iterator[bytes], turn: Turn, status: int) -> None:
-        super().__init__(in_turns(slices, turn), status, media_type="application/json")
+    def __init__(self, content: Any, slices: Iterator[bytes], turn: Turn) -> None:
+        super().__init__(in_turns(slices, turn), media_type="application/json")
         self._content, self._turn = content, turn
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

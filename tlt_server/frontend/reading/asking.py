@@ -27,12 +27,6 @@ class Asker(NamedTuple):
     key: str  # name of the API key; empty without one
     receive: Receive
 
-    async def left(self) -> Never:
-        """Wait until the client has left; then raise `Cancelled`."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-        raise Cancelled("the client disconnected")
-
 
 _ASKER: ContextVar[Asker] = ContextVar("asker")
 
@@ -51,6 +45,13 @@ class Asking:
         await self.app(scope, receive, send)
 
 
+async def left(receive: Receive) -> Never:
+    """Wait until the client has left; then raise `Cancelled`."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise Cancelled("the client disconnected")
+
+
 async def ask(
     slices: Iterable[Slice], *, total: int, largest: int, patience: Patience | None = None
 ) -> list[Any]:
@@ -59,7 +60,7 @@ async def ask(
     """
     asker = _ASKER.get()
     work = asker.reader.ask(asker.key, slices, total=total, largest=largest, patience=patience)
-    return await unless(asker.left(), work)
+    return await unless(left(asker.receive), work)
 
 
 async def render(slice: Slice, size: int) -> Any:
@@ -67,7 +68,7 @@ async def render(slice: Slice, size: int) -> Any:
     left.
     """
     asker = _ASKER.get()
-    return await unless(asker.left(), asker.reader.renderer.render(asker.key, slice, size))
+    return await unless(left(asker.receive), asker.reader.renderer.render(asker.key, slice, size))
 
 
 async def unless(watch: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T]) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -18,13 +18,7 @@ from tlt_server.frontend.dialects.models import adapter_of
 from tlt_server.frontend.dialects.openai.conversations import Held
 from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
 from tlt_server.frontend.dialects.openai.replies import ChatChoice, CompletionChoice, failure
-from tlt_server.frontend.dialects.openai.requests import (
-    Asked,
-    DetokenizeRequest,
-    StreamOptions,
-    TokenizeRequest,
-)
-from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
+from tlt_server.frontend.dialects.openai.requests import Asked, StreamOptions
 from tlt_server.frontend.dialects.replies.logprobs import whole
 from tlt_server.frontend.dialects.replies.whole import OpenAIUsage, UsageCount, parts_of
 from tlt_server.frontend.generation.choice import FinishedChoice
@@ -34,14 +28,10 @@ from tlt_server.frontend.generation.items import FinishedItem
 from tlt_server.frontend.generation.requests import RequestBatch, Words
 from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Unread
 from tlt_server.frontend.http.replies import sliced_response
-from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
-from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.packed import PackedIds
 
-Body = TypeVar("Body", bound=Asked | ResponseRequest | TokenizeRequest | DetokenizeRequest)
 QUESTION = [{"role": "user", "content": "Compute 3*4+5."}]
 
 
@@ -51,23 +41,6 @@ class Prompted(NamedTuple):
     prompts: list[str | PackedIds]
     words: Words
     held: Held
-
-
-async def read(
-    service: Service, request: Request, body: Unread[Body], *, generates: bool = True
-) -> tuple[Body, EngineInfo]:
-    """Return the body of a request. `Unavailable`: it could not be answered now."""
-    check = service.engine.check_available if generates else service.engine.check_running
-    check()
-    await request.body()
-    check()  # again, since reading the body may take long
-    if generates:
-        # Checked before a large body is parsed.
-        service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
-    asked = await body.read()
-    adapter_of(service, asked.model)
-    assert service.engine.info is not None
-    return asked, service.engine.info
 
 
 async def answer(

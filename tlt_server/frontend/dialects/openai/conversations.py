@@ -26,7 +26,6 @@ from tlt_server.frontend.parsers.thinking import CLOSE, OPEN
 from tlt_server.frontend.service import Service
 from tlt_server.grammars.schemas import read_json
 from tlt_server.grammars.tags import format_of
-from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.packed import PackedIds, PackedText, ending
 
 NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
@@ -146,7 +145,7 @@ class Prepared(NamedTuple):
 
 
 async def prepared(
-    service: Service, request: Request, asked: ChatRequest, info: EngineInfo, words: Words = CHAT
+    service: Service, request: Request, asked: ChatRequest, words: Words = CHAT
 ) -> Prepared:
     """Put a chat request into the template. `words` are the client's names of its fields.
 
@@ -162,7 +161,6 @@ async def prepared(
         _check_shown(service, asked, must_call)
         text, token_ids = await conversation(
             service,
-            info,
             template_arguments(asked, asked.messages),
             special=asked.add_special_tokens is True,
             whole=asked.truncate_prompt_tokens is None,
@@ -201,7 +199,6 @@ def _check_shown(service: Service, asked: ChatRequest, must_call: bool) -> None:
 
 async def conversation(
     service: Service,
-    info: EngineInfo,
     arguments: dict[str, Any],
     *,
     special: bool = False,
@@ -217,6 +214,6 @@ async def conversation(
         )
     text = await tokenizing.render(service.text, **arguments)
     [token_ids] = await service.validator.encode(
-        [where], [text], info, special=special, whole=whole
+        [where], [text], service.info, special=special, whole=whole
     )
     return text, token_ids

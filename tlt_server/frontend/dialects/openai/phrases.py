@@ -136,10 +136,8 @@ class Phrase:
     """Makes parts and replies of one request."""
 
     def __init__(self, service: Service, asked: Asked, batch: RequestBatch, id: str) -> None:
-        info = service.engine.info
-        assert info is not None
         stops = () if asked.stop_token_ids is UNSET else asked.stop_token_ids
-        self._eos = frozenset(info.eos_token_ids) - {*stops}
+        self._eos = frozenset(service.info.eos_token_ids) - {*stops}
         self._versions, self._text = asked.return_weight_versions, service.text
         as_ids = asked.return_tokens_as_token_ids or service.text.tokenizer is None
         self._speller = Speller(service.pieces, as_ids=as_ids)
@@ -242,9 +240,8 @@ class ChatPhrase(Phrase):
     ) -> None:
         """`reader` makes what reads one answer."""
         super().__init__(service, asked, batch, id)
-        assert service.engine.info is not None
         # The version of a choice of which no token tells.
-        self._live_version = label_of(service.engine.info.weight_version)
+        self._live_version = label_of(service.info.weight_version)
         self._started_s, self._asked, self._reader = time.monotonic(), asked, reader
         self._speakers: dict[int, Speaker] = {}  # by choice, once it begins
         self._head = ChatCompletion(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, UnsetType
 
-from tlt_client.fields import Alternatives, Count, Length, Priority, Salt, ShortName, Train
+from tlt_client.fields import Alternatives, Count, Length, Priority, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.openai.messages import (
@@ -23,11 +23,10 @@ from tlt_server.frontend.dialects.openai.messages import (
     Tools,
     check_tools,
 )
-from tlt_server.frontend.dialects.structures import BothStructured
+from tlt_server.frontend.dialects.structures import AskedModel, BothStructured, CacheSalt
 from tlt_server.frontend.generation.requests import (
     ITEMS,
     AnySeed,
-    ItemFields,
     NativeRequest,
     PromptIds,
     PromptReading,
@@ -36,7 +35,7 @@ from tlt_server.frontend.generation.requests import (
     TopK,
     Truncation,
     Words,
-    seed_of,
+    items_of,
 )
 from tlt_server.frontend.http.counting import Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
@@ -61,7 +60,7 @@ class StreamOptions(Tolerant, frozen=True, kw_only=True):
 class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
     """The fields that completions and chat completions share."""
 
-    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
+    model: AskedModel = ""
     n: Annotated[Count, "choices per prompt"] = 1
     seed: Annotated[
         AnySeed | None,
@@ -87,9 +86,7 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
         bool | None,
         "texts get the tokenizer's special tokens; absent: true for completions, false for chat",
     ] = None
-    cache_salt: Annotated[
-        Salt, "requests share cached prefixes only with those of the same salt"
-    ] = ""
+    cache_salt: CacheSalt = ""
     priority: Priority = 0
     train: Train = True
     request_id: Annotated[
@@ -116,26 +113,21 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
         self, prompts: list[str | PackedIds], structure: StructuredOutputs | UnsetType, lora: str
     ) -> NativeRequest:
         """Translate to the native request, with an item per prompt, computed by an adapter."""
-        scored = self.scored_prompt()
         return NativeRequest(
-            requests=[
-                ItemFields(
-                    prompt=None if isinstance(prompt, PackedIds) else prompt,
-                    token_ids=prompt if isinstance(prompt, PackedIds) else None,
-                    n=self.n,
-                    seed=seed_of(self.seed),
-                    salt=self.cache_salt,
-                    lora=lora,
-                    train=self.train,
-                )
-                for prompt in prompts
-            ],
+            requests=items_of(
+                prompts,
+                self.seed,
+                [lora] * len(prompts),
+                n=self.n,
+                salt=self.cache_salt,
+                train=self.train,
+            ),
             sampling=SamplingFields(
                 **self.shared(),
                 top_k=max(0, self.top_k),
                 logprobs=self.alternatives() or 0,
                 max_tokens=self.length(),
-                prompt_logprobs=scored,
+                prompt_logprobs=self.scored_prompt(),
                 include_stop_str_in_output=self.include_stop_str_in_output,
                 structured_outputs=structure,
             ),
@@ -176,12 +168,8 @@ class CompletionRequest(Asked, frozen=True, kw_only=True):
         return self.prompt if isinstance(self.prompt, list) else [self.prompt]
 
 
-# The inputs of the chat template other than the messages.
-Options = Annotated[
-    dict[str, Scalar | None],
-    "scalars; the template sees those that it reads by name, such as enable_thinking",
-    Meta(max_length=MAX_OPTIONS),
-]
+Effort = Annotated[ShortName | None, "the template sees it, if it reads reasoning_effort"]
+Verbosity = Annotated[ShortName | None, "the template sees it, if it reads verbosity"]
 Template = Annotated[
     Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None,
     "the name of one of the model's, or one in its place, where the server has allow_chat_template",
@@ -190,9 +178,11 @@ OpenTurn = Annotated[
     bool | None, "open the assistant's turn; absent: unless the final message is continued"
 ]
 OpenEnd = Annotated[bool, "leave the final message open, to be continued"]
-Effort = Annotated[ShortName | None, "the template sees it, if it reads reasoning_effort"]
-
-Verbosity = Annotated[ShortName | None, "the template sees it, if it reads verbosity"]
+Options = Annotated[
+    dict[str, Scalar | None],
+    "scalars; the template sees those that it reads by name, such as enable_thinking",
+    Meta(max_length=MAX_OPTIONS),
+]
 
 
 class ChatRequest(Asked, frozen=True, kw_only=True):
@@ -205,16 +195,16 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
     ] = None
     max_completion_tokens: Annotated[Length | None, "the newer name of max_tokens"] = None
     tools: Tools = []
-    tool_choice: Choice = "auto"
-    parallel_tool_calls: Parallel = True
-    include_reasoning: Annotated[bool, "false: reasoning is left out"] = True
-    separate_reasoning: Annotated[bool, "false: reasoning stays in the content"] = True
     chat_template: Template = None
     chat_template_kwargs: Options = {}
     add_generation_prompt: OpenTurn = None
     continue_final_message: OpenEnd = False
     reasoning_effort: Effort = None
     verbosity: Verbosity = None
+    tool_choice: Choice = "auto"
+    parallel_tool_calls: Parallel = True
+    include_reasoning: Annotated[bool, "false: reasoning is left out"] = True
+    separate_reasoning: Annotated[bool, "false: reasoning stays in the content"] = True
     top_logprobs: Annotated[Length | None, "alternatives per token; needs logprobs"] = None
     input_ids: Annotated[
         PromptIds | None, "the prompt's tokens, in place of the chat template's"
@@ -249,7 +239,6 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the model may call. `InvalidRequest`: they are none."""
         check_tools(self.tools)
         return [] if self.tool_choice == "none" else self.tools
 
@@ -272,7 +261,7 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     add_special_tokens: Annotated[
         bool | None, "absent: true for a text, false for a conversation"
     ] = None
-    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
+    model: AskedModel = ""
 
     def shown_tools(self) -> list[dict[str, Any]]:
         """Return the tools. `InvalidRequest`: they are none."""
@@ -287,27 +276,28 @@ def template_arguments(
     continues, opens = asked.continue_final_message, asked.add_generation_prompt
     if continues and opens:
         raise InvalidRequest(
-            "continue_final_message is true and so is add_generation_prompt; a final message that "
-            "is continued has no turn after it: set one of them"
+            "continue_final_message is true and so is add_generation_prompt; a final message "
+            "that is continued has no turn after it: set one of them"
         )
-    options: dict[str, Any] = {"add_generation_prompt": not continues if opens is None else opens}
-    for name in ("reasoning_effort", "verbosity"):
-        if (value := getattr(asked, name)) is not None:
-            options[name] = value
+    options = {
+        "add_generation_prompt": not continues if opens is None else opens,
+        "reasoning_effort": asked.reasoning_effort,
+        "verbosity": asked.verbosity,
+    }
     return {
         "messages": messages,
         "tools": asked.shown_tools() or None,
-        "options": options | asked.chat_template_kwargs,
+        "options": {name: value for name, value in options.items() if value is not None}
+        | asked.chat_template_kwargs,
         "open_end": continues,
         "template": asked.chat_template,
     }
 
 
-AllIds = Annotated[
-    PackedIds, Meta(extra={"limit": Limit("max_model_len", "ids", "send them in parts")})
-]
-
-
 class DetokenizeRequest(Tolerant, frozen=True, kw_only=True):
-    tokens: Annotated[AllIds, "ids of the model's vocabulary"]
-    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
+    tokens: Annotated[
+        PackedIds,
+        "ids of the model's vocabulary",
+        Meta(extra={"limit": Limit("max_model_len", "ids", "send them in parts")}),
+    ]
+    model: AskedModel = ""

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import InvalidRequest, NotFound, QueueFull, Unavailable
-from tlt_server.frontend.dialects.models import named, unknown
-from tlt_server.frontend.dialects.openai.answers import QUESTION, Prompted, answer, read
+from tlt_server.frontend.dialects.models import generating, named, running, unknown
+from tlt_server.frontend.dialects.openai.answers import QUESTION, Prompted, answer
 from tlt_server.frontend.dialects.openai.conversations import conversation, prepared
 from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
 from tlt_server.frontend.dialects.openai.replies import (
@@ -37,12 +37,12 @@ from tlt_server.frontend.dialects.replies.errors import UNFINISHED, Failure
 from tlt_server.frontend.dialects.replies.server_info import model_path
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import About, Routes, Unread, read_given
+from tlt_server.frontend.http.endpoints import About, Routes
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.service import Service
 
-ROUTES = Routes(read=read_given, error_shape=failure)
+ROUTES = Routes(read=generating, error_shape=failure)
 ModelName = Annotated[str, "a name of the model, as `GET /v1/models` lists it"]
 
 
@@ -93,14 +93,13 @@ def _models(service: Service, caller: Caller) -> dict[str, Model]:
     raises=(NotFound, *UNFINISHED),
 )
 async def completions(
-    service: Service, request: Request, body: Unread[CompletionRequest]
+    service: Service, request: Request, asked: CompletionRequest
 ) -> Annotated[Response, Completion]:
     """Complete one prompt or a batch of prompts, given as text or token ids.
 
     Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream` the reply
     is server-sent chunks and a last `[DONE]`. Unknown fields are ignored, and null means absent.
     """
-    asked, _ = await read(service, request, body)
     prompted = Prompted(asked.prompts(), COMPLETION, asked.structure)
     return await answer(service, request, asked, prompted, "cmpl", CompletionPhrase)
 
@@ -113,7 +112,7 @@ async def completions(
     raises=(NotFound, *UNFINISHED),
 )
 async def chat(
-    service: Service, request: Request, body: Unread[ChatRequest]
+    service: Service, request: Request, asked: ChatRequest
 ) -> Annotated[Response, ChatCompletion]:
     """Answer a conversation, put into the model's chat template with tools and
     chat_template_kwargs.
@@ -121,9 +120,8 @@ async def chat(
     With `stream` the reply is server-sent chunks and a last `[DONE]`. Unknown fields are ignored,
     and null means absent.
     """
-    asked, info = await read(service, request, body)
     words = asked.words
-    ready = await prepared(service, request, asked, info, words)
+    ready = await prepared(service, request, asked, words)
     phrase = partial(ChatPhrase, reader=ready.answer)
     prompted = Prompted([ready.token_ids], words, ready.held)
     return await answer(service, request, asked, prompted, "chatcmpl", phrase)
@@ -136,11 +134,10 @@ async def chat(
     raises=(NotFound, QueueFull, Unavailable),
 )
 async def render(
-    service: Service, request: Request, body: Unread[ChatRequest]
+    service: Service, request: Request, asked: ChatRequest
 ) -> Annotated[Response, Rendered]:
     """Return the prompt that a chat completion would have, and generate nothing."""
-    asked, info = await read(service, request, body)
-    ready = await prepared(service, request, asked, info, asked.words)
+    ready = await prepared(service, request, asked, asked.words)
     text = ready.text
     if asked.input_ids is not None:
         text = await tokenizing.decode(service.text, asked.input_ids, special=True)
@@ -151,25 +148,28 @@ async def render(
             "prompt": text,
             "token_ids": ready.token_ids,
             "count": len(ready.token_ids),
-            "max_model_len": info.max_model_len,
+            "max_model_len": service.info.max_model_len,
         },
         turn,
     )
 
 
-TOKENIZING: About = {"example": {"messages": QUESTION}, "raises": (NotFound, Unavailable)}
-DETOKENIZING: About = {"example": {"tokens": [17, 18, 19]}, "raises": (NotFound, Unavailable)}
+TOKENIZING: About = {
+    "read": running,
+    "example": {"messages": QUESTION},
+    "raises": (NotFound, Unavailable),
+}
+DETOKENIZING: About = {**TOKENIZING, "example": {"tokens": [17, 18, 19]}}
 
 
 @ROUTES.post("/v1/tokenize", needs="data", **TOKENIZING)
 @ROUTES.post("/tokenize", needs="data", **TOKENIZING)
 async def tokenize(
-    service: Service, request: Request, body: Unread[TokenizeRequest]
+    service: Service, request: Request, asked: TokenizeRequest
 ) -> Annotated[Response, Tokens]:
     """Return the token ids of a text, or of a conversation put into the chat template. This works
     in a pause and a sleep too.
     """
-    asked, info = await read(service, request, body, generates=False)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest(
             f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give "
@@ -177,16 +177,14 @@ async def tokenize(
         )
     if asked.messages is not None:
         arguments = template_arguments(asked, asked.messages)
-        _, tokens = await conversation(
-            service, info, arguments, special=asked.add_special_tokens is True
-        )
+        _, tokens = await conversation(service, arguments, special=asked.add_special_tokens is True)
     else:
         assert asked.prompt is not None
         [tokens] = await service.validator.encode(
-            ["prompt"], [asked.prompt], info, special=asked.add_special_tokens is not False
+            ["prompt"], [asked.prompt], service.info, special=asked.add_special_tokens is not False
         )
     return sliced_response(
-        {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len},
+        {"tokens": tokens, "count": len(tokens), "max_model_len": service.info.max_model_len},
         service.generations.share.of(caller_of(request).name),
     )
 
@@ -207,21 +205,20 @@ async def tokenizer_info(service: Service) -> TokenizerInfo:
 @ROUTES.post("/v1/detokenize", needs="data", **DETOKENIZING)
 @ROUTES.post("/detokenize", needs="data", **DETOKENIZING)
 async def detokenize(
-    service: Service, request: Request, body: Unread[DetokenizeRequest]
+    service: Service, request: Request, asked: DetokenizeRequest
 ) -> Annotated[Response, Detokenized]:
     """Return the text of token ids, special tokens included. This works in a pause and a sleep
     too.
     """
-    asked, info = await read(service, request, body, generates=False)
     if service.text.tokenizer is None:
         raise InvalidRequest(
             "tokens cannot be read: this model directory has no tokenizer.json; decode them where "
             "that file is"
         )
-    if asked.tokens.greatest() >= info.vocab_size:
+    if asked.tokens.greatest() >= service.info.vocab_size:
         raise InvalidRequest(
             f"tokens has the token id {asked.tokens.greatest()}; ids of this model end at "
-            f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
+            f"{service.info.vocab_size - 1}: tokenise with the served model's tokenizer"
         )
     text = await tokenizing.decode(service.text, asked.tokens, special=True)
     turn = service.generations.share.of(caller_of(request).name)

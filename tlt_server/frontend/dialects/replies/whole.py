@@ -1,4 +1,4 @@
-"""A reply in one part: what is made of each choice, in order, and the tokens of the request."""
+"""A reply in one piece: a part for each choice, in order, and the tokens of the request."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ async def parts_of(
     batch: RequestBatch,
     make: Callable[[FinishedItem, FinishedChoice], Awaitable[Part]],
 ) -> tuple[list[Part], UsageCount]:
-    """Return what is made of each choice, prompt by prompt, and the usage. The first item that
-    fails raises its error.
+    """Make a part of each choice; return the parts, prompt by prompt, and the usage. The first item
+    that fails raises its error.
     """
     found, count, positions = dict[tuple[int, int], Part](), UsageCount(), batch.positions
     async for event in generation.successes():

@@ -23,7 +23,7 @@ from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FinishedItem
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Routes, Unread
+from tlt_server.frontend.http.endpoints import Routes, while_running
 from tlt_server.frontend.http.fields import AnyFields, Tolerant, shown
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import Status, json_response
@@ -125,16 +125,19 @@ async def resume(service: Service) -> Acknowledged:
 
 
 @ROUTES.post(
-    "/abort_request", needs="data", optional_body=False, example={"abort_all": True}, changes=True
+    "/abort_request",
+    needs="data",
+    read=while_running(read),
+    optional_body=False,
+    example={"abort_all": True},
+    changes=True,
 )
-async def abort(service: Service, body: Unread[SglangAbort], caller: Caller) -> Aborted:
+async def abort(service: Service, asked: SglangAbort, caller: Caller) -> Aborted:
     """End a request, or all of them, with what they have.
 
     Their replies come at once, with finish_reason.type "abort". To end another key's request, or
     all of them, needs the scope operate.
     """
-    service.engine.check_running()
-    asked = await body.read()
     if not asked.abort_all and not asked.rid:
         raise InvalidRequest(
             f"rid is {shown(asked.rid)} and abort_all is false; name one request by rid, or set "

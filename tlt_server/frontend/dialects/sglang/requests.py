@@ -21,13 +21,12 @@ from tlt_server.frontend.generation.generation import repeated
 from tlt_server.frontend.generation.requests import (
     NAMES,
     AnySeed,
-    ItemFields,
     NativeRequest,
     PromptIds,
     SamplingFields,
     TopK,
     Words,
-    seed_of,
+    items_of,
 )
 from tlt_server.frontend.http.counting import Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
@@ -174,18 +173,9 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         prompts: list[str | PackedIds] = given if isinstance(given, list) else [given]
         names, adapters = self.names(len(prompts)), self.adapters(len(prompts))
         return NativeRequest(
-            requests=[
-                ItemFields(
-                    id=name,
-                    prompt=None if isinstance(prompt, PackedIds) else prompt,
-                    token_ids=prompt if isinstance(prompt, PackedIds) else None,
-                    n=params.n,
-                    seed=seed_of(params.sampling_seed),
-                    lora=lora,
-                    train=self.train,
-                )
-                for prompt, name, lora in zip(prompts, names, adapters, strict=True)
-            ],
+            requests=items_of(
+                prompts, params.sampling_seed, adapters, names, n=params.n, train=self.train
+            ),
             sampling=self._sampling(),
             stream=self.stream,
             priority=-self.priority,

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from tlt_server.errors import Conflict, NotFound, TltError, UnsafeChannel
 from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
 from tlt_server.frontend.dialects.sglang.requests import read
-from tlt_server.frontend.http.endpoints import Routes, Unread
+from tlt_server.frontend.http.endpoints import Routes, Unread, while_running
 from tlt_server.frontend.http.fields import AnyFields, Tolerant
 from tlt_server.frontend.http.replies import error_reply, json_response
 from tlt_server.frontend.service import Service
@@ -171,11 +171,15 @@ class ReadFields(Tolerant, frozen=True, kw_only=True):
 ROUTES = Routes(error_shape=outcome_of, read=read, empty=AnyFields)
 
 
-@ROUTES.post("/begin_weight_update", needs="push-weights", raises=(NotFound, Conflict))
-async def begin(service: Service, body: Unread[BeginFields]) -> Outcome:
+@ROUTES.post(
+    "/begin_weight_update",
+    needs="push-weights",
+    read=while_running(read),
+    raises=(NotFound, Conflict),
+)
+async def begin(service: Service, asked: BeginFields) -> Outcome:
     """Start a weight update; what is pushed until POST /end_weight_update becomes live then."""
-    service.engine.check_running()
-    await service.session.begin((await body.read()).selector)
+    await service.session.begin(asked.selector)
     return Outcome(message="Weight update begun.")
 
 

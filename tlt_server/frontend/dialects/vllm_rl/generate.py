@@ -11,11 +11,11 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_client.fields import Alternatives, Count, Length, Priority, Salt, ShortName, Train
+from tlt_client.fields import Alternatives, Count, Length, Priority, ShortName, Train
 from tlt_client.wire import FinishReason, VersionSpan
 from tlt_server.errors import InvalidRequest, NotFound
 from tlt_server.frontend.dialects import known_fields
-from tlt_server.frontend.dialects.models import adapter_of
+from tlt_server.frontend.dialects.models import adapter_of, generating
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, fault
 from tlt_server.frontend.dialects.replies.logprobs import (
     ChatLogprobs,
@@ -26,14 +26,13 @@ from tlt_server.frontend.dialects.replies.logprobs import (
     whole,
 )
 from tlt_server.frontend.dialects.replies.whole import OpenAIUsage, parts_of
-from tlt_server.frontend.dialects.structures import VllmStructured
+from tlt_server.frontend.dialects.structures import AskedModel, CacheSalt, VllmStructured
 from tlt_server.frontend.generation.choice import FinishedChoice
 from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FinishedItem
 from tlt_server.frontend.generation.requests import (
     AnySeed,
-    ItemFields,
     NativeRequest,
     PromptIds,
     PromptReading,
@@ -42,16 +41,15 @@ from tlt_server.frontend.generation.requests import (
     TopK,
     Truncation,
     Words,
-    seed_of,
+    items_of,
 )
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Routes, Unread, read_given
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 from tlt_server.frontend.http.replies import sliced_response
-from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 
-ROUTES = Routes(read=read_given, error_shape=fault)
+ROUTES = Routes(read=generating, error_shape=fault)
 WORDS = Words("token_ids", "", "sampling_params.", clamps=True)
 PREFIX = "generate-tokens-"  # vLLM puts it before the names of these requests
 
@@ -82,10 +80,8 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
         ShortName | None, "comes back, and names the request for POST /abort_requests"
     ] = None
     sampling_params: Annotated[VllmSampling, "how to sample"] = VllmSampling()
-    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
-    cache_salt: Annotated[
-        Salt, "requests share cached prefixes only with those of the same salt"
-    ] = ""
+    model: AskedModel = ""
+    cache_salt: CacheSalt = ""
     priority: Priority = 0
     train: Train = True
     stream: Annotated[bool, "true is refused: POST /v1/completions streams"] = False
@@ -98,17 +94,15 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
             )
         params = self.sampling_params
         return NativeRequest(
-            requests=[
-                ItemFields(
-                    id=self.request_id,
-                    token_ids=self.token_ids,
-                    n=params.n,
-                    seed=seed_of(params.seed),
-                    salt=self.cache_salt,
-                    lora=lora,
-                    train=self.train,
-                )
-            ],
+            requests=items_of(
+                [self.token_ids],
+                params.seed,
+                [lora],
+                [self.request_id],
+                n=params.n,
+                salt=self.cache_salt,
+                train=self.train,
+            ),
             sampling=SamplingFields(
                 **params.shared(),
                 top_k=max(0, params.top_k),
@@ -154,14 +148,9 @@ class TokensReply(Struct, frozen=True):
     raises=(NotFound, *UNFINISHED),
 )
 async def generate(
-    service: Service, request: Request, body: Unread[TokensRequest]
+    service: Service, request: Request, asked: TokensRequest
 ) -> Annotated[Response, TokensReply]:
     """Generate from token ids. Unknown fields are ignored, and null means absent."""
-    service.engine.check_available()
-    await request.body()
-    # Checked before a large prompt.
-    service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
-    asked = await body.read()
     batch, generation = await service.begin(
         asked.native(adapter_of(service, asked.model)),
         caller_of(request),

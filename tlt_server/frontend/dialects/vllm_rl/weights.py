@@ -14,7 +14,7 @@ from starlette.requests import Request
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed
 from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED, fault
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
-from tlt_server.frontend.http.endpoints import Routes, Unread
+from tlt_server.frontend.http.endpoints import Routes, read_json, while_running
 from tlt_server.frontend.http.fields import AnyFields, Tolerant, shown
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.adapters import AdapterName
@@ -30,6 +30,7 @@ from tlt_server.settings.wording import nearest
 from tlt_server.wire.labels import label_of
 
 ROUTES = Routes(error_shape=fault, empty=AnyFields)
+RUNNING = while_running(read_json)
 RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")
 
 
@@ -180,23 +181,25 @@ async def shut_transfer(service: Service) -> VllmDone:
     return VllmDone("Weight transfer engine shut down")
 
 
-@ROUTES.post("/start_weight_update", needs="push-weights", raises=(NotFound, Conflict))
-async def start(service: Service, body: Unread[StartFields]) -> VllmDone:
+@ROUTES.post(
+    "/start_weight_update", needs="push-weights", read=RUNNING, raises=(NotFound, Conflict)
+)
+async def start(service: Service, asked: StartFields) -> VllmDone:
     """Start an update of the target's weights; what is pushed until POST /finish_weight_update
     becomes live then.
     """
-    service.engine.check_running()
-    await _begin(service, await body.read(), "target")
+    await _begin(service, asked, "target")
     return VllmDone("Weight update started")
 
 
-@ROUTES.post("/start_draft_weight_update", needs="push-weights", raises=(NotFound, Conflict))
-async def start_draft(service: Service, body: Unread[StartFields]) -> VllmDone:
+@ROUTES.post(
+    "/start_draft_weight_update", needs="push-weights", read=RUNNING, raises=(NotFound, Conflict)
+)
+async def start_draft(service: Service, asked: StartFields) -> VllmDone:
     """Start an update of the drafter's weights, as POST /start_weight_update does for the
     target.
     """
-    service.engine.check_running()
-    await _begin(service, await body.read(), "draft")
+    await _begin(service, asked, "draft")
     return VllmDone("Weight update started")
 
 
@@ -285,16 +288,15 @@ async def check(service: Service, asked: CheckFields) -> CheckReply:
 @ROUTES.post(
     "/v1/load_lora_adapter",
     needs="push-weights",
+    read=RUNNING,
     example={"lora_name": "math", "lora_path": "adapters/math"},
     raises=PUSHED,
 )
-async def load_adapter(service: Service, body: Unread[VllmLoad]) -> str:
+async def load_adapter(service: Service, asked: VllmLoad) -> str:
     """Load a LoRA adapter in PEFT's layout from a directory below the weight root. Requests name it
     as their model.
     """
-    service.engine.check_running()
-    asked, info = await body.read(), service.engine.info
-    if info is not None and asked.lora_name in info.adapters and not asked.load_inplace:
+    if asked.lora_name in service.info.adapters and not asked.load_inplace:
         raise InvalidRequest(
             f"lora_name is {shown(asked.lora_name)}, which is loaded already; send load_inplace "
             "true to replace it, or unload it first"

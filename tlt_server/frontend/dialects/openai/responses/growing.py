@@ -1,10 +1,13 @@
-"""A response as it grows: what comes of its generation goes in, numbered events come out."""
+"""A response as it grows: what comes of its generation goes in, frames of numbered events come out.
+
+A reply in one part is made by the same code, so it has the items of the stream.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -29,113 +32,18 @@ from tlt_server.frontend.dialects.openai.responses.replies import (
     ThoughtPart,
 )
 from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
+from tlt_server.frontend.generation.delivery import event_frame
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.parsers.answer import AnswerReader
 from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText
 from tlt_server.frontend.rollouts.responses import KeptResponse
 
-
-class Writer:
-    """Writes the output of one response."""
-
-    def __init__(self) -> None:
-        self.output: list[Item] = []
-        self._grown: list[str] = []  # text or arguments of the last item
-        self._open = False  # the last item grows
-
-    def write(self, pieces: Iterable[Piece]) -> Iterator[ResponseEvent]:
-        for piece in pieces:
-            if isinstance(piece, SpokenCall):
-                yield from self.close("completed")
-                call = CallItem(
-                    id=f"fc_{uuid.uuid4().hex}",
-                    status="in_progress",
-                    call_id=new_call_id(),
-                    name=piece.name,
-                    arguments="",
-                )
-                yield self._begin(call)
-                yield from self._grow(piece.arguments)
-                yield from self.close("completed")
-            else:
-                yield from self._speak(piece.text, spoken=isinstance(piece, SpokenText))
-
-    def _speak(self, text: str, *, spoken: bool) -> Iterator[ResponseEvent]:
-        kind: type[MessageItem | ThoughtItem] = MessageItem if spoken else ThoughtItem
-        if not self._open or not isinstance(self.output[-1], kind):
-            yield from self.close("completed")
-            id = f"{'msg' if spoken else 'rs'}_{uuid.uuid4().hex}"
-            yield self._begin(kind(id=id, status="in_progress", content=[]))
-            part = TextPart(text="") if spoken else ThoughtPart(text="")
-            yield self._event("response.content_part.added", content_index=0, part=part)
-        yield from self._grow(text)
-
-    def _begin(self, item: Item) -> ResponseEvent:
-        self.output.append(item)
-        self._open, self._grown = True, []
-        return ResponseEvent(
-            type="response.output_item.added", output_index=len(self.output) - 1, item=item
-        )
-
-    def _grow(self, text: str) -> Iterator[ResponseEvent]:
-        self._grown.append(text)
-        match self.output[-1]:
-            case MessageItem():
-                yield self._event(
-                    "response.output_text.delta", content_index=0, delta=text, logprobs=[]
-                )
-            case ThoughtItem():
-                yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
-            case CallItem():
-                yield self._event("response.function_call_arguments.delta", delta=text)
-
-    def close(self, status: State) -> Iterator[ResponseEvent]:
-        """End the item that grows, if there is one."""
-        if not self._open:
-            return
-        self._open, text = False, "".join(self._grown)
-        match self.output[-1]:
-            case MessageItem() as item:
-                part = TextPart(text=text)
-                item.content = [part]
-                yield self._event(
-                    "response.output_text.done", content_index=0, text=text, logprobs=[]
-                )
-                yield self._event("response.content_part.done", content_index=0, part=part)
-            case ThoughtItem() as thought:
-                thought.content = [ThoughtPart(text=text)]
-                yield self._event("response.reasoning_text.done", content_index=0, text=text)
-                yield self._event(
-                    "response.content_part.done", content_index=0, part=thought.content[0]
-                )
-            case CallItem() as call:
-                call.arguments = text
-                yield self._event(
-                    "response.function_call_arguments.done", arguments=text, name=call.name
-                )
-        self.output[-1].status = status
-        yield ResponseEvent(
-            type="response.output_item.done",
-            output_index=len(self.output) - 1,
-            item=self.output[-1],
-        )
-
-    def _event(self, type: str, **fields: object) -> ResponseEvent:
-        """Return an event about the last item."""
-        event = ResponseEvent(
-            type=type, item_id=self.output[-1].id, output_index=len(self.output) - 1
-        )
-        for name, value in fields.items():
-            setattr(event, name, value)
-        return event
-
-
 Keep = Callable[[KeptResponse], bool]  # returns whether the response is kept
 
 
 class GrowingResponse:
-    """A response on its way: what comes of its generation goes in, events come out."""
+    """A response on its way. Events are encoded at once, as their items change later."""
 
     def __init__(
         self,
@@ -150,13 +58,15 @@ class GrowingResponse:
         it, which `owner`, the name of the key, may continue.
         """
         self._owner, self._answer, self._messages = owner, answer, messages
-        self._writer, self._number = Writer(), 0
+        self._streams, self._number, self._frames = asked.stream, 0, list[bytes]()
+        self._output = list[Item]()
+        self._grown: list[str] | None = None  # text or arguments of the last item while it grows
         self.response = ModelResponse(
             id=id,
             created_at=int(time.time()),
             model=model,
             status="in_progress",
-            output=self._writer.output,
+            output=self._output,
             instructions=asked.instructions,
             previous_response_id=asked.previous_response_id,
             max_output_tokens=asked.max_output_tokens,
@@ -171,36 +81,32 @@ class GrowingResponse:
             store=asked.store,
         )
 
-    def begin(self) -> Iterator[ResponseEvent]:
-        yield from self._numbered(
-            ResponseEvent(type=f"response.{name}", response=self.response)
-            for name in ("created", "in_progress")
-        )
+    def frames(self) -> list[bytes]:
+        """Return the frames of a stream since the last call."""
+        frames, self._frames = self._frames, []
+        return frames
 
-    async def take(self, event: TokenEvent, turn: Turn) -> AsyncIterator[ResponseEvent]:
-        """Take in what came of the choice, and yield the events of it."""
+    def begin(self) -> None:
+        for name in ("created", "in_progress"):
+            self._say(name, response=self.response)
+
+    async def take(self, event: TokenEvent, turn: Turn) -> None:
+        """Take in what came of the choice."""
         async for text in sliced(event.delta.text or "", turn):
-            pieces: list[Piece] = (
-                [SpokenText(text)] if self._answer is None else self._answer.push(text)
+            self._write([SpokenText(text)] if self._answer is None else self._answer.push(text))
+        if event.ended is None:
+            return
+        last = [] if self._answer is None else self._answer.end()
+        self._write(last if self._output or last else [SpokenText("")])
+        reason = event.ended.finish_reason
+        self.response.status = "completed" if reason == "stop" else "incomplete"
+        if reason != "stop":
+            self.response.incomplete_details = Cut(
+                "max_output_tokens" if reason == "length" else reason
             )
-            for each in self._numbered(self._writer.write(pieces)):
-                yield each
-        if event.ended is not None:
-            last = [] if self._answer is None else self._answer.end()
-            if not self._writer.output and not last:
-                last = [SpokenText("")]
-            for each in self._numbered(self._writer.write(last)):
-                yield each
-            reason = event.ended.finish_reason
-            self.response.status = "completed" if reason == "stop" else "incomplete"
-            if reason != "stop":
-                self.response.incomplete_details = Cut(
-                    "max_output_tokens" if reason == "length" else reason
-                )
-            for each in self._numbered(self._writer.close(self.response.status)):
-                yield each
+        self._close(self.response.status)
 
-    def finish(self, item: FinishedItem, keep: Keep) -> Iterator[ResponseEvent]:
+    def finish(self, item: FinishedItem, keep: Keep) -> None:
         """Take the end in, and offer the response to be kept, if it asks for that."""
         made = sum(len(choice.token_ids) for choice in item.choices)
         self.response.usage = ResponseUsage(
@@ -211,28 +117,92 @@ class GrowingResponse:
         )
         if self.response.store and not keep(self._kept()):
             self.response.store = False
-        yield from self._last()
+        self._say(self.response.status, response=self.response)
 
-    def fail(self, error: TltError) -> Iterator[ResponseEvent]:
+    def fail(self, error: TltError) -> None:
         self.response.status = "failed"
         self.response.error = ResponseError(error.code, error.message)
-        yield from self._numbered(self._writer.close("incomplete"))
-        yield from self._last()
-
-    def _last(self) -> Iterator[ResponseEvent]:
-        name = f"response.{self.response.status}"
-        yield from self._numbered([ResponseEvent(type=name, response=self.response)])
+        self._close("incomplete")
+        self._say(self.response.status, response=self.response)
 
     def _kept(self) -> KeptResponse:
         messages = msgspec.msgpack.encode([*self._messages, _said(self.response)])
         body = msgspec.json.encode(self.response)
         return KeptResponse(self.response.id, self._owner, messages, body)
 
-    def _numbered(self, events: Iterable[ResponseEvent]) -> Iterator[ResponseEvent]:
-        for event in events:
-            event.sequence_number = self._number
+    def _write(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if isinstance(piece, SpokenCall):
+                self._begin(
+                    CallItem(
+                        id=f"fc_{uuid.uuid4().hex}",
+                        status="in_progress",
+                        call_id=new_call_id(),
+                        name=piece.name,
+                        arguments="",
+                    )
+                )
+                self._grow(piece.arguments)
+                self._close("completed")
+                continue
+            spoken = isinstance(piece, SpokenText)
+            kind: type[MessageItem | ThoughtItem] = MessageItem if spoken else ThoughtItem
+            if self._grown is None or not isinstance(self._output[-1], kind):
+                id = f"{'msg' if spoken else 'rs'}_{uuid.uuid4().hex}"
+                self._begin(kind(id=id, status="in_progress", content=[]))
+                part = TextPart(text="") if spoken else ThoughtPart(text="")
+                self._tell("content_part.added", content_index=0, part=part)
+            self._grow(piece.text)
+
+    def _begin(self, item: Item) -> None:
+        self._close("completed")
+        self._output.append(item)
+        self._grown = []
+        self._say("output_item.added", output_index=len(self._output) - 1, item=item)
+
+    def _grow(self, text: str) -> None:
+        assert self._grown is not None
+        self._grown.append(text)
+        match self._output[-1]:
+            case MessageItem():
+                self._tell("output_text.delta", content_index=0, delta=text, logprobs=[])
+            case ThoughtItem():
+                self._tell("reasoning_text.delta", content_index=0, delta=text)
+            case CallItem():
+                self._tell("function_call_arguments.delta", delta=text)
+
+    def _close(self, status: State) -> None:
+        """End the item that grows, if there is one."""
+        if self._grown is None:
+            return
+        text, self._grown = "".join(self._grown), None
+        match self._output[-1]:
+            case MessageItem() as item:
+                item.content = [TextPart(text=text)]
+                self._tell("output_text.done", content_index=0, text=text, logprobs=[])
+                self._tell("content_part.done", content_index=0, part=item.content[0])
+            case ThoughtItem() as thought:
+                thought.content = [ThoughtPart(text=text)]
+                self._tell("reasoning_text.done", content_index=0, text=text)
+                self._tell("content_part.done", content_index=0, part=thought.content[0])
+            case CallItem() as call:
+                call.arguments = text
+                self._tell("function_call_arguments.done", arguments=text, name=call.name)
+        last = self._output[-1]
+        last.status = status
+        self._say("output_item.done", output_index=len(self._output) - 1, item=last)
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        """Add an event about the last item."""
+        number = len(self._output) - 1
+        self._say(kind, item_id=self._output[-1].id, output_index=number, **fields)
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        if self._streams:
+            type = f"response.{kind}"
+            event = ResponseEvent(type=type, sequence_number=self._number, **fields)
+            self._frames.append(event_frame(event, type))
             self._number += 1
-            yield event
 
 
 def kept_messages(kept: KeptResponse) -> list[ChatMessage]:

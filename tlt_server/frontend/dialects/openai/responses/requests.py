@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from tlt_client.fields import Json, Length, Priority, Salt, ShortName, Train
+from tlt_client.fields import Json, Length, Priority, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.openai.messages import (
@@ -18,7 +18,12 @@ from tlt_server.frontend.dialects.openai.messages import (
     check_tools,
 )
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, Effort, Options, Verbosity
-from tlt_server.frontend.dialects.structures import JsonSchemaFormat, ResponseFormat
+from tlt_server.frontend.dialects.structures import (
+    AskedModel,
+    CacheSalt,
+    JsonSchemaFormat,
+    ResponseFormat,
+)
 from tlt_server.frontend.generation.requests import (
     MAX_MESSAGES,
     AnySeed,
@@ -223,7 +228,7 @@ class ResponseRequest(SharedSampling, Tolerant, frozen=True, kw_only=True):
     input: Annotated[
         str | list[dict[str, Any]], "a text, or items: messages, calls, outputs of calls, reasoning"
     ]
-    model: Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"] = ""
+    model: AskedModel = ""
     instructions: Annotated[
         str | None, "a system message before the input; is not carried over"
     ] = None
@@ -248,9 +253,7 @@ class ResponseRequest(SharedSampling, Tolerant, frozen=True, kw_only=True):
     metadata: Annotated[dict[str, Any] | None, "comes back"] = None
     top_k: TopK = 0
     seed: Annotated[AnySeed | None, "the same seed gives the same tokens"] = None
-    cache_salt: Annotated[
-        Salt, "requests share cached prefixes only with those of the same salt"
-    ] = ""
+    cache_salt: CacheSalt = ""
     priority: Priority = 0
     train: Train = True
     request_id: Annotated[ShortName | None, "names the request for POST /abort_requests"] = None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import InvalidRequest, NotFound
-from tlt_server.frontend.dialects.models import named
-from tlt_server.frontend.dialects.openai.answers import Prompted, begun, read
+from tlt_server.errors import InvalidRequest, NotFound, TltError
+from tlt_server.frontend.dialects.models import generating, named
+from tlt_server.frontend.dialects.openai.answers import Prompted, begun
 from tlt_server.frontend.dialects.openai.conversations import prepared
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.dialects.openai.responses.growing import (
@@ -36,12 +36,12 @@ from tlt_server.frontend.dialects.openai.responses.requests import (
 )
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, failure_naming
 from tlt_server.frontend.dialects.replies.logprobs import whole
-from tlt_server.frontend.generation.delivery import EventStream, event_frame, reply
+from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Routes, Unread, read_given
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import json_response, sliced_response
@@ -56,20 +56,19 @@ ResponseId = Annotated[str, "id of a response that is kept"]
 @ROUTES.post(
     "/v1/responses",
     needs="data",
-    read=read_given,
+    read=generating,
     example={"input": "Compute 3*4+5.", "max_output_tokens": 64},
     streams=tuple((name, ResponseEvent) for name in EVENTS),
     raises=(NotFound, *UNFINISHED),
 )
 async def create(
-    service: Service, request: Request, body: Unread[ResponseRequest]
+    service: Service, request: Request, asked: ResponseRequest
 ) -> Annotated[Response, ModelResponse]:
     """Answer a conversation given as items, or continue one by `previous_response_id`.
 
     With `stream` the reply is typed events with numbers. Unknown fields are ignored, and null means
     absent.
     """
-    asked, info = await read(service, request, body)
     caller = caller_of(request)
     messages: list[ChatMessage] = []
     if asked.previous_response_id is not None:
@@ -81,7 +80,7 @@ async def create(
         else [ChatMessage(role="system", content=asked.instructions)]
     )
     chat = asked.for_chat([*said, *messages])
-    ready = await prepared(service, request, chat, info, RESPONSE)
+    ready = await prepared(service, request, chat, RESPONSE)
     id = f"{PREFIX}{uuid.uuid4().hex}"
     names = (id, asked.request_id or given_id(request.headers.raw) or id)
     prompted = Prompted([ready.token_ids], RESPONSE, ready.held)
@@ -90,10 +89,14 @@ async def create(
         asked, id, caller.name, named(service, asked.model), ready.answer(), messages
     )
     keep = service.responses.keep
-    if asked.stream:
-        events = _frames(growing, generation, keep)
-        return EventStream(events, generation, lambda error: _framed(growing.fail(error)), end=b"")
-    return await reply(request, _whole(growing, generation, keep), generation)
+    if not asked.stream:
+        return await reply(request, _whole(growing, generation, keep), generation)
+
+    def failed(error: TltError) -> list[bytes]:
+        growing.fail(error)
+        return growing.frames()
+
+    return EventStream(_stream(growing, generation, keep), generation, failed, end=b"")
 
 
 @ROUTES.get("/v1/responses/{id}", needs="data", raises=(NotFound,))
@@ -156,27 +159,21 @@ async def _whole(growing: GrowingResponse, generation: Generation, keep: Keep) -
     async for event in generation.successes():
         if isinstance(event, FinishedItem):
             [choice] = event.choices
-            said = TokenEvent(event.id, whole(choice), choice)
-            async for _ in growing.take(said, generation.turn):
-                pass
-            for _ in growing.finish(event, keep):
-                pass
+            await growing.take(TokenEvent(event.id, whole(choice), choice), generation.turn)
+            growing.finish(event, keep)
     return json_response(growing.response)
 
 
-async def _frames(
+async def _stream(
     growing: GrowingResponse, generation: Generation, keep: Keep
 ) -> AsyncIterator[bytes]:
-    for frame in _framed(growing.begin()):
+    growing.begin()
+    for frame in growing.frames():
         yield frame
     async for event in generation.successes():
         if isinstance(event, TokenEvent):
-            async for each in growing.take(event, generation.turn):
-                yield event_frame(each, each.type)
+            await growing.take(event, generation.turn)
         else:
-            for frame in _framed(growing.finish(event, keep)):
-                yield frame
-
-
-def _framed(events: Iterable[ResponseEvent]) -> Iterator[bytes]:
-    return (event_frame(event, event.type) for event in events)
+            growing.finish(event, keep)
+        for frame in growing.frames():
+            yield frame
