@@ -100,16 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "drafter", help="make, train and judge drafters", allow_abbrev=False
     ).add_subparsers(metavar="VERB", required=True)
     import_module("tlt_server.drafter.arguments").add_arguments(drafter, _later, _with_engine)
-    benches = add("bench", help="benchmarks", allow_abbrev=False).add_subparsers(
-        metavar="NAME", required=True
-    )
-    for name, kind in import_module("tlt_server.bench.arguments").BENCHES.items():
-        bench = benches.add_parser(
-            name, help=kind.sentence, description=kind.sentence, allow_abbrev=False
-        )
-        kind.add(bench)
-        verb, ended = (_with_engine, _in_folder) if kind.loads_engine else (_later, _interruptible)
-        bench.set_defaults(run=ended(verb(f"tlt_server.bench.{kind.module or name}")))
+    _add_benches(add)
     completion = add(
         "completion",
         help="print what completes verbs and flags in a shell",
@@ -120,6 +111,19 @@ def _parser() -> argparse.ArgumentParser:
     completion.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     completion.set_defaults(run=lambda arguments: _complete(parser, arguments))
     return parser
+
+
+def _add_benches(add: Callable[..., argparse.ArgumentParser]) -> None:
+    benches = add("bench", help="benchmarks", allow_abbrev=False).add_subparsers(
+        metavar="NAME", required=True
+    )
+    for name, kind in import_module("tlt_server.bench.arguments").BENCHES.items():
+        bench = benches.add_parser(
+            name, help=kind.sentence, description=kind.sentence, allow_abbrev=False
+        )
+        kind.add(bench)
+        verb, ended = (_with_engine, _in_folder) if kind.loads_engine else (_later, _interruptible)
+        bench.set_defaults(run=ended(verb(f"tlt_server.bench.{kind.module or name}")))
 
 
 def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

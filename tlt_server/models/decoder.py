@@ -87,23 +87,12 @@ class Decoder:
                 f"feature layers {wrong} do not exist: the target has 0 to {config.layers}; "
                 "use a drafter made for it"
             )
-        self.config, self.numerics, self.page_size, self.feature_layers = (
-            config,
-            numerics,
-            page_size,
-            feature_layers,
-        )
-        self.attention_name, self.split = attention, split
-        self.kv_layers, self.kv_heads, self.head_dim = (
-            config.layers,
-            kv_heads(config, split),
-            config.head_dim,
-        )
-        self.vocab_size, self.hidden_size, self.max_position = (
-            config.vocab_size,
-            config.hidden_size,
-            config.max_position,
-        )
+        self.config, self.numerics, self.split = config, numerics, split
+        self.page_size, self.attention_name = page_size, attention
+        self.feature_layers = feature_layers
+        self.kv_layers, self.kv_heads = config.layers, kv_heads(config, split)
+        self.head_dim, self.vocab_size = config.head_dim, config.vocab_size
+        self.hidden_size, self.max_position = config.hidden_size, config.max_position
         self.eos_token_ids = config.eos_token_ids
         self.feature_width = len(feature_layers) * config.hidden_size
         self.embedding_VH = torch.zeros(config.vocab_size, config.hidden_size)

@@ -216,9 +216,8 @@ class Eagle:
         node_BCI, survival_BC = self._nodes(requests, width + (depth - 1) * pick_width * width)
         count_B = np.zeros(requests, np.int32)
         base_B = torch.from_numpy((root_B + 1).astype(np.int32))
-        table_BP = np.ascontiguousarray(
-            batch.page_table_BP
-        )  # another memory layout would compile the kernels again
+        # Another memory layout would compile the kernels again.
+        table_BP = np.ascontiguousarray(batch.page_table_BP)
         page_table_BP = torch.from_numpy(table_BP)
         h_RH = self._run_roots(batch, root_B, limit_B, base_B, table_BP, page_table_BP)
         if self.hidden_RH is None:
