@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison import ours
-from benchmarks.goals import goals, results
+from benchmarks.goals import comparable, goals, results
 from benchmarks.report import RESULTS, ROOT
 
 PICTURE = ROOT / "docs" / "images" / "speed.svg"
@@ -22,7 +22,9 @@ CHAIN = "EAGLE-3 chain of 7"
 
 
 def figures() -> dict[str, Any]:
-    """Return milliseconds per plain step, and tokens/s per request with speculation, by batch."""
+    """Return milliseconds per plain step, and tokens/s per request with speculation, by batch; and
+    tokens/s of a whole long-tailed rollout, by engine.
+    """
     others = goals()["others"]
     batches = [int(column) for column in others["columns"]]
     plain, floor = {}, None
@@ -51,7 +53,21 @@ def figures() -> dict[str, Any]:
         "plain_step_ms": plain,
         "accept_length": others["accept_length"],
         "tokens_per_s_per_request": rated,
+        "rollout_tokens_per_s": {**others["rollout_tokens_per_s"], **_rollout()},
     }
+
+
+def _rollout() -> dict[str, float]:
+    """Return our tokens/s of 512 requests over HTTP: off, the best fixed chain, the default."""
+    rows = {
+        row["arm"]: row
+        for result in comparable(results(RESULTS), goals())
+        if result.bench == "rollout-http" and not result.figures["penalties"]
+        for row in result.figures["rows"]
+        if (row["workload"], row["pair"]) == ("512", "demo")
+    }
+    named = {"off": "off", "fixed chain of 7": rows["goodput"]["best_fixed"], "default": "goodput"}
+    return {f"TLT Server, {name}": rows[arm]["tokens_per_s"] for name, arm in named.items()}
 
 
 def colour(engine: str) -> str:
@@ -82,9 +98,12 @@ def draw(data: dict[str, Any], file: Path) -> None:
     matplotlib.rcParams.update(STYLE)
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.9), width_ratios=(3, 2))
+    figure, (left, middle, right) = pyplot.subplots(
+        1, 3, figsize=(13.5, 3.9), width_ratios=(3, 2, 2.3)
+    )
     _draw_steps(left, data)
-    _draw_rates(right, data)
+    _draw_rates(middle, data)
+    _draw_rollout(right, data["rollout_tokens_per_s"])
     figure.tight_layout(w_pad=2.5)
     metadata = {"Date": None, "Title": "Speed on one H200", "Description": json.dumps(data)}
     figure.savefig(file, transparent=True, metadata=metadata)
@@ -141,6 +160,19 @@ def _draw_rates(axes: Any, data: dict[str, Any]) -> None:
     axes.set_title(
         f"{CHAIN}, accept length {data['accept_length']}:\ntokens/s per request (higher is better)"
     )
+
+
+def _draw_rollout(axes: Any, rates: dict[str, float]) -> None:
+    """Draw tokens per second of a whole rollout, a bar per engine."""
+    names = sorted(rates, key=rates.__getitem__)
+    bars = axes.barh(names, [rates[name] for name in names], color=[colour(name) for name in names])
+    axes.bar_label(bars, [f"{rates[name]:,.0f}" for name in names], padding=3, fontsize=9)
+    said = [re.sub(r" [\d.]+, EAGLE-3| Server,", "", name) for name in names]
+    axes.set_yticks(names, said)
+    axes.set_xlim(0, 1.18 * max(rates.values()))
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.set_title("512 requests with a long tail:\ntokens/s (higher is better)")
 
 
 def drawn(file: Path) -> dict[str, Any]:
