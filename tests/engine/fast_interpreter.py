@@ -38,15 +38,9 @@ NEEDED = (  # what the patches replace
     (interpreter, "_get_np_dtype"),
     (interpreter, "TensorHandle"),
     (Builder, "create_dot"),
-    (core, "_unwrap_if_constexpr"),
-    (core.dtype, "__eq__"),
     (core.block_type, "with_element_ty"),
     (core.block_type, "to_ir"),
     (semantic.TritonSemantic, "broadcast_impl_value"),
-    (semantic.TritonSemantic, "binary_op_type_checking_impl"),
-    (semantic.TritonSemantic, "cast"),
-    (semantic.TritonSemantic, "scalar_constant"),
-    (semantic.TritonSemantic, "to_tensor"),
     (memory, "load"),
 )
 
@@ -177,16 +171,6 @@ def _operation(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
     return quick
 
 
-def _extreme(choose: Binary, slow: Callable[..., Any]) -> Callable[..., Any]:
-    def quick(x: Any, y: Any, *rules: Any, **named: Any) -> Any:
-        plain = type(x) is type(y) is tl.tensor and x.dtype.name == y.dtype.name in SUMS
-        if plain and not rules and not named:
-            return _made(choose(x.handle.data, y.handle.data), x.dtype, x, y)
-        return slow(x, y, *rules, **named)
-
-    return quick
-
-
 def _where(slow: Callable[..., Any]) -> Callable[..., Any]:
     def quick(condition: Any, x: Any, y: Any) -> Any:
         left, right = (each.value if type(each) is tl.constexpr else each for each in (x, y))
@@ -275,84 +259,14 @@ FUNCTIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "arange": _arange,
     "load": _load,
     "where": _where,
-    "minimum": partial(_extreme, np.minimum),
-    "maximum": partial(_extreme, np.maximum),
 }
-
-
-def _remembered_types() -> list[Patch]:
-    """Return functions that make blocks, handles and pairs without looking at each again."""
-    make_block = core.block_type.__init__
-    check = semantic.TritonSemantic.binary_op_type_checking_impl
-    shapes: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
-
-    def init_handle(self: Any, data: Any, dtype: tl.dtype, attr: Any = None) -> None:
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-
-    def init_block(self: tl.block_type, element: tl.dtype, shape: Any) -> None:
-        sizes = tuple(shape.values if isinstance(shape, tl.tuple) else shape)
-        if not all(type(size) is int for size in sizes):
-            make_block(self, element, shape)
-        elif (known := shapes.get((element.name, sizes))) is not None:
-            vars(self).update(known)
-        else:
-            make_block(self, element, shape)
-            shapes[element.name, sizes] = dict(vars(self))
-
-    def check_operands(self: Any, left: Any, right: Any, *rules: bool, **named: bool) -> Any:
-        if type(left) is tl.tensor and _fits(right, left.dtype.name):
-            right = _constant(right, left.dtype)
-        elif type(right) is tl.tensor and _fits(left, right.dtype.name):
-            left = _constant(left, right.dtype)
-        tensors = type(left) is tl.tensor and type(right) is tl.tensor
-        if tensors and left.dtype.name == right.dtype.name and left.dtype.name in SUMS:
-            return self.broadcast_impl_value(left, right)
-        return check(self, left, right, *rules, **named)
-
-    return [
-        (semantic.TritonSemantic, "binary_op_type_checking_impl", check_operands),
-        (interpreter.TensorHandle, "__init__", init_handle),
-        (core.block_type, "__init__", init_block),
-    ]
-
-
-def _known_at_a_look() -> list[Patch]:
-    """Return functions that see at once what needs no work."""
-    cast, to_tensor = semantic.TritonSemantic.cast, semantic.TritonSemantic.to_tensor
-    make_scalar = semantic.TritonSemantic.scalar_constant
-
-    def equal(self: tl.dtype, other: Any) -> bool:
-        other = other.value if type(other) is tl.constexpr else other
-        return self is other or (isinstance(other, tl.dtype) and self.name == other.name)
-
-    def cast_value(self: Any, value: tl.tensor, to: tl.dtype, rounding: str | None = None) -> Any:
-        same = value.dtype.name == to.scalar.name in SUMS
-        return value if same else cast(self, value, to, rounding)
-
-    def make_constant(self: Any, value: Any, dtype: tl.dtype) -> tl.tensor:
-        plain = dtype is not None and _fits(value, dtype.name)
-        return _constant(value, dtype) if plain else make_scalar(self, value, dtype)
-
-    def make_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
-        if type(value) is tl.tensor:
-            return value
-        plain = type(value) is int and 0 <= value < LIMITS["int32"]
-        return _constant(value, tl.int32) if plain else to_tensor(self, value, check_type)
-
-    return [
-        (semantic.TritonSemantic, "cast", cast_value),
-        (semantic.TritonSemantic, "scalar_constant", make_constant),
-        (semantic.TritonSemantic, "to_tensor", make_tensor),
-        (core.dtype, "__eq__", equal),
-        (inspect, "getfullargspec", cache(inspect.getfullargspec)),  # asked at each launch
-    ]
 
 
 def _short_cuts() -> list[Patch]:
     """Return functions that give what Triton's give, and remember what a type decides."""
     described: dict[str, tuple[tl.tuple, tl.constexpr]] = {}
     numpy_types: dict[str, Any] = {}
-    numpy_type, unwrap = interpreter._get_np_dtype, core._unwrap_if_constexpr
+    numpy_type = interpreter._get_np_dtype
     broadcast = semantic.TritonSemantic.broadcast_impl_value
     make_tensor = core.tensor.__init__
 
@@ -374,11 +288,6 @@ def _short_cuts() -> list[Patch]:
             found = numpy_types[element.name] = numpy_type(element)
         return found
 
-    def unwrap_constexpr(value: Any) -> Any:
-        if isinstance(value, tl.constexpr):
-            return value.value
-        return unwrap(value) if isinstance(value, list | tuple | tl.tuple) else value
-
     def broadcast_values(self: Any, left: tl.tensor, right: tl.tensor) -> Any:
         block = left.type.is_block()
         if block == right.type.is_block() and (
@@ -392,8 +301,8 @@ def _short_cuts() -> list[Patch]:
         (core.block_type, "with_element_ty", with_element_type),
         (core.block_type, "to_ir", lambda self, builder: self),  # its types are the language's own
         (interpreter, "_get_np_dtype", get_numpy_type),
-        (core, "_unwrap_if_constexpr", unwrap_constexpr),
         (semantic.TritonSemantic, "broadcast_impl_value", broadcast_values),
+        (inspect, "getfullargspec", cache(inspect.getfullargspec)),  # asked at each launch
     ]
 
 
@@ -417,8 +326,6 @@ def patched_once() -> Iterator[None]:
     builder, patch = interpreter.interpreter_builder, interpreter._patch_lang
     options = builder.options
     patches = [
-        *_remembered_types(),
-        *_known_at_a_look(),
         *_short_cuts(),
         (interpreter, "_patch_attr", _patch_attr),
         (Builder, "create_dot", ascending(Builder.create_dot)),
