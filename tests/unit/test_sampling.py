@@ -5,6 +5,7 @@ that row.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -50,16 +51,19 @@ class Row:
         return state
 
 
-def sampled(rows: list[Row]) -> Sampled:
+def row(logits: list[float] | np.ndarray, *, of: dict | None = None, **sampling: Any) -> Row:
+    """`of`: fields of the row itself."""
+    return Row(np.array(logits, np.float32), Sampling(**sampling), **of or {})
+
+
+def sampled(*rows: Row) -> Sampled:
     depth = max(len(row.path) for row in rows)
     path_SD = np.full((len(rows), depth), -1, np.int32)
     for s, row in enumerate(rows):
         path_SD[s, : len(row.path)] = row.path
     logits_SV = torch.from_numpy(np.stack([row.logits for row in rows]))
-    positions = np.array([row.position for row in rows], np.int64)
-    return sample(
-        logits_SV, [row.state() for row in rows], np.arange(len(rows)), positions, path_SD
-    )
+    positions, states = np.array([row.position for row in rows]), [row.state() for row in rows]
+    return sample(logits_SV, states, np.arange(len(rows)), positions, path_SD)
 
 
 def bits(result: Sampled, s: int) -> tuple:
@@ -74,9 +78,8 @@ def bits(result: Sampled, s: int) -> tuple:
 
 
 def noise_of(row: Row) -> np.ndarray:
-    return np.array(
-        [gumbel(np.uint64(row.seed), v, row.position) for v in range(len(row.logits))], np.float32
-    )
+    seed, tokens = np.uint64(row.seed), range(len(row.logits))
+    return np.array([gumbel(seed, v, row.position) for v in tokens], np.float32)
 
 
 def ends(output: list[int], tokens: list[int]) -> bool:
@@ -98,9 +101,8 @@ def expected(row: Row) -> tuple[int, np.ndarray, float]:
         sorted(stops) if len(output) < p.min_tokens else [],
         p.allowed_token_ids,
     )
-    return reference_sampling.sample(
-        edited, p.temperature, p.min_p, p.top_k, p.top_p, noise_of(row)
-    )
+    filters = (p.temperature, p.min_p, p.top_k, p.top_p)
+    return reference_sampling.sample(edited, *filters, noise_of(row))
 
 
 SIZES = st.sampled_from([1, 2, 5, 16, 17, 63, 130, 300])
@@ -111,9 +113,8 @@ def rows(draw, filters: bool = True, edits: bool = True, size: int | None = None
     size = size or draw(SIZES)
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     spread = draw(st.sampled_from([0.0, 0.1, 1.0, 3.0, 10.0, 60.0]))
-    logits = (
-        rng.standard_normal(size) * spread + draw(st.sampled_from([0.0, -40.0, 900.0]))
-    ).astype(np.float32)
+    offset = draw(st.sampled_from([0.0, -40.0, 900.0]))
+    logits = (rng.standard_normal(size) * spread + offset).astype(np.float32)
     if draw(st.booleans()):
         logits = np.round(logits)  # ties
     fields: dict = {"temperature": draw(st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.7]))}
@@ -125,25 +126,20 @@ def rows(draw, filters: bool = True, edits: bool = True, size: int | None = None
             "top_p": draw(st.sampled_from([0.0, 0.31, 0.9, 0.999, 1.0])),
         }
     if edits:
+        biases = st.sampled_from([-100.0, -1.5, 2.25])
+        stops = st.lists(st.integers(0, size - 1), max_size=2).map(tuple)
         fields |= {
             "repetition_penalty": draw(st.sampled_from([1.0, 0.8, 1.3])),
             "presence_penalty": draw(st.sampled_from([0.0, 0.7, -0.4])),
             "frequency_penalty": draw(st.sampled_from([0.0, 0.3])),
-            "logit_bias": draw(
-                st.dictionaries(
-                    st.integers(0, size - 1), st.sampled_from([-100.0, -1.5, 2.25]), max_size=3
-                )
-            ),
+            "logit_bias": draw(st.dictionaries(st.integers(0, size - 1), biases, max_size=3)),
             "min_tokens": draw(st.integers(0, 8)),
-            "stop_token_ids": draw(st.lists(st.integers(0, size - 1), max_size=2).map(tuple))
-            if size > 2
-            else (),
+            "stop_token_ids": draw(stops) if size > 2 else (),
         }
+    fields |= {"logprobs": draw(st.sampled_from([0, 4])), "raw_logprobs": draw(st.booleans())}
     return Row(
         logits,
-        Sampling(
-            **fields, logprobs=draw(st.sampled_from([0, 4])), raw_logprobs=draw(st.booleans())
-        ),
+        Sampling(**fields),
         seed=draw(st.integers(0, 2**64 - 1)),
         prompt=draw(tokens.filter(len)),
         output=draw(tokens) if edits else (),
@@ -172,27 +168,22 @@ def test_only_allowed_tokens_are_sampled_and_no_bad_word(row: Row, data: st.Data
     )
     row = dataclasses.replace(row, sampling=sampling)
     check_against_twin(row)
-    [token] = sampled([row]).token_S
+    [token] = sampled(row).token_S
     assert token not in banned - {free} and (not allowed or token in allowed | {free})
 
 
 def check_against_twin(row: Row) -> None:
     token, logprobs, distance = expected(row)
-    assume(
-        distance > 1e-5
-    )  # at a threshold's own value the rounding of a sum decides: not a property
-    result = sampled([row])
+    assume(distance > 1e-5)  # where the rounding of a sum decides, nothing is said
+    result = sampled(row)
     assert result.token_S[0] == token
     np.testing.assert_allclose(result.logprob_S[0], logprobs[token], **LOGPROB_TOLERANCE)
     if row.sampling.raw_logprobs:
         raw = reference_sampling.log_softmax(row.logits)[token]
         np.testing.assert_allclose(result.raw_logprob_S[0], raw, **LOGPROB_TOLERANCE)
     if row.sampling.logprobs:
-        order = [
-            v
-            for v in sorted(range(len(logprobs)), key=lambda v: (-logprobs[v], v))
-            if logprobs[v] > -np.inf
-        ]
+        ordered = sorted(range(len(logprobs)), key=lambda v: (-logprobs[v], v))
+        order = [v for v in ordered if logprobs[v] > -np.inf]
         top = result.top[0]
         # The order of the twin comes from float64 log-probs, which separate what float32 z
         # separates.
@@ -202,17 +193,20 @@ def check_against_twin(row: Row) -> None:
         assert result.top[0] is None
 
 
-@given(rows(filters=False, edits=False))
-@settings(max_examples=150, deadline=None)
-def test_plain_rows_equal_the_twin(row):
-    check_against_twin(row)
-
-
-@pytest.mark.slow
-@given(rows(edits=False))
-@settings(max_examples=250, deadline=None)
-def test_filters_equal_the_twin(row):
-    check_against_twin(row)
+@pytest.mark.parametrize(
+    ("filters", "edits"),
+    [
+        (False, False),
+        *(
+            pytest.param(*kind, marks=pytest.mark.slow)
+            for kind in ((True, False), (False, True), (True, True))
+        ),
+    ],
+)
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_sampler_equals_its_twin(filters: bool, edits: bool, data: st.DataObject) -> None:
+    check_against_twin(data.draw(rows(filters, edits)))
 
 
 @pytest.mark.parametrize(
@@ -226,26 +220,10 @@ def test_the_kept_set_is_the_twins(spread, filters):
     logits = (np.random.default_rng(11).standard_normal(300) * spread).astype(np.float32)
     sampling = Sampling(**filters, logprobs=300)
     keep, distance = reference_sampling.kept(logits, 0.0, sampling.top_k, sampling.top_p)
-    assert (
-        distance > 1e-7
-    )  # far enough: the weights err by 1e-7 relative each, their sums by much less
-    assert (
-        sorted(sampled([Row(logits, sampling)]).top[0].token_ids) == np.flatnonzero(keep).tolist()
-    )
-
-
-@pytest.mark.slow
-@given(rows(filters=False))
-@settings(max_examples=150, deadline=None)
-def test_bias_penalties_and_mask_equal_the_twin(row):
-    check_against_twin(row)
-
-
-@pytest.mark.slow
-@given(rows())
-@settings(max_examples=250, deadline=None)
-def test_everything_together_equals_the_twin(row):
-    check_against_twin(row)
+    # Far enough: the weights err by 1e-7 relative each, their sums by much less.
+    assert distance > 1e-7
+    [top] = sampled(Row(logits, sampling)).top
+    assert sorted(top.token_ids) == np.flatnonzero(keep).tolist()
 
 
 @pytest.mark.parametrize("size", [512, 5000])
@@ -255,10 +233,8 @@ def test_everything_together_equals_the_twin(row):
 def test_skipping_logarithms_never_changes_the_winner(size, spread, offset):
     rng = np.random.default_rng(7)
     for seed in range(6):
-        row = Row(
-            (rng.standard_normal(size) * spread + offset).astype(np.float32), Sampling(), seed=seed
-        )
-        assert sampled([row]).token_S[0] == np.argmax(row.logits + noise_of(row))
+        one = row(rng.standard_normal(size) * spread + offset, of={"seed": seed})
+        assert sampled(one).token_S[0] == np.argmax(one.logits + noise_of(one))
 
 
 @pytest.mark.slow
@@ -271,17 +247,11 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_permuted(batch, random):
     order = random.sample(range(len(batch)), len(batch))
     # Alone, a row that wants no raw log-probs gets None where the batch gives NaN: ask for them
     # everywhere.
-    batch = [dataclasses.replace(row, sampling=_with_raw(row.sampling)) for row in batch]
-    together, permuted = sampled(batch), sampled([batch[i] for i in order])
+    asked = [msgspec.structs.replace(row.sampling, raw_logprobs=True) for row in batch]
+    batch = [dataclasses.replace(row, sampling=raw) for row, raw in zip(batch, asked, strict=True)]
+    together, permuted = sampled(*batch), sampled(*(batch[i] for i in order))
     for place, i in enumerate(order):
-        assert bits(sampled([batch[i]]), 0) == bits(together, i) == bits(permuted, place)
-
-
-def _with_raw(sampling: Sampling) -> Sampling:
-    return Sampling(
-        **{name: getattr(sampling, name) for name in Sampling.__struct_fields__}
-        | {"raw_logprobs": True}
-    )
+        assert bits(sampled(batch[i]), 0) == bits(together, i) == bits(permuted, place)
 
 
 @pytest.mark.slow
@@ -291,14 +261,11 @@ def test_a_token_on_the_path_counts_like_a_committed_one_bit_for_bit(row, commit
     tokens = row.output + row.path
     committed = min(committed, len(tokens))
     moved = dataclasses.replace(row, output=tokens[:committed], path=tokens[committed:])
-    assert bits(sampled([row]), 0) == bits(sampled([moved]), 0)
+    assert bits(sampled(row), 0) == bits(sampled(moved), 0)
 
 
 def test_a_path_leaves_the_counts_as_they_were():
-    row = Row(
-        np.zeros(4, np.float32), Sampling(temperature=0.0, frequency_penalty=1.0), output=(0,)
-    )
-    state = row.state()
+    state = row([0.0] * 4, of={"output": (0,)}, temperature=0.0, frequency_penalty=1.0).state()
     logits, at_root, on_path = torch.zeros(1, 4), np.array([2]), np.array([4])
     first = sample(logits, [state], np.zeros(1, np.int64), at_root, NO_PATH)
     sample(logits, [state], np.zeros(1, np.int64), on_path, np.array([[1, 2]], np.int32))
@@ -307,25 +274,21 @@ def test_a_path_leaves_the_counts_as_they_were():
 
 
 def test_min_tokens_masks_stop_tokens_only_as_long_as_needed():
-    logits = np.array([0.0, 1.0, 9.0, 8.0], np.float32)
-    sampling = Sampling(temperature=0.0, min_tokens=3, stop_token_ids=(3,))
-    window = [Row(logits, sampling, output=(0,), path=(1,) * depth, eos=(2,)) for depth in range(4)]
-    assert sampled(window).token_S.tolist() == [1, 1, 2, 2]
+    states = [{"output": (0,), "path": (1,) * depth, "eos": (2,)} for depth in range(4)]
+    stops = {"min_tokens": 3, "stop_token_ids": (3,)}
+    window = [row([0.0, 1.0, 9.0, 8.0], of=of, temperature=0.0, **stops) for of in states]
+    assert sampled(*window).token_S.tolist() == [1, 1, 2, 2]
 
 
 def test_min_tokens_leaves_eos_alone_under_ignore_eos():
-    row = Row(
-        np.array([0.0, 1.0, 9.0], np.float32),
-        Sampling(temperature=0.0, min_tokens=3, ignore_eos=True),
-        eos=(2,),
-    )
-    assert sampled([row]).token_S[0] == 2
-    assert row.state().stop_ids == frozenset()
+    one = row([0.0, 1.0, 9.0], of={"eos": (2,)}, temperature=0.0, min_tokens=3, ignore_eos=True)
+    assert sampled(one).token_S[0] == 2
+    assert one.state().stop_ids == frozenset()
 
 
 def test_stop_ids_join_eos_and_the_requests_own():
-    row = Row(np.zeros(8, np.float32), Sampling(stop_token_ids=(5,)), eos=(1, 2))
-    assert row.state().stop_ids == {1, 2, 5}
+    one = row([0.0] * 8, of={"eos": (1, 2)}, stop_token_ids=(5,))
+    assert one.state().stop_ids == {1, 2, 5}
 
 
 def test_path_and_position_must_agree_for_penalised_rows():
@@ -335,17 +298,16 @@ def test_path_and_position_must_agree_for_penalised_rows():
 
 
 def test_ties_go_to_the_lowest_id():
-    greedy = Row(np.array([1.0, 7.0, 7.0, 7.0], np.float32), Sampling(temperature=0.0, logprobs=3))
-    assert sampled([greedy]).token_S[0] == 1
-    assert sampled([greedy]).top[0].token_ids == (1, 2, 3)
+    tied = [1.0, 7.0, 7.0, 7.0]
+    greedy = row(tied, temperature=0.0, logprobs=3)
+    assert sampled(greedy).token_S[0] == 1
+    assert sampled(greedy).top[0].token_ids == (1, 2, 3)
     for seed in range(20):
-        top_2 = Row(
-            np.array([1.0, 7.0, 7.0, 7.0], np.float32), Sampling(top_k=2, logprobs=4), seed=seed
-        )
-        assert sampled([top_2]).top[0].token_ids == (1, 2)
-        assert sampled([top_2]).token_S[0] in (1, 2)
+        top_2 = row(tied, of={"seed": seed}, top_k=2, logprobs=4)
+        assert sampled(top_2).top[0].token_ids == (1, 2)
+        assert sampled(top_2).token_S[0] in (1, 2)
     # At 2^30 float32 has a grid of 64: the noise vanishes and every score ties.
-    assert sampled([Row(np.full(40, 2.0**30, np.float32), Sampling())]).token_S[0] == 0
+    assert sampled(row([2.0**30] * 40)).token_S[0] == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -353,15 +315,8 @@ def test_ties_go_to_the_lowest_id():
 def test_single_finite_logit_is_sampled_with_certainty(temperature, winner):
     logits = np.full(700, -np.inf, np.float32)
     logits[winner] = -123.0
-    result = sampled(
-        [
-            Row(
-                logits,
-                Sampling(temperature=temperature, top_p=0.5, top_k=3, min_p=0.1, logprobs=2),
-                seed=9,
-            )
-        ]
-    )
+    filters = {"top_p": 0.5, "top_k": 3, "min_p": 0.1}
+    result = sampled(row(logits, of={"seed": 9}, temperature=temperature, logprobs=2, **filters))
     assert result.token_S[0] == winner and result.logprob_S[0] == 0
     assert result.top[0].token_ids == (winner,)
 
@@ -369,63 +324,40 @@ def test_single_finite_logit_is_sampled_with_certainty(temperature, winner):
 @pytest.mark.parametrize("broken", [[np.nan, 1.0], [-np.inf, -np.inf], [np.inf, 1.0]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_logits_report_nan(broken, temperature):
-    sound = np.array([0.0, 1.0], np.float32)
-    result = sampled(
-        [
-            Row(np.array(broken, np.float32), Sampling(temperature=temperature)),
-            Row(sound, Sampling()),
-        ]
-    )
+    result = sampled(row(broken, temperature=temperature), row([0.0, 1.0]))
     assert np.isnan(result.logprob_S).tolist() == [True, False]
 
 
 def test_extreme_logits_stay_finite():
-    logits = np.array([3e38, -3e38, 0.0, 2.9e38], np.float32)
-    result = sampled(
-        [Row(logits, Sampling(raw_logprobs=True)), Row(logits, Sampling(temperature=0.0))]
-    )
+    logits = [3e38, -3e38, 0.0, 2.9e38]
+    result = sampled(row(logits, raw_logprobs=True), row(logits, temperature=0.0))
     assert result.token_S.tolist() == [0, 0] and result.logprob_S.tolist() == [0, 0]
 
 
 def test_greedy_reports_temperature_one_without_filters():
-    row = Row(
-        np.array([0.0, 1.0, 2.0], np.float32),
-        Sampling(temperature=0.0, top_k=1, top_p=0.1, logprobs=3),
-    )
-    result = sampled([row])
-    np.testing.assert_allclose(
-        result.logprob_S[0], reference_sampling.log_softmax(row.logits)[2], **LOGPROB_TOLERANCE
-    )
+    one = row([0.0, 1.0, 2.0], temperature=0.0, top_k=1, top_p=0.1, logprobs=3)
+    result, logprobs = sampled(one), reference_sampling.log_softmax(one.logits)
+    np.testing.assert_allclose(result.logprob_S[0], logprobs[2], **LOGPROB_TOLERANCE)
     assert result.top[0].token_ids == (2, 1, 0)
 
 
 def test_raw_logprobs_are_nan_where_not_asked_and_none_where_nobody_asks():
-    logits = np.array([0.0, 1.0], np.float32)
-    plain, raw = Row(logits, Sampling()), Row(logits, Sampling(raw_logprobs=True))
-    assert sampled([plain]).raw_logprob_S is None
-    assert np.isnan(sampled([plain, raw]).raw_logprob_S).tolist() == [True, False]
+    plain, raw = row([0.0, 1.0]), row([0.0, 1.0], raw_logprobs=True)
+    assert sampled(plain).raw_logprob_S is None
+    assert np.isnan(sampled(plain, raw).raw_logprob_S).tolist() == [True, False]
 
 
 def test_rows_of_one_state_share_its_parameters_and_differ_by_position():
-    state = Row(np.zeros(64, np.float32), Sampling(), seed=4).state()
-    positions = np.arange(1, 9)
-    result = sample(
-        torch.zeros(8, 64), [state], np.zeros(8, np.int64), positions, np.zeros((8, 0), np.int32)
-    )
-    noise = [
-        np.argmax([gumbel(np.uint64(4), v, position) for v in range(64)]) for position in positions
-    ]
+    state, positions = row([0.0] * 64, of={"seed": 4}).state(), np.arange(1, 9)
+    paths = np.zeros((8, 0), np.int32)
+    result = sample(torch.zeros(8, 64), [state], np.zeros(8, np.int64), positions, paths)
+    noise = [np.argmax([gumbel(np.uint64(4), v, at) for v in range(64)]) for at in positions]
     assert result.token_S.tolist() == noise and len(set(noise)) > 4
 
 
 def test_a_step_without_sampling_rows_samples_nothing():
-    result = sample(
-        torch.zeros(0, 8),
-        [],
-        np.zeros(0, np.int64),
-        np.zeros(0, np.int64),
-        np.zeros((0, 0), np.int32),
-    )
+    none = np.zeros(0, np.int64)
+    result = sample(torch.zeros(0, 8), [], none, none, np.zeros((0, 0), np.int32))
     assert result.token_S.shape == (0,) and result.raw_logprob_S is None and result.top == []
 
 
@@ -436,21 +368,17 @@ def test_prompt_logprobs_give_the_target_then_the_best():
     for row, target, entry in zip(logits, targets, result, strict=True):
         logprobs = reference_sampling.log_softmax(row)
         assert entry.token_ids == (target, *np.argsort(-row)[:3])
-        np.testing.assert_allclose(
-            entry.logprobs, logprobs[[*entry.token_ids]], **LOGPROB_TOLERANCE
-        )
-    assert [entry.token_ids for entry in prompt_logprobs(torch.from_numpy(logits), targets, 0)] == [
-        (t,) for t in targets
-    ]
+        expected = logprobs[[*entry.token_ids]]
+        np.testing.assert_allclose(entry.logprobs, expected, **LOGPROB_TOLERANCE)
+    without = prompt_logprobs(torch.from_numpy(logits), targets, 0)
+    assert [entry.token_ids for entry in without] == [(t,) for t in targets]
 
 
 def test_a_prompts_last_target_scores_like_a_sampled_token_bit_for_bit():
     logits = np.random.default_rng(1).standard_normal(130).astype(np.float32)
-    result = sampled([Row(logits, Sampling(temperature=1.0, raw_logprobs=True), seed=3)])
-    scored = prompt_logprobs(torch.from_numpy(logits[None]), [int(result.token_S[0])], 0)[
-        0
-    ].logprobs[0]
-    assert result.logprob_S[0] == result.raw_logprob_S[0] == np.float32(scored)
+    result = sampled(row(logits, of={"seed": 3}, temperature=1.0, raw_logprobs=True))
+    [scored] = prompt_logprobs(torch.from_numpy(logits[None]), [int(result.token_S[0])], 0)
+    assert result.logprob_S[0] == result.raw_logprob_S[0] == np.float32(scored.logprobs[0])
 
 
 def test_exp_is_accurate_and_exact_at_zero():
