@@ -221,6 +221,13 @@ class MemoryPlan(NamedTuple):
             return self._replace(**{name: value})
         return self._replace(settings=replace(self.settings, **{name: value}))
 
+    @property
+    def halved(self) -> MemoryPlan:
+        """Return the plan of a model in half of its precision."""
+        half = self.needs.weights // 2
+        needs = self.needs._replace(weights=half, per_page=self.needs.per_page // 2)
+        return self.changed("dtype", "bfloat16")._replace(needs=needs, free=self.free + half)
+
     def widened(self, wider: Wider) -> MemoryPlan:
         """Return the plan of a rank at a larger width, on GPUs with as much free memory."""
         free = self.free + self.needs.loaded - wider.needs.loaded

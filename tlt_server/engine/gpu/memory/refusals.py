@@ -13,15 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tlt_server.engine.devices.sizing import MIB
-from tlt_server.engine.gpu.memory.budget import (
-    EXCHANGES,
-    GIB,
-    RESERVE,
-    MemoryPlan,
-    Needs,
-    Wider,
-    size,
-)
+from tlt_server.engine.gpu.memory.budget import EXCHANGES, GIB, RESERVE, MemoryPlan, Wider, size
 from tlt_server.engine.gpu.steps.buckets import MAX_VERIFIED
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
@@ -124,11 +116,13 @@ def _remedies(plan: MemoryPlan, rows: Sequence[Row], wider: Sequence[Wider]) -> 
             found.append(row.remedy.format(row.setting, row.values[fitting - 1]))
         names.append(NAMES.get(row.remedy, row.setting))
     widened = [plan.widened(each) for each in wider]
-    fit = [widen(plan.settings, each.settings) for each in widened if each.fits]
+    fit = [widen(plan.settings, each.settings) for each in widened if each.fits][:1]
+    if plan.settings.dtype == "float32" and plan.halved.fits:
+        fit.append("set dtype to bfloat16 (halves the weights)")
     names += ["tensor_parallel"] * bool(widened)
     makes_room = any(_smallest(each).fits for each in (plan, *widened))
     several = [f"change several of {', '.join(names)}"] if makes_room else []
-    return [*found, *fit[:1]] or [*several, SMALLER]
+    return [*found, *fit] or [*several, SMALLER]
 
 
 def _smallest(plan: MemoryPlan) -> MemoryPlan:
@@ -143,34 +137,6 @@ def widen(now: DecidedSettings, wider: DecidedSettings) -> str:
     leaves = " and reduction_leaves" if now.reduction_leaves != wider.reduction_leaves else ""
     ranks = wider.tensor_parallel
     return f"set tensor_parallel{leaves} to {ranks}, on {ranks} GPUs"
-
-
-def check_weights(
-    settings: DecidedSettings,
-    needs: Needs,
-    free: int,
-    total: int,
-    wider: Callable[[], Sequence[Wider]] = tuple,
-) -> None:
-    """Raise `StartupError` where weights and exchanges do not fit, before anything is loaded.
-    `wider`: as of `check_plan`.
-    """
-    short = needs.loaded - free
-    if short <= 0:
-        return
-    halved = settings.dtype == "float32" and needs.weights // 2 + needs.exchange <= free
-    widths = [widen(settings, each.settings) for each in wider() if each.needs.loaded <= free]
-    remedies = [
-        *widths[:1],
-        *(["serve dtype bfloat16 (halves the weights)"] if halved else []),
-        *([BUSY] if needs.loaded <= total - CONTEXT else []),
-        SMALLER,
-    ]
-    exchange = f", exchanges between GPUs {size(needs.exchange)}" if needs.exchange else ""
-    raise StartupError(
-        f"the weights take {size(needs.weights)} in {settings.dtype}{exchange}, {size(free)} of "
-        f"the GPU's {size(total)} are free, {size(short)} too few; {', or '.join(remedies)}"
-    )
 
 
 def exhausted(

@@ -12,7 +12,7 @@ import torch
 
 from tlt_server.engine.devices.choice import gpu_split, wider_settings
 from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs, Wider
-from tlt_server.engine.gpu.memory.refusals import check_plan, check_weights
+from tlt_server.engine.gpu.memory.refusals import check_plan
 from tlt_server.engine.gpu.ranks.window_sizes import exchange_bytes
 from tlt_server.engine.gpu.steps.buckets import CAPTURED, MIN_DEPTH, PromptShape, Shapes
 from tlt_server.engine.settings import DecidedSettings
@@ -82,11 +82,7 @@ def plan_start(
     """Return the plan of a start with so much memory; `StartupError` where it does not fit.
     `config`: of the whole target, whose positions are those that are served.
     """
-    needs, wider = (
-        needs_at(settings, config, shapes),
-        partial(needs_wider, settings, config, shapes),
-    )
-    check_weights(settings, needs, free, total, wider)
+    needs = needs_at(settings, config, shapes)
     plan = MemoryPlan(settings, needs, config.max_position, free - needs.loaded, total)
-    check_plan(plan, wider)
+    check_plan(plan, partial(needs_wider, settings, config, shapes))
     return plan
