@@ -9,6 +9,7 @@ TltClientError
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -38,10 +39,13 @@ class NotLive(TltClientError):
 
 class ServerError(TltClientError):
     """The server refused the request or could not finish it. An error code that this client does
-    not know has this class itself.
+    not know has this class itself; a subclass is named after its code.
     """
 
     of_code: ClassVar[str] = ""
+
+    def __init_subclass__(cls, code: str = "") -> None:
+        cls.of_code = code or re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
 
     def __init__(
         self,
@@ -60,61 +64,41 @@ class ServerError(TltClientError):
 class Internal(ServerError):
     """A bug of the server, whose log has the place."""
 
-    of_code = "internal"
-
 
 class InvalidRequest(ServerError):
     """The request's content is wrong; the message says what and how to correct it."""
-
-    of_code = "invalid_request"
 
 
 class TooLarge(InvalidRequest):
     """The body or the work asked for is over a limit."""
 
-    of_code = "too_large"
-
 
 class Unauthenticated(ServerError):
     """The request carried no key that the server knows."""
-
-    of_code = "unauthenticated"
 
 
 class Forbidden(ServerError):
     """The key, the origin or the place in the file system is not allowed."""
 
-    of_code = "forbidden"
-
 
 class NotFound(ServerError):
     """No such route, model, rollout or push, or not one of this key."""
-
-    of_code = "not_found"
 
 
 class MethodNotAllowed(ServerError):
     """The path takes other methods."""
 
-    of_code = "method_not_allowed"
-
 
 class Conflict(ServerError):
     """The request does not fit what the server is doing or already holds."""
-
-    of_code = "conflict"
 
 
 class WeightsRefused(ServerError):
     """The pushed weights failed a check; the live weights have not changed."""
 
-    of_code = "weights_refused"
-
 
 class PushFailed(ServerError):
     """A push broke off and nothing has changed; the same push may be sent again."""
-
-    of_code = "push_failed"
 
 
 class ChannelBroken(ServerError):
@@ -122,55 +106,37 @@ class ChannelBroken(ServerError):
     not keep the bytes. The sender must send them again; a repeated request alone does not help.
     """
 
-    of_code = "channel_broken"
-
 
 class QueueFull(ServerError):
     """The server's queue has no room for the request now."""
-
-    of_code = "queue_full"
 
 
 class Overloaded(ServerError):
     """The server forecasts that the request would miss its deadline."""
 
-    of_code = "overloaded"
-
 
 class QueueTimeout(ServerError):
     """The request did not start within its queue_timeout_s."""
-
-    of_code = "queue_timeout"
 
 
 class UnsafeChannel(ServerError):
     """Weights in a form that the server does not read, because reading it runs code."""
 
-    of_code = "unsafe_channel"
-
 
 class RequestTimeout(ServerError):
     """The body took too long to arrive."""
-
-    of_code = "request_timeout"
 
 
 class Cancelled(ServerError):
     """The request was ended by a caller who may do so."""
 
-    of_code = "cancelled"
-
 
 class DeadlineExceeded(ServerError):
     """The request's deadline (timeout_s) passed."""
 
-    of_code = "deadline_exceeded"
-
 
 class Unavailable(ServerError):
     """The server is starting, restarting, draining or paused."""
-
-    of_code = "unavailable"
 
 
 class EngineFailed(ServerError):
@@ -178,37 +144,25 @@ class EngineFailed(ServerError):
     change may be done or not.
     """
 
-    of_code = "engine_failed"
-
 
 class NotFinite(ServerError):
     """The model's logits are not finite after this request's tokens; push sound weights."""
-
-    of_code = "not_finite"
 
 
 class Poisoned(ServerError):
     """The engine died twice with this request, so it is not run again."""
 
-    of_code = "poisoned"
-
 
 class StructureFailed(ServerError):
     """A structured output cannot go on; a simpler structure can."""
-
-    of_code = "structure_failed"
 
 
 class StorageFailed(ServerError):
     """The server cannot store something that it must keep."""
 
-    of_code = "storage_failed"
 
-
-class ModelError(ServerError):
+class ModelError(ServerError, code="model"):
     """A pushed directory has a missing, mis-shaped or truncated part."""
-
-    of_code = "model"
 
 
 def _tree(cls: type[ServerError]) -> list[type[ServerError]]:

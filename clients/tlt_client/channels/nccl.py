@@ -175,6 +175,21 @@ class NcclConfig(ctypes.Structure):
     ]
 
 
+_POINTER, _NUMBER, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_COLLECTIVE = [_POINTER, _POINTER, _SIZE, _NUMBER, _NUMBER, _POINTER, _POINTER]
+_CONFIG = ctypes.POINTER(NcclConfig)
+ARGUMENTS: dict[str, list[Any]] = {
+    "ncclGetUniqueId": [ctypes.POINTER(NcclId)],
+    "ncclCommInitRankConfig": [ctypes.POINTER(_POINTER), _NUMBER, NcclId, _NUMBER, _CONFIG],
+    "ncclCommGetAsyncError": [_POINTER, ctypes.POINTER(_NUMBER)],
+    "ncclAllReduce": _COLLECTIVE,
+    "ncclBroadcast": _COLLECTIVE,
+    "ncclAllGather": [_POINTER, _POINTER, _SIZE, _NUMBER, _POINTER, _POINTER],
+    "ncclCommAbort": [_POINTER],
+    "ncclGetErrorString": [_NUMBER],
+}
+
+
 @cache
 def library() -> ctypes.CDLL:
     """Return the library that torch has loaded, by the name that it is linked with."""
@@ -187,40 +202,9 @@ def library() -> ctypes.CDLL:
         raise ContentRefused(
             f"torch here has no NCCL ({error}); make the group with backend gloo"
         ) from None
-    pointer, number = ctypes.c_void_p, ctypes.c_int
-    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(NcclId)]
-    library.ncclCommInitRankConfig.argtypes = [
-        ctypes.POINTER(pointer),
-        number,
-        NcclId,
-        number,
-        ctypes.POINTER(NcclConfig),
-    ]
-    library.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(number)]
-    library.ncclAllReduce.argtypes = [
-        pointer,
-        pointer,
-        ctypes.c_size_t,
-        number,
-        number,
-        pointer,
-        pointer,
-    ]
-    library.ncclBroadcast.argtypes = [
-        pointer,
-        pointer,
-        ctypes.c_size_t,
-        number,
-        number,
-        pointer,
-        pointer,
-    ]
-    library.ncclAllGather.argtypes = [pointer, pointer, ctypes.c_size_t, number, pointer, pointer]
-    library.ncclCommAbort.argtypes = [pointer]
-    library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = (
-        [number],
-        ctypes.c_char_p,
-    )
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    for name, arguments in ARGUMENTS.items():
+        getattr(library, name).argtypes = arguments
     return library
 
 
