@@ -87,6 +87,7 @@ class World:
         seconds: Callable[[StepLoad], float],
         seed: int = 0,
         drafters: tuple[str, ...] = ("eagle",),
+        arms: Arms | None = None,
     ) -> None:
         self.seconds, self.survival = seconds, 0.8
         self.survivals: dict[str, float] = {}  # by drafter, where it differs
@@ -97,6 +98,11 @@ class World:
             Measured(load, seconds(load) * self.noise.uniform(0.95, 1.05)) for load in profiled
         )
         self.used: list[Strategy] = []
+        self.policy = Goodput(self.knowledge, **({} if arms is None else {"arms": arms}))
+
+    def run(self, steps: int, requests: int) -> None:
+        for _ in range(steps):
+            self.step(requests)
 
     def rate(self, strategy: Strategy, requests: int) -> float:
         """Return the true expected tokens per second."""
@@ -119,9 +125,9 @@ class World:
         ]
         return max(self.rate(strategy, requests) for strategy in (OFF, *chains))
 
-    def step(self, policy: Goodput, requests: int, prompt_rows: int = 0) -> Strategy:
+    def step(self, requests: int, prompt_rows: int = 0) -> Strategy:
         context = StepContext(requests, prompt_rows, CONTEXT, requests)
-        strategy = policy.choose(context)
+        strategy = self.policy.choose(context)
         drafted, accepted, rows = None, (0,) * requests, requests
         if strategy.drafter:
             true = self.survivals.get(strategy.drafter, self.survival)
@@ -143,7 +149,7 @@ class World:
             step_s=self.seconds(load) * self.noise.uniform(0.95, 1.05) * stalled,
         )
         self.cycle, self.predicted_s = cycle, self.knowledge.observe(cycle, drafted)
-        policy.observe(cycle)
+        self.policy.observe(cycle)
         self.used.append(strategy)
         return strategy
 
@@ -156,6 +162,12 @@ class World:
         return np.bincount(drafted.request_N[chosen][on_path], minlength=requests).tolist()
 
 
+def profiled(seconds: Callable[[StepLoad], float]) -> CostModel:
+    model = CostModel()
+    model.profile(Measured(load, seconds(load)) for load in PROFILED)
+    return model
+
+
 def load_under(strategy: Strategy, requests: int) -> StepLoad:
     rows = requests + (strategy.draft_rows(requests) if strategy.drafter else 0)
     return StepLoad(strategy.drafter, strategy.depth, strategy.width, requests, rows, 0, CONTEXT)
@@ -164,8 +176,7 @@ def load_under(strategy: Strategy, requests: int) -> StepLoad:
 @pytest.mark.parametrize("world", list(WORLDS))
 def test_profile_predicts_unmeasured_steps(world: str) -> None:
     seconds = WORLDS[world]
-    model = CostModel()
-    model.profile(Measured(load, seconds(load)) for load in PROFILED)
+    model = profiled(seconds)
     for batch in (1, 2, 5, 12, 40, 64):
         for depth, rows in ((0, 1), (2, 2), (3, 4), (5, 6), (7, 8)):
             load = StepLoad("eagle" if depth else "", depth, 1, batch, batch * rows, 0, 150.0)
@@ -188,8 +199,7 @@ def test_non_negative_fit_of_noise_is_optimal() -> None:
 
 
 def test_measured_steps_correct_a_wrong_profile() -> None:
-    model = CostModel()
-    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    model = profiled(gpu_seconds)
     load = StepLoad("eagle", 7, 1, 16, 128, 0, CONTEXT)
     plain = StepLoad("", 0, 0, 16, 16, 0, CONTEXT)
     before = model.predict(plain)
@@ -201,8 +211,7 @@ def test_measured_steps_correct_a_wrong_profile() -> None:
 
 
 def test_slower_machine_keeps_the_ranking_of_strategies() -> None:
-    model = CostModel()
-    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    model = profiled(gpu_seconds)
     used = StepLoad("eagle", 7, 1, 16, 128, 0, CONTEXT)
     other = StepLoad("", 0, 0, 16, 16, 0, CONTEXT)
     before = model.predict(used) / model.predict(other)
@@ -215,8 +224,7 @@ def test_slower_machine_keeps_the_ranking_of_strategies() -> None:
 @pytest.mark.parametrize("alternates", [True, False])
 def test_steps_next_to_a_trainer_leave_other_estimates_unchanged(alternates: bool) -> None:
     """The slowdown is reported, even if the trainer runs for long."""
-    model, noise = CostModel(), random.Random(1)
-    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    model, noise = profiled(gpu_seconds), random.Random(1)
     loads = [StepLoad("", 0, 0, 16, 16, 0, CONTEXT), StepLoad("eagle", 7, 1, 16, 128, 0, CONTEXT)]
     before = [model.predict(load) for load in loads]
     for step in range(600):
@@ -247,8 +255,7 @@ def test_small_and_large_steps_are_corrected_apart() -> None:
     def seconds(load: StepLoad) -> float:
         return gpu_seconds(load) * (1.1 if load.read < 64 else 0.92)
 
-    model, noise = CostModel(), random.Random(1)
-    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    model, noise = profiled(gpu_seconds), random.Random(1)
     loads = [
         StepLoad("eagle" if depth else "", depth, int(depth > 0), batch, rows * batch, 0, CONTEXT)
         for batch in (64, 1)
@@ -266,8 +273,7 @@ def test_small_and_large_steps_are_corrected_apart() -> None:
 def test_more_rows_never_take_less_time_after_noisy_steps(world: str, seed: int) -> None:
     """The noise of a step is larger than the cost of a row."""
     seconds, noise = WORLDS[world], random.Random(seed)
-    model, read = CostModel(), np.arange(1, KNOTS[-1])
-    model.profile(Measured(load, seconds(load)) for load in PROFILED)
+    model, read = profiled(seconds), np.arange(1, KNOTS[-1])
     for step in range(600):
         batch = noise.choice((1, 2, 5, 8, 12, 24, 33, 64, 100, 180))
         depth, rows = noise.choice(((0, 1), (2, 2), (5, 6), (7, 8)))
@@ -307,8 +313,7 @@ def test_fixed_cost_of_a_drafter_is_learnt() -> None:
     def seconds(load: StepLoad) -> float:
         return cpu_seconds(load) + (5e-5 * load.batch if load.drafter else 0.0)
 
-    model = CostModel()
-    model.profile(Measured(load, seconds(load)) for load in PROFILED)
+    model = profiled(seconds)
     for depth in (1, 3, 7):
         load = StepLoad("eagle", depth, 1, 64, 256, 0, CONTEXT)
         assert model.predict(load) == pytest.approx(seconds(load), rel=0.05), depth
@@ -324,8 +329,7 @@ def test_a_stalled_step_does_not_spoil_a_profile() -> None:
 
 
 def test_a_stalled_step_says_little() -> None:
-    model = CostModel()
-    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    model = profiled(gpu_seconds)
     load = PROFILED[0]
     before = model.predict(load)
     model.observe(load, 1000 * before)
@@ -395,11 +399,10 @@ def test_it_is_close_to_the_best_from_the_first_steps_on(
 ) -> None:
     simulated = World(WORLDS[world], seed=requests)
     simulated.survival = survival
-    policy = Goodput(simulated.knowledge)
     best = simulated.best(requests)
     needed = lost = 0.0
     for _ in range(150):
-        rate = simulated.rate(simulated.step(policy, requests), requests)
+        rate = simulated.rate(simulated.step(requests), requests)
         needed, lost = needed + 1 / best, lost + 1 / rate - 1 / best
     assert lost < 0.07 * needed, [strategy.name for strategy in simulated.used[::30]]
 
@@ -407,8 +410,7 @@ def test_it_is_close_to_the_best_from_the_first_steps_on(
 def test_speculation_stops_and_comes_back_as_the_load_changes() -> None:
     simulated = World(cpu_seconds)
     simulated.survival = 0.6
-    policy = Goodput(simulated.knowledge)
-    seen = [{simulated.step(policy, requests) for _ in range(60)} for requests in (2, 256, 2)]
+    seen = [{simulated.step(requests) for _ in range(60)} for requests in (2, 256, 2)]
     assert OFF not in list(seen[0])[5:] and any(s != OFF for s in seen[0])
     assert simulated.used[119] == OFF
     assert simulated.used[179] != OFF
@@ -416,38 +418,32 @@ def test_speculation_stops_and_comes_back_as_the_load_changes() -> None:
 
 def test_drafter_worsened_by_a_push_is_retried_after_the_next() -> None:
     simulated = World(cpu_seconds)
-    policy = Goodput(simulated.knowledge)
-    for _ in range(50):
-        simulated.step(policy, 4)
+    simulated.run(50, 4)
     assert simulated.used[-1] != OFF
     simulated.survival = 0.02
     simulated.knowledge.renew(WeightsInUse("worse", ""))
-    for _ in range(100):
-        simulated.step(policy, 4)
+    simulated.run(100, 4)
     assert simulated.used[-1] == OFF
     simulated.survival = 0.8
     simulated.knowledge.renew(WeightsInUse("better", ""))
-    for _ in range(300):
-        simulated.step(policy, 4)
+    simulated.run(300, 4)
     assert simulated.used[-1] != OFF
 
 
 def test_rollback_restores_the_estimates_of_that_version() -> None:
     simulated = World(cpu_seconds)
-    knowledge, policy = simulated.knowledge, Goodput(simulated.knowledge)
+    knowledge = simulated.knowledge
     knowledge.weights = WeightsInUse("good", "")
-    for _ in range(50):
-        simulated.step(policy, 4)
+    simulated.run(50, 4)
     before, rows = knowledge.outlooks["eagle"].record(), simulated.used[-1].draft_rows(4)
     simulated.survival = 0.02
     knowledge.renew(WeightsInUse("bad", ""))
-    for _ in range(100):
-        simulated.step(policy, 4)
+    simulated.run(100, 4)
     assert simulated.used[-1] == OFF
     knowledge.renew(WeightsInUse("good", ""))
     assert knowledge.outlooks["eagle"].record() == before
     simulated.survival = 0.8
-    assert simulated.step(policy, 4).draft_rows(4) > rows / 2
+    assert simulated.step(4).draft_rows(4) > rows / 2
     for version in range(20):
         knowledge.renew(WeightsInUse(str(version), ""))
     knowledge.renew(WeightsInUse("good", ""))
@@ -464,9 +460,7 @@ def test_useless_drafter_is_dropped_within_50_steps(
     """Then history drafts, or none does; retries cost little."""
     simulated = World(WORLDS[world], seed=requests, drafters=("eagle", "history"))
     simulated.survivals = {"eagle": 0.02, "history": survival}
-    policy = Goodput(simulated.knowledge)
-    for _ in range(400):
-        simulated.step(policy, requests)
+    simulated.run(400, requests)
     used = simulated.used[50:]
     if survival > 0.5:
         assert sum(strategy.drafter == "history" for strategy in used) > 340
@@ -486,19 +480,15 @@ def test_useless_drafter_is_dropped_within_50_steps(
     ],
 )
 def test_only_what_an_operator_allows_is_chosen(arms: Arms, shapes: set[tuple[int, int]]) -> None:
-    simulated = World(gpu_seconds)
-    policy = Goodput(simulated.knowledge, arms=arms)
-    for _ in range(40):
-        simulated.step(policy, 4)
+    simulated = World(gpu_seconds, arms=arms)
+    simulated.run(40, 4)
     assert {(each.depth, each.width) for each in simulated.used if each != OFF} == shapes
-    assert {*policy.strategies(range(4, 5), prompts=False)} >= {*simulated.used[-20:]}
+    assert {*simulated.policy.strategies(range(4, 5), prompts=False)} >= {*simulated.used[-20:]}
 
 
 def test_expected_time_and_rate_of_a_step_are_reported() -> None:
     simulated = World(gpu_seconds)
-    policy = Goodput(simulated.knowledge)
-    for _ in range(200):
-        simulated.step(policy, 8)
+    simulated.run(200, 8)
     load = load_of(simulated.cycle)
     assert simulated.predicted_s == pytest.approx(gpu_seconds(load), rel=0.1)
     measured = simulated.cycle.emitted / simulated.cycle.step_s
@@ -523,15 +513,12 @@ def test_choice_respects_draft_limits_of_each_request() -> None:
 
 def test_the_choice_does_not_flap() -> None:
     simulated = World(gpu_seconds)
-    policy = Goodput(simulated.knowledge)
-    for _ in range(500):
-        simulated.step(policy, 32)
-    assert policy.gauges()["goodput_switches"] < 25
+    simulated.run(500, 32)
+    assert simulated.policy.gauges()["goodput_switches"] < 25
 
 
 def test_a_choice_takes_little_time() -> None:
-    simulated = World(gpu_seconds)
-    policy = Goodput(simulated.knowledge)
+    policy = World(gpu_seconds).policy
     context = StepContext(64, 0, CONTEXT, 64)
     policy.choose(context)
     began = time.thread_time()
