@@ -5,7 +5,10 @@ runner on both, to drive the scheduler without a tensor.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.sampling.sampler import SamplingState
@@ -108,15 +111,10 @@ class FakeKV:
         """
         for page in pool._key:
             held = [self.slot.get(page * PAGE + i) for i in range(PAGE)]
-            assert all(self.since[page * PAGE + i] == self.flushes for i in range(PAGE)), (
-                f"page {page} is of before a flush"
-            )
-            assert all(prefix is not None for prefix in held), (
-                f"page {page} is published before it is computed"
-            )
-            assert all(b[:-1] == a for a, b in zip(held, held[1:], strict=False)), (
-                f"page {page} mixes prefixes"
-            )  # type: ignore[index]
+            since = {self.since[page * PAGE + i] for i in range(PAGE)}
+            assert since == {self.flushes}, f"page {page} is of before a flush"
+            assert None not in held, f"page {page} is published before it is computed"
+            assert all(b[:-1] == a for a, b in pairwise(held)), f"page {page} mixes prefixes"
 
     @staticmethod
     def at(sequence: Sequence, position: int) -> int:
@@ -143,11 +141,8 @@ def run(scheduler: Scheduler, batch: Batch, kv: FakeKV, draw: random.Random) -> 
             emissions.append(Emission())
             continue
         before = len(tokens)
-        depth = (
-            draw.randint(0, max(0, min(remaining - 1, sequence.capacity - before, 3)))
-            if chunk.decodes
-            else 0
-        )
+        most = max(0, min(remaining - 1, sequence.capacity - before, 3))
+        depth = draw.randint(0, most) if chunk.decodes else 0
         for _ in range(depth + 1):
             tokens.append(target(tokens, sequence.request.seed))
         new = tokens[before:]
@@ -174,6 +169,7 @@ def make(
     max_rows: int = 8,
     gate: StepGate | None = None,
     prompt_budget: Callable[[int, int], int] = unpadded,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Scheduler, FakeKV]:
     kv = FakeKV()
     return Scheduler(
@@ -186,31 +182,13 @@ def make(
         on_start=kv.start,
         save=kv.save,
         restore=kv.restore,
+        clock=clock,
     ), kv
 
 
-def sequence(
-    i: int,
-    prompt: list[int],
-    max_tokens: int,
-    seed: int,
-    *,
-    salt: str = "",
-    deadline_s: float | None = None,
-    begin_by_s: float | None = None,
-    owner: str = "",
-    priority: int = 0,
-) -> Sequence:
+def sequence(i: int, prompt: list[int], max_tokens: int, seed: int, **fields: Any) -> Sequence:
     request = GenerateRequest(
-        id=f"r{i}",
-        token_ids=prompt,
-        sampling=Sampling(max_tokens=max_tokens),
-        seed=seed,
-        salt=salt,
-        deadline_s=deadline_s,
-        begin_by_s=begin_by_s,
-        owner=owner,
-        priority=priority,
+        id=f"r{i}", token_ids=prompt, sampling=Sampling(max_tokens=max_tokens), seed=seed, **fields
     )
     return Sequence(request, SamplingState(request, VOCAB, [EOS]), PAGE)
 

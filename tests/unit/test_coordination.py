@@ -45,6 +45,17 @@ class Fleet:
                 self.set(action.url, drafter=action.version)
         return [a for a in actions if not (isinstance(a, StopTraining) and a.again)]
 
+    @classmethod
+    def begun(cls, count: int, **options: float) -> Fleet:
+        """Servers of which one has begun to train, if one may."""
+        fleet = cls(count, **options)
+        for _ in range(2):
+            fleet.step()
+        return fleet
+
+    def shares(self) -> list[Action]:
+        return [action for action in self.step() if isinstance(action, ShareDrafter)]
+
     def adopts(self, url: str, version: str) -> None:
         self.set(url, drafter=version, trained=True, rounds=self.servers[url].rounds + 1)
 
@@ -61,9 +72,7 @@ def test_idle_server_trains_is_recalled_and_all_get_its_drafter() -> None:
     assert fleet.training() == ["c"] and LetTrain("c") in actions
     assert fleet.step() == [GiveSamples("c")]
     fleet.adopts("c", "d1")
-    assert [action for action in fleet.step() if isinstance(action, ShareDrafter)] == [
-        ShareDrafter(url, "c", "d1") for url in "abd"
-    ]
+    assert fleet.shares() == [ShareDrafter(url, "c", "d1") for url in "abd"]
     assert fleet.coordination.done([*fleet.servers.values()])
     fleet.set("c", load=2)
     assert fleet.step() == [StopTraining("c", "2 sequences are open")]
@@ -72,9 +81,7 @@ def test_idle_server_trains_is_recalled_and_all_get_its_drafter() -> None:
 
 
 def test_what_was_asked_and_is_undone_by_another_is_noticed() -> None:
-    fleet = Fleet(3)
-    fleet.step()
-    fleet.step()
+    fleet = Fleet.begun(3)
     [mine], [other, _] = fleet.training(), [url for url in "abc" if url not in fleet.training()]
     assert not fleet.coordination.rivals
     fleet.set(other, trainer="training", held=False)
@@ -86,9 +93,7 @@ def test_what_was_asked_and_is_undone_by_another_is_noticed() -> None:
 
 
 def test_own_pause_ended_while_away_is_recognised() -> None:
-    fleet = Fleet(3)
-    for _ in range(2):
-        fleet.step()
+    fleet = Fleet.begun(3)
     other = next(url for url in "abc" if url not in fleet.training())
     away = fleet.servers.pop(other)
     fleet.step()
@@ -116,9 +121,7 @@ def test_a_server_must_be_quiet_for_a_while() -> None:
 
 
 def test_enough_others_stay_idle() -> None:
-    fleet = Fleet(3, min_idle=2)
-    fleet.step()
-    fleet.step()
+    fleet = Fleet.begun(3, min_idle=2)
     assert len(fleet.training()) == 1
     [training] = fleet.training()
     fleet.set("c" if training != "c" else "a", load=1)
@@ -128,9 +131,7 @@ def test_enough_others_stay_idle() -> None:
 
 
 def test_an_adoption_is_not_broken_off() -> None:
-    fleet = Fleet(2)
-    fleet.step()
-    fleet.step()
+    fleet = Fleet.begun(2)
     fleet.set("a", trainer="adopting", load=1)
     assert fleet.step() == [GiveSamples("a")]
     fleet.set("a", trainer="training")
@@ -140,9 +141,7 @@ def test_an_adoption_is_not_broken_off() -> None:
 
 
 def test_a_server_that_comes_back_is_given_the_shared_drafter() -> None:
-    fleet = Fleet(2)
-    fleet.step()
-    fleet.step()
+    fleet = Fleet.begun(2)
     fleet.adopts("a", "d1")
     gone = fleet.servers.pop("b")
     fleet.step()
@@ -153,9 +152,7 @@ def test_a_server_that_comes_back_is_given_the_shared_drafter() -> None:
 
 
 def test_no_drafter_is_shared_with_another_target() -> None:
-    fleet = Fleet(3)
-    fleet.step()
-    fleet.step()
+    fleet = Fleet.begun(3)
     [training] = fleet.training()
     fleet.adopts(training, "d1")
     other = "b" if training != "b" else "c"
@@ -164,13 +161,11 @@ def test_no_drafter_is_shared_with_another_target() -> None:
     assert fleet.servers[other].drafter == "d0"
     for url in fleet.servers:
         fleet.set(url, target="t1", drafter=f"with {url}")
-    assert not [action for action in fleet.step() if isinstance(action, ShareDrafter)]
+    assert not fleet.shares()
 
 
 def test_a_drafter_pushed_with_a_target_is_no_adoption() -> None:
-    fleet = Fleet(2)
-    fleet.step()
-    fleet.step()
+    fleet = Fleet.begun(2)
     fleet.set("a", target="t1", drafter="pushed")
     fleet.set("b", target="t1")
     assert fleet.step() == [GiveSamples("a")]
@@ -191,9 +186,7 @@ def test_a_server_that_refuses_is_asked_a_few_times() -> None:
 
 
 def test_a_server_that_refuses_to_train_leaves_it_to_another() -> None:
-    fleet = Fleet(2)
-    fleet.step()
-    fleet.step()
+    fleet = Fleet.begun(2)
     fleet.coordination.cannot_train("a")
     fleet.set("a", trainer="paused")
     fleet.step()
@@ -201,9 +194,7 @@ def test_a_server_that_refuses_to_train_leaves_it_to_another() -> None:
 
 
 def test_restarted_training_server_gets_the_shared_drafter() -> None:
-    fleet = Fleet(2)
-    fleet.step()
-    fleet.step()
+    fleet = Fleet.begun(2)
     fleet.adopts("a", "d1")
     fleet.step()
     fleet.set("a", drafter="d0", trained=False, rounds=0, trainer="idle")
@@ -223,9 +214,7 @@ def test_a_server_that_had_nothing_to_train_on_is_asked_again() -> None:
 
 
 def test_training_moves_to_an_idle_server_and_defers_failed_ones() -> None:
-    fleet = Fleet(3, min_idle=1)
-    fleet.step()
-    fleet.step()
+    fleet = Fleet.begun(3, min_idle=1)
     assert fleet.training() == ["a"]
     fleet.set("a", load=2)
     assert fleet.step()[0] == StopTraining("a", "2 sequences are open")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.fake_kv import PAGE, FakeKV, alone, collect, make, run, running, sequence
+from tests.unit.fake_kv import PAGE, FakeKV, alone, collect, make, run, sequence
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.gpu.steps.buckets import PromptShape, Shapes
 from tlt_server.engine.schedule.batch import Batch
@@ -132,9 +132,9 @@ def test_every_sequence_ends_as_if_alone(
             aborted.update(int(output.id[1:]) for output in ended)
             collect(ended, seen)
 
-    for step in range(900):
-        due += [pushes[step]] if step in pushes else []
-        if due or step in flushes or step == 7 or step in arrival.values():
+    for at in range(900):
+        due += [pushes[at]] if at in pushes else []
+        if due or at in flushes or at == 7 or at in arrival.values():
             scheduler.abandon()
         elif left and scheduler.idle and gate.state == "open":
             for n, text in enumerate(left):
@@ -143,11 +143,11 @@ def test_every_sequence_ends_as_if_alone(
             push()
             scheduler.check()
             kv.check_versions(scheduler)
-        if step in flushes:
+        if at in flushes:
             scheduler.forget_prefixes()
             kv.flushes += 1
-        scheduler.submit([sequences[i] for i, at in arrival.items() if at == step])
-        if step == 7:
+        scheduler.submit([sequences[i] for i, arrives in arrival.items() if arrives == at])
+        if at == 7:
             collect(scheduler.abort([f"r{i}" for i in aborted]), seen)
         scheduler.check()
         if batch := scheduler.next_batch():
@@ -162,22 +162,21 @@ def test_every_sequence_ends_as_if_alone(
         kv.check_published(scheduler.pool)
         kv.check_versions(scheduler)
         left = [text for text in left if text not in read.texts]
-        if step > 30 and scheduler.idle and not due and not left:
+        if at > 30 and scheduler.idle and not due and not left:
             break
     assert scheduler.idle, "sequences are stuck"
     assert not left, "a text was never read"
     assert scheduler.pool.available == pages, "pages leak"
     for i, s in sequences.items():
-        tokens = [t for output in seen[s.id] for t in output.token_ids]
+        tokens = tokens_of(seen[s.id])
         expected, reason = alone(s.request)
         last = seen[s.id][-1]
         if last.finish_reason == "abort":
             assert i in aborted and tokens == expected[: len(tokens)]
         else:
             assert (tokens, last.finish_reason) == (expected, reason)
-        assert [
-            output.weight_version for output in seen[s.id] for _ in output.token_ids
-        ] == versions[s.id]
+        told = [output.weight_version for output in seen[s.id] for _ in output.token_ids]
+        assert told == versions[s.id]
 
 
 class Read:
@@ -220,16 +219,26 @@ def test_the_background_leaves_the_prefix_cache_alone() -> None:
     assert scheduler.pool.cached == cached
 
 
-def finish(scheduler: Scheduler, kv: FakeKV, steps: int = 400) -> dict[str, list[StepOutput]]:
+def step(
+    scheduler: Scheduler, kv: FakeKV, seen: dict[str, list[StepOutput]] | None = None
+) -> Batch:
+    batch = scheduler.next_batch()
+    assert batch is not None
+    outputs = scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
+    collect(outputs, {} if seen is None else seen)
+    scheduler.check()
+    return batch
+
+
+def finish(scheduler: Scheduler, kv: FakeKV) -> dict[str, list[StepOutput]]:
     seen: dict[str, list[StepOutput]] = {}
-    draw = random.Random(1)
-    for _ in range(steps):
-        batch = scheduler.next_batch()
-        if batch is None:
-            break
-        collect(scheduler.commit(batch, run(scheduler, batch, kv, draw)), seen)
-        scheduler.check()
+    while not scheduler.idle:
+        step(scheduler, kv, seen)
     return seen
+
+
+def tokens_of(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
 
 
 def test_a_group_computes_its_prompt_once() -> None:
@@ -258,7 +267,7 @@ def test_owners_share_no_prefix_and_no_key_shares_all() -> None:
     )
     seen = finish(scheduler, kv)
     assert [seen[f"r{i}"][0].cached_tokens for i in (1, 2, 3)] == [0, 8, 0]
-    tokens = {tuple(t for output in seen[f"r{i}"] for t in output.token_ids) for i in (1, 2, 3)}
+    tokens = {tuple(tokens_of(seen[f"r{i}"])) for i in (1, 2, 3)}
     assert len(tokens) == 1, "sharing never changes a token"
 
 
@@ -284,10 +293,8 @@ def test_flushed_running_sequence_shares_nothing_and_delays_none() -> None:
     kv.flushes += 1
     scheduler.commit(batch, in_flight)
     scheduler.submit([sequence(1, prompt, 2, 1)])
-    batch = scheduler.next_batch()
-    assert batch is not None
-    assert [(chunk.sequence.id, chunk.start) for chunk in batch.chunks] == [("r0", 8), ("r1", 0)]
-    scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
+    chunks = step(scheduler, kv).chunks
+    assert [(chunk.sequence.id, chunk.start) for chunk in chunks] == [("r0", 8), ("r1", 0)]
     finish(scheduler, kv)
     kv.check_published(scheduler.pool)
     scheduler.submit([sequence(2, prompt, 2, 1)])
@@ -316,17 +323,14 @@ def test_page_pressure_preempts_and_everyone_still_finishes() -> None:
     scheduler.submit([sequence(i, [i], 24, i) for i in range(4)])
     seen = finish(scheduler, kv)
     assert scheduler.preemptions > 0
-    assert {i: [t for o in outputs for t in o.token_ids] for i, outputs in seen.items()} == {
-        f"r{i}": alone(sequence(i, [i], 24, i).request)[0] for i in range(4)
-    }
+    for i in range(4):
+        assert tokens_of(seen[f"r{i}"]) == alone(sequence(i, [i], 24, i).request)[0]
 
 
 def test_a_prompt_half_read_starts_over_under_the_new_version() -> None:
     scheduler, kv = make(16, max_rows=4)
     scheduler.submit([sequence(0, list(range(10)), 3, 0)])
-    batch = scheduler.next_batch()
-    assert batch is not None and not batch.chunks[0].samples
-    scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
+    assert not step(scheduler, kv).chunks[0].samples
     scheduler.change_version("v2", "continue")
     batch = scheduler.next_batch()
     assert batch is not None and (batch.chunks[0].start, batch.weight_version) == (0, "v2")
@@ -339,23 +343,18 @@ def test_recompute_also_drops_kv_that_was_saved_from_preemption() -> None:
     scheduler.submit(sequences)
     seen: dict[str, list[StepOutput]] = {}
 
-    def step() -> None:
-        batch = scheduler.next_batch()
-        assert batch is not None
-        collect(scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0))), seen)
-        scheduler.check()
-        kv.check_versions(scheduler)
-
-    step()
+    step(scheduler, kv, seen)
     scheduler.change_version("v2", "continue")
     while not any(s.saved for s in sequences):
-        step()
+        step(scheduler, kv, seen)
+        kv.check_versions(scheduler)
     scheduler.change_version("v3", "recompute")
     assert not any(s.saved or s.mixed_version for s in sequences)
     while not scheduler.idle:
-        step()
+        step(scheduler, kv, seen)
+        kv.check_versions(scheduler)
     for s in sequences:
-        assert [t for output in seen[s.id] for t in output.token_ids] == alone(s.request)[0]
+        assert tokens_of(seen[s.id]) == alone(s.request)[0]
 
 
 def test_a_batch_is_admitted_whole_or_not_at_all() -> None:
@@ -375,9 +374,7 @@ def test_an_id_that_comes_twice_is_one_sequence() -> None:
     scheduler.check()
     assert scheduler.idle
     scheduler.submit([sequence(i, [1, 2, 3], 5, i) for i in range(2)])
-    batch = scheduler.next_batch()
-    assert batch is not None
-    scheduler.commit(batch, run(scheduler, batch, kv, random.Random(1)))
+    step(scheduler, kv)
     ended = scheduler.abort(["r0", "unknown", "r0"])
     scheduler.check()
     assert [output.id for output in ended] == ["r0"] and scheduler.abort(["r0"]) == []
@@ -409,21 +406,9 @@ def test_an_abort_of_nothing_ends_nothing_and_all_is_said() -> None:
 
 def test_deadlines_end_running_and_waiting_sequences() -> None:
     now = 0.0
-    scheduler = Scheduler(
-        StepGate(),
-        running(8, 1, 8),
-        max_rows=8,
-        lookahead=2,
-        weight_version="v1",
-        clock=lambda: now,
-    )
-    scheduler.submit(
-        [
-            sequence(0, [1], 9, 0, deadline_s=5.0),
-            sequence(1, [2], 9, 0, deadline_s=5.0),
-            sequence(2, [3], 9, 0),
-        ]
-    )
+    scheduler, _ = make(8, max_running=1, clock=lambda: now)
+    dated = [sequence(i, [1 + i], 9, 0, deadline_s=5.0) for i in range(2)]
+    scheduler.submit([*dated, sequence(2, [3], 9, 0)])
     scheduler.next_batch()
     assert scheduler.expire() == []
     now = 5.0
@@ -438,14 +423,7 @@ def test_deadlines_end_running_and_waiting_sequences() -> None:
 
 def test_the_first_output_says_how_long_a_sequence_waited() -> None:
     now = 0.0
-    scheduler = Scheduler(
-        StepGate(),
-        running(32, 1, 8),
-        max_rows=8,
-        lookahead=2,
-        weight_version="v1",
-        clock=lambda: now,
-    )
+    scheduler, _ = make(32, max_running=1, clock=lambda: now)
     scheduler.submit([sequence(0, [1], 2, 0), sequence(1, [2], 2, 0)])
     waited: dict[str, list[float]] = {"r0": [], "r1": []}
     while batch := scheduler.next_batch():
