@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tlt_server.errors import Conflict, TltError
 from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
@@ -26,7 +26,7 @@ from tlt_server.frontend.weights.broadcasts import (
     TypeNames,
     described,
 )
-from tlt_server.frontend.weights.session import Directory
+from tlt_server.frontend.weights.session import WeightDirectory
 from tlt_server.wire.commands import Manifest
 from tlt_server.wire.events import WeightReport
 from tlt_server.wire.labels import label_of
@@ -42,9 +42,7 @@ class ArealOutcome(Struct, frozen=True):
 
 
 class DirectoryPush(Tolerant, frozen=True, kw_only=True):
-    model_path: Annotated[
-        Directory, "directory of safetensors, absolute or below the weight root", Meta(min_length=1)
-    ]
+    model_path: WeightDirectory
 
 
 class GroupOfRanks(RanksOfGroup, Tolerant, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from tlt_client.wire import AbortReply, EngineState
 from tlt_server.errors import Conflict, InvalidRequest, StorageFailed
 from tlt_server.frontend.generation.requests import NAMES
 from tlt_server.frontend.http.endpoints import Routes, read_json, while_running
-from tlt_server.frontend.http.fields import Strict
+from tlt_server.frontend.http.fields import Strict, check_one
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
 from tlt_server.wire.commands import InFlight, Memory
@@ -142,11 +142,7 @@ async def abort(service: Service, asked: NativeAbort, caller: Caller) -> AbortRe
     """
     if asked.all is False:
         raise InvalidRequest("all is False; it must be True: leave it out to name ids")
-    if (asked.ids is None) == (asked.all is None):
-        raise InvalidRequest(
-            f"ids is {'absent' if asked.ids is None else 'given'} and so is all; give exactly one "
-            "of them"
-        )
+    check_one(asked)
     return AbortReply(service.abort(asked.ids, caller))
 
 

@@ -68,18 +68,18 @@ class Samplings:
                 f"output, {max_tokens}: lower it"
             )
         _check_temperature(where, get("temperature"))
-        prompt_logprobs = (
-            info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
-        )
-        self._check_logprobs(words, get("logprobs"), get("prompt_logprobs"), prompt_logprobs)
+        asked = get("prompt_logprobs")
+        prompt_logprobs = info.vocab_size if asked == -1 else asked
+        self._check_logprobs(words, get("logprobs"), asked, prompt_logprobs)
         stops = self._stop(where, get("stop"))
         ends = [self._specials[stop] for stop in stops if stop in self._specials]
+        ids = _known(f"{where}stop_token_ids", [*get("stop_token_ids"), *ends], info)
         fields = {name: get(name) for name in SamplingFields.__struct_fields__}
         fields |= {
             "max_tokens": max_tokens,
             "prompt_logprobs": prompt_logprobs,
             "stop": stops,
-            "stop_token_ids": self._stop_token_ids(where, [*get("stop_token_ids"), *ends], info),
+            "stop_token_ids": ids,
             "logit_bias": self._logit_bias(where, get("logit_bias"), info),
             "allowed_token_ids": self._allowed(where, given("allowed_token_ids"), info),
             "bad_words": self._bad_words(where, get("bad_words"), bad_words),
@@ -132,14 +132,6 @@ class Samplings:
                 )
         return stops
 
-    def _stop_token_ids(self, where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
-        if ids and max(ids) >= info.vocab_size:
-            raise InvalidRequest(
-                f"{where}stop_token_ids has {max(ids)}; ids of this model end at "
-                f"{info.vocab_size - 1}"
-            )
-        return tuple(ids)
-
     def _allowed(self, where: str, ids: list[int] | UnsetType, info: EngineInfo) -> tuple[int, ...]:
         if ids is UNSET:
             return ()
@@ -148,12 +140,7 @@ class Samplings:
                 f"{where}allowed_token_ids is empty, so nothing could follow; name ids, or leave "
                 "it out"
             )
-        if max(ids) >= info.vocab_size:
-            raise InvalidRequest(
-                f"{where}allowed_token_ids has {max(ids)}; ids of this model end at "
-                f"{info.vocab_size - 1}"
-            )
-        return tuple(sorted(set(ids)))
+        return tuple(sorted(set(_known(f"{where}allowed_token_ids", ids, info))))
 
     def _bad_words(
         self, where: str, asked: list[str], words: Mapping[str, list[tuple[int, ...]]]
@@ -182,6 +169,15 @@ class Samplings:
                     f"{info.vocab_size - 1}"
                 )
         return {int(key): value for key, value in bias.items()}
+
+
+def _known(where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
+    """Return ids of tokens, all of which the model must have."""
+    if ids and max(ids) >= info.vocab_size:
+        raise InvalidRequest(
+            f"{where} has {max(ids)}; ids of this model end at {info.vocab_size - 1}"
+        )
+    return tuple(ids)
 
 
 def _check_temperature(where: str, temperature: float) -> None:

@@ -307,12 +307,7 @@ class Validator:
         """Return the number of output tokens that fit after this prompt."""
         if not token_ids:
             raise InvalidRequest(f"{where} has an empty prompt; give at least one token")
-        greatest = token_ids.greatest()
-        if greatest >= info.vocab_size:
-            raise InvalidRequest(
-                f"{where} has the token id {greatest}; ids of this model end at "
-                f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
-            )
+        check_vocabulary(where, token_ids, info)
         limit = self._prompt_limit(info)
         if len(token_ids) > limit:
             raise ContextExceeded.of(
@@ -335,6 +330,15 @@ class Validator:
                     f"the request asks for {value} or more tokens, counting every choice; the "
                     f"limit is {limit} ({name}): split the batch, or lower n or max_tokens"
                 )
+
+
+def check_vocabulary(where: str, token_ids: PackedIds, info: EngineInfo) -> None:
+    greatest = token_ids.greatest()
+    if greatest >= info.vocab_size:
+        raise InvalidRequest(
+            f"{where} has the token id {greatest}; ids of this model end at "
+            f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
+        )
 
 
 def _check_ids(items: Sequence[RequestItem]) -> None:

@@ -14,6 +14,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_or
 
 from msgspec import Struct
 
+from tlt_server.errors import InvalidRequest
+
 OFF: tuple[Any, ...] = (False, "", [], {})
 
 
@@ -49,6 +51,17 @@ class NoFields(Strict, frozen=True, kw_only=True):
 
 class AnyFields(Tolerant, frozen=True, kw_only=True):
     """An object of which nothing is read; the body may be left out."""
+
+
+def check_one(body: Strict | Tolerant) -> None:
+    """Refuse a body that has both of its `exactly_one` fields, or neither."""
+    first, second = body.exactly_one
+    absent = getattr(body, first) is None
+    if absent == (getattr(body, second) is None):
+        raise InvalidRequest(
+            f"{first} is {'absent' if absent else 'given'} and so is {second}; give exactly one of "
+            "them"
+        )
 
 
 def shown(value: Any) -> str:

@@ -44,6 +44,12 @@ Version = Annotated[
     Meta(min_length=1, max_length=MAX_VERSION, pattern=VERSION),
 ]
 Directory = Annotated[str, Meta(max_length=4096)]  # the length of a path on Linux
+AdapterDirectory = Annotated[
+    Directory, "directory of the adapter, absolute or below the weight root", Meta(min_length=1)
+]
+WeightDirectory = Annotated[
+    Directory, "directory of safetensors, absolute or below the weight root", Meta(min_length=1)
+]
 Call = Literal["push", "rename", "end"]
 WAITING = ("staged", "gathering")  # results of pushes that are not live yet
 

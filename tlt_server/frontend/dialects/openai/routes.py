@@ -36,8 +36,10 @@ from tlt_server.frontend.dialects.openai.responses import routes as responses
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, Failure
 from tlt_server.frontend.dialects.replies.server_info import model_path
 from tlt_server.frontend.generation import tokenizing
+from tlt_server.frontend.generation.validation import check_vocabulary
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import About, Routes
+from tlt_server.frontend.http.fields import check_one
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.service import Service
@@ -170,11 +172,7 @@ async def tokenize(
     """Return the token ids of a text, or of a conversation put into the chat template. This works
     in a pause and a sleep too.
     """
-    if (asked.prompt is None) == (asked.messages is None):
-        raise InvalidRequest(
-            f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give "
-            "exactly one of them"
-        )
+    check_one(asked)
     if asked.messages is not None:
         arguments = template_arguments(asked, asked.messages)
         _, tokens = await conversation(service, arguments, special=asked.add_special_tokens is True)
@@ -215,11 +213,7 @@ async def detokenize(
             "tokens cannot be read: this model directory has no tokenizer.json; decode them where "
             "that file is"
         )
-    if asked.tokens.greatest() >= service.info.vocab_size:
-        raise InvalidRequest(
-            f"tokens has the token id {asked.tokens.greatest()}; ids of this model end at "
-            f"{service.info.vocab_size - 1}: tokenise with the served model's tokenizer"
-        )
+    check_vocabulary("tokens", asked.tokens, service.info)
     text = await tokenizing.decode(service.text, asked.tokens, special=True)
     turn = service.generations.share.of(caller_of(request).name)
     return sliced_response({"prompt": text}, turn)

@@ -29,7 +29,7 @@ from tlt_server.frontend.generation.requests import (
     items_of,
 )
 from tlt_server.frontend.http.counting import Limit
-from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
+from tlt_server.frontend.http.fields import RefusedField, Tolerant, check_one, shown
 from tlt_server.frontend.service import Service
 from tlt_server.wire.packed import PackedIds
 
@@ -160,11 +160,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         return [name or "" for name in self.lora_path]
 
     def native(self) -> NativeRequest:
-        if (self.text is None) == (self.input_ids is None):
-            raise InvalidRequest(
-                f"text is {'absent' if self.text is None else 'given'} and so is input_ids; give "
-                "exactly one of them"
-            )
+        check_one(self)
         for field, name in (("rid", self.rid), ("lora_path", self.lora_path)):
             if isinstance(name, str) and not re.fullmatch(SEEN, name):
                 raise InvalidRequest(f"{field} is {shown(name)}; it must {SEEN_MUST}")

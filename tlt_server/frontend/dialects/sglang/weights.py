@@ -33,7 +33,7 @@ from tlt_server.frontend.weights.broadcasts import (
     described,
 )
 from tlt_server.frontend.weights.checker import CheckFields
-from tlt_server.frontend.weights.session import Directory, Selector, Version
+from tlt_server.frontend.weights.session import AdapterDirectory, Selector, Version, WeightDirectory
 from tlt_server.wire.commands import InFlight, Manifest, ReadWeights
 from tlt_server.wire.labels import label_of
 
@@ -105,18 +105,14 @@ class PushFields(Tolerant, frozen=True, kw_only=True):
 
 
 class DiskFields(PushFields, frozen=True, kw_only=True):
-    model_path: Annotated[
-        Directory, "directory of safetensors, absolute or below the weight root", Meta(min_length=1)
-    ]
+    model_path: WeightDirectory
     load_format: Annotated[Literal["auto", "safetensors"], "both mean safetensors"] = "auto"
     weight_version: Annotated[Version | None, "absent: the directory's name and digest"] = None
 
 
 class SglangLoad(Tolerant, frozen=True, kw_only=True):
     lora_name: AdapterName
-    lora_path: Annotated[
-        Directory, "directory of the adapter, absolute or below the weight root", Meta(min_length=1)
-    ]
+    lora_path: AdapterDirectory
 
 
 class SglangUnload(Tolerant, frozen=True, kw_only=True):

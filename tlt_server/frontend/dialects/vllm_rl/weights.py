@@ -25,7 +25,7 @@ from tlt_server.frontend.weights.broadcasts import (
     UpdateFields,
 )
 from tlt_server.frontend.weights.checker import CheckFields
-from tlt_server.frontend.weights.session import Directory, Selector, Version
+from tlt_server.frontend.weights.session import AdapterDirectory, Selector, Version
 from tlt_server.settings.wording import nearest
 from tlt_server.wire.labels import label_of
 
@@ -36,9 +36,7 @@ RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_
 
 class VllmLoad(Tolerant, frozen=True, kw_only=True):
     lora_name: AdapterName
-    lora_path: Annotated[
-        Directory, "directory of the adapter, absolute or below the weight root", Meta(min_length=1)
-    ]
+    lora_path: AdapterDirectory
     load_inplace: Annotated[bool, "replace the adapter of this name; else that is refused"] = False
 
 
