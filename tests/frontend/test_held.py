@@ -9,7 +9,7 @@ from tlt_server.frontend.http.loop_share import watch_turns
 from tlt_server.metrics import Metrics
 
 
-def test_a_turn_that_computes_for_long_is_seen() -> None:
+def test_long_turn_is_measured() -> None:
     metrics = Metrics()
 
     async def main() -> None:

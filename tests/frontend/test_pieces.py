@@ -22,7 +22,7 @@ def test_bytes_join_to_the_text_and_characters_add_up(text: str) -> None:
     assert sum(piece.characters for piece in pieces) == len(text)
 
 
-def test_special_tokens_have_a_text_and_no_characters_and_unknown_ids_have_neither() -> None:
+def test_special_tokens_have_text_but_no_characters() -> None:
     assert PIECES[256] == ("<|end|>", b"<|end|>", 0)
     assert PIECES[10_000] == ("", b"", 0)
 

@@ -138,7 +138,7 @@ def test_events_add_up_to_the_response(
     assert not open_items and len(grown) == len(whole["output"])
 
 
-def test_a_conversation_goes_on(server: LiveServer) -> None:
+def test_conversation_continues_by_previous_response_id(server: LiveServer) -> None:
     first = respond(
         server,
         [
@@ -172,7 +172,7 @@ def test_a_conversation_goes_on(server: LiveServer) -> None:
     assert gone.status_code == 404 and "max_responses" in gone.json()["error"]["message"]
 
 
-def test_texts_may_be_long_where_the_template_reads_them(server: LiveServer) -> None:
+def test_long_texts_are_taken_where_templates_read_them(server: LiveServer) -> None:
     """The body is read by another process. Too many tokens for this model are counted in it."""
     long, user = "x" * 2**18, {"role": "user", "content": "a"}
     output = {"type": "function_call_output", "call_id": "1", "output": long}
@@ -196,7 +196,7 @@ def test_long_texts_become_messages() -> None:
     assert messages_of(long) == [message]
 
 
-def test_only_what_is_stored_is_encoded(
+def test_only_stored_responses_are_encoded(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any) -> None:
@@ -206,7 +206,7 @@ def test_only_what_is_stored_is_encoded(
     assert respond(server, "a", store=False)["store"] is False
 
 
-def test_a_kept_conversation_takes_the_bytes_that_are_counted() -> None:
+def test_kept_conversation_has_the_size_counted() -> None:
     messages = [ChatMessage(role="user", content="a", more={"n": [i]}) for i in range(5000)]
     asked = ResponseRequest(input="a")
     growing = GrowingResponse(asked, "resp_a", "a", "tiny", None, messages)
@@ -241,7 +241,7 @@ def test_a_kept_conversation_takes_the_bytes_that_are_counted() -> None:
         ({"max_output_tokens": -1}, "max_output_tokens is -1"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     server: LiveServer, fields: dict[str, Any], says: str
 ) -> None:
     response = post(server, URL, **{"input": "a", **fields})
@@ -250,7 +250,7 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert error["param"] == next(iter(fields))
 
 
-def test_a_structure_is_refused_by_the_name_that_it_has_here(server: LiveServer) -> None:
+def test_structure_is_refused_by_its_name_in_the_body(server: LiveServer) -> None:
     text = {"format": {"type": "json_schema", "schema": {"else": {}}}}
     error = post(server, URL, input="a", text=text).json()["error"]
     assert error["message"].startswith("text.format: the JSON schema") and error["param"] == "text"
@@ -356,7 +356,7 @@ def test_pages_of_input_items_add_up_in_either_order(server: LiveServer) -> None
         assert get(server, f"/{id}/input_items", order=order, **after).json()["data"] == []
 
 
-def test_a_page_makes_only_the_items_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_input_items_makes_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     item = requests._item
     monkeypatch.setattr(requests, "_item", lambda *part: made.append(part[0]) or item(*part))

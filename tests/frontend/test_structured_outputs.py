@@ -88,7 +88,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("structure", "says"), WRONG, ids=lambda value: str(value)[:40])
-def test_a_structure_that_cannot_be_kept_is_refused(
+def test_structure_without_a_grammar_is_refused(
     server: LiveServer, structure: Any, says: str
 ) -> None:
     before = len(server.engine.submitted)
@@ -126,7 +126,7 @@ def test_oversized_schema_is_neither_parsed_nor_serialised(
 
 
 @pytest.mark.parametrize("line", ["[", "a[\n", "%json true ", '%json {"a":'])
-def test_the_checks_of_a_grammar_take_a_time_in_proportion_to_it(line: str) -> None:
+def test_grammar_checks_take_linear_time(line: str) -> None:
     text = 'start: "a"\n// ' + line * (131_000 // len(line))
     began = time.thread_time()
     with contextlib.suppress(InvalidRequest):
@@ -163,9 +163,7 @@ def test_the_engine_gets_one_form(server: LiveServer) -> None:
     [{"ignore_eos": True}, {"min_tokens": 1}, {"allowed_token_ids": [5]}, {"bad_words": ["q"]}],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_contradicts_a_structure_is_refused(
-    server: LiveServer, fields: dict[str, Any]
-) -> None:
+def test_fields_against_a_structure_are_refused(server: LiveServer, fields: dict[str, Any]) -> None:
     response = send(server, {"regex": "a"}, **fields)
     assert response.status_code == 400
     message = response.json()["error"]["message"]
@@ -249,7 +247,7 @@ def test_every_spelling_of_every_dialect_is_one_grammar(server: LiveServer, rout
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_what_is_wrong_is_named_as_it_was_sent(server: LiveServer, route: str) -> None:
+def test_error_names_the_field_as_the_client_does(server: LiveServer, route: str) -> None:
     where = ROUTES[route][1]
     path = f"{where}.regex" if route == "/generate" else "guided_regex"
     path = f"{where}.guided_regex" if route == "/inference/v1/generate" else path
@@ -264,7 +262,7 @@ def test_what_is_wrong_is_named_as_it_was_sent(server: LiveServer, route: str) -
     assert both.status_code == 400 and "both ask for a structure" in both.text
 
 
-def test_a_format_that_asks_for_nothing_is_none(server: LiveServer) -> None:
+def test_empty_format_asks_for_no_structure(server: LiveServer) -> None:
     for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}):
         assert post(server, "/v1/completions", fields).status_code == 200
         assert server.engine.submitted[-1].sampling.structured_outputs is None
@@ -287,7 +285,7 @@ def test_a_format_that_asks_for_nothing_is_none(server: LiveServer) -> None:
         assert message == f"{name} has json and regex; give one of them"
 
 
-def test_a_structural_tag_that_cannot_be_kept_is_refused(server: LiveServer) -> None:
+def test_structural_tag_without_a_grammar_is_refused(server: LiveServer) -> None:
     for tag, says in (
         ({"triggers": []}, "structural_tag.structures is null"),
         (TAG | {"triggers": ["<g"]}, "begin with one of the triggers"),
@@ -307,9 +305,7 @@ BAR = {"type": "const_string", "value": "|"}
     + [("<think>|</tool_call>", ["<think>", "</tool_call>"])]
     + [("a\\\\nb", ["a\\nb"]), ("[/\\\n]+", ["/", "\n/"]), ("a\\\tb", ["a\tb"])],
 )
-def test_the_regex_of_a_tag_means_what_a_regex_does(
-    model: Path, pattern: str, texts: list[str]
-) -> None:
+def test_regex_in_a_tag_means_the_same(model: Path, pattern: str, texts: list[str]) -> None:
     part = {"type": "regex", "pattern": pattern}
     tag = json.dumps({"format": {"type": "sequence", "elements": [part, BAR, part]}})
     compiler, tokenizer = Compiler(model, 300, [256]), Text.load(model)
@@ -323,7 +319,7 @@ def test_the_regex_of_a_tag_means_what_a_regex_does(
 
 
 @once
-def test_a_request_names_only_so_many_structures(server: LiveServer) -> None:
+def test_structures_of_one_request_are_bounded(server: LiveServer) -> None:
     def batch(different: int) -> httpx.Response:
         items = [
             {
@@ -341,7 +337,7 @@ def test_a_request_names_only_so_many_structures(server: LiveServer) -> None:
 
 
 @once
-def test_a_grammar_that_takes_too_long_is_refused_and_remembered(
+def test_slow_grammar_is_refused_and_remembered(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process that compiles it is ended, and the next one serves other requests."""
