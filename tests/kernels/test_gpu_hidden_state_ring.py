@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton_tests import DEVICE
+from tests.kernels.triton_tests import DEVICE, gpu
 from tlt_kernels.gpu.hidden_states import StateRing, claim, copy_states
 from tlt_kernels.gpu.tensors import KeptRows, RowTable
 
@@ -17,8 +17,14 @@ def ints(values: np.ndarray) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("features,hidden", [(6, 2), (1020, 340)])
+@pytest.mark.parametrize(
+    ("dtype", "features", "hidden"),
+    [
+        (torch.float32, 1020, 340),
+        (torch.bfloat16, 6, 2),
+        pytest.param(torch.bfloat16, 1020, 340, marks=gpu),
+    ],
+)
 def test_the_ring_gets_the_committed_rows_of_chosen_batch_slots(
     dtype: torch.dtype, features: int, hidden: int
 ) -> None:
