@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.child import EngineChild
 from tests.engine.tiny import SMALLEST, write_target
-from tlt_server.engine.child import EngineChild
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.commands import LookAtWeights
 from tlt_server.wire.events import WeightReport

@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
+from tests.engine.child import EngineChild
 from tests.engine.tiny import Shape, write_target
-from tlt_server.engine.child import EngineChild
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.commands import ClearCache, Command, Pause, Submit
 from tlt_server.wire.events import ControlReport, Heartbeat, Outputs

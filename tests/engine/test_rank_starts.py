@@ -65,7 +65,7 @@ def test_starting_rank_ends_with_its_killed_rank_0(
 LAUNCH = """
 import sys, time
 from pathlib import Path
-from tlt_server.engine.child import start_engine
+from tests.engine.child import start_engine
 from tlt_server.engine.settings import decode_settings
 print(start_engine(decode_settings(sys.stdin.buffer.readline()), Path(sys.argv[1])).pid, flush=True)
 time.sleep(60)

@@ -111,7 +111,7 @@ BENCHES = {
         (
             *ENGINE,
             *ranks(),
-            flag("--http", "time rollouts against a server; what follows is for it only"),
+            flag("--http", "time any policies, workloads and seeds; what follows is for it only"),
             flag(
                 "--workload SIZE",
                 'requests of a rollout, such as 64, or "full 64": that many kept running [default '

@@ -1,84 +1,65 @@
 """`tlt bench rollout`: the worth of speculation on the shipped pair, against our own engine
 without it in the same run.
 
-Two engine processes, strict and fast numerics, which share a GPU; arms take turns within each
-round, so that a machine's moods fall on all alike. Three workloads: `tail` (one batch of 64, run to
-its end: the batch shrinks to one), `few` (two running all the time, as the longest responses of a
-batch do) and `full` (64 running all the time). Speed-ups are medians over rounds of the arm's rate
-over the faster of the two plain engines' rate in the same round.
+Two servers, of strict and of fast numerics, which share a GPU; arms take turns within each round,
+so that a machine's moods fall on all alike. Three workloads: `tail` (one batch of 64, run to its
+end: the batch shrinks to one), `few` (two running all the time, as the longest responses of a batch
+do) and `full` (64 running all the time). Speed-ups are medians over rounds of the arm's rate over
+the faster of the two plain servers' rate in the same round. `--http` is the same for any policies,
+workloads and seeds, without fast numerics (`rollout_http`).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from tlt_server.bench import rollout_http
 from tlt_server.bench.columns import ROLLOUT
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.rollout_http import RolloutRun, play
+from tlt_server.bench.settings import (
+    at_most_what_it_takes,
+    described,
+    fingerprint_of,
+    serve_flags,
+    served,
+    settings_of,
+)
 from tlt_server.bench.tables import show
-from tlt_server.bench.workloads import renamed, shortened
-from tlt_server.engine.child import EngineChild
+from tlt_server.bench.workloads import shortened
 from tlt_server.errors import StartupError
-from tlt_server.wire.commands import SetPolicy, Submit
-from tlt_server.wire.events import Outputs
-from tlt_server.wire.records import Cycle, GenerateRequest, Strategy
+from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest, parse_strategy
 
-EAGLE = Strategy("eagle", 7, 1, 8)
-TREE = Strategy("eagle", 7, 4, 32)
-HISTORY = Strategy("history", 7, 1, 8)
 RUNNING = 64  # at most, on every device
 FEW = 2  # running requests of the workload `few`
 ROUNDS = 5
-WITH_PROMPTS = "with prompts"
+MODEL_LEN, GPU_KV_MB = 4096, 16384  # each of the two servers
 
 
 class Arm(NamedTuple):
-    numerics: str
     policy: SetPolicy
+    numerics: str = "strict"
 
 
-PLAIN = {"off": Arm("strict", SetPolicy("off")), "off, fast": Arm("fast", SetPolicy("off"))}
-ADAPTIVE = {name: Arm("strict", SetPolicy(name)) for name in ("beg", "goodput")}
+def fixed(name: str) -> Arm:
+    return Arm(SetPolicy("fixed", parse_strategy(name)))
+
+
+PLAIN = {"off": Arm(SetPolicy("off")), "off, fast": Arm(SetPolicy("off"), "fast")}
+ADAPTIVE = {"beg": Arm(SetPolicy("beg")), "goodput": Arm(SetPolicy("goodput"))}
+CHAIN = {**PLAIN, "eagle": fixed("eagle:7x1x8")}
 ARMS = {
-    "cpu": {
-        **PLAIN,
-        "eagle": Arm("strict", SetPolicy("fixed", EAGLE)),
-        "history": Arm("strict", SetPolicy("fixed", HISTORY)),
-        **ADAPTIVE,
-    },
-    "cuda": {
-        **PLAIN,
-        "eagle": Arm("strict", SetPolicy("fixed", EAGLE)),
-        "eagle tree": Arm("strict", SetPolicy("fixed", TREE)),
-        **ADAPTIVE,
-    },
+    "cpu": {**CHAIN, "history": fixed("history:7x1x8"), **ADAPTIVE},
+    "cuda": {**CHAIN, "eagle tree": fixed("eagle:7x4x32"), **ADAPTIVE},
 }
-GPU_KV_MB, GPU_MODEL_LEN = 16384, 4096  # each of the two engines
-
-
-class Figures(NamedTuple):
-    """One arm over one workload, once."""
-
-    seconds: float
-    tokens: int
-    passes: int
-    accept_length: float  # tokens per request and cycle, over cycles that drafted
-    time: dict[str, float]  # seconds of steps by strategy; of those that read prompts, together
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
+Seen = dict[tuple[str, str], list[RolloutRun]]  # runs by workload and arm
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,46 +69,51 @@ def run(args: argparse.Namespace) -> int:
     if args.http:
         return rollout_http.run(args)
     check(args)
-    base = replace(settings_of(args), max_running=RUNNING, policy="goodput")
-    if args.device == "cuda":
-        longest = at_most_what_it_takes(base.model, GPU_MODEL_LEN)
-        base = replace(base, kv_memory_mb=GPU_KV_MB, max_model_len=longest)
+    args.max_running = RUNNING
+    settings, console = replace(settings_of(args), max_running=RUNNING), wide_console()
+    flags = serve_flags(args, at_most_what_it_takes(settings.model, MODEL_LEN))
+    flags += ["--kv-memory-mb", str(GPU_KV_MB)] if args.device == "cuda" else []
     rounds, arms = 1 if args.quick else ROUNDS, ARMS[args.device]
-    workloads = workloads_of(base.model, quick=args.quick, seed=args.seed)
-    seen: dict[tuple[str, str], list[Figures]] = {}
-    differing = 0
-    console = wide_console()
+    workloads = workloads_of(settings.model, quick=args.quick, seed=args.seed)
+    seen: Seen = {}
     with (
-        EngineChild(base) as strict,
-        EngineChild(replace(base, numerics="fast", drafter="none", policy="off")) as fast,
+        served(console, [*flags, "--numerics", "strict"]) as strict,
+        served(console, [*flags, "--numerics", "fast", "--drafter", "none"]) as fast,
         steps(console, rounds * len(arms) * len(workloads), "warm up") as step,
     ):
-        engines = {"strict": strict, "fast": fast}
-        for engine in engines.values():
-            rollout(engine, renamed(workloads["full"].requests[:16], "warm"), RUNNING)
-        for turn, (workload, work) in product(range(rounds), workloads.items()):
-            expected: dict[str, list[int]] = {}
-            for name, arm in arms.items():
-                engines[arm.numerics].adopt(arm.policy)
-                requests = renamed(work.requests, f"{turn}{name}")
-                tokens, figures = rollout(engines[arm.numerics], requests, work.running)
-                seen.setdefault((workload, name), []).append(figures)
-                if arm.numerics == "strict":
-                    expected = expected or tokens
-                    differing += sum(tokens[i] != expected[i] for i in tokens)
-                step(f"{workload}: {name}")
-    named = {"threads": base.threads, **described(base, strict.info.fingerprint)}
-    return report(console, seen, differing, named, args)
+        servers = {"strict": strict, "fast": fast}
+        for server in servers.values():
+            play(*server, SetPolicy("off"), workloads["full"].requests[:16], RUNNING)
+        for _, (workload, work), (name, arm) in product(
+            range(rounds), workloads.items(), arms.items()
+        ):
+            found = play(*servers[arm.numerics], arm.policy, work.requests, work.running)
+            seen.setdefault((workload, name), []).append(found)
+            step(f"{workload}: {name}")
+        named = described(settings, fingerprint_of(strict[1]))
+    differing = sum(
+        own.digest != plain.digest
+        for (workload, name), runs in seen.items()
+        if arms[name].numerics == "strict"
+        for own, plain in zip(runs, seen[workload, "off"], strict=True)
+    )
+    rows = {f"{workload}/{name}": figures(seen, workload, name) for workload, name in seen}
+    title = "tlt bench rollout: medians; speed-up against the faster of the two plain servers"
+    show(console, title, ROLLOUT, ({"name": name, **row} for name, row in rows.items()))
+    about = {"bench": "rollout", "quick": bool(args.quick), "rounds": rounds}
+    about |= {"threads": settings.threads, **named}
+    finish(args, {**about, **rows, "responses_differing": differing})
+    return 1 if differing else 0
 
 
 def check(args: argparse.Namespace) -> None:
-    """`StartupError` where flags ask for what is timed over HTTP only."""
+    """`StartupError` where flags ask for what is timed with --http only."""
     for flag in ("workload", "policy", "seeds", "penalties"):
         if getattr(args, flag):
-            raise StartupError(f"--{flag} is for rollouts against a server: add --http")
+            raise StartupError(f"--{flag} is for rollouts of any policies: add --http")
     if args.tensor_parallel > 1:
         raise StartupError(
-            f"--tensor-parallel is {args.tensor_parallel}; the engine in fast numerics that arms "
+            f"--tensor-parallel is {args.tensor_parallel}; the server in fast numerics that arms "
             "are compared with has one rank: add --http"
         )
     if args.numerics != "strict":
@@ -137,12 +123,12 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
-class EngineWorkload(NamedTuple):
+class Requests(NamedTuple):
     requests: list[GenerateRequest]
-    running: int  # at once
+    running: int  # at once; 0: all, in one batch
 
 
-def workloads_of(model: Path, *, quick: bool, seed: int) -> dict[str, EngineWorkload]:
+def workloads_of(model: Path, *, quick: bool, seed: int) -> dict[str, Requests]:
     from tlt_server.demo.workload import problems_as_requests
 
     problems = partial(problems_as_requests, model, group=8)
@@ -150,105 +136,30 @@ def workloads_of(model: Path, *, quick: bool, seed: int) -> dict[str, EngineWork
     batch = problems(RUNNING, seed=seed, max_tokens=256 if quick else 2000)
     alone = problems(4 if quick else 32, seed=seed + 200, max_tokens=2000)
     return {
-        "tail": EngineWorkload(batch, RUNNING),
-        "few": EngineWorkload(alone, FEW),
-        "full": EngineWorkload([shortened(r, 48 if quick else 96) for r in steady], RUNNING),
+        "tail": Requests(batch, 0),
+        "few": Requests(alone, FEW),
+        "full": Requests([shortened(r, 48 if quick else 96) for r in steady], RUNNING),
     }
 
 
-def rollout(
-    engine: EngineChild, requests: list[GenerateRequest], running: int
-) -> tuple[dict[str, list[int]], Figures]:
-    """Run requests, at most `running` at once. Return the tokens by request (without the turn's
-    name) and the figures; wall time on this side of the sockets.
-    """
-    tokens: dict[str, list[int]] = {r.id.split("/")[0]: [] for r in requests}
-    cycles: list[Cycle] = []
-    open_ids, waiting = {r.id for r in requests}, requests[running:]
-    started = time.perf_counter()
-    engine.send(Submit(requests[:running]))
-    for event in engine.events():
-        if not isinstance(event, Outputs):
-            continue
-        if event.cycle:
-            cycles.append(event.cycle)
-        for output in event.outputs:
-            assert output.error is None, f"{output.id}: {output.error}"
-            tokens[output.id.split("/")[0]] += output.token_ids
-            if output.finish_reason:
-                open_ids.discard(output.id)
-                if waiting:
-                    engine.send(Submit([waiting.pop(0)]))
-        if not open_ids:
-            break
-    return tokens, figures_of(cycles, time.perf_counter() - started)
-
-
-def figures_of(cycles: list[Cycle], seconds: float) -> Figures:
-    drafted = [c for c in cycles if c.drafted]
-    by_strategy: dict[str, float] = defaultdict(float)
-    for c in cycles:
-        by_strategy[WITH_PROMPTS if c.context.prefill_rows else c.strategy.name] += c.step_s
-    return Figures(
-        seconds=seconds,
-        tokens=sum(c.emitted for c in cycles),
-        passes=len(cycles),
-        accept_length=sum(c.emitted for c in drafted)
-        / max(1, sum(c.context.decoding for c in drafted)),
-        time=by_strategy,
-    )
-
-
-def speedup(seen: dict[tuple[str, str], list[Figures]], workload: str, name: str) -> float:
-    """Median over rounds of the arm's rate over the faster plain engine's."""
-    found = seen[workload, name]
-    plain = [max(seen[workload, p][i].rate for p in PLAIN) for i in range(len(found))]
-    return statistics.median(f.rate / p for f, p in zip(found, plain, strict=True))
-
-
-def shares(found: list[Figures]) -> dict[str, float]:
-    """Return each strategy's share of all rounds' time, the largest first."""
-    seconds = {
-        name: sum(f.time.get(name, 0.0) for f in found)
-        for name in {name: 0 for f in found for name in f.time}
-    }
+def figures(seen: Seen, workload: str, name: str) -> dict[str, Any]:
+    """Return the medians of an arm over a workload, and the shares of all rounds' time."""
+    runs = seen[workload, name]
+    plain = zip(*(seen[workload, each] for each in PLAIN), strict=True)
+    ratios = [
+        run.rate / max(each.rate for each in both) for run, both in zip(runs, plain, strict=True)
+    ]
+    median = statistics.median
+    tokens, passes = median(run.tokens for run in runs), median(run.passes for run in runs)
+    kinds = sorted({kind for run in runs for kind in run.counted["step_s"]})
+    spent = {kind: sum(run.counted["step_s"].get(kind, 0.0) for run in runs) for kind in kinds}
+    whole = sum(spent.values())
     return {
-        name: round(seconds[name] / sum(seconds.values()), 3)
-        for name in sorted(seconds, key=lambda name: -seconds[name])
+        "wall_s": round(median(run.seconds for run in runs), 3),
+        "passes": passes,
+        "tokens": tokens,
+        "tokens_per_pass": round(tokens / passes, 3),
+        "accept_length": round(median(run.accept_length for run in runs), 3),
+        "speedup": round(median(ratios), 3),
+        "share_of_time": {kind: round(s / whole, 3) for kind, s in spent.items() if s},
     }
-
-
-def report(
-    console: Console,
-    seen: dict[tuple[str, str], list[Figures]],
-    differing: int,
-    settings: dict[str, object],
-    args: argparse.Namespace,
-) -> int:
-    summary: dict[str, Any] = {
-        "bench": "rollout",
-        "quick": bool(args.quick),
-        "rounds": len(seen["tail", "off"]),
-        **settings,
-    }
-    for (workload, name), found in seen.items():
-        median = {
-            field: statistics.median(getattr(f, field) for f in found)
-            for field in ("seconds", "passes", "tokens", "accept_length")
-        }
-        ratio = speedup(seen, workload, name)
-        summary[f"{workload}/{name}"] = {
-            "wall_s": round(median["seconds"], 3),
-            "passes": median["passes"],
-            "tokens": median["tokens"],
-            "tokens_per_pass": round(median["tokens"] / median["passes"], 3),
-            "accept_length": round(median["accept_length"], 3),
-            "speedup": round(ratio, 3),
-            "share_of_time": shares(found),
-        }
-    summary["responses_differing"] = differing
-    rows = [{"name": name, **row} for name, row in summary.items() if "/" in name]
-    title = "tlt bench rollout: medians; speed-up against the faster of the two plain engines"
-    show(console, title, ROLLOUT, rows)
-    finish(args, summary)
-    return 1 if differing else 0

@@ -62,6 +62,7 @@ COUNTERS = {  # metric and label, by figure of a row
     "predicted_s": ("tlt_predicted_step_seconds_total", "kind"),
     "decodes": ("tlt_decodes_total", "strategy"),
     "accepted": ("tlt_sd_accepted_tokens_total", "strategy"),
+    "passes": ("tlt_steps_total", "kind"),
 }
 FULL_TOKENS = 192
 
@@ -76,6 +77,20 @@ class RolloutRun(NamedTuple):
     drafted_tokens: int
     accepted_tokens: int
     counted: dict[str, dict[str, float]]  # COUNTERS' figure -> kind or strategy -> sum
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def passes(self) -> int:
+        return round(sum(self.counted["passes"].values()))
+
+    @property
+    def accept_length(self) -> float:
+        """Return tokens per request and step with drafts; 0 where none had any."""
+        decodes = sum(n for name, n in self.counted["decodes"].items() if name != "off")
+        return 1 + sum(self.counted["accepted"].values()) / decodes if decodes else 0.0
 
 
 class RolloutPlan(NamedTuple):
@@ -127,22 +142,21 @@ def run(args: argparse.Namespace) -> int:
             "max_running": args.max_running,
         }
 
-        def play(seed: int, workload: Workload, arm: str) -> RolloutRun:
+        def played(seed: int, workload: Workload, arm: str) -> RolloutRun:
             requests = _requests(settings.model, workload, seed, plan.max_tokens)
-            set_policy(client, plan.arms[arm])
-            client.clear_cache()
-            found = _rollout(server, client, requests, workload.running, args.penalties)
+            how = plan.arms[arm], requests, workload.running, args.penalties
+            found = play(server, client, *how)
             step(f"{workload.name}: {arm.replace(':', ' ')}")
             return found
 
         once = plan.seeds[0], plan.workloads[0], next(iter(plan.arms))
-        first = play(*once)
+        first = played(*once)
         for seed, turns in itertools.groupby(plan.turns, lambda turn: turn[0]):
             for _, workload, arm in turns:
-                seen.setdefault((workload.name, arm), []).append(play(seed, workload, arm))
+                seen.setdefault((workload.name, arm), []).append(played(seed, workload, arm))
             said["seeds"] = [*said["seeds"], seed]
             save(args, {**said, **figures(seen, args.pair)})
-        later = play(*once)
+        later = played(*once)
     summary = {
         **said,
         "first_s": round(first.seconds, 3),
@@ -200,7 +214,7 @@ def figures(seen: dict[tuple[str, str], list[RolloutRun]], pair: str) -> dict[st
             "runs_s": [round(r.seconds, 3) for r in runs],
             "tokens": round(statistics.mean(r.tokens for r in runs)),
             "nats_per_token": round(sum(r.nats for r in runs) / sum(r.tokens for r in runs), 3),
-            "tokens_per_s": round(statistics.median(r.tokens / r.seconds for r in runs)),
+            "tokens_per_s": round(statistics.median(r.rate for r in runs)),
             "accepted_share": round(sum(r.accepted_tokens for r in runs) / drafted, 3)
             if drafted
             else None,
@@ -239,13 +253,17 @@ def _ratio(slower: list[RolloutRun], faster: list[RolloutRun]) -> float:
     return round(statistics.median(ratios), 3)
 
 
-def _rollout(
+def play(
     server: ServerProcess,
     client: Client,
+    policy: SetPolicy,
     requests: list[GenerateRequest],
     running: int,
-    penalties: bool,
+    penalties: bool = False,
 ) -> RolloutRun:
+    """Run requests under a policy, from empty caches: `running` at once, or all in one batch."""
+    set_policy(client, policy)
+    client.clear_cache()
     before = _counted(client)
     bodies = [_body([r], penalties) for r in requests] if running else [_body(requests, penalties)]
     seconds, contents = uvloop.run(_sent(server.url, bodies, running or 1))

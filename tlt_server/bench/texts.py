@@ -14,9 +14,9 @@ ROLLOUT = HelpText(
     """\
 Time rollouts of the demo task, with speculation off and on.
 
-Without --http: this process drives the engine; our engine without speculation, in strict and in
-fast numerics, is what every arm is compared with. With --http: a server of its own is sent whole
-rollouts; each policy runs every workload with every seed, and every response is compared.
+Servers of its own are sent whole rollouts over HTTP, and responses are compared. Without --http,
+every arm is compared with our server without speculation, in strict and in fast numerics. With
+--http, each policy runs every workload with every seed.
 """,
     """\
 examples:

@@ -1,7 +1,5 @@
-"""Starts an engine process and talks to it: the parent's half of `process.py`. No torch.
-
-The asynchronous frontend uses `start_engine` and its own sockets; benchmarks use `EngineChild`,
-which blocks.
+"""An engine process, and the parent's half of its sockets, for tests: it blocks where the frontend
+does not.
 """
 
 from __future__ import annotations
