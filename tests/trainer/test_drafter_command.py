@@ -79,6 +79,30 @@ def test_ties_in_the_draft_vocabulary_go_to_the_lower_ids():
     assert draft_vocabulary(counts, 99, always=()).tolist() == list(range(7))
 
 
+def test_drafter_started_from_another_keeps_its_weights(head, lines, tmp_path, capsys):
+    def started(name, *flags):
+        flags = ["--start-from", str(head), "--out", str(tmp_path / name), *flags]
+        return main(["drafter", "init", *PAIR, *flags])
+
+    assert started("same", "--data", str(lines), "--draft-vocab", "100") == 0
+    assert started("wider", "--draft-vocab", "300", "--seed", "4") == 0
+    before, same, wider = (
+        load_file(where / "model.safetensors")
+        for where in (head, tmp_path / "same", tmp_path / "wider")
+    )
+    assert before.keys() == same.keys() and all(torch.equal(before[n], same[n]) for n in before)
+    assert torch.equal(wider["fc.weight"], before["fc.weight"])
+    old, new = (x["d2t"] + torch.arange(len(x["d2t"])) for x in (before, wider))
+    for token in set(old.tolist()) & set(new.tolist()):
+        rows = [
+            x["lm_head.weight"][(ids == token).nonzero()[0, 0]]
+            for x, ids in ((before, old), (wider, new))
+        ]
+        assert torch.equal(*rows)
+    assert started("other", "--intermediate", "128") == 2
+    assert "leave --intermediate out" in capsys.readouterr().err
+
+
 def train(head, lines, out, *flags):
     small = ["--budget", "256", "--unroll", "2", "--device", "cpu", "--drafter", str(head)]
     return main(
@@ -125,6 +149,11 @@ def test_unfit_packs_and_steps_are_refused(head, lines, tmp_path, capsys, flags,
     except SystemExit as error:
         status = error.code
     assert status == 2 and words in capsys.readouterr().err
+
+
+def test_stop_at_without_a_record_is_refused(head, lines, tmp_path, capsys):
+    assert train(head, lines, tmp_path / "out", "--stop-at", "3") == 2
+    assert "name some that are not trained on as --record" in capsys.readouterr().err
 
 
 def test_an_out_directory_in_use_is_refused(head, lines, capsys):

@@ -3,243 +3,301 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tlt_server.drafter.evaluate_flags import add_evaluate
+from tlt_server.bench.flags import JSON, MAX_BATCH, Flag, add_flags, flag, whole
 from tlt_server.push.arguments import add_access, add_server
-from tlt_server.wire.tree_limits import MAX_DEPTH
+from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
 
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
-
 
 # The rows of `trainer.export_layouts.EXPORTS`, which is slow to import.
 LAYOUTS = ("eagle3", "sglang", "speculators", "eagle1")
 
 
-class DrafterVerb(NamedTuple):
-    sentence: str
-    add: Callable[[argparse.ArgumentParser], None]
-    loads_model: bool = False  # its libraries read the environment of strict numerics
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value
 
 
-def _init(parser: argparse.ArgumentParser) -> None:
-    _pair(parser)
-    parser.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=(),
-        metavar="FILE",
-        help="text as for `tlt drafter train`, whose most frequent response tokens make the draft "
+def kind(text: str) -> tuple[str, str]:
+    name, equals, pattern = text.partition("=")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{pattern!r} is no regular expression: {error}") from None
+    if not equals or not name or not pattern:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=REGEX")
+    return name, pattern
+
+
+def within(smallest: int, largest: int = 1 << 30) -> Callable[[str], int]:
+    return partial(whole, smallest=smallest, largest=largest)
+
+
+def _flag(
+    usage: str, help: str, default: Any = None, type: Callable[[str], Any] | None = None, **how: Any
+) -> Flag:
+    name, made = flag(usage, help, default, **how)
+    return Flag(name, {**made, "type": type} if type else made)
+
+
+PAIR = (
+    _flag("--target DIR", "the target's model directory", required=True),
+    _flag("--out DIR", "drafter directory to write", required=True),
+)
+SEED = _flag("--seed N", "of random weights and orders", 0, type=within(0))
+INIT = (
+    *PAIR,
+    _flag(
+        "--data FILE",
+        "text as for `tlt drafter train`, whose most frequent response tokens make the draft "
         "vocabulary [default: the first ids]",
-    )
-    parser.add_argument(
-        "--draft-vocab",
-        type=_count,
-        default=32_000,
-        metavar="N",
-        help="tokens that can be drafted; all, where the target has fewer [default 32000]",
-    )
-    parser.add_argument(
-        "--intermediate",
-        type=_width,
-        metavar="N",
-        help="width of the drafter's MLP [default: the target's]",
-    )
-    _seed(parser)
-
-
-def _train(parser: argparse.ArgumentParser) -> None:
-    _pair(parser)
-    parser.add_argument(
-        "--drafter",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="drafter to start from; `tlt drafter init` writes one",
-    )
-    parser.add_argument(
-        "--data",
+        (),
         type=Path,
         nargs="+",
-        required=True,
-        metavar="FILE",
-        help="segments of a server (.segment), rollouts of `tlt bench record` (.safetensors), or "
+    ),
+    _flag(
+        "--draft-vocab N",
+        "tokens that can be drafted; all, where the target has fewer",
+        32_000,
+        type=within(1),
+    ),
+    _flag(
+        "--intermediate N",
+        "width of the drafter's MLP [default: that of --start-from, else the target's]",
+        type=within(1, 1 << 20),
+    ),
+    _flag(
+        "--start-from DIR",
+        "take over this drafter's weights; its head's rows for the tokens that both draft",
+    ),
+    SEED,
+)
+TRAIN = (
+    *PAIR,
+    _flag("--drafter DIR", "drafter to start from; `tlt drafter init` writes one", required=True),
+    _flag(
+        "--data FILE",
+        "segments of a server (.segment), rollouts of `tlt bench record` (.safetensors), or "
         'JSONL: {"prompt_ids": [...], "response_ids": [...]}, or {"messages": [...]} for the '
         "target's chat template",
-    )
-    parser.add_argument(
-        "--steps", type=_count, default=1000, metavar="N", help="optimizer steps [default 1000]"
-    )
-    parser.add_argument(
-        "--objective",
-        choices=("eagle", "hass", "eagle3"),
-        default="eagle3",
-        help="what the drafter is trained to match [default eagle3]",
-    )
-    parser.add_argument(
-        "--acceptance",
-        choices=("none", "total-variation", "shared-noise"),
-        default="none",
-        help="further loss term: half the L1 distance of the distributions, or the chance that "
-        "draft and target choose differently under one noise [default none]",
-    )
-    parser.add_argument(
-        "--acceptance-weight",
-        type=_positive,
-        default=0.5,
-        metavar="X",
-        help="weight of that term [default 0.5]",
-    )
-    parser.add_argument(
-        "--unroll",
-        type=_depth,
-        default=0,
-        metavar="N",
-        help=f"steps drafted ahead in training, at most {MAX_DEPTH} [default: the objective's: 1, "
-        "3, 7]",
-    )
-    parser.add_argument(
-        "--budget",
-        type=_count,
-        default=2048,
-        metavar="N",
-        help="tokens of a pack; longer documents are cut into windows [default 2048]",
-    )
-    parser.add_argument(
-        "--packs", type=_count, default=1, metavar="N", help="packs of a step [default 1]"
-    )
-    parser.add_argument(
-        "--lr",
-        type=_positive,
-        metavar="X",
-        help="learning rate [default 5e-5 at a hidden size of 3584, more for smaller ones in "
-        "proportion]",
-    )
-    parser.add_argument(
-        "--checkpoints",
         type=Path,
-        metavar="DIR",
-        help="write checkpoints here, and resume from the newest one",
-    )
-    parser.add_argument(
-        "--save-every",
-        type=_count,
-        default=200,
-        metavar="N",
-        help="steps between two checkpoints [default 200]",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="where drafter and target run [default: cuda where a server would take it]",
-    )
-    parser.add_argument(
-        "--threads", type=_count, metavar="N", help="compute threads of a CPU [default: torch's]"
-    )
-    _seed(parser)
-
-
-def _export(parser: argparse.ArgumentParser) -> None:
-    _pair(parser)
-    parser.add_argument(
-        "--drafter", type=Path, required=True, metavar="DIR", help="drafter to export"
-    )
-    parser.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        required=True,
-        help="eagle3: SafeAILab's; sglang; speculators: vLLM's; eagle1: SafeAILab's and SGLang's "
-        "EAGLE-1 and EAGLE-2",
-    )
-    for flag, sentence in (
-        ("--base", "name of the target for other engines, such as org/model [default: --target]"),
-        ("--version", "version of the drafter, for the model card"),
-        ("--data", "what it was trained on, for the model card"),
-    ):
-        parser.add_argument(flag, default="", metavar="TEXT", help=sentence)
-    parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="replay the responses of `tlt bench record` through both drafters: they must accept "
-        "the same in every cycle, and the model card says how much",
-    )
-
-
-def _coordinate(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Each server needs --drafter-training idle, --drafter-feature-mb, --state-dir and http "
-        "among its --weight-channels; the key needs the scopes operate and push-weights. "
-        "Every round reads load and trainer of each server, "
-        "lets one idle server train on what all have recorded, "
-        "and pushes the drafter that it adopts to all, under one version. A server that does not "
-        "answer, may not be asked with this key, or has another version of the target than most "
-        "is named and left out until that changes. What an operator has paused stays paused. At "
-        "the end, also by Ctrl-C, each server trains by itself again; where this process was "
-        "killed, it does after --hold-s. Exit status "
-        "of --once: 0 if a round has ended, 1 if no server could train or one refused the drafter."
-    )
-    parser.add_argument(
-        "--servers",
         nargs="+",
         required=True,
-        metavar="URL",
-        help="addresses of servers with the same target",
-    )
-    parser.add_argument(
-        "--min-idle",
-        type=_number,
-        default=0,
-        metavar="N",
-        help="servers that stay idle next to the one that trains [default 0]",
-    )
-    parser.add_argument(
-        "--quiet-s",
-        type=_positive,
-        default=5.0,
-        metavar="S",
-        help="seconds for which a server must be idle before it trains [default 5]",
-    )
-    parser.add_argument(
-        "--interval-s",
-        type=_positive,
-        default=2.0,
-        metavar="S",
-        help="seconds between two looks at the servers [default 2]",
-    )
-    parser.add_argument(
-        "--hold-s",
-        type=_positive,
-        default=60.0,
-        metavar="S",
-        help="seconds after which a server that must not train does so if it hears nothing "
-        "[default 60]",
-    )
-    parser.add_argument(
-        "--gather-mb",
-        type=_count,
-        default=64,
-        metavar="N",
-        help="MiB of recorded sequences that are moved between two looks [default 64]",
-    )
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="end once one server has trained one round and all have its drafter",
-    )
-    add_access(parser)
+    ),
+    _flag(
+        "--record FILE",
+        "other responses, as for `tlt drafter evaluate`: calibration.json is fitted to them",
+        type=Path,
+    ),
+    _flag(
+        "--stop-at LENGTH",
+        "stop once chains as deep as --unroll have this accept length, replayed on --record",
+        type=positive,
+    ),
+    _flag("--check-every N", "steps between two replays for --stop-at", 50, type=within(1)),
+    _flag("--steps N", "optimizer steps", 1000, type=within(1)),
+    _flag("--objective eagle|hass|eagle3", "what the drafter is trained to match", "eagle3"),
+    _flag(
+        "--acceptance none|total-variation|shared-noise",
+        "further loss term: half the L1 distance of the distributions, or the chance that draft "
+        "and target choose differently under one noise",
+        "none",
+    ),
+    _flag("--acceptance-weight X", "weight of that term", 0.5, type=positive),
+    _flag(
+        "--unroll N",
+        f"steps drafted ahead in training, at most {MAX_DEPTH} [default: the objective's: 1, 3, 7]",
+        0,
+        type=within(1, MAX_DEPTH),
+    ),
+    _flag(
+        "--budget N",
+        "tokens of a pack; longer documents are cut into windows",
+        2048,
+        type=within(1),
+    ),
+    _flag("--packs N", "packs of a step", 1, type=within(1)),
+    _flag(
+        "--lr X",
+        "learning rate [default 5e-5 at a hidden size of 3584, more for smaller ones in "
+        "proportion]",
+        type=positive,
+    ),
+    _flag("--checkpoints DIR", "write checkpoints here, and resume from the newest one"),
+    _flag("--save-every N", "steps between two checkpoints", 200, type=within(1)),
+    _flag(
+        "--device cpu|cuda",
+        "where drafter and target run [default: cuda where a server would take it]",
+    ),
+    _flag("--threads N", "compute threads of a CPU [default: torch's]", type=within(1)),
+    SEED,
+)
+EXPORT = (
+    *PAIR,
+    _flag("--drafter DIR", "drafter to export", required=True),
+    _flag(
+        f"--layout {'|'.join(LAYOUTS)}",
+        "eagle3: SafeAILab's; sglang; speculators: vLLM's; eagle1: SafeAILab's and SGLang's "
+        "EAGLE-1 and EAGLE-2",
+        required=True,
+    ),
+    _flag(
+        "--base TEXT",
+        "name of the target for other engines, such as org/model [default: --target]",
+        "",
+    ),
+    _flag("--version TEXT", "version of the drafter, for the model card [default none]", ""),
+    _flag("--data TEXT", "what it was trained on, for the model card [default nothing]", ""),
+    _flag(
+        "--record FILE",
+        "replay the responses of `tlt bench record` through both drafters: they must accept the "
+        "same in every cycle, and the model card says how much",
+        type=Path,
+    ),
+)
+EVALUATE = (
+    _flag(
+        "--record FILE",
+        "file of `tlt bench record`, or directory of the segments that a server has kept",
+        type=Path,
+        required=True,
+    ),
+    _flag("--target DIR", "the target that was recorded", required=True),
+    _flag(
+        "--drafter DIR",
+        "a drafter; the others are compared with the first one",
+        required=True,
+        action="append",
+    ),
+    _flag("--depth N", "length of the longest path drafted", 7, type=within(1, MAX_DEPTH)),
+    _flag(
+        "--width N", "children per node, and nodes expanded per level", 4, type=within(1, MAX_WIDTH)
+    ),
+    _flag("--rows N", "rows verified per request, the root included", 16, type=within(2, MAX_ROWS)),
+    _flag(
+        "--as-recorded",
+        "instead, the strategy and the rows that the server had at this place of the response",
+    ),
+    _flag(
+        "--policy NAME",
+        "recorded policy whose cycles --as-recorded takes [default: the last that drafts]",
+    ),
+    _flag(
+        "--self-check",
+        "first compare the first drafter with what the server accepted, cycle by cycle; exit "
+        "status 1 if anything differs",
+    ),
+    _flag(
+        "--version NAME",
+        "evaluate responses of this version of the target's weights [default: the only one]",
+    ),
+    _flag("--responses N", "the first N responses [default all]", type=within(1, 2**20)),
+    _flag(
+        "--batch N",
+        "requests in a cycle, for its time [default: as in the median recorded cycle]",
+        type=within(1, MAX_BATCH),
+    ),
+    _flag(
+        "--kind NAME=REGEX",
+        "also tell apart the responses whose prompt's text matches, e.g. 'countdown=Reach' "
+        "[default none]",
+        [],
+        type=kind,
+        action="append",
+    ),
+    _flag(
+        "--threads N",
+        "compute threads [default: processors this process may use]",
+        type=within(1, 1024),
+    ),
+    _flag(
+        "--device cpu|cuda",
+        "where to replay [default: cuda where a server would take it, unless a CPU recorded]",
+    ),
+    *JSON,
+)
+COORDINATE = (
+    _flag("--servers URL", "addresses of servers with the same target", nargs="+", required=True),
+    _flag("--min-idle N", "servers that stay idle next to the one that trains", 0, type=within(0)),
+    _flag("--quiet-s S", "seconds for which a server must be idle before it trains", 5.0, positive),
+    _flag("--interval-s S", "seconds between two looks at the servers", 2.0, positive),
+    _flag(
+        "--hold-s S",
+        "seconds after which a server that must not train does so if it hears nothing",
+        60.0,
+        positive,
+    ),
+    _flag(
+        "--gather-mb N",
+        "MiB of recorded sequences that are moved between two looks",
+        64,
+        type=within(1),
+    ),
+    _flag("--once", "end once one server has trained one round and all have its drafter"),
+)
+COORDINATING = """\
+Each server needs --drafter-training idle, --drafter-feature-mb, --state-dir and http among its
+--weight-channels; the key needs the scopes operate and push-weights. Every round reads load and
+trainer of each server, lets one idle server train on what all have recorded, and pushes the drafter
+that it adopts to all, under one version. A server that does not answer, may not be asked with this
+key, or has another version of the target than most is named and left out until that changes. What
+an operator has paused stays paused. At the end, also by Ctrl-C, each server trains by itself again;
+where this process was killed, it does after --hold-s. Exit status of --once: 0 if a round has
+ended, 1 if no server could train or one refused the drafter.
+"""
+EVALUATING = """\
+Replay recorded responses through drafters: the accept length that each would have had, exactly.
+
+A response is fixed by target, prompt and seed, with any drafter. So no target pass verifies
+anything; the target only computes the features that drafters read. On the kind of device that
+recorded, the counts are the server's to the last one, if it ran with the default numerics, dtype
+and reduction leaves.
+"""
+EXAMPLES = """\
+examples:
+  tlt bench record --quick --out rollout.safetensors
+  tlt drafter evaluate --record rollout.safetensors --target TARGET --drafter OLD --drafter NEW
+  tlt drafter evaluate --record rollout.safetensors --target TARGET --drafter OLD --self-check
+"""
+
+
+class DrafterVerb(NamedTuple):
+    sentence: str
+    flags: tuple[Flag, ...] = ()
+    loads_model: bool = False  # its libraries read the environment of strict numerics
+    server: Callable[[argparse.ArgumentParser], None] = lambda parser: None  # flags of its access
+    description: str = ""  # longer than the sentence, in lines
+    epilog: str = ""
 
 
 VERBS = {
-    "coordinate": DrafterVerb("train one drafter for several servers", _coordinate),
-    "status": DrafterVerb("show the drafter of a running server and what it records", add_server),
-    "export": DrafterVerb("write a drafter in the layout of another engine", _export, True),
-    "init": DrafterVerb("write an untrained drafter for a target", _init),
-    "train": DrafterVerb("train a drafter on recorded text, without a server", _train, True),
-    "evaluate": DrafterVerb("replay recorded responses through drafters", add_evaluate, True),
+    "coordinate": DrafterVerb(
+        "train one drafter for several servers", COORDINATE, server=add_access, epilog=COORDINATING
+    ),
+    "status": DrafterVerb(
+        "show the drafter of a running server and what it records", server=add_server
+    ),
+    "export": DrafterVerb("write a drafter in the layout of another engine", EXPORT, True),
+    "init": DrafterVerb("write an untrained drafter for a target", INIT),
+    "train": DrafterVerb("train a drafter on recorded text, without a server", TRAIN, True),
+    "evaluate": DrafterVerb(
+        "replay recorded responses through drafters",
+        EVALUATE,
+        True,
+        description=EVALUATING,
+        epilog=EXAMPLES,
+    ),
 }
 
 
@@ -251,49 +309,14 @@ def add_arguments(
     """
     for name, verb in VERBS.items():
         parser = verbs.add_parser(
-            name, help=verb.sentence, description=verb.sentence, allow_abbrev=False
+            name,
+            help=verb.sentence,
+            description=verb.description or verb.sentence,
+            epilog=verb.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
-        verb.add(parser)
+        add_flags(parser, verb.flags)
+        verb.server(parser)
         run = strict if verb.loads_model else plain
         parser.set_defaults(run=run(f"tlt_server.drafter.{name}"), numerics="strict")
-
-
-def _pair(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", type=Path, required=True, metavar="DIR", help="the target's model directory"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="drafter directory to write"
-    )
-
-
-def _seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=_number, default=0, metavar="N", help="[default 0]")
-
-
-def _count(text: str) -> int:
-    return _number(text, 1)
-
-
-def _width(text: str) -> int:
-    return _number(text, 1, 1 << 20)
-
-
-def _depth(text: str) -> int:
-    return _number(text, 1, MAX_DEPTH)
-
-
-def _number(text: str, least: int = 0, most: int = 1 << 30) -> int:
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return value

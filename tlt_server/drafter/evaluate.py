@@ -117,19 +117,11 @@ def loaded(
 ) -> tuple[RecomputedFeatures, list[ReplayedDrafter]]:
     """Load the target with the layers that these drafters read, and them."""
     config = ModelConfig.read(args.target)
-    responses = record.samples.responses
-    needed = int((responses.prompt_len_N + responses.output_len_N).max())
-    longest = min(config.max_position, record.longest or config.max_position)
-    if needed > longest:
-        raise StartupError(
-            f"{args.record} has a response of {needed} tokens, the target takes {longest}: name "
-            "the target that was recorded"
-        )
     target = load_prefill(
         args.target,
         device,
         find_loader(drafters[0], device).feature_layers(drafters[0], config),
-        replace(config, max_position=longest),
+        replace(config, max_position=record.positions(config)),
     )
     replayed = [ReplayedDrafter.load(each, target.model, device=device) for each in drafters]
     return RecomputedFeatures(target), replayed

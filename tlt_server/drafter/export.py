@@ -46,12 +46,8 @@ def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> st
     where they differ.
     """
     record = load_record(arguments.record, arguments.target)
-    responses, versions = record.samples.responses, record.samples.legend.versions
-    if len(versions) != 1:
-        raise StartupError(
-            f"{arguments.record} has responses of the versions {', '.join(versions)}, and --target "
-            "has the weights of one; give a --record of that version alone"
-        )
+    record.expect_one_version()
+    responses = record.samples.responses
     source, drafters = loaded(arguments, record, [drafter, directory], "cpu")
     mine, written = evaluate(
         responses,

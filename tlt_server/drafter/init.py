@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
             count_V=count_V,
             draft_vocab_size=arguments.draft_vocab,
             intermediate_size=arguments.intermediate,
+            start_from=arguments.start_from,
             seed=arguments.seed,
         )
     drafted = network.target_ids_C.numpy()

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
 from tlt_server.samples.identity import identity_of, vocabulary_of
 from tlt_server.samples.sample import sample_set
 from tlt_server.samples.samples import SampleSet, Verifications
@@ -50,6 +51,29 @@ class EvaluatedRecord(NamedTuple):
                 "leave --as-recorded out"
             )
         return some(self.samples.verified, self.run_V == named[-1])
+
+    def positions(self, config: ModelConfig) -> int:
+        """Return the positions that a target needs to compute these responses. `StartupError` where
+        it has fewer.
+        """
+        responses = self.samples.responses
+        needed = int((responses.prompt_len_N + responses.output_len_N).max())
+        longest = min(config.max_position, self.longest or config.max_position)
+        if needed > longest:
+            raise StartupError(
+                f"{self.path} has a response of {needed} tokens, the target takes {longest}: name "
+                "the target that was recorded"
+            )
+        return longest
+
+    def expect_one_version(self) -> None:
+        """`StartupError` unless one version of the target computed all responses."""
+        versions = self.samples.legend.versions
+        if len(versions) != 1:
+            raise StartupError(
+                f"{self.path} has responses of the versions {', '.join(versions)}, and --target "
+                "has the weights of one; give a --record of that version alone"
+            )
 
     def head(self, responses: int | None) -> SampleSet:
         """Return the record with what was verified of its first responses only."""

@@ -1,5 +1,8 @@
 """`tlt drafter train`: train a drafter on text files, with features that the target computes again
 on the same device.
+
+`--record` names responses that are not trained on: the drafter's calibration is fitted to them, and
+the training stops once chains replayed on them reach the accept length of `--stop-at`.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
@@ -17,22 +22,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tlt_server.drafter.data import TargetLimits, read_documents
 from tlt_server.drafter.device import device_of, memory_refused
 from tlt_server.drafter.out import new_directory
+from tlt_server.drafter.records import PAGE_SIZE, load_record
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.trainer.checkpoint import CHECKSUM, Checkpoints, newest
+from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate, fit_calibration
+from tlt_server.trainer.figures import accept_length
 from tlt_server.trainer.network import TrainableDrafter, load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
+from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.prefill import Prefill, load_prefill
-from tlt_server.trainer.recompute import Document, Recomputed
+from tlt_server.trainer.recompute import Document, Recomputed, RecomputedFeatures
+from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.step import AdamWSettings, StepOutcome, Trainer, default_rate
 from tlt_server.weights.checksums import checksum
+from tlt_server.wire.records import Strategy
 
 PLAIN_EVERY_S = 5.0
+FITTED = Strategy("eagle", 7, 4, 16)  # trees that a calibration is fitted to, as a server's own is
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.stop_at and not arguments.record:
+        raise StartupError(
+            "--stop-at needs responses to replay: name some that are not trained on as --record"
+        )
     config = ModelConfig.read(arguments.target)
     documents = read_documents(
         arguments.data, TargetLimits(config.vocab_size, config.max_position), arguments.target
@@ -53,6 +69,7 @@ def _run(
     layers = feature_layers(arguments.drafter, config)
     target = load_prefill(arguments.target, device, layers, config)
     source = Recomputed(target, documents)
+    held_out = _HeldOut(arguments, config, target, device) if arguments.record else None
     with new_directory(arguments.out) as directory:
         trainer, packer = _build(arguments, network, source, target)
         tokens = sum(source.lengths)
@@ -61,11 +78,58 @@ def _run(
             f"learning rate {trainer.settings.lr:g}; on {trainer.network.device}"
         )
         checkpoints = _resume(arguments, trainer, tokens)
-        _train(arguments, trainer, packer, checkpoints)
-        shutil.copyfile(arguments.drafter / "config.json", directory / "config.json")
-        trainer.network.save(directory)
+        _train(arguments, trainer, packer, checkpoints, held_out)
+        _write(trainer.network, arguments.drafter, directory)
+        if held_out is not None:
+            held_out.calibrate(directory)
     _say(f"{arguments.out}: trained for {trainer.state.step} steps")
     return 0
+
+
+def _write(network: TrainableDrafter, started_from: Path, directory: Path) -> None:
+    shutil.copyfile(started_from / "config.json", directory / "config.json")
+    network.save(directory)
+
+
+class _HeldOut:
+    """Recorded responses that a drafter in training is replayed on."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, config: ModelConfig, target: Prefill, device: str
+    ) -> None:
+        record = load_record(arguments.record, arguments.target)
+        record.expect_one_version()
+        record.positions(config)
+        self._responses, self._target, self._device = record.samples.responses, target, device
+        self._drafter, self._wanted = arguments.drafter, arguments.stop_at
+        self._all = range(len(self._responses))
+
+    def stops(self, trainer: Trainer) -> bool:
+        """Return True if chains of the drafter have the wanted accept length."""
+        if self._wanted is None:
+            return False
+        depth = trainer.objective.steps
+        with TemporaryDirectory(prefix="tlt-drafter-") as directory:
+            _write(trainer.network, self._drafter, Path(directory))
+            drafter = self._load(Path(directory))
+        chain = Strategy(drafter.kind, depth, 1, depth + 1)
+        task = Task(drafter, PinnedPlan(chain, floored=False))
+        (walked,) = evaluate(self._responses, self._all, [task], self._stage())
+        length = accept_length(walked)
+        _say(f"step {trainer.state.step}: chains of {depth} have accept length {length:.3f}")
+        return length >= self._wanted
+
+    def calibrate(self, directory: Path) -> None:
+        """Write the calibration of the drafter in a directory."""
+        drafter = self._load(directory)
+        fit_calibration(drafter, self._responses, self._all, self._stage(), FITTED)
+        drafter.weights.calibration.save(directory)
+
+    def _load(self, directory: Path) -> ReplayedDrafter:
+        return ReplayedDrafter.load(directory, self._target.model, device=self._device)
+
+    def _stage(self) -> ReplayStage:
+        return ReplayStage(RecomputedFeatures(self._target), PAGE_SIZE)
 
 
 def _build(
@@ -109,7 +173,11 @@ def _resume(arguments: argparse.Namespace, trainer: Trainer, tokens: int) -> Che
 
 
 def _train(
-    arguments: argparse.Namespace, trainer: Trainer, packer: Packer, checkpoints: Checkpoints | None
+    arguments: argparse.Namespace,
+    trainer: Trainer,
+    packer: Packer,
+    checkpoints: Checkpoints | None,
+    held_out: _HeldOut | None,
 ) -> None:
     if checkpoints is not None:
         written = checkpoints
@@ -134,6 +202,9 @@ def _train(
             display.show(trainer, outcome)
             idle = 0 if outcome.applied else idle + 1
             _check(trainer, outcome, idle > len(packer.plan(cursor.epoch)))
+            if held_out and not trainer.state.step % arguments.check_every:
+                if held_out.stops(trainer):
+                    break
     if checkpoints is not None:
         checkpoints.begin()
         checkpoints.close()

@@ -24,7 +24,9 @@ from tlt_server.samples.samples import Responses
 from tlt_server.trainer.plans import PlannedRoots, RootPlan
 from tlt_server.trainer.replay import MAX_ROOTS, DraftReplay, ReplayedDrafter
 from tlt_server.trainer.staged import Roots, StagedResponses
+from tlt_server.wire.records import Strategy
 
+STRIDE = 5  # positions between the roots that a calibration is fitted to
 STAGED_TOKENS = 1 << 15  # tokens whose features are in memory at once, unless a response has more
 
 
@@ -150,6 +152,28 @@ def _parts(
         tokens += size
     if part:
         yield part
+
+
+def fit_calibration(
+    drafter: ReplayedDrafter,
+    responses: Responses,
+    chosen: Sequence[int],
+    stage: ReplayStage,
+    shape: Strategy,
+) -> None:
+    """Correct the drafter's calibration table by whole trees of a depth and width, from every
+    `STRIDE`-th output token of these responses.
+    """
+    for _, (replay,) in stage.parts(responses, chosen, [drafter]):
+        staged = replay.staged
+        output_T = staged.position_T - np.repeat(staged.prompt_len_N, staged.length_N)
+        before_T = staged.position_T < np.repeat(staged.length_N - 1, staged.length_N)
+        own_T = (output_T >= 0) & (output_T % STRIDE == 0) & before_T
+        response_B = np.repeat(np.arange(len(staged.length_N)), staged.length_N)[own_T]
+        if len(response_B):
+            rows_B = np.full(len(response_B), shape.rows, np.int32)
+            roots = Roots(response_B, staged.position_T[own_T], rows_B)
+            replay.calibrate(roots, shape.depth, shape.width)
 
 
 def walk(replay: DraftReplay, part: Sequence[int], plan: RootPlan) -> Walked:

@@ -19,7 +19,7 @@ from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
 from tlt_server.models.draft_networks import EAGLE3, layer_ids, layers_within
 from tlt_server.models.loader import eos_token_ids, read_tensors, tensor_files
-from tlt_server.trainer.network import TrainableEagle3
+from tlt_server.trainer.network import TrainableDrafter, TrainableEagle3, load_trainable
 
 ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")
 RESIDUAL = ("o_proj.weight", "down_proj.weight")  # they write into the residual stream
@@ -42,12 +42,17 @@ def write_drafter(
     count_V: NDArray[np.int64],
     draft_vocab_size: int,
     intermediate_size: int | None = None,
+    start_from: Path | None = None,
     seed: int = 0,
 ) -> TrainableEagle3:
-    """Write a drafter that `tlt serve` loads into an existing directory. `ModelError` where the
-    target cannot be read.
+    """Write a drafter that `tlt serve` loads into an existing directory. `start_from`: another
+    drafter of the target, whose weights it takes over. `ModelError` where the target or that one
+    cannot be used.
     """
     config = eos_token_ids(ModelConfig.read(target), target)
+    earlier = load_trainable(start_from, config) if start_from else None
+    if earlier is not None:
+        intermediate_size = intermediate_size or earlier.config.intermediate_size
     ids_C = draft_vocabulary(count_V, draft_vocab_size, config.eos_token_ids)
     described = _described(target, config, len(ids_C), intermediate_size)
     text = json.dumps(described, indent=2) + "\n"
@@ -59,6 +64,8 @@ def write_drafter(
     head_CH, norm_H = _outputs(target, config, ids_C)
     network.weights["lm_head.weight"].copy_(head_CH)
     network.weights["norm.weight"].copy_(norm_H)
+    if earlier is not None:
+        _take_over(network, earlier)
     network.save(directory)
     return network
 
@@ -102,6 +109,24 @@ def _fill(network: TrainableEagle3, seed: int) -> None:
             continue
         gain = 0.25 if name.endswith(RESIDUAL) else 0.7
         weight.normal_(0.0, gain * weight.shape[1] ** -0.5, generator=generator)
+
+
+def _take_over(network: TrainableEagle3, earlier: TrainableDrafter) -> None:
+    """Copy an earlier drafter's weights, of its head the rows of tokens that both draft."""
+    for name, weight in network.weights.items():
+        theirs = earlier.weights.get(name)
+        own_head = name == "lm_head.weight"
+        if theirs is None or not (own_head or theirs.shape == weight.shape):
+            found = "absent" if theirs is None else list(theirs.shape)
+            raise ModelError(
+                f"the drafter to start from has another shape: {name!r} is {found}, expected "
+                f"{list(weight.shape)}; leave --intermediate out, or start from another drafter"
+            )
+        if not own_head:
+            weight.copy_(theirs)
+    known_C = torch.isin(network.target_ids_C, earlier.target_ids_C)
+    rows = torch.searchsorted(earlier.target_ids_C, network.target_ids_C[known_C])
+    network.weights["lm_head.weight"][known_C] = earlier.weights["lm_head.weight"][rows]
 
 
 def _outputs(target: Path, config: ModelConfig, ids_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,9 +45,8 @@ class RootPlan(Protocol):
 class PinnedPlan:
     """The same depth, width and rows at every root."""
 
-    floored = True
-
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, *, floored: bool = True) -> None:
+        self.floored = floored
         self.strategies: Sequence[Strategy] = (strategy,)
 
     def first(

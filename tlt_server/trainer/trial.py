@@ -26,7 +26,7 @@ from tlt_server.samples.samples import SampleSet
 from tlt_server.samples.segments import Recorded
 from tlt_server.trainer import figures
 from tlt_server.trainer.adoption_test import AdoptionTest
-from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
+from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate, fit_calibration
 from tlt_server.trainer.handed import PAGE_SIZE, Handed, digest_of
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.plans import PinnedPlan
@@ -34,13 +34,11 @@ from tlt_server.trainer.recorded import CapturedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import self_check
 from tlt_server.trainer.spot import Facts, Round, RoundEnd
-from tlt_server.trainer.staged import Roots
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.wire.records import Strategy
 from tlt_server.wire.training import Judged, Offer, TrainerState, version_of
 
 FITTED = 48  # sequences that a calibration is fitted to
-STRIDE = 5  # positions between the roots of that
 PART = 8  # prompts between two looks at the engine
 DEPTH, WIDTH, ROWS = 7, 4, 16  # the replay's tree
 
@@ -107,15 +105,9 @@ class Trial:
         self, candidate: ReplayedDrafter, entries: Sequence[Recorded]
     ) -> Generator[TrainerState, None, None]:
         """Fit the candidate's calibration and write it, every number as it is in force."""
-        for entry in entries:
-            responses = self._samples([entry]).responses
-            for _, (replay,) in self._stage.parts(responses, [0], [candidate]):
-                last = int(replay.staged.length_N[0]) - 1
-                position_B = np.arange(entry.sample.prompt_len, last, STRIDE, dtype=np.int64)
-                rows_B = np.full(len(position_B), ROWS, np.int32)
-                if len(position_B):
-                    roots = Roots(np.zeros_like(position_B), position_B, rows_B)
-                    replay.calibrate(roots, DEPTH, WIDTH)
+        responses = self._samples(entries).responses
+        for n in range(len(entries)):
+            fit_calibration(candidate, responses, [n], self._stage, self._strategy)
             yield TrainerState.EVALUATING
         candidate.weights.calibration.save(self._directory)
 
