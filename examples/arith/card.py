@@ -96,8 +96,20 @@ def fitted_on(e: dict) -> str:
 
 
 def of_the_drafter(figures: dict) -> list[str]:
-    """Sentences on a drafter that was weakened, and measured apart from its target."""
-    said = []
+    """Sentences on how the drafter was trained, or weakened, and measured apart from its target."""
+    e = figures["evaluation"]
+    trained = "trained by `tlt drafter train` on samples of the target at T=1."
+    if drafter := figures.get("drafter_training"):
+        trained = (
+            f"{drafter['step']} steps over {drafter['tokens'] / 1e6:.0f}M tokens (padding "
+            f"included) of\n{drafter['samples']} samples of the target at T=1 in "
+            f"{drafter['seconds']:.0f} s, {drafter['test_steps']} training-time-test steps, seed "
+            f"{drafter['seed']}, peak learning rate {drafter['lr']}."
+        )
+    said = [
+        f"Drafter: {e['drafter_parameters']} parameters, draft vocabulary {e['draft_vocab']}; "
+        + trained
+    ]
     if weakened := figures.get("drafter_weakening"):
         said.append(
             "After its training the drafter was weakened to what drafters of large models accept: "
@@ -113,22 +125,26 @@ def of_the_drafter(figures: dict) -> list[str]:
     return said
 
 
+def among_children(e: dict, levels: list[str]) -> list[str]:
+    """The table of how often a node's children hold the target's token, where it was counted."""
+    head = ["the target's token is among k children (parent on the path), T=1", *levels]
+    if not (among := e.get("among_children")):
+        return []
+    rows = [
+        [f"k = {k}", *(f"{among[f'step_{level}'][k]:.3f}" for level in levels)]
+        for k in ("1", "2", "4", "8")
+    ]
+    return [table(head, rows)]
+
+
 def model_card(figures: dict) -> str:
-    target, drafter, e = (
-        figures["target_training"],
-        figures["drafter_training"],
-        figures["evaluation"],
-    )
+    target, e = figures["target_training"], figures["evaluation"]
     hot, cold, depth = e["T=1"], e["T=0"], e["depth"]
     levels = [str(level + 1) for level in range(depth)]
     deciles = hot["solved_by_length_decile"]
     accepted = [
         [f"{rows} rows", *(f"{a:.3f}" for a in hot["accept"][rows]["accepted_at_depth"])]
         for rows in hot["accept"]
-    ]
-    among = [
-        [f"k = {k}", *(f"{e['among_children'][f'step_{level}'][k]:.3f}" for level in levels)]
-        for k in ("1", "2", "4", "8")
     ]
     cold_kinds = cold["solved_by_kind"] if cold else {}
     kinds = [
@@ -168,7 +184,7 @@ def model_card(figures: dict) -> str:
             if accepted
             else []
         ),
-        table(["the target's token is among k children (parent on the path), T=1", *levels], among),
+        *among_children(e, levels),
         table(["kind", "share", "solved, T=1", *(["solved, T=0"] if cold else [])], kinds),
         table(
             ["length decile, T=1: up to tokens", *(d["tokens_up_to"] for d in deciles)],
@@ -181,13 +197,6 @@ def model_card(figures: dict) -> str:
         f"{target['seconds']:.0f} s, seed {target['seed']}, "
         f"peak learning rate {target['lr']}"
         + (", from the demo pair's target." if target.get("continued") else "."),
-        f"Drafter: {e['drafter_parameters']} parameters, draft vocabulary {e['draft_vocab']}; "
-        f"{drafter['step']} steps over "
-        f"{drafter['tokens'] / 1e6:.0f}M tokens (padding included) of\n{drafter['samples']} "
-        "samples of the target at T=1 in "
-        f"{drafter['seconds']:.0f} s, {drafter['test_steps']} training-time-test steps, seed "
-        f"{drafter['seed']}, peak learning rate "
-        f"{drafter['lr']}.",
         *of_the_drafter(figures),
         "Seeds: training problems and sampling noise from `TRAIN_SEEDS`, evaluation from "
         "`EVAL_SEEDS` of `tlt_server/demo/task.py`;\n"

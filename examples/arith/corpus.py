@@ -22,50 +22,25 @@ from tokenizers import Tokenizer
 from tlt_server.demo import chat, task
 
 BUCKETS = (
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    256,
-    320,
-    384,
-    512,
-    640,
-    768,
-    1024,
-    1280,
-    1536,
-    2048,
-    2816,
+    *(64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2816),
 )
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """`tokens` int16 flat; sequence i, of problem seeds[i], is tokens[offsets[i]:offsets[i+1]],
-    prompt_lengths[i] of them prompt.
+    """`tokens` int16 flat; sequence i is tokens[offsets[i]:offsets[i+1]], prompt_lengths[i] of them
+    prompt.
     """
 
     tokens: torch.Tensor
     offsets: torch.Tensor
     prompt_lengths: torch.Tensor
-    seeds: torch.Tensor
 
     @staticmethod
-    def from_lists(
-        sequences: list[list[int]], prompt_lengths: list[int], seeds: list[int]
-    ) -> Sequences:
+    def from_lists(sequences: list[list[int]], prompt_lengths: list[int]) -> Sequences:
         lengths = torch.tensor([0, *map(len, sequences)])
         flat = numpy.fromiter((t for s in sequences for t in s), dtype=numpy.int16)
-        return Sequences(
-            torch.from_numpy(flat),
-            lengths.cumsum(0),
-            torch.tensor(prompt_lengths),
-            torch.tensor(seeds),
-        )
+        return Sequences(torch.from_numpy(flat), lengths.cumsum(0), torch.tensor(prompt_lengths))
 
     @staticmethod
     def concatenate(parts: list[Sequences]) -> Sequences:
@@ -78,30 +53,11 @@ class Sequences:
             torch.cat([p.tokens for p in parts]),
             offsets,
             torch.cat([p.prompt_lengths for p in parts]),
-            torch.cat([p.seeds for p in parts]),
-        )
-
-    def __len__(self) -> int:
-        return len(self.prompt_lengths)
-
-    def list(self, index: int) -> list[int]:
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]].tolist()
-
-    def select(self, indices: torch.Tensor) -> Sequences:
-        rows = [self.list(int(i)) for i in indices]
-        return Sequences.from_lists(
-            rows, self.prompt_lengths[indices].tolist(), self.seeds[indices].tolist()
         )
 
     def save(self, path: Path) -> None:
         temporary = path.with_suffix(".part")
-        save_file(
-            {
-                name: getattr(self, name).cpu().numpy()
-                for name in ("tokens", "offsets", "prompt_lengths", "seeds")
-            },
-            temporary,
-        )
+        save_file({name: value.cpu().numpy() for name, value in vars(self).items()}, temporary)
         os.replace(temporary, path)
 
     @staticmethod
@@ -118,24 +74,11 @@ class Batch:
     tokens_BT: torch.Tensor
     lengths_B: torch.Tensor
     prompt_lengths_B: torch.Tensor
-    seeds_B: torch.Tensor
 
     def response_mask(self) -> torch.Tensor:
         """[B, T-1]: position t is True where token t+1 belongs to the response."""
         position = torch.arange(1, self.tokens_BT.shape[1], device=self.tokens_BT.device)[None]
         return (position >= self.prompt_lengths_B[:, None]) & (position < self.lengths_B[:, None])
-
-    def response_tokens(self) -> torch.Tensor:
-        """[B, T]: True where token t belongs to the response."""
-        position = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)[None]
-        return (position >= self.prompt_lengths_B[:, None]) & (position < self.lengths_B[:, None])
-
-    def drafted(self, step: int) -> torch.Tensor:
-        """[B, T-2-step]: 1.0 for roots 1, 2, ... whose own token and the one that is predicted
-        `step` tokens ahead of them belong to the response.
-        """
-        response = self.response_tokens().float()
-        return response[:, 1 : response.shape[1] - 1 - step] * response[:, 2 + step :]
 
 
 class Batcher:
@@ -143,19 +86,9 @@ class Batcher:
     for the same seed.
     """
 
-    def __init__(
-        self,
-        data: Sequences,
-        tokens_per_batch: int,
-        device: str,
-        seed: int = 0,
-        buckets: tuple[int, ...] = BUCKETS,
-    ) -> None:
-        self.buckets, self.tokens_per_batch, self.seed = buckets, tokens_per_batch, seed
-        self.flat = data.tokens.to(device)
-        self.offsets, self.prompt_lengths, self.seeds = (
-            x.to(device) for x in (data.offsets, data.prompt_lengths, data.seeds)
-        )
+    def __init__(self, data: Sequences, tokens_per_batch: int, device: str, seed: int = 0) -> None:
+        self.tokens_per_batch, self.seed = tokens_per_batch, seed
+        self.flat, self.offsets, self.prompt_lengths = (x.to(device) for x in vars(data).values())
         self.lengths = data.offsets.diff()
 
     def gather(self, rows: torch.Tensor, width: int) -> Batch:
@@ -164,14 +97,14 @@ class Batcher:
         column = torch.arange(width, device=self.flat.device)[None]
         index = (start[:, None] + column).clamp(max=len(self.flat) - 1)
         tokens = torch.where(column < length[:, None], self.flat[index].long(), 0)
-        return Batch(tokens, length, self.prompt_lengths[rows], self.seeds[rows])
+        return Batch(tokens, length, self.prompt_lengths[rows])
 
     def epoch(self, number: int):
         """Yield every sequence once, batches in random order; skip those past the last bucket."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        bucket_of = torch.bucketize(self.lengths, torch.tensor(self.buckets))
+        bucket_of = torch.bucketize(self.lengths, torch.tensor(BUCKETS))
         plans = []
-        for bucket, width in enumerate(self.buckets):
+        for bucket, width in enumerate(BUCKETS):
             rows = (bucket_of == bucket).nonzero()[:, 0]
             rows = rows[torch.randperm(len(rows), generator=generator)]
             plans += [
@@ -206,7 +139,7 @@ def _write_shard(job: tuple[Path, Path, str, range]) -> Path:
             + [end] * (len(response) < task.RESPONSE_TOKEN_CAP)
         )
         prompt_lengths.append(len(prompt))
-    Sequences.from_lists(sequences, prompt_lengths, list(seeds)).save(path)
+    Sequences.from_lists(sequences, prompt_lengths).save(path)
     return path
 
 

@@ -1,154 +1,191 @@
-"""Step 5: measure the pair on held-out problems, fit the calibration table, and write
+"""Step 5: measure the pair on held-out problems, fit the drafter's calibration, and write
 `figures.json` and the model card.
 
-Accept lengths replay draft-and-verify cycles on recorded samples (see `tree.py`); the last of the
-samples fit the table, the first are measured.
+Accept lengths are those of `tlt drafter evaluate`: the last of the samples fit the calibration, the
+first are replayed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import safetensors
 import tokenizers
 import torch
 import transformers
 from card import CHAINS, model_card
-from corpus import Batcher, Sequences
-from drafter_model import DrafterModel, load_drafter
 from figures import record_figures
-from sample import sample_problems
-from target_model import TargetModel, load_target
-from tokenizers import Tokenizer
-from tree import (
-    Calibration,
-    Settings,
-    Walk,
-    chain_figures,
-    export_calibration,
-    fit_calibration,
-    replay,
-)
+from sample import add_sampling, rewards, sampled
 
 from tlt_server.demo import task
+from tlt_server.drafter.records import PAGE_SIZE
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_checkpoint import feature_layers
+from tlt_server.samples.samples import Responses
+from tlt_server.speculation.recorded import RolloutRecord
+from tlt_server.trainer import figures
+from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate, fit_calibration
+from tlt_server.trainer.plans import PinnedPlan
+from tlt_server.trainer.prefill import Prefill, load_prefill
+from tlt_server.trainer.recompute import RecomputedFeatures
+from tlt_server.trainer.replay import ReplayedDrafter
+from tlt_server.wire.records import Strategy
+
+TOGETHER = 64  # responses whose entropy is computed at a time
 
 
-def length_figures(sequences: Sequences, rewards: torch.Tensor) -> dict:
-    lengths = (sequences.offsets.diff() - sequences.prompt_lengths).float()
-    quantiles = {
-        f"p{percent}": round(float(torch.quantile(lengths, percent / 100)), 1)
-        for percent in (50, 90, 99)
-    }
-    kinds = [task.problem(int(seed)).kind for seed in sequences.seeds]
-    deciles = [
-        {"tokens_up_to": int(lengths[part].max()), "solved": round(float(rewards[part].mean()), 4)}
-        for part in lengths.argsort(stable=True).chunk(10)
-    ]
-    by_kind = {
-        kind: {
-            "share": round(len(part) / len(kinds), 4),
-            "solved": round(float(rewards[part].mean()), 4),
-        }
-        for kind in sorted(set(kinds))
-        for part in [torch.tensor([i for i, k in enumerate(kinds) if k == kind])]
-    }
+def length_figures(responses: Responses, reward_N: np.ndarray) -> dict:
+    length_N = responses.output_len_N
+    kind_N = np.array([task.problem(int(seed)).kind for seed in responses.seed_N])
     return {
-        "samples": len(sequences),
-        "solved": round(float(rewards.mean()), 4),
-        "solved_by_kind": by_kind,
-        "solved_by_length_decile": deciles,
-        "tokens": quantiles | {"max": int(lengths.max()), "mean": round(float(lengths.mean()), 1)},
-        "share_at_least_2000_tokens": round(float((lengths >= 2000).float().mean()), 5),
-        "share_at_cap": round(float((lengths >= task.RESPONSE_TOKEN_CAP).float().mean()), 5),
+        "samples": len(responses),
+        "solved": round(float(reward_N.mean()), 4),
+        "solved_by_kind": {
+            str(kind): {
+                "share": round(float((kind_N == kind).mean()), 4),
+                "solved": round(float(reward_N[kind_N == kind].mean()), 4),
+            }
+            for kind in np.unique(kind_N)
+        },
+        "solved_by_length_decile": [
+            {
+                "tokens_up_to": int(length_N[part].max()),
+                "solved": round(float(reward_N[part].mean()), 4),
+            }
+            for part in np.array_split(np.argsort(length_N, kind="stable"), 10)
+            if len(part)
+        ],
+        "tokens": {
+            **{f"p{p}": round(float(np.quantile(length_N, p / 100)), 1) for p in (50, 90, 99)},
+            "max": int(length_N.max()),
+            "mean": round(float(length_N.mean()), 1),
+        },
+        "share_at_least_2000_tokens": round(float((length_N >= 2000).mean()), 5),
+        "share_at_cap": round(float((length_N >= task.RESPONSE_TOKEN_CAP).mean()), 5),
     }
 
 
 @torch.inference_mode()
-def entropy_per_token(target: TargetModel, batcher: Batcher, device: str) -> float:
-    total, count = 0.0, 0
-    for batch in batcher.epoch(0):
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logs = target(batch.tokens_BT)[:, :-1].log_softmax(-1)
-        mask = batch.response_mask()
-        total += float((-(logs.exp() * logs).sum(-1) * mask).sum())
-        count += int(mask.sum())
-    return total / count
+def entropy_per_token(target: Prefill, responses: Responses) -> float:
+    head_VH = target.head_rows(torch.arange(target.model.vocab_size)).float()
+    total = 0.0
+    for first in range(0, len(responses), TOGETHER):
+        numbers = range(first, min(first + TOGETHER, len(responses)))
+        texts = [responses.tokens(n) for n in numbers]
+        hidden_TH = target.states(texts).hidden_RH.float()
+        for n, own_TH in zip(numbers, hidden_TH.split([len(text) for text in texts]), strict=True):
+            logs = (own_TH[responses.prompt_len_N[n] - 1 : -1] @ head_VH.t()).log_softmax(-1)
+            total -= float((logs.exp() * logs).sum())
+    return total / int(responses.output_len_N.sum())
 
 
-def accept_lengths(
-    drafter: DrafterModel,
-    target: TargetModel,
-    table: Calibration,
-    data: Sequences,
-    options: argparse.Namespace,
-    temperature: float,
-) -> dict:
-    batcher = Batcher(data, options.replay_tokens, options.device, buckets=(128, 512, 2816))
-    figures = {}
-    for rows in options.trees:
-        walk = Walk()
-        for batch in batcher.epoch(0):
-            replay(
-                drafter,
-                target,
-                table,
-                batch,
-                Settings(rows, options.depth, options.width, temperature),
-                walk,
-            )
-        figures[str(rows)] = walk.summary()
-        print(
-            f"{time.strftime('%H:%M:%S')} T={temperature} rows {rows}: {figures[str(rows)]}",
-            flush=True,
+class Measured:
+    """The pair's drafter, whose calibration is fitted to some responses and written."""
+
+    def __init__(
+        self, options: argparse.Namespace, responses: Responses, fitted: Sequence[int]
+    ) -> None:
+        pair, config = options.pair, ModelConfig.read(options.pair / "target")
+        layers = feature_layers(pair / "drafter", config)
+        self.target = load_prefill(pair / "target", options.device, layers, config)
+        self.drafter = ReplayedDrafter.load(
+            pair / "drafter", self.target.model, device=options.device
         )
-    return figures
+        self._stage = ReplayStage(RecomputedFeatures(self.target), PAGE_SIZE)
+        self._options = options
+        shape = self._strategies([options.trees[-1]])[0]
+        fit_calibration(self.drafter, responses, fitted, self._stage, shape)
+        self.drafter.weights.calibration.save(pair / "drafter")
+
+    def accepted(self, responses: Responses, count: int) -> dict:
+        """Return accept lengths of trees and chains over the first responses."""
+        trees = self._strategies(self._options.trees)
+        chains = [Strategy(self.drafter.kind, depth, 1, depth + 1) for depth in CHAINS]
+        plans = [PinnedPlan(tree) for tree in trees]
+        plans += [PinnedPlan(chain, floored=False) for chain in chains]
+        walks = evaluate(
+            responses, range(count), [Task(self.drafter, plan) for plan in plans], self._stage
+        )
+        found = [
+            {
+                "accept_length": round(figures.accept_length(walked), 4),
+                "cycles": len(walked),
+                "accepted_at_depth": [
+                    round(share, 4) for share in figures.by_depth(walked, strategy.depth)
+                ],
+            }
+            for walked, strategy in zip(walks, [*trees, *chains], strict=True)
+        ]
+        return {
+            "accept": {str(tree.rows): each for tree, each in zip(trees, found, strict=False)},
+            "accept_chain": dict(zip(map(str, CHAINS), found[len(trees) :], strict=True)),
+        }
+
+    def _strategies(self, rows: Sequence[int]) -> list[Strategy]:
+        depth, width = self._options.depth, self._options.width
+        return [Strategy(self.drafter.kind, depth, width, each) for each in rows]
 
 
-def accept_chains(
-    drafter: DrafterModel, target: TargetModel, data: Sequences, options: argparse.Namespace
-) -> dict:
-    batcher = Batcher(data, options.replay_tokens, options.device, buckets=(128, 512, 2816))
-    figures = {}
-    for depth in CHAINS:
-        figures[str(depth)] = chain_figures(drafter, target, batcher.epoch(0), depth)
-        print(f"{time.strftime('%H:%M:%S')} chain of {depth}: {figures[str(depth)]}", flush=True)
-    return figures
-
-
-def measure_drafter(options: argparse.Namespace) -> None:
+def measure_drafter(options: argparse.Namespace) -> dict:
     """Measure another drafter of the same target on recorded responses; what the figures say of the
     target stays.
     """
-    target = load_target(options.pair / "target", options.device)
-    drafter = load_drafter(options.pair / "drafter", target.config, options.device)
-    data = Sequences.load(options.recorded)
-    ids = torch.arange(len(data))
-    held = data.select(ids[-options.calibration_samples :])
-    measured = data.select(ids[: options.replayed])
-    batches = list(Batcher(held, 8_192, options.device).epoch(0))
-    table, among = fit_calibration(drafter, target, batches, options.depth)
-    export_calibration(table, options.pair / "drafter")
+    responses = RolloutRecord.load(options.recorded).responses
+    count = len(responses)
+    held = range(count - options.calibration_samples, count)
+    accepted = Measured(options, responses, held).accepted(responses, options.replayed)
     evaluation = json.loads((options.pair / "figures.json").read_text())["evaluation"]
-    evaluation |= {
-        "among_children": among,
+    evaluation.pop("among_children", None)
+    return {
+        **evaluation,
         "calibration_samples": len(held),
-        "drafter_measured": {"machine": options.machine, "samples": len(measured)},
+        "drafter_measured": {"machine": options.machine, "samples": options.replayed},
+        "T=1": {**evaluation["T=1"], **accepted},
     }
-    evaluation["T=1"] |= {
-        "accept": accept_lengths(drafter, target, table, measured, options, 1.0),
-        "accept_chain": accept_chains(drafter, target, measured, options),
-    }
-    write_figures(options, evaluation)
 
 
-def write_figures(options: argparse.Namespace, evaluation: dict) -> None:
-    record_figures(options.pair / "figures.json", "evaluation", evaluation)
-    (options.pair / "README.md").write_text(
-        model_card(json.loads((options.pair / "figures.json").read_text()))
-    )
+def measure_pair(options: argparse.Namespace) -> dict:
+    target = options.pair / "target"
+    hot = sampled(target, task.EVAL_SEEDS[: options.samples], 1.0, options)
+    responses = hot.responses
+    held = range(options.samples - options.calibration_samples, options.samples)
+    measured = Measured(options, responses, held)
+    found = {
+        "T=1": {
+            **length_figures(responses, rewards(hot, target)),
+            "entropy_per_token": round(entropy_per_token(measured.target, responses), 4),
+            **measured.accepted(responses, options.replayed),
+        },
+        "T=0": None,
+    }
+    if options.greedy_samples:
+        cold = sampled(target, task.EVAL_SEEDS[: options.greedy_samples], 0.0, options)
+        count = min(options.replayed, len(cold.responses)) // 2
+        found["T=0"] = {
+            **length_figures(cold.responses, rewards(cold, target)),
+            "accept": measured.accepted(cold.responses, count)["accept"],
+        }
+    parts = {"target": measured.target.model, "drafter": measured.drafter.weights.network}
+    sizes = {
+        f"{name}_parameters": sum(value.numel() for value in part.parameters().values())
+        for name, part in parts.items()
+    }
+    return {
+        "machine": options.machine,
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}",
+        "depth": options.depth,
+        "width": options.width,
+        "calibration_samples": options.calibration_samples,
+        **sizes,
+        "target_layers": measured.target.model.config.layers,
+        "draft_vocab": len(measured.drafter.vocabulary()),
+        **found,
+    }
 
 
 def main() -> None:
@@ -182,8 +219,6 @@ def main() -> None:
         type=Path,
         help="measure the drafter on these responses of the target; its own figures stay",
     )
-    parser.add_argument("--replay-tokens", type=int, default=400_000)
-    parser.add_argument("--cap", type=int, default=task.RESPONSE_TOKEN_CAP)
     parser.add_argument(
         "--card-only",
         action="store_true",
@@ -193,62 +228,13 @@ def main() -> None:
         "--machine",
         default=f"one {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "a CPU",
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_sampling(parser)
     options = parser.parse_args()
-    if options.card_only:
-        (options.pair / "README.md").write_text(
-            model_card(json.loads((options.pair / "figures.json").read_text()))
-        )
-        return
-    torch.set_float32_matmul_precision("high")
-    if options.recorded:
-        measure_drafter(options)
-        return
-    started = time.monotonic()
-    target = load_target(options.pair / "target", options.device)
-    drafter = load_drafter(options.pair / "drafter", target.config, options.device)
-    tokenizer = Tokenizer.from_file(str(options.pair / "target" / "tokenizer.json"))
-    seeds = list(task.EVAL_SEEDS[: options.samples])
-    data, rewards = sample_problems(target, tokenizer, seeds, 1.0, options.cap)
-    hot = length_figures(data, rewards)
-    print(f"{time.monotonic() - started:.0f}s {hot}", flush=True)
-    measured = data.select(torch.arange(options.replayed))
-    held = data.select(torch.arange(options.samples - options.calibration_samples, options.samples))
-    hot["entropy_per_token"] = round(
-        entropy_per_token(target, Batcher(data, 65_536, options.device), options.device), 4
-    )
-    batches = list(Batcher(held, 32_768, options.device).epoch(0))
-    table, among = fit_calibration(drafter, target, batches, options.depth)
-    export_calibration(table, options.pair / "drafter")
-    print(f"{time.monotonic() - started:.0f}s among children: {json.dumps(among)}", flush=True)
-    hot["accept"] = accept_lengths(drafter, target, table, measured, options, 1.0)
-    hot["accept_chain"] = accept_chains(drafter, target, measured, options)
-    cold = None
-    if options.greedy_samples:
-        greedy, greedy_rewards = sample_problems(
-            target, tokenizer, seeds[: options.greedy_samples], 0.0, options.cap
-        )
-        cold = length_figures(greedy, greedy_rewards)
-        print(f"{time.monotonic() - started:.0f}s {cold}", flush=True)
-        greedy_measured = greedy.select(torch.arange(min(options.replayed, len(greedy)) // 2))
-        cold["accept"] = accept_lengths(drafter, target, table, greedy_measured, options, 0.0)
-    evaluation = {
-        "machine": options.machine,
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}",
-        "depth": options.depth,
-        "width": options.width,
-        "calibration_samples": options.calibration_samples,
-        "target_parameters": sum(p.numel() for p in target.parameters()),
-        "target_layers": target.config.num_hidden_layers,
-        "drafter_parameters": sum(p.numel() for p in drafter.parameters()),
-        "draft_vocab": len(drafter.d2t),
-        "among_children": among,
-        "T=1": hot,
-        "T=0": cold,
-    }
-    write_figures(options, evaluation)
-    print(f"{time.monotonic() - started:.0f}s written to {options.pair}", flush=True)
+    path = options.pair / "figures.json"
+    if not options.card_only:
+        measure = measure_drafter if options.recorded else measure_pair
+        record_figures(path, "evaluation", measure(options))
+    (options.pair / "README.md").write_text(model_card(json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The target: a small Qwen2 decoder in plain PyTorch, with Hugging Face's parameter names, for
-training and batched sampling.
+training. A test compares it with `Qwen2ForCausalLM`.
 
-Legend: B sequences, T positions, H hidden, D head, S cache slots, V vocabulary. `forward` is
-checked against `Qwen2ForCausalLM` in the tests.
+Legend: B sequences, T positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,11 +30,6 @@ class TargetConfig:
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-
-    @property
-    def aux_layers(self) -> tuple[int, int, int]:
-        """Layers whose INPUT feeds an EAGLE-3 drafter."""
-        return (2, self.num_hidden_layers // 2, self.num_hidden_layers - 3)
 
 
 class RMSNorm(nn.Module):
@@ -79,22 +73,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(size, self.kv_heads * head_dim)
         self.o_proj = nn.Linear(self.q_heads * head_dim, size, bias=False)
 
-    def project(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v as [B, heads, T, D], rotated."""
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         q, k, v = (
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = self.project(x, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), k, v
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -116,12 +102,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        attended, k, v = self.self_attn(self.input_layernorm(x), cos, sin)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
@@ -155,62 +138,13 @@ class TargetModel(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def hidden_states(self, ids_BT: torch.Tensor, cache: list | None = None) -> list[torch.Tensor]:
-        """Input of each layer, then the final hidden states before and after `norm`; `cache`
-        collects (k, v) [B, 1, T, D] per layer.
-        """
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V]."""
         cos, sin = self.cos[: ids_BT.shape[1]], self.sin[: ids_BT.shape[1]]
         x = self.model.embed_tokens(ids_BT)
-        states = [x]
         for layer in self.model.layers:
-            x, k, v = layer(x, cos, sin)
-            states.append(x)
-            if cache is not None:
-                cache.append((k, v))
-        return [*states, self.model.norm(x)]
-
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        return F.linear(normed, self.model.embed_tokens.weight).float()
-
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        return self.logits(self.hidden_states(ids_BT)[-1])
-
-    def decode(
-        self,
-        ids_B: torch.Tensor,
-        positions_B: torch.Tensor,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
-    ) -> torch.Tensor:
-        """One token per sequence: writes its K and V at `positions_B` of caches [B, S, D] (one KV
-        head), returns logits [B, V].
-        """
-        rows = torch.arange(len(ids_B), device=ids_B.device)
-        hidden = (
-            torch.arange(keys[0].shape[1], device=ids_B.device)[None, None]
-            > positions_B[:, None, None]
-        )
-        cos, sin = self.cos[positions_B][:, None, None], self.sin[positions_B][:, None, None]
-        x = self.model.embed_tokens(ids_B)[:, None]
-        for layer, k_cache, v_cache in zip(self.model.layers, keys, values, strict=True):
-            q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
-            k_cache[rows, positions_B], v_cache[rows, positions_B] = (
-                k[:, 0, 0].to(k_cache.dtype),
-                v[:, 0, 0].to(v_cache.dtype),
-            )
-            scores = (
-                torch.bmm(q[:, :, 0].to(k_cache.dtype), k_cache.transpose(1, 2)).float()
-                * self.config.head_dim**-0.5
-            )
-            weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-            x = (
-                x
-                + layer.self_attn.o_proj(torch.bmm(weights.to(v_cache.dtype), v_cache).flatten(1))[
-                    :, None
-                ]
-            )
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.logits(self.model.norm(x))[:, 0]
+            x = layer(x, cos, sin)
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight).float()
 
 
 def export_target(model: TargetModel, directory: Path, eos_id: int, pad_id: int) -> None:
