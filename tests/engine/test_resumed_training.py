@@ -15,19 +15,24 @@ from tlt_server.samples.segments import SegmentHeader
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 from tlt_server.trainer.handed import Handed, digest_of
 from tlt_server.trainer.state_store import StateStore
-from tlt_server.trainer.work import DrafterWork, WorkSettings
+from tlt_server.trainer.work import DrafterWork
 from tlt_server.wire.commands import HandOver
-from tlt_server.wire.training import HandedOver
+from tlt_server.wire.training import HandedOver, TrainerSettings
 
 __all__ = ["root", "settings"]  # fixtures
 
 
 def new_work(settings: EngineSettings, place: Path) -> DrafterWork:
     buffer = SampleBuffer(None, SegmentHeader(1, 40, "m", ""), BufferBounds(100, 1000))
-    given = WorkSettings(
-        Path(settings.model), place, place.parent / "checkpoints", place / "tables", "cpu"
+    given = TrainerSettings(
+        str(place / "ring"),
+        str(settings.model),
+        "",
+        *(100, 1000, 0),
+        work=str(place),
+        checkpoints=str(place.parent / "checkpoints"),
     )
-    return DrafterWork(given, buffer, StateStore(0, 0))
+    return DrafterWork(given, "cpu", buffer, StateStore(0, 0))
 
 
 def install(work: DrafterWork, engine: Pushable, place: Path) -> Handed:

@@ -34,8 +34,9 @@ from tlt_server.samples.ring import make_ring
 from tlt_server.speculation.cost import StepLoad
 from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
 from tlt_server.speculation.survival import Calibration
-from tlt_server.trainer.process import Keeper, TrainerSettings
+from tlt_server.trainer.process import Keeper
 from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
+from tlt_server.wire.training import TrainerSettings
 
 HERE = Path(__file__).parent
 EXPECTED: dict[str, Any] = json.loads((HERE / "expected.json").read_text())

@@ -47,8 +47,9 @@ from tlt_server.speculation.survival import Calibration
 from tlt_server.trainer.export import export
 from tlt_server.trainer.export_layouts import EXPORTS
 from tlt_server.trainer.model_card import Card
-from tlt_server.trainer.process import Keeper, TrainerSettings
+from tlt_server.trainer.process import Keeper
 from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
+from tlt_server.wire.training import TrainerSettings
 
 SHAPE = Shape(vocab=32, hidden=16, layers=3, head_dim=8, mlp=8, features=(2, 1, 0))
 MODEL = "/models/tiny"

@@ -14,8 +14,9 @@ from tests.unit.recorded_samples import VOCAB, sample
 from tlt_server.samples.hidden_states import Captured, encode_captured
 from tlt_server.samples.ring import RingProducer, make_ring
 from tlt_server.samples.sample import encode_sample
-from tlt_server.trainer.process import BEAT_S, REPORT_S, Keeper, TrainerSettings
+from tlt_server.trainer.process import BEAT_S, REPORT_S, Keeper
 from tlt_server.wire.events import BufferReport
+from tlt_server.wire.training import TrainerSettings
 
 COMMAND = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 
 from tests.unit.test_gpu_memory import CONFIG, Drafter, settings
 from tlt_server.engine.devices import sizing
@@ -23,7 +23,8 @@ from tlt_server.trainer.network import trainable_class
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Pack
 from tlt_server.trainer.unroll import forward
-from tlt_server.trainer.work import DrafterWork, WorkSettings
+from tlt_server.trainer.work import DrafterWork
+from tlt_server.wire.training import TrainerSettings
 
 GIB = 2**30
 SMALL = replace(  # the proportions of a 7B target
@@ -150,12 +151,11 @@ def test_the_trainers_packs_are_as_long_as_its_memory_holds() -> None:
     config = replace(SMALL, architecture=EAGLE3)
     network = trainable_class(EAGLE3)(config, DRAFTED)
     shape = TrainingShape.of(config, DRAFTED, on_gpu=False)
-    nowhere, nothing = Path("nowhere"), cast(Any, None)
+    nothing = cast(Any, None)
+    given = TrainerSettings("ring", "model", "", 1, 1, 0, work="nowhere")
     for memory, slots in ((0, CPU_SLOTS), (shape.device_bytes(256), 256)):
-        given = WorkSettings(nowhere, nowhere, nowhere, nowhere, "cpu", memory)
-        work = DrafterWork(given, nothing, nothing)
+        work = DrafterWork(replaced(given, memory=memory), "cpu", nothing, nothing)
         work._bound(network)
         assert work.facts.micro_batch == slots
-    given = WorkSettings(nowhere, nowhere, nowhere, nowhere, "cpu", 1)
     with pytest.raises(StartupError, match="raise drafter_training_mb"):
-        DrafterWork(given, nothing, nothing)._bound(network)
+        DrafterWork(replaced(given, memory=1), "cpu", nothing, nothing)._bound(network)

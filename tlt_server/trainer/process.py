@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import signal
 
+from tlt_server.wire.events import BufferReport
+
 if __name__ == "__main__":
     # The parent decides: on Ctrl-C it drains. Imports take a second or two.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -24,7 +26,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from tlt_server.errors import StartupError, TltError
 from tlt_server.process.garbage import loading
@@ -37,13 +38,17 @@ from tlt_server.samples.inbox import DIRECTORY, Inbox
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import Sample, decode_sample
 from tlt_server.samples.segments import SegmentHeader
-from tlt_server.samples.tables import table_file
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 from tlt_server.trainer.spot import SpotTrainer, Work
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.trainer.states import WORKING
-from tlt_server.wire.events import BufferReport
-from tlt_server.wire.training import FromTrainer, ToTrainer, line_of, read_to_trainer
+from tlt_server.wire.training import (
+    FromTrainer,
+    ToTrainer,
+    TrainerSettings,
+    line_of,
+    read_to_trainer,
+)
 
 NICENESS = 10  # after frontend and engine
 POLL_S = 0.05
@@ -52,25 +57,6 @@ BEAT_S = 10.0  # a report comes at least this often, or the frontend takes the p
 VERSIONS = 8  # told apart in a report
 MAX_REPORT = 2**20  # bytes of a report's line
 BATCH = 256  # sequences taken between two looks at the parent
-
-
-class TrainerSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    ring: str
-    model: str
-    directory: str  # for segment files; empty: memory only
-    tokens: int
-    bytes: int
-    parent: int  # process that started this one; the trainer ends with it
-    feature_ring: str = ""  # empty: no features are captured
-    feature_bytes: int = 0
-    feature_staleness: int = 0  # versions
-    activity: str = ""  # the word that tells of requests; empty: nothing is trained
-    work: str = ""  # directory for candidates, of which the engine takes them
-    checkpoints: str = ""
-    memory: int = 0  # bytes to train in; 0: what the longest packs need
-    numerics: str = "strict"  # the engine's
-    threads: int = 1
-    shares: bool = False  # it runs on the engine's GPU while the engine does
 
 
 class Keeper:
@@ -201,18 +187,7 @@ class Trained:
                 )
             with loading():  # torch takes seconds, and only training needs it
                 make_work = load_object("tlt_server.trainer.work:make_work")
-            made: Work = make_work(
-                keeper.buffer,
-                keeper.states,
-                model=Path(settings.model),
-                directory=Path(settings.work),
-                checkpoints=Path(settings.checkpoints),
-                tables=table_file(Path(settings.ring)),
-                device=kind,
-                memory=settings.memory,
-                numerics=settings.numerics,
-                threads=settings.threads,
-            )
+            made: Work = make_work(settings, kind, keeper.buffer, keeper.states)
             return made
 
         self._activity = ActivityReader(Path(settings.activity))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -24,6 +23,7 @@ from tlt_server.trainer.schedule import Schedule
 from tlt_server.trainer.states import StateMachine
 from tlt_server.wire.training import (
     NO_DATA,
+    Facts,
     FromTrainer,
     HandedOver,
     InForce,
@@ -41,27 +41,6 @@ ANSWER_S = 120.0  # time after which weights that were asked for are asked for a
 REPORT_S = 1.0
 RETRY_S = 10.0  # time after which weights that were refused are asked for again
 HELD = "it is paused for a time"
-
-
-@dataclass
-class Facts:
-    """Counts of the work, for reports."""
-
-    steps: int = 0
-    rounds: int = 0
-    tokens: int = 0
-    recomputed_tokens: int = 0
-    loss: float | None = None
-    loss_at_depth: list[float | None] = field(default_factory=list)
-    undone_steps: int = 0
-    without_features: int = 0
-    compared_cycles: int = 0
-    different_cycles: int = 0
-    memory_bytes: int = 0
-    micro_batch: int = 0
-    checkpoints: int = 0
-    checkpoint_stall_ms: float = 0.0
-    checkpoint_error: str = ""
 
 
 class RoundEnd(NamedTuple):
@@ -351,7 +330,7 @@ class SpotTrainer:
             adopted=self._adopted,
             refused=dict(self._refused),
             parkings=self.phases.parkings,
-            **{name: getattr(facts, name) for name in FACTS},
+            **msgspec.structs.asdict(facts),
         )
         self._report_s = self._clock() + REPORT_S
         if report == self._reported and not self._parking_ms:
@@ -359,6 +338,3 @@ class SpotTrainer:
         self._reported = report
         taken, self._parking_ms = self._parking_ms, []
         return msgspec.structs.replace(report, parking_ms=taken)
-
-
-FACTS = tuple(Facts.__dataclass_fields__)

@@ -33,10 +33,10 @@ from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.recorded import CapturedFeatures
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import self_check
-from tlt_server.trainer.spot import Facts, Round, RoundEnd
+from tlt_server.trainer.spot import Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.wire.records import Strategy
-from tlt_server.wire.training import Judged, Offer, TrainerState, version_of
+from tlt_server.wire.training import Facts, Judged, Offer, TrainerState, version_of
 
 FITTED = 48  # sequences that a calibration is fitted to
 PART = 8  # prompts between two looks at the engine

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.training_memory import TrainingShape
 from tlt_server.process.machine import resident_bytes
 from tlt_server.samples.segments import Recorded
-from tlt_server.samples.tables import read_tables
+from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.trainer import sampling
 from tlt_server.trainer.buffer import SampleBuffer
 from tlt_server.trainer.gathering import Lacking
@@ -34,11 +33,18 @@ from tlt_server.trainer.packs_ahead import PacksAhead
 from tlt_server.trainer.recorded import RecordedDocuments
 from tlt_server.trainer.saved_run import NUMBER, CandidateNumbers, SavedRun
 from tlt_server.trainer.schedule import FIRST_STEPS, TrialSpacing
-from tlt_server.trainer.spot import Facts, Round, RoundEnd
+from tlt_server.trainer.spot import Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore, recompute_of
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate, memory_errors
 from tlt_server.trainer.trial import FITTED, Trial
-from tlt_server.wire.training import NO_DATA, HandedOver, TrainerState, candidate_directory
+from tlt_server.wire.training import (
+    NO_DATA,
+    Facts,
+    HandedOver,
+    TrainerSettings,
+    TrainerState,
+    candidate_directory,
+)
 
 EPOCHS = 3  # passes of a round over its sequences, at most
 SAVED_EVERY = 12  # steps between checkpoints
@@ -51,49 +57,30 @@ Strata = dict[sampling.Stratum, list[Recorded]]
 
 
 def make_work(
-    buffer: SampleBuffer,
-    states: StateStore,
-    *,
-    model: Path,
-    directory: Path,
-    checkpoints: Path,
-    tables: Path,
-    device: str,
-    memory: int,
-    numerics: str,
-    threads: int,
+    settings: TrainerSettings, device: str, buffer: SampleBuffer, states: StateStore
 ) -> DrafterWork:
-    """Return the work of this process. `memory`: bytes to train in; 0: what the longest packs need.
-    `numerics`: the engine's. `threads`: of a CPU.
-    """
-    torch.set_num_threads(threads)
-    repeats = device == "cpu" or numerics == "strict"
-    settings = WorkSettings(model, directory, checkpoints, tables, device, memory, repeats)
-    return DrafterWork(settings, buffer, states)
-
-
-@dataclass(frozen=True)
-class WorkSettings:
-    model: Path
-    directory: Path  # for candidates
-    checkpoints: Path
-    tables: Path  # the engine's, see `samples.tables`
-    device: str  # cpu or cuda
-    memory: int = 0  # bytes to train in; 0: what the longest packs need
-    repeats: bool = True  # a replay rounds as the engine does, so its counts are the engine's
+    """Return the work of this process, with its compute threads."""
+    torch.set_num_threads(settings.threads)
+    return DrafterWork(settings, device, buffer, states)
 
 
 class DrafterWork:
-    def __init__(self, settings: WorkSettings, buffer: SampleBuffer, states: StateStore) -> None:
-        self._facts = Facts()
-        self._settings, self._buffer, self._states = settings, buffer, states
+    def __init__(
+        self, settings: TrainerSettings, device: str, buffer: SampleBuffer, states: StateStore
+    ) -> None:
+        """`device`: cpu or cuda."""
+        self._facts, self._settings, self._device = Facts(), settings, device
+        self._directory = Path(settings.work)  # for candidates
+        self._buffer, self._states = buffer, states
+        # A replay rounds as the engine does, so its counts are the engine's.
+        self._repeats = device == "cpu" or settings.numerics == "strict"
         self._handed: Handed | None = None
         self._lineage: dict[str, str] = {}  # names the drafter that the trained state follows
         self._saved_as: dict[str, str] = {}  # the lineage under which its checkpoints lie
         self._candidate = ""  # digest of the last candidate
         self._trainer: Trainer | None = None
-        self._saved = SavedRun(settings.checkpoints, settings.model)
-        self._numbers = CandidateNumbers(settings.directory.with_name(NUMBER))
+        self._saved = SavedRun(Path(settings.checkpoints), Path(settings.model))
+        self._numbers = CandidateNumbers(self._directory.with_name(NUMBER))
         self._wanted: list[Recorded] | None = None  # what the next round reads, for its features
         self._longest = 0  # tokens of a sequence that the engine can compute again
         self._candidates = self._numbers.last  # number of the last one that was written
@@ -108,7 +95,7 @@ class DrafterWork:
         return self._facts
 
     def install(self, handed: HandedOver) -> None:
-        given, place = self._settings, Path(handed.directory)
+        place = Path(handed.directory)
         self._handed = self._wanted = None
         self._longest = handed.longest
         self._spacing.renewed()
@@ -116,7 +103,12 @@ class DrafterWork:
         self._clear("*", place, self._candidate_directory)
         with memory_errors():
             self._handed = read_handed(
-                place, given.model, handed.target, handed.drafter, given.device, handed.leaves
+                place,
+                Path(self._settings.model),
+                handed.target,
+                handed.drafter,
+                self._device,
+                handed.leaves,
             )
             self._follow(self._handed)
 
@@ -137,9 +129,9 @@ class DrafterWork:
 
     def _bound(self, network: TrainableDrafter) -> None:
         """Choose packs that the memory holds, and let the allocator give no more than that."""
-        given, on_gpu = self._settings, self._settings.device == "cuda"
+        on_gpu = self._device == "cuda"
         shape = TrainingShape.of(network.config, network.draft_vocab_size, on_gpu=on_gpu)
-        memory = given.memory or shape.most_bytes
+        memory = self._settings.memory or shape.most_bytes
         slots = shape.slots_in(memory)
         if not slots:
             raise StartupError(f"{memory // 2**20} MiB are too little; raise drafter_training_mb")
@@ -192,7 +184,7 @@ class DrafterWork:
         self._saved.end()
         self._trainer = None
         gc.collect()  # a trainer and what it calls before an update hold each other
-        if self._settings.device == "cuda":
+        if self._device == "cuda":
             torch.cuda.empty_cache()
 
     # -- a round -----------------------------------------------------------------------------------
@@ -297,7 +289,7 @@ class DrafterWork:
     # -- the trained state -------------------------------------------------------------------------
 
     def _build(self, handed: Handed) -> Trainer:
-        device = torch.device(self._settings.device)
+        device = torch.device(self._device)
         network = handed.trainable(device, torch.bfloat16 if device.type == "cuda" else torch.float)
         kind = ARCHITECTURES[network.config.architecture]
         objective = make_objective(kind.objective, "total-variation")
@@ -336,18 +328,18 @@ class DrafterWork:
             )
             facts.checkpoint_stall_ms = 1e3 * written.stall_s
         facts.memory_bytes = resident_bytes()
-        if self._settings.device == "cuda":
+        if self._device == "cuda":
             facts.memory_bytes += torch.cuda.memory_reserved()
 
     # -- the candidate -----------------------------------------------------------------------------
 
     @property
     def _candidate_directory(self) -> Path:
-        return self._settings.directory / candidate_directory(self._candidates)
+        return self._directory / candidate_directory(self._candidates)
 
     def _clear(self, pattern: str, *kept: Path) -> None:
         """Remove directories that were handed over or hold candidates, by their names."""
-        for found in self._settings.directory.glob(pattern):
+        for found in self._directory.glob(pattern):
             if found not in kept:
                 shutil.rmtree(found, ignore_errors=True)
 
@@ -373,8 +365,8 @@ class DrafterWork:
             self._numbers.before,
             self._states.only(handed.target_version, kept),
             self._buffer.header.vocab_size,
-            self._facts if self._settings.repeats else None,
-            read_tables(self._settings.tables),
+            self._facts if self._repeats else None,
+            read_tables(table_file(Path(self._settings.ring))),
         )
         trial.write(trainer.network)
         outcome = yield from trial.run(drawn[:FITTED], groups)

@@ -1,4 +1,5 @@
-"""Messages between the frontend and the trainer process, a line of JSON each.
+"""Messages between the frontend and the trainer process, a line of JSON each. The first one are
+the trainer's settings.
 
 The trainer reports what it keeps and does, asks for the weights in force and offers drafters; the
 frontend says what is in force, hands weights over, and gives an operator's orders.
@@ -15,6 +16,25 @@ from msgspec import Struct
 
 from tlt_server.wire.commands import Recompute
 from tlt_server.wire.events import BufferReport
+
+
+class TrainerSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    ring: str
+    model: str
+    directory: str  # for segment files; empty: memory only
+    tokens: int
+    bytes: int
+    parent: int  # process that started this one; the trainer ends with it
+    feature_ring: str = ""  # empty: no features are captured
+    feature_bytes: int = 0
+    feature_staleness: int = 0  # versions
+    activity: str = ""  # the word that tells of requests; empty: nothing is trained
+    work: str = ""  # directory for candidates, of which the engine takes them
+    checkpoints: str = ""
+    memory: int = 0  # bytes to train in; 0: what the longest packs need
+    numerics: str = "strict"  # the engine's
+    threads: int = 1
+    shares: bool = False  # it runs on the engine's GPU while the engine does
 
 
 class TrainerState(StrEnum):
@@ -49,15 +69,9 @@ class Judged(Struct, frozen=True, kw_only=True):
     accepted_at_depth: list[float] = []  # share of cycles, from depth 1 on
 
 
-class SpotReport(Struct, frozen=True, kw_only=True, tag="spot"):
-    """State and counts of the trainer. Counts are since the process has started."""
+class Facts(Struct, kw_only=True):
+    """Counts of the trainer's work since its process has started."""
 
-    state: TrainerState = TrainerState.IDLE
-    reason: str = ""  # for its state, where that is not obvious
-    held: bool = False  # whether it is paused by the order `hold`
-    answered: int = 0  # number of the last order that was carried out
-    slept: int = 0  # number of the last sleep for which memory was given back
-    trained_on: str = ""  # the target's version
     steps: int = 0  # optimizer steps, over restarts too
     rounds: int = 0  # likewise
     tokens: int = 0  # trained on
@@ -66,21 +80,32 @@ class SpotReport(Struct, frozen=True, kw_only=True, tag="spot"):
     loss_at_depth: list[float | None] = []  # by unrolled step; None: not finite
     undone_steps: int = 0  # as loss or gradient was not finite
     without_features: int = 0  # sequences that were drawn and have no features in force
+    compared_cycles: int = 0  # by the self-check
+    different_cycles: int = 0
+    memory_bytes: int = 0
+    micro_batch: int = 0  # slots of a pack
+    checkpoints: int = 0  # written
+    checkpoint_stall_ms: float = 0.0  # in which the last one kept the training waiting
+    checkpoint_error: str = ""
+
+
+class SpotReport(Facts, frozen=True, kw_only=True, tag="spot"):
+    """State and counts of the trainer."""
+
+    state: TrainerState = TrainerState.IDLE
+    reason: str = ""  # for its state, where that is not obvious
+    held: bool = False  # whether it is paused by the order `hold`
+    answered: int = 0  # number of the last order that was carried out
+    slept: int = 0  # number of the last sleep for which memory was given back
+    trained_on: str = ""  # the target's version
     interval_tokens: int = 0  # output tokens to record before the next round
     recorded_tokens: int = 0  # those since the last round
     quiet_s: float = 0.0  # for which the engine must be idle
     candidate: Judged | None = None  # the last one
     adopted: int = 0
     refused: dict[str, int] = {}  # reason -> candidates
-    compared_cycles: int = 0  # by the self-check
-    different_cycles: int = 0
     parkings: int = 0
     parking_ms: list[float] = []  # those since the last report, from the request on
-    memory_bytes: int = 0
-    micro_batch: int = 0  # slots of a pack
-    checkpoints: int = 0  # written
-    checkpoint_stall_ms: float = 0.0  # in which the last one kept the training waiting
-    checkpoint_error: str = ""
 
 
 def candidate_directory(number: int | str) -> str:
