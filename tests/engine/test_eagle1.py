@@ -39,7 +39,7 @@ from tlt_server.models.loader import fill, load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import rotary_table
 from tlt_server.trainer.export import export
-from tlt_server.trainer.model_card import Card
+from tlt_server.trainer.export_layouts import Card
 
 D = SMALLEST.head_dim
 

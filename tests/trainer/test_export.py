@@ -26,8 +26,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.trainer import export as exporting
 from tlt_server.trainer.export import Exported, export
-from tlt_server.trainer.export_layouts import EXPORTS
-from tlt_server.trainer.model_card import Card
+from tlt_server.trainer.export_layouts import EXPORTS, Card
 
 CARD = Card("v7", "12,000 responses of RL")
 CALIBRATION = DRAFTER / "calibration.json"

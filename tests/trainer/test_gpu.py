@@ -15,8 +15,7 @@ from tlt_server.trainer.attend import Blocks, Flash, attend
 from tlt_server.trainer.checkpoint import Checkpoints, newest
 from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.packs_ahead import PacksAhead
+from tlt_server.trainer.pack import Cursor, Packer, PacksAhead
 from tlt_server.trainer.prefill import CpuPrefill
 from tlt_server.trainer.recompute import Recomputed
 from tlt_server.trainer.step import AdamWSettings, Trainer

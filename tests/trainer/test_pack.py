@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.trainer.tiny import Documents, document, frozen, network
 from tlt_server.errors import InvalidRequest
 from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer, assemble, fit, padded, windows
-from tlt_server.trainer.packs_ahead import PacksAhead
+from tlt_server.trainer.pack import Cursor, Packer, PacksAhead, assemble, fit, padded, windows
 from tlt_server.trainer.unroll import Sums, accumulate, chunks, weights_of
 
 

@@ -40,6 +40,7 @@ from tlt_server.trainer.pack import (
     DocumentPart,
     Pack,
     Packer,
+    PacksAhead,
     Placed,
     Window,
     assemble,
@@ -47,7 +48,6 @@ from tlt_server.trainer.pack import (
     padded,
     windows,
 )
-from tlt_server.trainer.packs_ahead import PacksAhead
 from tlt_server.trainer.prefill import CpuPrefill, Prefill
 from tlt_server.trainer.step import Trainer
 

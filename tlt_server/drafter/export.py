@@ -14,8 +14,8 @@ from tlt_server.drafter.records import PAGE_SIZE, load_record
 from tlt_server.errors import StartupError
 from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
 from tlt_server.trainer.export import export
+from tlt_server.trainer.export_layouts import Card
 from tlt_server.trainer.figures import accept_length
-from tlt_server.trainer.model_card import Card
 from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.wire.records import Strategy
 

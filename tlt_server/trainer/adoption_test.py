@@ -31,24 +31,17 @@ Legend: K tests in step with each other, a dimension that simulations use.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tlt_server.trainer.figures import Interval
 
 LEVEL = 0.05  # limit of the chance of a false adoption; the module says of which candidates
 CUT = 0.4  # gain of a group beyond which the first test sees no difference
 LARGEST_BET = 0.9  # share of the wealth; less than all, so that no observation ruins the test
 INTERVAL_LEVEL = 0.05
 GRID = np.linspace(-1.0, 1.0, 401)  # means that an interval tells apart
-
-
-class GainBounds(NamedTuple):
-    """The mean gain, and an interval that holds it at all times at once."""
-
-    value: float
-    low: float
-    high: float
 
 
 def level_of(candidate: int, level: float = LEVEL) -> float:
@@ -118,9 +111,10 @@ class GainInterval:
         self._sum += gain
 
     @property
-    def bounds(self) -> GainBounds:
+    def bounds(self) -> Interval:
+        """Return the mean gain, with an interval that holds it at all times at once."""
         count = self._above.count
-        return GainBounds(
+        return Interval(
             self._sum / count if count else 0.0, self._least(self._above), -self._least(self._below)
         )
 
@@ -179,7 +173,7 @@ class AdoptionTest:
         return bool(self._proof.found_K[0]) and self._saved > 0
 
     @property
-    def gain(self) -> GainBounds:
+    def gain(self) -> Interval:
         return self._interval.bounds
 
 

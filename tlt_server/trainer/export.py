@@ -26,9 +26,8 @@ from tlt_server.models.draft_layouts import DraftLayout, read_layout
 from tlt_server.models.eagle import EagleNetwork
 from tlt_server.models.loader import read_tensors, tensor_files
 from tlt_server.registry import load_object
-from tlt_server.trainer.export_layouts import EXPORTS, Origin
+from tlt_server.trainer.export_layouts import EXPORTS, Card, Origin, model_card
 from tlt_server.trainer.handed import PAGE_SIZE, cpu_frame
-from tlt_server.trainer.model_card import Card, model_card
 
 CALIBRATION, ROWS = "calibration.json", 40
 

@@ -1,4 +1,5 @@
-"""The layouts of other engines: which network each holds, its config.json, and what it cannot say.
+"""The layouts of other engines: which network each holds, its config.json, what it cannot say, and
+the model card of an exported drafter.
 
 `EXPORTS` has one row per layout of `tlt drafter export`; `trainer/export.py` writes them. Sources:
 SafeAILab/EAGLE (`cnets.py`, `cnets1.py`), SGLang (`llama_eagle.py`, `llama_eagle3.py`) and
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_server import __version__
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import Described
 from tlt_server.models.draft_layouts import FLAT, NESTED, SPECULATORS, DraftLayout, Raw
 from tlt_server.models.draft_networks import EAGLE1, EAGLE3, layer_ids, usual_layers
 
+UNKNOWN = "not given at the export"
 SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act",
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
@@ -148,3 +151,53 @@ EXPORTS = {
         "no bias of `fc`.",
     ),
 }
+
+
+class Card(NamedTuple):
+    """The facts of a model card that the files do not say."""
+
+    version: str = ""
+    data: str = ""  # what it was trained on
+    accept_lengths: str = ""  # a sentence
+
+
+def model_card(origin: Origin, layout: str, sha256: str, card: Card) -> str:
+    """Return README.md."""
+    row, described = EXPORTS[layout], origin.described
+    facts = {
+        "Target": f"`{origin.base}` ({origin.target.architecture}, {origin.target.layers} layers "
+        f"of {origin.target.hidden_size})",
+        "Reads of the target": "its hidden state after the final norm"
+        if origin.features == (origin.target.layers,)
+        else f"the inputs of layers {', '.join(map(str, origin.features))}",
+        "Draft vocabulary": f"{described.draft_vocab_size} of {described.config.vocab_size} tokens",
+        "Layout": layout,
+        "Version": card.version or UNKNOWN,
+        "Data": card.data or UNKNOWN,
+        "Written by": f"TLT Server {__version__}; read back, hidden states and logits equal bit "
+        "for bit",
+        "SHA-256 of model.safetensors": f"`{sha256}`",
+    }
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    use = row.use.format(out="DIR", base=origin.base)
+    measured = card.accept_lengths or (
+        f"{UNKNOWN}. `tlt drafter evaluate` computes them from recorded responses."
+    )
+    return f"""---
+base_model: {origin.base}
+tags: [speculative-decoding, {row.title.lower()}]
+---
+
+# {row.title} drafter for {origin.base}
+
+{lines}
+
+## Use
+
+DIR is this directory. TLT Server: `tlt serve --model TARGET --drafter DIR`.
+{use}
+
+## Accept lengths
+
+{measured}
+"""

@@ -25,7 +25,7 @@ DECILES = 10
 
 
 class Interval(NamedTuple):
-    """An estimate with its 95 % interval."""
+    """An estimate with an interval of 95 %."""
 
     value: float
     low: float

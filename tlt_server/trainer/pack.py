@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -259,3 +261,45 @@ class Packer:
         last = cursor.pack + 1 == len(packs)
         after = Cursor(cursor.epoch + 1, 0) if last else Cursor(cursor.epoch, cursor.pack + 1)
         return pack, after
+
+
+class PacksAhead:
+    """The packs of a `Packer`, on a device. On a GPU a thread reads the next one while a step runs:
+    at a 7B model's shapes a pack has 58 MB of states, and reading them may take as long as a step
+    of EAGLE. A CPU needs its processors for the step. Leaving the `with` waits for the thread.
+    """
+
+    def __init__(
+        self, packer: Packer, device: torch.device, dtype: torch.dtype, *, ahead: bool | None = None
+    ) -> None:
+        """`ahead`: read them so; None: on a GPU."""
+        self._packer, self._device, self._dtype = packer, device, dtype
+        self._ahead = device.type == "cuda" if ahead is None else ahead
+        self._thread = ThreadPoolExecutor(1, "packs")
+        self._coming: tuple[Cursor, Future[tuple[Pack, Cursor]]] | None = None
+
+    def __enter__(self) -> PacksAhead:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown()
+
+    def next(self, cursor: Cursor) -> tuple[Pack, Cursor]:
+        """Return the pack at a cursor, and the cursor after it, as `Packer.next` does."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming[0] == cursor:
+            pack, after = coming[1].result()
+        else:
+            pack, after = self._read(cursor)
+        if self._ahead:
+            self._coming = after, self._thread.submit(self._read, after)
+        return pack.to(self._device, self._dtype), after
+
+    def _read(self, cursor: Cursor) -> tuple[Pack, Cursor]:
+        pack, after = self._packer.next(cursor)
+        return pack.pinned() if self._device.type == "cuda" else pack, after

@@ -28,8 +28,7 @@ from tlt_server.trainer.gathering import Lacking
 from tlt_server.trainer.handed import Handed, read_handed
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.packs_ahead import PacksAhead
+from tlt_server.trainer.pack import Cursor, Packer, PacksAhead
 from tlt_server.trainer.recorded import RecordedDocuments
 from tlt_server.trainer.saved_run import NUMBER, CandidateNumbers, SavedRun
 from tlt_server.trainer.schedule import FIRST_STEPS, TrialSpacing
