@@ -6,7 +6,7 @@ from pathlib import Path
 
 # In the command lines of the server's other children.
 READER = b"tlt_server.frontend.reading_process"
-TRAINER = b"tlt_server.trainer.process"
+TRAINER = b"tlt_server.trainer.process.main"
 
 
 def engines(server: int) -> list[int]:

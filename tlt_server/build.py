@@ -63,13 +63,13 @@ from tlt_server.samples.ring import WORK, make_ring
 from tlt_server.settings.server import SharedSettings, available_processors
 from tlt_server.settings.service_links import log_service_links
 from tlt_server.speculation.drafters import weights_directory
-from tlt_server.trainer.modes import MODES
-from tlt_server.trainer.process import MAX_REPORT
+from tlt_server.trainer.process.main import MAX_REPORT
+from tlt_server.trainer.process.modes import MODES
 from tlt_server.wire.seeds import SeedSource, choice_seed
 from tlt_server.wire.training import TrainerSettings
 
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
-TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
+TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process.main")
 RING, FEATURE_RING, ACTIVITY = "samples", "features", "activity"  # in the server's own directory
 SAMPLES, CHECKPOINTS = "samples", "checkpoints"  # in the state directory
 

@@ -27,12 +27,12 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.samples.samples import Responses
 from tlt_server.speculation.recorded import RolloutRecord
-from tlt_server.trainer import figures
-from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate, fit_calibration
-from tlt_server.trainer.plans import PinnedPlan
-from tlt_server.trainer.prefill import Prefill, load_prefill
-from tlt_server.trainer.recompute import RecomputedFeatures
-from tlt_server.trainer.replay import ReplayedDrafter
+from tlt_server.trainer.judging import figures
+from tlt_server.trainer.replaying.evaluate import ReplayStage, Task, evaluate, fit_calibration
+from tlt_server.trainer.replaying.plans import PinnedPlan
+from tlt_server.trainer.replaying.replay import ReplayedDrafter
+from tlt_server.trainer.target.prefill import Prefill, load_prefill
+from tlt_server.trainer.target.recompute import RecomputedFeatures
 from tlt_server.wire.records import Strategy
 
 TOGETHER = 64  # responses whose entropy is computed at a time

@@ -16,10 +16,11 @@ if __name__ == "__main__":
         build.TRAINER = (sys.executable, __file__, build.TRAINER[-1])
         sys.exit(__main__.main(sys.argv[1:]))
 
-    from tlt_server.trainer import adoption_test, process, schedule, trial
+    from tlt_server.trainer.judging import adoption_test
+    from tlt_server.trainer.process import main, schedule, trial
 
     schedule.FIRST_STEPS = schedule.MOST_STEPS = 2
     trial.FITTED = 2
     better = property(lambda test: test.groups > 0)
     adoption_test.AdoptionTest.better = better  # type: ignore[assignment,method-assign]
-    sys.exit(process.main())
+    sys.exit(main.main())

@@ -21,7 +21,7 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.samples.identity import identity_of, vocabulary_of
 from tlt_server.samples.segments import SegmentHeader, read_segment
-from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
+from tlt_server.trainer.recording.buffer import BufferBounds, SampleBuffer
 
 ITEM = {"messages": QUESTION, "seed": 11, "n": 3, "sampling": {"max_tokens": 40}}
 

@@ -34,7 +34,7 @@ from tlt_server.demo import chat, task
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
-from tlt_server.trainer.sampling import HELD_OUT
+from tlt_server.trainer.recording.sampling import HELD_OUT
 
 SPOILT = ("fc.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight")
 TRAINED, JUDGED = 18, 28  # prompts

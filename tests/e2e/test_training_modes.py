@@ -25,7 +25,7 @@ from tlt_client.errors import Conflict
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
-from tlt_server.trainer.states import LEAST_QUIET_S
+from tlt_server.trainer.process.states import LEAST_QUIET_S
 
 TRAINED_ON, HELD_OUT = 8, 6  # prompts
 ALL = TRAINED_ON + HELD_OUT

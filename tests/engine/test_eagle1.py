@@ -38,8 +38,8 @@ from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.loader import fill, load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import rotary_table
-from tlt_server.trainer.export import export
-from tlt_server.trainer.export_layouts import Card
+from tlt_server.trainer.exporting.export import export
+from tlt_server.trainer.exporting.export_layouts import Card
 
 D = SMALLEST.head_dim
 

@@ -38,12 +38,12 @@ from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.speculation.survival import Calibration, OnlineTable
-from tlt_server.trainer.evaluate import FeatureSource, ReplayStage, Task, Walked, evaluate
-from tlt_server.trainer.plans import PinnedPlan, RecordedPlan
-from tlt_server.trainer.prefill import CpuPrefill
-from tlt_server.trainer.recompute import RecomputedFeatures
-from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter, Roots
-from tlt_server.trainer.self_check import DraftsDiffer, SelfCheck, self_check
+from tlt_server.trainer.replaying.evaluate import FeatureSource, ReplayStage, Task, Walked, evaluate
+from tlt_server.trainer.replaying.plans import PinnedPlan, RecordedPlan
+from tlt_server.trainer.replaying.replay import DraftReplay, ReplayedDrafter, Roots
+from tlt_server.trainer.replaying.self_check import DraftsDiffer, SelfCheck, self_check
+from tlt_server.trainer.target.prefill import CpuPrefill
+from tlt_server.trainer.target.recompute import RecomputedFeatures
 from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 TREE = "fixed:eagle:4x2x6"

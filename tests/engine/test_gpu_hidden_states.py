@@ -21,8 +21,8 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.samples.hidden_states import Captured, key_of
-from tlt_server.trainer.prefill import CpuPrefill
-from tlt_server.trainer.recompute import Document, Recomputed
+from tlt_server.trainer.target.prefill import CpuPrefill
+from tlt_server.trainer.target.recompute import Document, Recomputed
 from tlt_server.wire.commands import Recompute, Sleep, WakeUp
 from tlt_server.wire.records import GenerateRequest
 

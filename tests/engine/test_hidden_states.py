@@ -18,8 +18,8 @@ from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.samples.hidden_states import Captured, decode_captured, key_of
 from tlt_server.samples.ring import RingConsumer, make_ring
-from tlt_server.trainer.prefill import CpuPrefill
-from tlt_server.trainer.recompute import Document, Recomputed
+from tlt_server.trainer.target.prefill import CpuPrefill
+from tlt_server.trainer.target.recompute import Document, Recomputed
 from tlt_server.wire.commands import Recompute
 from tlt_server.wire.records import GenerateRequest, Sampling
 

@@ -19,7 +19,7 @@ from tests.engine.weight_cases import root, settings
 from tlt_server.engine.pushes import reads as weight_reads
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.speculation.cost import CostModel, Measured, StepLoad
-from tlt_server.trainer.handed import read_handed
+from tlt_server.trainer.replaying.handed import read_handed
 from tlt_server.weights import arriving, handover
 from tlt_server.wire.commands import CommitWeights, HandOver, NameWeights, ReadWeights, Sleep
 from tlt_server.wire.events import WeightReport

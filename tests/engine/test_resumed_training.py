@@ -12,10 +12,10 @@ from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import root, settings
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.samples.segments import SegmentHeader
-from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
-from tlt_server.trainer.handed import Handed, digest_of
-from tlt_server.trainer.state_store import StateStore
-from tlt_server.trainer.work import DrafterWork
+from tlt_server.trainer.process.work import DrafterWork
+from tlt_server.trainer.recording.buffer import BufferBounds, SampleBuffer
+from tlt_server.trainer.recording.state_store import StateStore
+from tlt_server.trainer.replaying.handed import Handed, digest_of
 from tlt_server.wire.commands import HandOver
 from tlt_server.wire.training import HandedOver, TrainerSettings
 

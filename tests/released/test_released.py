@@ -34,7 +34,7 @@ from tlt_server.samples.ring import make_ring
 from tlt_server.speculation.cost import StepLoad
 from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
 from tlt_server.speculation.survival import Calibration
-from tlt_server.trainer.process import Keeper
+from tlt_server.trainer.process.main import Keeper
 from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 from tlt_server.wire.training import TrainerSettings
 

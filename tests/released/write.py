@@ -44,9 +44,9 @@ from tlt_server.speculation.cost import CostModel, Measured
 from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
 from tlt_server.speculation.recorded import DraftedTrees
 from tlt_server.speculation.survival import Calibration
-from tlt_server.trainer.export import export
-from tlt_server.trainer.export_layouts import EXPORTS, Card
-from tlt_server.trainer.process import Keeper
+from tlt_server.trainer.exporting.export import export
+from tlt_server.trainer.exporting.export_layouts import EXPORTS, Card
+from tlt_server.trainer.process.main import Keeper
 from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 from tlt_server.wire.training import TrainerSettings
 

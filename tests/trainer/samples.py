@@ -12,7 +12,7 @@ from tlt_server.demo.workload import TARGET
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.trainer.recompute import Document
+from tlt_server.trainer.target.recompute import Document
 
 LAYERS = (2, 4, 5)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.trainer.tiny import random
-from tlt_server.trainer import attend as attend_module
-from tlt_server.trainer.attend import Blocks, attend
+from tlt_server.trainer.learning import attend as attend_module
+from tlt_server.trainer.learning.attend import Blocks, attend
 
 A, K, D = 4, 2, 8
 

@@ -24,7 +24,7 @@ from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.models.eagle import Eagle3
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.segments import SegmentHeader, header_bytes, recorded
-from tlt_server.trainer.initial import draft_vocabulary
+from tlt_server.trainer.exporting.initial import draft_vocabulary
 
 LIMITS = TargetLimits(512, 4096)
 PAIR = ["--target", str(TARGET)]

@@ -24,9 +24,9 @@ from tlt_server.drafter.evaluate import loaded
 from tlt_server.drafter.out import new_directory
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.trainer import export as exporting
-from tlt_server.trainer.export import Exported, export
-from tlt_server.trainer.export_layouts import EXPORTS, Card
+from tlt_server.trainer.exporting import export as exporting
+from tlt_server.trainer.exporting.export import Exported, export
+from tlt_server.trainer.exporting.export_layouts import EXPORTS, Card
 
 CARD = Card("v7", "12,000 responses of RL")
 CALIBRATION = DRAFTER / "calibration.json"

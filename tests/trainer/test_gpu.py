@@ -11,15 +11,15 @@ from tests.trainer.samples import LAYERS, demo_target, solutions
 from tests.trainer.tiny import random
 from tlt_server.__main__ import main
 from tlt_server.demo.workload import DRAFTER, TARGET
-from tlt_server.trainer.attend import Blocks, Flash, attend
-from tlt_server.trainer.checkpoint import Checkpoints, newest
-from tlt_server.trainer.network import load_trainable
-from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer, PacksAhead
-from tlt_server.trainer.prefill import CpuPrefill
-from tlt_server.trainer.recompute import Recomputed
-from tlt_server.trainer.step import AdamWSettings, Trainer
-from tlt_server.trainer.unroll import forward
+from tlt_server.trainer.learning.attend import Blocks, Flash, attend
+from tlt_server.trainer.learning.checkpoint import Checkpoints, newest
+from tlt_server.trainer.learning.network import load_trainable
+from tlt_server.trainer.learning.objectives import make_objective
+from tlt_server.trainer.learning.pack import Cursor, Packer, PacksAhead
+from tlt_server.trainer.learning.step import AdamWSettings, Trainer
+from tlt_server.trainer.learning.unroll import forward
+from tlt_server.trainer.target.prefill import CpuPrefill
+from tlt_server.trainer.target.recompute import Recomputed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,16 +8,16 @@ import torch
 
 from tests.trainer.samples import demo_target, solutions
 from tlt_server.demo.workload import TARGET
-from tlt_server.trainer.attend import Blocks
-from tlt_server.trainer.initial import write_drafter
-from tlt_server.trainer.losses import teacher_probabilities
-from tlt_server.trainer.network import load_trainable
-from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.prefill import CpuPrefill
-from tlt_server.trainer.recompute import Recomputed
-from tlt_server.trainer.step import AdamWSettings, Trainer
-from tlt_server.trainer.unroll import forward, weights_of
+from tlt_server.trainer.exporting.initial import write_drafter
+from tlt_server.trainer.learning.attend import Blocks
+from tlt_server.trainer.learning.losses import teacher_probabilities
+from tlt_server.trainer.learning.network import load_trainable
+from tlt_server.trainer.learning.objectives import make_objective
+from tlt_server.trainer.learning.pack import Cursor, Packer
+from tlt_server.trainer.learning.step import AdamWSettings, Trainer
+from tlt_server.trainer.learning.unroll import forward, weights_of
+from tlt_server.trainer.target.prefill import CpuPrefill
+from tlt_server.trainer.target.recompute import Recomputed
 
 BUDGET, UNROLLED = 384, 2
 

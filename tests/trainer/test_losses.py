@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.trainer.tiny import random
-from tlt_server.trainer import losses
+from tlt_server.trainer.learning import losses
 
 T = 9
 

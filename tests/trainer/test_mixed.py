@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 from tests.trainer.tiny import Documents, document, frozen, network
-from tlt_server.trainer.mixed import gated, linear
-from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.step import Trainer
+from tlt_server.trainer.learning.mixed import gated, linear
+from tlt_server.trainer.learning.objectives import make_objective
+from tlt_server.trainer.learning.pack import Cursor, Packer
+from tlt_server.trainer.learning.step import Trainer
 
 
 def drawn(*shapes, dtype=torch.float32):

@@ -16,14 +16,14 @@ from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.models.eagle import Eagle1, Eagle3
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.trainer.attend import Blocks
-from tlt_server.trainer.network import TrainableEagle3, load_trainable
-from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer, assemble, fit, windows
-from tlt_server.trainer.prefill import CpuPrefill
-from tlt_server.trainer.recompute import Document, Recomputed
-from tlt_server.trainer.step import AdamWSettings, Trainer
-from tlt_server.trainer.unroll import forward
+from tlt_server.trainer.learning.attend import Blocks
+from tlt_server.trainer.learning.network import TrainableEagle3, load_trainable
+from tlt_server.trainer.learning.objectives import make_objective
+from tlt_server.trainer.learning.pack import Cursor, Packer, assemble, fit, windows
+from tlt_server.trainer.learning.step import AdamWSettings, Trainer
+from tlt_server.trainer.learning.unroll import forward
+from tlt_server.trainer.target.prefill import CpuPrefill
+from tlt_server.trainer.target.recompute import Document, Recomputed
 
 LENGTHS, STEPS, PAGE = (23, 9, 40), 4, 16
 
@@ -166,7 +166,7 @@ def test_comparison_detects_a_leaking_mask(directories, target, source, trainabl
 def test_the_comparison_sees_a_pairing_shifted_by_one(
     directories, target, source, trainable, monkeypatch
 ):
-    from tlt_server.trainer import pack
+    from tlt_server.trainer.learning import pack
 
     pair = pack.pair
 
@@ -178,7 +178,7 @@ def test_the_comparison_sees_a_pairing_shifted_by_one(
 
 
 def test_comparison_detects_shifted_positions(directories, target, source, trainable, monkeypatch):
-    from tlt_server.trainer import network
+    from tlt_server.trainer.learning import network
 
     monkeypatch.setattr(network.TrainableEagle3, "project", _late(network.TrainableEagle3.project))
     assert difference(directories, target, source, trainable) > 1e-3
@@ -230,7 +230,7 @@ def test_recomputed_features_have_the_bits_of_one_pass(target, source):
     """Chunks and kept copies change no bit."""
     documents = source._documents
     once = source.read(2, 0, LENGTHS[2])
-    from tlt_server.trainer import prefill
+    from tlt_server.trainer.target import prefill
 
     before, prefill.CHUNK = prefill.CHUNK, 7
     try:

@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 
 from tests.trainer.tiny import Documents, document, frozen, network
 from tlt_server.errors import InvalidRequest
-from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer, PacksAhead, assemble, fit, padded, windows
-from tlt_server.trainer.unroll import Sums, accumulate, chunks, weights_of
+from tlt_server.trainer.learning.objectives import make_objective
+from tlt_server.trainer.learning.pack import (
+    Cursor,
+    Packer,
+    PacksAhead,
+    assemble,
+    fit,
+    padded,
+    windows,
+)
+from tlt_server.trainer.learning.unroll import Sums, accumulate, chunks, weights_of
 
 
 @given(length=st.integers(0, 400), budget=st.integers(16, 64), steps=st.integers(1, 7))

@@ -8,13 +8,13 @@ import torch
 
 from tests.trainer.tiny import Documents, document, frozen, network
 from tlt_server.errors import StorageFailed
-from tlt_server.trainer import checkpoint
-from tlt_server.trainer import step as step_module
-from tlt_server.trainer import unroll as unroll_module
-from tlt_server.trainer.checkpoint import Checkpoints, newest
-from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.step import AdamWSettings, State, Trainer
+from tlt_server.trainer.learning import checkpoint
+from tlt_server.trainer.learning import step as step_module
+from tlt_server.trainer.learning import unroll as unroll_module
+from tlt_server.trainer.learning.checkpoint import Checkpoints, newest
+from tlt_server.trainer.learning.objectives import make_objective
+from tlt_server.trainer.learning.pack import Cursor, Packer
+from tlt_server.trainer.learning.step import AdamWSettings, State, Trainer
 
 SETTINGS = AdamWSettings(lr=1e-2, warmup_steps=2, total_steps=20)
 IDENTITY = {"objective": "eagle3"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tlt_server.models.config import ModelConfig, Rope
-from tlt_server.trainer.network import Frozen, TrainableEagle3
-from tlt_server.trainer.pack import DocumentPart
+from tlt_server.trainer.learning.network import Frozen, TrainableEagle3
+from tlt_server.trainer.learning.pack import DocumentPart
 
 HIDDEN, VOCAB, DRAFT_VOCAB = 16, 40, 12
 CONFIG = ModelConfig(

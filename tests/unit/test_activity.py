@@ -8,7 +8,7 @@ import pytest
 
 from tlt_server.errors import StartupError
 from tlt_server.samples.activity import Activity, ActivityReader, make_activity
-from tlt_server.trainer.modes import MODES
+from tlt_server.trainer.process.modes import MODES
 
 
 def test_the_trainer_sees_work_as_soon_as_there_is_some(tmp_path: Path) -> None:

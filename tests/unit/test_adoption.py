@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tlt_server.trainer.adoption_test import (
+from tlt_server.trainer.judging.adoption_test import (
     CUT,
     LEVEL,
     AdoptionTest,

@@ -17,10 +17,10 @@ from tlt_server.bench.training import feature_rows, random_target
 from tlt_server.demo.workload import TARGET as DEMO
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig, Rope
-from tlt_server.trainer import gpu_prefill
-from tlt_server.trainer.gpu_prefill import GpuPrefill
-from tlt_server.trainer.pack import DocumentPart, assemble, fit, padded, windows
-from tlt_server.trainer.prefill import CpuPrefill
+from tlt_server.trainer.learning.pack import DocumentPart, assemble, fit, padded, windows
+from tlt_server.trainer.target import gpu_prefill
+from tlt_server.trainer.target.gpu_prefill import GpuPrefill
+from tlt_server.trainer.target.prefill import CpuPrefill
 
 TARGET = ModelConfig(
     architecture="Qwen2ForCausalLM",

@@ -7,10 +7,10 @@ import pytest
 
 from tests.unit.sampled import samples
 from tlt_server.speculation.cost import KNOTS, CostModel, CostRecord
-from tlt_server.trainer import figures
-from tlt_server.trainer.evaluate import Walked
-from tlt_server.trainer.figures import ByResponse
-from tlt_server.trainer.plans import RecordedPlan
+from tlt_server.trainer.judging import figures
+from tlt_server.trainer.judging.figures import ByResponse
+from tlt_server.trainer.replaying.evaluate import Walked
+from tlt_server.trainer.replaying.plans import RecordedPlan
 from tlt_server.wire.records import OFF, Strategy
 
 

@@ -27,7 +27,7 @@ from tlt_server.samples.segments import (
     read_segment,
     recorded,
 )
-from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
+from tlt_server.trainer.recording.buffer import BufferBounds, SampleBuffer
 
 
 class Kept:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.unit.recorded_samples import sample
 from tlt_server.samples.sample import Sample
 from tlt_server.samples.segments import Recorded
-from tlt_server.trainer.adoption_test import AdoptionTest
-from tlt_server.trainer.sampling import (
+from tlt_server.trainer.judging.adoption_test import AdoptionTest
+from tlt_server.trainer.recording.sampling import (
     Stratum,
     draw,
     evaluated,

@@ -57,7 +57,7 @@ def test_a_command_whose_caller_has_ended_is_not_run() -> None:
     [
         ("tlt_server.engine.process", []),
         ("tlt_server.engine.ranks.rank", ["0", str(os.getpid())]),
-        ("tlt_server.trainer.process", []),
+        ("tlt_server.trainer.process.main", []),
         ("tlt_server.frontend.reading_process", []),
         ("tlt_server.frontend.reading_process.templates", []),
     ],

@@ -27,8 +27,8 @@ from tlt_server.samples.segments import (
     frame,
     header_bytes,
 )
-from tlt_server.trainer import buffer as buffers
-from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
+from tlt_server.trainer.recording import buffer as buffers
+from tlt_server.trainer.recording.buffer import BufferBounds, SampleBuffer
 
 HEADER = SegmentHeader.of(Identity("m", "t"), VOCAB)
 BOUNDS = BufferBounds(tokens=400, bytes=40_000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tlt_server.trainer.saved_run import NUMBER, CandidateNumbers
+from tlt_server.trainer.process.saved_run import NUMBER, CandidateNumbers
 
 
 def test_a_number_is_on_the_disk_before_it_is_used(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from tests.unit.recorded_samples import sample
 from tlt_server.errors import ModelError
-from tlt_server.trainer.gathering import LITTLE_PATIENCE_S, PATIENCE_S, Lacking
-from tlt_server.trainer.schedule import Schedule, TrialSpacing
-from tlt_server.trainer.spot import ANSWER_S, RETRY_S, Round, RoundEnd, SpotTrainer
-from tlt_server.trainer.states import MOST_QUIET_S, NEXT, QuietTime, StateMachine
+from tlt_server.trainer.process.gathering import LITTLE_PATIENCE_S, PATIENCE_S, Lacking
+from tlt_server.trainer.process.schedule import Schedule, TrialSpacing
+from tlt_server.trainer.process.spot import ANSWER_S, RETRY_S, Round, RoundEnd, SpotTrainer
+from tlt_server.trainer.process.states import MOST_QUIET_S, NEXT, QuietTime, StateMachine
 from tlt_server.wire.commands import Recompute
 from tlt_server.wire.training import (
     Do,

@@ -12,9 +12,9 @@ from tlt_server.samples.hidden_states import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, sample_set
 from tlt_server.samples.segments import recorded
-from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.recorded import CapturedFeatures, RecordedDocuments
-from tlt_server.trainer.state_store import StateStore, recompute_of
+from tlt_server.trainer.learning.pack import Cursor, Packer
+from tlt_server.trainer.recording.recorded import CapturedFeatures, RecordedDocuments
+from tlt_server.trainer.recording.state_store import StateStore, recompute_of
 from tlt_server.wire.commands import MAX_TEXT_BYTES, MAX_TEXTS, decode_command
 from tlt_server.wire.records import encode
 

@@ -14,11 +14,11 @@ from tests.unit.recorded_samples import VOCAB, sample
 from tlt_server.samples.hidden_states import Captured, encode_captured
 from tlt_server.samples.ring import RingProducer, make_ring
 from tlt_server.samples.sample import encode_sample
-from tlt_server.trainer.process import BEAT_S, REPORT_S, Keeper
+from tlt_server.trainer.process.main import BEAT_S, REPORT_S, Keeper
 from tlt_server.wire.events import BufferReport
 from tlt_server.wire.training import TrainerSettings
 
-COMMAND = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
+COMMAND = (sys.executable, "-P", "-m", "tlt_server.trainer.process.main")
 
 
 def settings(directory: Path, *, vocab_size: object = VOCAB) -> TrainerSettings:

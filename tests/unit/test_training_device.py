@@ -13,8 +13,8 @@ from tlt_server.errors import StartupError
 from tlt_server.process import mps
 from tlt_server.process.mps import client_environment, mps_enabled
 from tlt_server.samples.activity import REASONS
-from tlt_server.trainer.modes import MODES
-from tlt_server.trainer.process import visible
+from tlt_server.trainer.process.main import visible
+from tlt_server.trainer.process.modes import MODES
 
 TWIN, OLDER = OtherGpu(2, CARD.name, 80 * 2**30), OtherGpu(1, "Card 8000", 40 * 2**30)
 BOTH = CARD._replace(others=(OLDER, TWIN))

@@ -18,12 +18,12 @@ from tlt_server.errors import StartupError
 from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3
 from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS, TrainingShape
 from tlt_server.process.machine import HostMemory
-from tlt_server.trainer.attend import trunk_of
-from tlt_server.trainer.network import trainable_class
-from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Pack
-from tlt_server.trainer.unroll import forward
-from tlt_server.trainer.work import DrafterWork
+from tlt_server.trainer.learning.attend import trunk_of
+from tlt_server.trainer.learning.network import trainable_class
+from tlt_server.trainer.learning.objectives import make_objective
+from tlt_server.trainer.learning.pack import Pack
+from tlt_server.trainer.learning.unroll import forward
+from tlt_server.trainer.process.work import DrafterWork
 from tlt_server.wire.training import TrainerSettings
 
 GIB = 2**30

@@ -31,11 +31,10 @@ from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3, layers_within
 from tlt_server.models.numerics import Numerics
-from tlt_server.trainer import checkpoint
-from tlt_server.trainer.gpu_prefill import GpuPrefill
-from tlt_server.trainer.network import trainable_class
-from tlt_server.trainer.objectives import OBJECTIVES, make_objective
-from tlt_server.trainer.pack import (
+from tlt_server.trainer.learning import checkpoint
+from tlt_server.trainer.learning.network import trainable_class
+from tlt_server.trainer.learning.objectives import OBJECTIVES, make_objective
+from tlt_server.trainer.learning.pack import (
     Cursor,
     DocumentPart,
     Pack,
@@ -48,8 +47,9 @@ from tlt_server.trainer.pack import (
     padded,
     windows,
 )
-from tlt_server.trainer.prefill import CpuPrefill, Prefill
-from tlt_server.trainer.step import Trainer
+from tlt_server.trainer.learning.step import Trainer
+from tlt_server.trainer.target.gpu_prefill import GpuPrefill
+from tlt_server.trainer.target.prefill import CpuPrefill, Prefill
 
 SHAPES = {  # the target's layers, then of both: hidden, MLP, heads, KV heads, vocabulary, draft's
     "7b": (28, 3584, 18944, 28, 4, 152064, 32000),

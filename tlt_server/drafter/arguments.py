@@ -15,7 +15,7 @@ from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
 
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
 
-# The rows of `trainer.export_layouts.EXPORTS`, which is slow to import.
+# The rows of `trainer.exporting.export_layouts.EXPORTS`, which is slow to import.
 LAYOUTS = ("eagle3", "sglang", "speculators", "eagle1")
 
 

@@ -21,7 +21,7 @@ from tlt_server.errors import InvalidRequest, StartupError
 from tlt_server.frontend.generation.text import Text
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.segments import SUFFIX, Refusals, SegmentHeader, read_segment
-from tlt_server.trainer.recompute import Document
+from tlt_server.trainer.target.recompute import Document
 
 MAX_LINE_BYTES = 1 << 24  # 16 MiB: a million tokens of ids
 MAX_TOKENS = 1 << 28  # in all files: 1 GiB of ids

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tlt_server.engine.devices.choice import look
 from tlt_server.errors import StartupError
-from tlt_server.trainer.step import memory_errors
+from tlt_server.trainer.learning.step import memory_errors
 
 
 def device_of(asked: str | None, recorded: str = "") -> str:

@@ -23,13 +23,13 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
 from tlt_server.settings.server import available_processors
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.trainer import figures
-from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
-from tlt_server.trainer.plans import PinnedPlan, RecordedPlan, RootPlan, own_rows
-from tlt_server.trainer.prefill import PREFILLS, load_prefill
-from tlt_server.trainer.recompute import RecomputedFeatures
-from tlt_server.trainer.replay import ReplayedDrafter
-from tlt_server.trainer.self_check import SelfCheck, of_version, self_check
+from tlt_server.trainer.judging import figures
+from tlt_server.trainer.replaying.evaluate import ReplayStage, Task, Walked, evaluate
+from tlt_server.trainer.replaying.plans import PinnedPlan, RecordedPlan, RootPlan, own_rows
+from tlt_server.trainer.replaying.replay import ReplayedDrafter
+from tlt_server.trainer.replaying.self_check import SelfCheck, of_version, self_check
+from tlt_server.trainer.target.prefill import PREFILLS, load_prefill
+from tlt_server.trainer.target.recompute import RecomputedFeatures
 from tlt_server.wire.records import Strategy
 
 Tick = Callable[[int], None]

@@ -12,11 +12,11 @@ from tlt_server.drafter.evaluate import loaded
 from tlt_server.drafter.out import new_directory
 from tlt_server.drafter.records import PAGE_SIZE, load_record
 from tlt_server.errors import StartupError
-from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
-from tlt_server.trainer.export import export
-from tlt_server.trainer.export_layouts import Card
-from tlt_server.trainer.figures import accept_length
-from tlt_server.trainer.plans import PinnedPlan
+from tlt_server.trainer.exporting.export import export
+from tlt_server.trainer.exporting.export_layouts import Card
+from tlt_server.trainer.judging.figures import accept_length
+from tlt_server.trainer.replaying.evaluate import ReplayStage, Task, evaluate
+from tlt_server.trainer.replaying.plans import PinnedPlan
 from tlt_server.wire.records import Strategy
 
 REPLAYED = Strategy("eagle", 7, 4, 16)

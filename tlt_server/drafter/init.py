@@ -9,7 +9,7 @@ import numpy as np
 from tlt_server.drafter.data import TargetLimits, read_documents
 from tlt_server.drafter.out import new_directory
 from tlt_server.models.config import ModelConfig
-from tlt_server.trainer.initial import write_drafter
+from tlt_server.trainer.exporting.initial import write_drafter
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -26,17 +26,17 @@ from tlt_server.drafter.records import PAGE_SIZE, load_record
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
-from tlt_server.trainer.checkpoint import CHECKSUM, Checkpoints, newest
-from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate, fit_calibration
-from tlt_server.trainer.figures import accept_length
-from tlt_server.trainer.network import TrainableDrafter, load_trainable
-from tlt_server.trainer.objectives import make_objective
-from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.plans import PinnedPlan
-from tlt_server.trainer.prefill import Prefill, load_prefill
-from tlt_server.trainer.recompute import Document, Recomputed, RecomputedFeatures
-from tlt_server.trainer.replay import ReplayedDrafter
-from tlt_server.trainer.step import AdamWSettings, StepOutcome, Trainer, default_rate
+from tlt_server.trainer.judging.figures import accept_length
+from tlt_server.trainer.learning.checkpoint import CHECKSUM, Checkpoints, newest
+from tlt_server.trainer.learning.network import TrainableDrafter, load_trainable
+from tlt_server.trainer.learning.objectives import make_objective
+from tlt_server.trainer.learning.pack import Cursor, Packer
+from tlt_server.trainer.learning.step import AdamWSettings, StepOutcome, Trainer, default_rate
+from tlt_server.trainer.replaying.evaluate import ReplayStage, Task, evaluate, fit_calibration
+from tlt_server.trainer.replaying.plans import PinnedPlan
+from tlt_server.trainer.replaying.replay import ReplayedDrafter
+from tlt_server.trainer.target.prefill import Prefill, load_prefill
+from tlt_server.trainer.target.recompute import Document, Recomputed, RecomputedFeatures
 from tlt_server.weights.checksums import checksum
 from tlt_server.wire.records import Strategy
 

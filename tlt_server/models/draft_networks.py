@@ -126,7 +126,7 @@ ARCHITECTURES = {
     EAGLE3: Architecture(
         "tlt_server.models.eagle:Eagle3",
         "tlt_server.models.gpu.eagle:GpuEagle3",
-        "tlt_server.trainer.network:TrainableEagle3",
+        "tlt_server.trainer.learning.network:TrainableEagle3",
         "eagle3",
         7,
         _three_layers,
@@ -145,7 +145,7 @@ ARCHITECTURES = {
     EAGLE1: Architecture(
         "tlt_server.models.eagle:Eagle1",
         "tlt_server.models.gpu.eagle:GpuEagle1",
-        "tlt_server.trainer.network:TrainableEagle1",
+        "tlt_server.trainer.learning.network:TrainableEagle1",
         "eagle",
         1,
         _last_hidden,

@@ -1,1 +1,1 @@
-"""The drafter's training: pairing and losses."""
+"""The drafter's training: from recorded sequences to a drafter that is proven better."""

@@ -89,7 +89,7 @@ class Facts(Struct, kw_only=True):
     checkpoint_error: str = ""
 
 
-class SpotReport(Facts, frozen=True, kw_only=True, tag="spot"):
+class SpotReport(Facts, kw_only=True, tag="spot"):
     """State and counts of the trainer."""
 
     state: TrainerState = TrainerState.IDLE

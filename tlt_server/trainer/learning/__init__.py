@@ -1,0 +1,1 @@
+"""The training itself: network, objectives, packs, steps and checkpoints."""

@@ -1,0 +1,136 @@
+"""The files of a run of training: checkpoints of its state, which lie together by the drafter in
+force that it follows, and the number of its last candidate.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from tlt_server.process.private import private_file
+from tlt_server.trainer.learning.checkpoint import Checkpoints, Found, newest
+from tlt_server.trainer.learning.step import Trainer
+
+NUMBER = "last-candidate"  # file next to the directory of candidates
+
+
+class SavedRun:
+    """`lineage` names the drafter in force: its version and a digest."""
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        self._directory, self._model = directory, model
+        self._checkpoints: Checkpoints | None = None
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """Return what writes them; None while no state is trained."""
+        return self._checkpoints
+
+    def newest(
+        self, trainer: Trainer, lineage: Mapping[str, str]
+    ) -> tuple[Found | None, list[str]]:
+        """Return the newest checkpoint under a lineage, if any, and what is wrong with others."""
+        directory, identity = self._place(trainer, lineage)
+        return newest(directory, identity) if directory.is_dir() else (None, [])
+
+    def follow(self, trainer: Trainer, lineage: Mapping[str, str], cursor: tuple[int, ...]) -> None:
+        """Write checkpoints of this trainer under a lineage from now on, and keep no others."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        directory, identity = self._place(trainer, lineage)
+        self._checkpoints = Checkpoints(directory, trainer.state, identity)
+        trainer.before_update = partial(self.settle, trainer)
+        self.save(trainer, cursor)
+        self.settle(trainer)
+        for other in self._directory.glob("*"):
+            if other != directory:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def save(self, trainer: Trainer, cursor: tuple[int, ...]) -> None:
+        """Begin a checkpoint of the state as it is now."""
+        trainer.state.cursor = cursor
+        assert self._checkpoints is not None
+        self._checkpoints.begin()
+
+    def settle(self, trainer: Trainer) -> None:
+        """Have the checkpoint written that has begun, before weights change."""
+        assert self._checkpoints is not None
+        trainer.good = self._checkpoints.settle() or trainer.good
+
+    def end(self) -> None:
+        """Write the last state and let go of it."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()  # one that is being written would let no other begin
+            self._checkpoints.begin()
+            self._checkpoints.close()
+        self._checkpoints = None
+
+    def forget(self) -> None:
+        """Remove all checkpoints and let go of the state."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()  # nothing is written after the removal
+        self._checkpoints = None
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _place(self, trainer: Trainer, lineage: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
+        """Return where the checkpoints of a lineage are, and what they name."""
+        identity = {
+            **lineage,
+            "weights": str(len(trainer.state.weight_P)),
+            "model": str(self._model),
+        }
+        name = xxhash.xxh3_64_hexdigest(repr(sorted(identity.items())).encode())
+        return self._directory / name, identity
+
+
+class CandidateNumbers:
+    """Numbers of candidates, each given once: a number is in a file before it is used, so that the
+    process after a killed one gives the next. Clients may still read the last candidate, and each
+    is tested at a level of its own. The file has the last number, and that of the candidate that
+    was last adopted.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """`file` lasts as long as the server."""
+        self._file, self.failure = file, ""
+        self.last = self._adopted = 0
+        try:
+            self.last, self._adopted = map(int, self._file.read_text().split())
+        except FileNotFoundError:
+            pass
+        except (ValueError, OSError) as error:
+            self.failure = f"{self._file}: no numbers can be read from it ({error})"
+
+    @property
+    def before(self) -> int:
+        """Return how many candidates before the last one were tested since one was adopted."""
+        return max(0, self.last - self._adopted - 1)
+
+    def adopted(self, number: int) -> None:
+        self._adopted = number
+        self._write()
+
+    def after(self, number: int) -> None:
+        """Give higher numbers than this one from now on."""
+        self.last = max(self.last, number)
+
+    def take(self) -> int:
+        """Return the next number. Where it cannot be written, `failure` says why."""
+        self.last += 1
+        self._write()
+        return self.last
+
+    def _write(self) -> None:
+        draft = self._file.with_suffix(".part")
+        try:
+            with open(draft, "w", opener=private_file) as file:
+                file.write(f"{self.last} {self._adopted}")
+            os.replace(draft, self._file)
+            self.failure = ""
+        except OSError as error:
+            self.failure = f"{self._file}: the number {self.last} was not written ({error})"

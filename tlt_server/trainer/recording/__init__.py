@@ -1,0 +1,1 @@
+"""Recorded sequences and their states: kept, drawn, and read as documents."""

@@ -1,0 +1,1 @@
+"""Replays of drafters on recorded responses, with the functions that serve."""

@@ -1,0 +1,91 @@
+"""Recorded responses as drafters read them, and the positions to draft from.
+
+Legend: N staged responses, T tokens of all of them, B roots of a batch, D depths, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tlt_server.attention.rows import KVCache
+from tlt_server.samples.samples import Responses
+from tlt_server.speculation.batch import DraftBatch
+from tlt_server.trainer.target.prefill import TextPages
+
+
+class Roots(NamedTuple):
+    """Positions to draft from. The last token known is the one at the root."""
+
+    response_B: NDArray[np.int64]  # index into the staged responses
+    position_B: NDArray[np.int64]
+    rows_B: NDArray[np.int32]  # rows to verify, the root included
+
+    def part(self, chosen: slice | NDArray[np.int64]) -> Roots:
+        return Roots(self.response_B[chosen], self.position_B[chosen], self.rows_B[chosen])
+
+
+class StagedResponses:
+    """Recorded responses as drafters read them: tokens, pages, and features in a cache that all of
+    them share.
+    """
+
+    def __init__(self, width: int, pages: int, page_size: int) -> None:
+        """`width`: F."""
+        self.number = 0  # how many times responses were staged
+        self.cache = KVCache(
+            layers=0,
+            pages=pages,
+            page_size=page_size,
+            scratch=0,
+            kv_heads=1,
+            head_dim=1,
+            features=width,
+        )
+
+    def stage(self, responses: Responses, chosen: Sequence[int], features_TF: Tensor) -> None:
+        """Take these responses instead of those before."""
+        chosen_N = np.array(chosen, np.int64)
+        self._responses, self._chosen_N = responses, chosen_N
+        texts = [responses.tokens(n) for n in chosen]
+        self.texts = texts
+        self.prompt_len_N = responses.prompt_len_N[chosen_N]
+        self.seed_N = responses.seed_N[chosen_N]
+        self.temperature_N = responses.temperature_N[chosen_N]
+        self.last_N = self.prompt_len_N + responses.max_tokens_N[chosen_N].astype(np.int64)
+        pages = TextPages(texts, self.cache.page_size)
+        assert pages.count <= self.cache.pages, "the cache was made for fewer tokens"
+        self.token_T, self.position_T, self.kv_slot_T = (
+            pages.token_T,
+            pages.position_T,
+            pages.kv_slot_T,
+        )
+        self.length_N, self.start_N, self.table_NP = pages.length_N, pages.start_N, pages.table_NP
+        self.number += 1
+        self.cache.reuse(range(self.cache.pages))
+        self.cache.features_SF.numpy()[self.kv_slot_T] = features_TF.numpy()
+
+    def batch(self, roots: Roots) -> DraftBatch:
+        """Return what a drafter sees."""
+        n_B, position_B = roots.response_B, roots.position_B
+        pairs = zip(n_B.tolist(), position_B.tolist(), strict=True)
+        names = [str(n) for n in n_B.tolist()]
+        return DraftBatch(
+            ids=names,
+            group_ids=names,
+            tokens=[self.texts[n][: position + 1] for n, position in pairs],
+            prompt_len_B=self.prompt_len_N[n_B],
+            page_table_BP=self.table_NP[n_B],
+            seed_B=self.seed_N[n_B],
+            temperature_B=self.temperature_N[n_B],
+            # As in serving: the last token that max_tokens permits is never a draft.
+            max_depth_B=np.maximum(0, self.last_N[n_B] - position_B - 2).astype(np.int32),
+        )
+
+    def follow(self, roots: Roots, depth: int) -> NDArray[np.int32]:
+        """Return the responses' tokens after the roots, [B, depth], -1 after the last one."""
+        return self._responses.after(self._chosen_N[roots.response_B], roots.position_B, depth)

@@ -1,0 +1,1 @@
+"""The target over recorded tokens, where no engine has captured its states."""
