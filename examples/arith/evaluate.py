@@ -22,7 +22,6 @@ from figures import record_figures
 from sample import add_sampling, rewards, sampled
 
 from tlt_server.demo import task
-from tlt_server.drafter.records import PAGE_SIZE
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.samples.samples import Responses
@@ -95,7 +94,7 @@ class Measured:
         self.drafter = ReplayedDrafter.load(
             pair / "drafter", self.target.model, device=options.device
         )
-        self._stage = ReplayStage(RecomputedFeatures(self.target), PAGE_SIZE)
+        self._stage = ReplayStage(RecomputedFeatures(self.target))
         self._options = options
         shape = self._strategies([options.trees[-1]])[0]
         fit_calibration(self.drafter, responses, fitted, self._stage, shape)

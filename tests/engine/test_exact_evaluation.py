@@ -48,7 +48,6 @@ from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 TREE = "fixed:eagle:4x2x6"
 RUNS = ("fixed:eagle:1x1x2", "fixed:eagle:2x1x3", "goodput", TREE, "fixed:eagle:7x1x8")
-PAGE_SIZE = 16
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +95,7 @@ def checked(
 ) -> SelfCheck:
     tables = {"": drafter.weights.calibration.survival_K.copy()}
     arguments: dict[str, Any] = {"version": "initial", "tables": tables} | given
-    return self_check(record.samples, drafter, ReplayStage(source, PAGE_SIZE), **arguments)
+    return self_check(record.samples, drafter, ReplayStage(source), **arguments)
 
 
 def assert_alarm(record: RolloutRecord, drafter: ReplayedDrafter, source: FeatureSource) -> None:
@@ -194,7 +193,7 @@ def test_trees_are_compared_under_a_table_that_learns(
     drafter = ReplayedDrafter.load(directory, target)
 
     def check(tables: dict[str, NDArray[np.float32]]) -> SelfCheck:
-        stage = ReplayStage(RecomputedFeatures(CpuPrefill(target)), PAGE_SIZE)
+        stage = ReplayStage(RecomputedFeatures(CpuPrefill(target)))
         return self_check(
             found, drafter, stage, version="initial", tables=tables, drafter_version="initial"
         )
@@ -223,7 +222,7 @@ def test_a_walk_as_recorded_visits_the_recorded_roots(
         record.responses,
         range(len(record.responses)),
         [Task(drafter, RecordedPlan(strategies, mine, "eagle"))],
-        ReplayStage(RecomputedFeatures(CpuPrefill(target)), PAGE_SIZE),
+        ReplayStage(RecomputedFeatures(CpuPrefill(target))),
     )
     plain = [n for n in range(16) if not branched(mine, n)]
     assert len(plain) > 10
@@ -246,7 +245,7 @@ def test_counts_do_not_depend_on_what_is_drafted_along(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     chosen, strategy = [0, 5, 11, 13], Strategy("eagle", 5, 3, 9)
-    stage = ReplayStage(RecomputedFeatures(CpuPrefill(target)), PAGE_SIZE)
+    stage = ReplayStage(RecomputedFeatures(CpuPrefill(target)))
     (walked,) = evaluate(record.responses, chosen, [Task(drafter, PinnedPlan(strategy))], stage)
     assert_covers(walked, record.responses, chosen)
     for n in chosen:
@@ -263,7 +262,7 @@ def test_a_walk_is_the_same_where_all_positions_are_drafted_from_first(
     drafter: ReplayedDrafter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage, walks = ReplayStage(RecomputedFeatures(CpuPrefill(target)), PAGE_SIZE), []
+    stage, walks = ReplayStage(RecomputedFeatures(CpuPrefill(target))), []
     strategies = record.header.legend.strategies
     plans = (
         PinnedPlan(Strategy("eagle", 5, 3, 9)),
@@ -284,11 +283,11 @@ def test_one_place_serves_for_all_responses(
 ) -> None:
     """A response leaves nothing that changes the counts of those that follow."""
     source, plan = RecomputedFeatures(CpuPrefill(target)), PinnedPlan(Strategy("eagle", 5, 3, 9))
-    kept = ReplayStage(source, PAGE_SIZE)
+    kept = ReplayStage(source)
     for chosen in ([13, 5], [0], [11], [5]):
         walks = [
             evaluate(record.responses, chosen, [Task(drafter, plan)], stage)[0]
-            for stage in (kept, ReplayStage(source, PAGE_SIZE))
+            for stage in (kept, ReplayStage(source))
         ]
         for name, found_C in vars(walks[0]).items():
             assert np.array_equal(found_C, getattr(walks[1], name))

@@ -38,7 +38,6 @@ from tlt_server.trainer.replaying.self_check import SelfCheck, self_check
 from tlt_server.trainer.replaying.staged import Roots, StagedResponses
 from tlt_server.wire.records import GenerateRequest, Strategy
 
-PAGE_SIZE = 16
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -83,7 +82,7 @@ class Recorded:
         return CapturedFeatures(store, "initial", len(layers) * config.hidden_size)
 
     def stage(self) -> ReplayStage:
-        return ReplayStage(self.source(), PAGE_SIZE)
+        return ReplayStage(self.source())
 
     def checked(self, drafter: ReplayedDrafter) -> SelfCheck:
         found = sample_set(self.samples, Identity("", ""), self.vocab_size)

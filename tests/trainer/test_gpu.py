@@ -109,8 +109,7 @@ def test_packs_read_ahead_reach_the_gpu_whole(source):
 
 def test_gpu_checkpoint_holds_the_state_before_the_next_step(target, source, tmp_path):
     trainer, packer = build(target, "cuda", torch.bfloat16), Packer(source, BUDGET, 7)
-    checkpoints = Checkpoints(tmp_path, trainer.state, {})
-    trainer.before_update = lambda: setattr(trainer, "good", checkpoints.settle() or trainer.good)
+    checkpoints = Checkpoints(tmp_path, trainer, {})
     losses, cursor = [], Cursor()
     for step in range(12):
         before = trainer.state.weight_P.clone()

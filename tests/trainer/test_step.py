@@ -148,20 +148,10 @@ def test_packs_without_any_weight_are_no_failure():
     assert not outcome.applied and trainer.undone == 0 and same(before, bits(trainer.state))
 
 
-def saving(trainer, directory):
-    checkpoints = Checkpoints(directory, trainer.state, IDENTITY)
-
-    def settle() -> None:
-        trainer.good = checkpoints.settle() or trainer.good
-
-    trainer.before_update = settle
-    return checkpoints
-
-
 def test_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
     whole, stopped, resumed = build(), build(), build()
     run(whole, packer(), 9)
-    checkpoints = saving(stopped, tmp_path)
+    checkpoints = Checkpoints(tmp_path, stopped, IDENTITY)
     for _ in range(4):
         run(stopped, packer(), 1)
         assert checkpoints.begin()
@@ -183,7 +173,7 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
 
 def test_two_failures_go_back_to_the_last_checkpoint(tmp_path):
     trainer = build()
-    checkpoints = saving(trainer, tmp_path)
+    checkpoints = Checkpoints(tmp_path, trainer, IDENTITY)
     run(trainer, packer(), 3)
     before = bits(trainer.state)
     checkpoints.begin()
@@ -220,7 +210,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_values(tmp_path):
 def test_unwritable_directory_is_reported_and_training_continues(tmp_path):
     (tmp_path / "file").write_text("")
     trainer = build()
-    checkpoints = saving(trainer, tmp_path / "file" / "below")
+    checkpoints = Checkpoints(tmp_path / "file" / "below", trainer, IDENTITY)
     checkpoints.begin()
     assert run(trainer, packer(), 1).applied
     checkpoints.close()

@@ -295,12 +295,7 @@ class TrainingBench:
                 checkpoint.write(directory, copy, {})
 
             plain_s = min(self.seconds(plain) for _ in range(2))
-            writer = checkpoint.Checkpoints(directory, trainer.state, {})
-
-            def settle() -> None:
-                writer.settle()
-
-            trainer.before_update = settle
+            writer = checkpoint.Checkpoints(directory, trainer, {})
             step_s = min(self.seconds(lambda: trainer.step([pack])) for _ in range(REPEATS))
             with_s = []
             for _ in range(3):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.drafter.device import device_of, memory_refused
-from tlt_server.drafter.records import PAGE_SIZE, EvaluatedRecord, load_record
+from tlt_server.drafter.records import EvaluatedRecord, load_record
 from tlt_server.drafter.table import show
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -138,11 +138,7 @@ def _self_checked(
         )
     source, (drafter,) = loaded(args, record, args.drafter[:1], args.device)
     return self_check(
-        record.head(args.responses),
-        drafter,
-        ReplayStage(source, PAGE_SIZE),
-        version=version,
-        on_response=tick,
+        record.head(args.responses), drafter, ReplayStage(source), version=version, on_response=tick
     )
 
 
@@ -165,11 +161,7 @@ def _evaluated(
         )
         tasks = [Task(drafter, _plan(args, record, drafter.kind)) for drafter in drafters]
         walks = evaluate(
-            record.samples.responses,
-            chosen,
-            tasks,
-            ReplayStage(source, PAGE_SIZE),
-            on_response=tick,
+            record.samples.responses, chosen, tasks, ReplayStage(source), on_response=tick
         )
         for place, task, walked in zip(same, tasks, walks, strict=True):
             found[place] = Evaluated(task.drafter, task.plan, walked)

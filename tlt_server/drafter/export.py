@@ -10,7 +10,7 @@ import numpy as np
 
 from tlt_server.drafter.evaluate import loaded
 from tlt_server.drafter.out import new_directory
-from tlt_server.drafter.records import PAGE_SIZE, load_record
+from tlt_server.drafter.records import load_record
 from tlt_server.errors import StartupError
 from tlt_server.trainer.exporting.export import export
 from tlt_server.trainer.exporting.export_layouts import Card
@@ -53,7 +53,7 @@ def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> st
         responses,
         range(len(responses)),
         [Task(each, PinnedPlan(REPLAYED)) for each in drafters],
-        ReplayStage(source, PAGE_SIZE),
+        ReplayStage(source),
     )
     for name, found_C in vars(mine).items():
         if not np.array_equal(found_C, getattr(written, name)):

@@ -20,8 +20,6 @@ from tlt_server.samples.segments import SUFFIX, Refusals, SegmentHeader, read_se
 from tlt_server.speculation.cost import CostModel
 from tlt_server.speculation.recorded import RolloutRecord
 
-PAGE_SIZE = 16  # tokens; no bit depends on it
-
 
 class EvaluatedRecord(NamedTuple):
     samples: SampleSet

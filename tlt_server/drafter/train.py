@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tlt_server.drafter.data import TargetLimits, read_documents
 from tlt_server.drafter.device import device_of, memory_refused
 from tlt_server.drafter.out import new_directory
-from tlt_server.drafter.records import PAGE_SIZE, load_record
+from tlt_server.drafter.records import load_record
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
@@ -129,7 +129,7 @@ class _HeldOut:
         return ReplayedDrafter.load(directory, self._target.model, device=self._device)
 
     def _stage(self) -> ReplayStage:
-        return ReplayStage(RecomputedFeatures(self._target), PAGE_SIZE)
+        return ReplayStage(RecomputedFeatures(self._target))
 
 
 def _build(
@@ -166,10 +166,9 @@ def _resume(arguments: argparse.Namespace, trainer: Trainer, tokens: int) -> Che
     for fault in faults:
         _say(fault)
     if found is not None:
-        trainer.restore(found.state)
-        trainer.good.copy_from(found.state)
+        trainer.resume(found.state)
         _say(f"resumed from {found.path}")
-    return Checkpoints(arguments.checkpoints, trainer.state, identity)
+    return Checkpoints(arguments.checkpoints, trainer, identity)
 
 
 def _train(
@@ -179,13 +178,6 @@ def _train(
     checkpoints: Checkpoints | None,
     held_out: _HeldOut | None,
 ) -> None:
-    if checkpoints is not None:
-        written = checkpoints
-
-        def settle() -> None:
-            trainer.good = written.settle() or trainer.good
-
-        trainer.before_update = settle
     network, display = trainer.network, _Display(arguments.steps, trainer.state.step)
     saved, idle = trainer.state.step, 0
     with display.progress:

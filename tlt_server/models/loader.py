@@ -262,6 +262,15 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterable[tuple[str, Tensor
                 ) from None
 
 
+def read_tensor(directory: Path, name: str) -> Tensor:
+    """Return one tensor of a checkpoint's directory."""
+    files = tensor_files(directory)
+    if name not in files:
+        raise ModelError(f"{directory}: tensor {name!r} is missing; download the checkpoint again")
+    ((_, tensor),) = read_tensors(files[name], [name])
+    return tensor
+
+
 def dtypes_for(parameter: Stored) -> tuple[torch.dtype, ...]:
     """Return the dtypes in which its values may come."""
     return STORAGE_DTYPES if parameter.is_floating_point() else (parameter.dtype,)

@@ -24,10 +24,11 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import describe, fill_drafter
 from tlt_server.models.draft_layouts import DraftLayout, read_layout
 from tlt_server.models.eagle import EagleNetwork
-from tlt_server.models.loader import read_tensors, tensor_files
+from tlt_server.models.loader import read_tensor
 from tlt_server.registry import load_object
 from tlt_server.trainer.exporting.export_layouts import EXPORTS, Card, Origin, model_card
-from tlt_server.trainer.replaying.handed import PAGE_SIZE, cpu_frame
+from tlt_server.trainer.replaying.handed import cpu_frame
+from tlt_server.trainer.replaying.staged import PAGE_SIZE
 
 CALIBRATION, ROWS = "calibration.json", 40
 
@@ -79,17 +80,9 @@ def export(
 def _frame(target: Path, drafter: Path) -> Decoder:
     """The target without storage, apart from the embedding and the head, which drafters share."""
     tied = ModelConfig.read(target).tied_embeddings
-    embedding_VH = _read(target, "model.embed_tokens.weight")
-    head_VH = embedding_VH if tied else _read(target, "lm_head.weight")
+    embedding_VH = read_tensor(target, "model.embed_tokens.weight")
+    head_VH = embedding_VH if tied else read_tensor(target, "lm_head.weight")
     return cpu_frame(target, drafter, embedding_VH, head_VH, leaves=1)
-
-
-def _read(directory: Path, name: str) -> Tensor:
-    files = tensor_files(directory)
-    if name not in files:
-        raise ModelError(f"{directory}: tensor {name!r} is missing; download the checkpoint again")
-    ((_, tensor),) = read_tensors(files[name], [name])
-    return tensor
 
 
 def _loaded(directory: Path, frame: Decoder) -> EagleNetwork:
@@ -148,7 +141,7 @@ def _tensors(origin: Origin, layout: DraftLayout, network: EagleNetwork) -> dict
     """The tensors of the new file, in the dtypes that they have."""
     before, _ = read_layout(origin.directory)
     tensors = {
-        layout.published(name): _read(origin.directory, before.published(name))
+        layout.published(name): read_tensor(origin.directory, before.published(name))
         for name in network.parameters()
     }
     if origin.described.architecture.own_head:
@@ -156,7 +149,9 @@ def _tensors(origin: Origin, layout: DraftLayout, network: EagleNetwork) -> dict
         tensors["d2t"] = ids_C - torch.arange(len(ids_C))
         tensors["t2d"] = torch.isin(torch.arange(network.vocab_size), ids_C)
     else:  # SafeAILab's loader takes no file without an embedding, SGLang's none without a bias
-        tensors["embed_tokens.weight"] = _read(origin.target_directory, "model.embed_tokens.weight")
+        tensors["embed_tokens.weight"] = read_tensor(
+            origin.target_directory, "model.embed_tokens.weight"
+        )
         fc_HX = tensors["fc.weight"]
         tensors.setdefault("fc.bias", torch.zeros(len(fc_HX), dtype=fc_HX.dtype))
     return tensors

@@ -18,7 +18,7 @@ from torch import Tensor
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
 from tlt_server.models.draft_networks import EAGLE3, layer_ids, layers_within
-from tlt_server.models.loader import eos_token_ids, read_tensors, tensor_files
+from tlt_server.models.loader import eos_token_ids, read_tensor
 from tlt_server.trainer.learning.network import TrainableDrafter, TrainableEagle3, load_trainable
 
 ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -131,12 +131,6 @@ def _take_over(network: TrainableEagle3, earlier: TrainableDrafter) -> None:
 
 def _outputs(target: Path, config: ModelConfig, ids_C: Tensor) -> tuple[Tensor, Tensor]:
     """Read the target's LM head rows [C, H] and last norm [H]; no other tensor is read."""
-    files = tensor_files(target)
     head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-    found = []
-    for name in (head, "model.norm.weight"):
-        if name not in files:
-            raise ModelError(f"{target}: tensor {name!r} is missing; the checkpoint is incomplete")
-        ((_, tensor),) = read_tensors(files[name], [name])
-        found.append(tensor.float())
-    return found[0][ids_C], found[1]
+    head_VH, norm_H = (read_tensor(target, name).float() for name in (head, "model.norm.weight"))
+    return head_VH[ids_C], norm_H

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tlt_server.errors import StorageFailed
 from tlt_server.process.private import private_directory, private_file
-from tlt_server.trainer.learning.step import State
+from tlt_server.trainer.learning.step import State, Trainer
 from tlt_server.weights.checksums import checksum
 
 KEPT = 2
@@ -50,13 +50,17 @@ class Found(NamedTuple):
 
 
 class Checkpoints:
-    """Writes a trainer's states. A failure to write is kept in `failure` and training goes on."""
+    """Writes a trainer's states, whose last copy is the one it goes back to. A failure to write is
+    kept in `failure` and training goes on.
+    """
 
-    def __init__(self, directory: Path, state: State, identity: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, trainer: Trainer, identity: Mapping[str, str]) -> None:
         self.directory, self.failure = directory, ""
         self.written = self.skipped = 0
         self.stall_s = 0.0  # in which the last copy kept the trainer waiting
-        self._state, self._identity = state, dict(identity)
+        self._trainer, self._identity = trainer, dict(identity)
+        trainer.before_update = self.settle
+        state = trainer.state
         self._copies = [state.host_copy(), state.host_copy()]  # good, and the next
         self._stream = torch.cuda.Stream() if state.weight_P.is_cuda else None
         self._copying: State | None = None
@@ -72,22 +76,22 @@ class Checkpoints:
         began = time.monotonic()
         copy = self._copies[1]
         if self._stream is None:
-            copy.copy_from(self._state)
+            copy.copy_from(self._trainer.state)
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                copy.copy_from(self._state)
+                copy.copy_from(self._trainer.state)
         self._copying = copy
         self.stall_s = time.monotonic() - began
         return True
 
-    def settle(self) -> State | None:
-        """Wait until the copy that has begun is through, and hand it to the writer. Return it: it
-        stays as it is until the next `begin`. None if no copy has begun.
+    def settle(self) -> None:
+        """Wait until the copy that has begun is through, and hand it to the writer. It stays as it
+        is until the next `begin`.
         """
         copy, self._copying = self._copying, None
         if copy is None:
-            return None
+            return
         began = time.monotonic()
         if self._stream is not None:
             self._stream.synchronize()
@@ -95,7 +99,7 @@ class Checkpoints:
         self._copies.reverse()
         self._writer = threading.Thread(target=self._write, args=(copy,), name="checkpoint")
         self._writer.start()
-        return copy
+        self._trainer.good = copy
 
     def close(self) -> None:
         """Write what has begun, and wait for it."""

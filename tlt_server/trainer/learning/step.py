@@ -193,6 +193,11 @@ class Trainer:
         self.abandon()
         self.state.copy_from(state)
 
+    def resume(self, state: State) -> None:
+        """Go on from the state of a checkpoint, which is known to be good."""
+        self.restore(state)
+        self.good.copy_from(state)
+
     def _update(self, norm: float) -> Iterator[str]:
         settings, state = self.settings, self.state
         rate = settings.rate(state.step) * state.rate_scale

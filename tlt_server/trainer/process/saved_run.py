@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -43,10 +42,9 @@ class SavedRun:
         if self._checkpoints is not None:
             self._checkpoints.close()
         directory, identity = self._place(trainer, lineage)
-        self._checkpoints = Checkpoints(directory, trainer.state, identity)
-        trainer.before_update = partial(self.settle, trainer)
+        self._checkpoints = Checkpoints(directory, trainer, identity)
         self.save(trainer, cursor)
-        self.settle(trainer)
+        self.settle()
         for other in self._directory.glob("*"):
             if other != directory:
                 shutil.rmtree(other, ignore_errors=True)
@@ -57,10 +55,10 @@ class SavedRun:
         assert self._checkpoints is not None
         self._checkpoints.begin()
 
-    def settle(self, trainer: Trainer) -> None:
-        """Have the checkpoint written that has begun, before weights change."""
+    def settle(self) -> None:
+        """Have the checkpoint written that has begun."""
         assert self._checkpoints is not None
-        trainer.good = self._checkpoints.settle() or trainer.good
+        self._checkpoints.settle()
 
     def end(self) -> None:
         """Write the last state and let go of it."""

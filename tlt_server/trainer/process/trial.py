@@ -37,7 +37,7 @@ from tlt_server.trainer.replaying.evaluate import (
     evaluate,
     fit_calibration,
 )
-from tlt_server.trainer.replaying.handed import PAGE_SIZE, Handed, digest_of
+from tlt_server.trainer.replaying.handed import Handed, digest_of
 from tlt_server.trainer.replaying.plans import PinnedPlan
 from tlt_server.trainer.replaying.replay import ReplayedDrafter
 from tlt_server.trainer.replaying.self_check import self_check
@@ -71,7 +71,7 @@ class Trial:
         self._vocab_size, self._checked, self._tables = vocab_size, checked, tables
         self._strategy = Strategy(handed.in_force.kind, DEPTH, WIDTH, ROWS)
         source = CapturedFeatures(states, handed.target_version, handed.frame.feature_width)
-        self._stage = ReplayStage(source, PAGE_SIZE)
+        self._stage = ReplayStage(source)
         self._test = AdoptionTest(before)
         self._walked: list[list[Walked]] = []  # both drafters, by part
 

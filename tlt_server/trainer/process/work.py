@@ -224,7 +224,7 @@ class DrafterWork:
         if judged := len(groups) >= LEAST_GROUPS:
             self._numbers.take()  # the checkpoint has it, too
         self._save(trainer)
-        self._saved.settle(trainer)
+        self._saved.settle()
         if self._spacing.left:
             return RoundEnd(paid=True)
         yield TrainerState.EVALUATING
@@ -297,8 +297,7 @@ class DrafterWork:
         trainer = Trainer(network, frozen, objective, AdamWSettings(lr=rate))
         found, faults = self._saved.newest(trainer, self._saved_as)
         if found is not None:
-            trainer.restore(found.state)
-            trainer.good.copy_from(found.state)
+            trainer.resume(found.state)
             self._rounds, candidates = found.state.cursor[:2]
             self._numbers.after(candidates)
         self._checkpoint_as(trainer)

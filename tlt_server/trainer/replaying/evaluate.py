@@ -23,7 +23,7 @@ from torch import Tensor
 from tlt_server.samples.samples import Responses
 from tlt_server.trainer.replaying.plans import PlannedRoots, RootPlan
 from tlt_server.trainer.replaying.replay import MAX_ROOTS, DraftReplay, ReplayedDrafter
-from tlt_server.trainer.replaying.staged import Roots, StagedResponses
+from tlt_server.trainer.replaying.staged import PAGE_SIZE, Roots, StagedResponses
 from tlt_server.wire.records import Strategy
 
 STRIDE = 5  # positions between the roots that a calibration is fitted to
@@ -100,8 +100,8 @@ class ReplayStage:
     kept from call to call; they are made again where responses need more pages than ever before.
     """
 
-    def __init__(self, source: FeatureSource, page_size: int) -> None:
-        self._source, self._page_size = source, page_size
+    def __init__(self, source: FeatureSource) -> None:
+        self._source = source
         self._pages = 0  # needed by the largest part
         self._staged: StagedResponses | None = None
         self._replays: dict[int, DraftReplay] = {}  # by id of the drafter
@@ -117,7 +117,7 @@ class ReplayStage:
         parts = self._cut(chosen, responses.prompt_len_N + responses.output_len_N)
         if self._staged is None or self._staged.cache.pages < self._pages:
             self._replays.clear()  # before others are made: they are large
-            self._staged = StagedResponses(self._source.width, self._pages, self._page_size)
+            self._staged = StagedResponses(self._source.width, self._pages)
         staged = self._staged
         replays = [self._replay(drafter, staged) for drafter in drafters]
         for part in parts:
@@ -131,20 +131,21 @@ class ReplayStage:
         return self._replays[id(drafter)]
 
     def _cut(self, chosen: Sequence[int], lengths: NDArray[np.int64]) -> list[list[int]]:
-        size = self._page_size
-        parts = [*_parts(sorted(chosen, key=lambda n: int(lengths[n])), lengths, size)]
+        parts = [*_parts(sorted(chosen, key=lambda n: int(lengths[n])), lengths)]
         for part in parts:
-            self._pages = max(self._pages, sum(-(-int(lengths[n]) // size) for n in part))
+            self._pages = max(self._pages, sum(_pages_of(int(lengths[n])) for n in part))
         return parts
 
 
-def _parts(
-    chosen: Sequence[int], lengths: NDArray[np.int64], page_size: int
-) -> Iterator[list[int]]:
+def _pages_of(length: int) -> int:
+    return -(-length // PAGE_SIZE)
+
+
+def _parts(chosen: Sequence[int], lengths: NDArray[np.int64]) -> Iterator[list[int]]:
     part: list[int] = []
     tokens = 0
     for n in chosen:
-        size = -(-int(lengths[n]) // page_size) * page_size
+        size = _pages_of(int(lengths[n])) * PAGE_SIZE
         if part and (tokens + size > STAGED_TOKENS or len(part) == MAX_ROOTS):
             yield part
             part, tokens = [], 0

@@ -17,6 +17,8 @@ from tlt_server.samples.samples import Responses
 from tlt_server.speculation.batch import DraftBatch
 from tlt_server.trainer.target.prefill import TextPages
 
+PAGE_SIZE = 16  # tokens, as of a GPU's kernels; no bit depends on it
+
 
 class Roots(NamedTuple):
     """Positions to draft from. The last token known is the one at the root."""
@@ -34,13 +36,13 @@ class StagedResponses:
     them share.
     """
 
-    def __init__(self, width: int, pages: int, page_size: int) -> None:
+    def __init__(self, width: int, pages: int) -> None:
         """`width`: F."""
         self.number = 0  # how many times responses were staged
         self.cache = KVCache(
             layers=0,
             pages=pages,
-            page_size=page_size,
+            page_size=PAGE_SIZE,
             scratch=0,
             kv_heads=1,
             head_dim=1,
@@ -57,7 +59,7 @@ class StagedResponses:
         self.seed_N = responses.seed_N[chosen_N]
         self.temperature_N = responses.temperature_N[chosen_N]
         self.last_N = self.prompt_len_N + responses.max_tokens_N[chosen_N].astype(np.int64)
-        pages = TextPages(texts, self.cache.page_size)
+        pages = TextPages(texts, PAGE_SIZE)
         assert pages.count <= self.cache.pages, "the cache was made for fewer tokens"
         self.token_T, self.position_T, self.kv_slot_T = (
             pages.token_T,
