@@ -5,7 +5,7 @@ them the response follows; survivals follow from the table in force, and what th
 budget would have kept from growing is cut off again. Drafters that read only text are not recorded:
 the CPU's own run on the replayed text.
 
-Legend: B requests, M nodes of a request, N candidates, P recorded positions.
+Legend: B requests, M nodes of a request, P recorded positions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tlt_server.speculation.branches import Branching, Proposing
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.eagle import FLOOR
 from tlt_server.speculation.drafters.history import History
+from tlt_server.speculation.node_table import candidates_of
 from tlt_server.speculation.recorded import NONE, RecordedTrees, RecordHeader, RolloutRecord
-from tlt_server.speculation.survival import BUCKETS, RANKS, OnlineTable
+from tlt_server.speculation.survival import OnlineTable
 from tlt_server.wire.records import Strategy
 
 
@@ -93,7 +94,18 @@ class RecordedDrafts:
         budget = strategy.draft_rows(requests) if self._max_rows is not None else 0
         _cut(live_BM, survival_BM, parent_BM, level_BM, budget)
         token_BM = self._tokens(grown, at_B, index_B, batch, cell_BM.shape[1])
-        return _flat(live_BM, parent_BM, token_BM, depth_BM, survival_BM, cell_BM)
+        above_BM = np.where(parent_BM == NONE, np.int32(-1), parent_BM.astype(np.int32))
+        survival_BM = np.where(live_BM, survival_BM, np.float32(-1))
+        columns = cell_BM.shape[1]
+        return candidates_of(
+            columns,
+            columns,
+            above_BM.reshape(-1),
+            depth_BM.reshape(-1),
+            survival_BM.reshape(-1),
+            token_BM.reshape(-1),
+            cell_BM.reshape(-1),
+        )
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
         self.table.observe(candidates.cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
@@ -212,31 +224,6 @@ def _cut(
             bar = max(bar, np.partition(known, len(known) - budget)[len(known) - budget])
         grows_BM = live_BM[rows, above_BM] & (survival_BM[rows, above_BM] > bar)
         live_BM &= (level_BM != level) | grows_BM
-
-
-def _flat(
-    live_BM: NDArray[np.bool_],
-    parent_BM: NDArray[np.uint16],
-    token_BM: NDArray[np.int32],
-    depth_BM: NDArray[np.int32],
-    survival_BM: NDArray[np.float32],
-    cell_BM: NDArray[np.int32],
-) -> Candidates:
-    request_N, column_N = np.nonzero(live_BM)
-    index_BM = np.full(live_BM.shape, -1, np.int32)
-    index_BM[request_N, column_N] = np.arange(len(request_N), dtype=np.int32)
-    above_N = parent_BM[request_N, column_N]
-    parent_N = index_BM[request_N, np.where(above_N == NONE, 0, above_N)]
-    cell_N = cell_BM[request_N, column_N]
-    return Candidates(
-        request_N.astype(np.int32),
-        np.where(above_N == NONE, -1, parent_N).astype(np.int32),
-        token_BM[request_N, column_N],
-        depth_BM[request_N, column_N],
-        cell_N // BUCKETS % RANKS,
-        survival_BM[request_N, column_N],
-        cell_N,
-    )
 
 
 def shapes_of(drafts: Proposing, drafter: str, device: str) -> Iterator[tuple[int, int]]:
