@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_server.samples.samples import Responses
+
 
 @dataclass(frozen=True)
 class DraftBatch:
@@ -36,6 +38,35 @@ class DraftBatch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @classmethod
+    def of(
+        cls,
+        responses: Responses,
+        number_B: NDArray[np.int64],
+        root_B: NDArray[np.int64],
+        page_table_BP: NDArray[np.int32],
+        capacity_B: NDArray[np.int64] | None = None,
+    ) -> DraftBatch:
+        """Return recorded responses, by their numbers, as they were with these roots. `capacity_B`:
+        tokens that fit their pages; None: all.
+        """
+        # As in serving: the last token that max_tokens permits is never a draft.
+        longest_B = responses.max_tokens_N[number_B].astype(np.int64)
+        last_B = responses.prompt_len_N[number_B] + longest_B - 1
+        if capacity_B is not None:
+            last_B = np.minimum(last_B, capacity_B)
+        pairs = zip(number_B.tolist(), root_B.tolist(), strict=True)
+        return cls(
+            ids=[str(n) for n in number_B.tolist()],
+            group_ids=[str(group) for group in responses.group_N[number_B].tolist()],
+            tokens=[responses.tokens(n)[: root + 1] for n, root in pairs],
+            prompt_len_B=responses.prompt_len_N[number_B],
+            page_table_BP=page_table_BP,
+            seed_B=responses.seed_N[number_B],
+            temperature_B=responses.temperature_N[number_B],
+            max_depth_B=np.maximum(0, last_B - root_B - 1).astype(np.int32),
+        )
 
 
 @dataclass(frozen=True)

@@ -98,11 +98,16 @@ class ReplayRunner:
     def step(self, batch: Batch) -> OpenStep:
         """Look at a step before it runs."""
         decoding = [chunk for chunk in batch.chunks if chunk.decodes and self._left(chunk)]
+        responses = self._responses
+        number_B = np.array([int(chunk.sequence.id) for chunk in decoding], np.int64)
+        root_B = responses.prompt_len_N[number_B] + self._known_N[number_B] - 1
+        capacity_B = np.array([chunk.sequence.capacity for chunk in decoding], np.int64)
+        no_pages_BP = np.zeros((len(decoding), 0), np.int32)
         return OpenStep(
             batch.context,
-            self._draft_batch(decoding),
-            self._follow(decoding),
-            np.array([self._left(chunk) for chunk in decoding], np.int64),
+            DraftBatch.of(responses, number_B, root_B, no_pages_BP, capacity_B),
+            responses.after(number_B, root_B, self._deepest),
+            self._output_len_N[number_B] - self._known_N[number_B],
             sum(c.samples and not c.decodes and self._left(c) > 0 for c in batch.chunks),
         )
 
@@ -162,36 +167,6 @@ class ReplayRunner:
     def _left(self, chunk: Chunk) -> int:
         n = int(chunk.sequence.id)
         return int(self._output_len_N[n] - self._known_N[n])
-
-    def _draft_batch(self, decoding: list[Chunk]) -> DraftBatch:
-        sequences = [chunk.sequence for chunk in decoding]
-        index = [int(s.id) for s in sequences]
-        length = [
-            s.prompt_len + int(self._known_N[n]) for n, s in zip(index, sequences, strict=True)
-        ]
-        return DraftBatch(
-            ids=[s.id for s in sequences],
-            group_ids=[s.request.group_id for s in sequences],
-            tokens=[
-                self._responses.tokens(n)[:size] for n, size in zip(index, length, strict=True)
-            ],
-            prompt_len_B=np.array([s.prompt_len for s in sequences], np.int32),
-            page_table_BP=np.zeros((len(sequences), 0), np.int32),
-            seed_B=np.array([s.request.seed for s in sequences], np.uint64),
-            temperature_B=np.array([s.request.sampling.temperature for s in sequences], np.float32),
-            max_depth_B=np.array(
-                [
-                    max(0, min(s.prompt_len + s.request.sampling.max_tokens - 1, s.capacity) - size)
-                    for s, size in zip(sequences, length, strict=True)
-                ],
-                np.int32,
-            ),
-        )
-
-    def _follow(self, decoding: list[Chunk]) -> NDArray[np.int32]:
-        n_B = np.array([int(chunk.sequence.id) for chunk in decoding], np.int64)
-        root_B = self._responses.prompt_len_N[n_B] + self._known_N[n_B] - 1
-        return self._responses.after(n_B, root_B, self._deepest)
 
     def _emissions(self, batch: Batch, accepted: dict[str, int]) -> list[Emission]:
         """Give each chunk that samples its next tokens, and advance the device's state."""

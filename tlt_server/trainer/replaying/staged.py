@@ -53,13 +53,8 @@ class StagedResponses:
         """Take these responses instead of those before."""
         chosen_N = np.array(chosen, np.int64)
         self._responses, self._chosen_N = responses, chosen_N
-        texts = [responses.tokens(n) for n in chosen]
-        self.texts = texts
         self.prompt_len_N = responses.prompt_len_N[chosen_N]
-        self.seed_N = responses.seed_N[chosen_N]
-        self.temperature_N = responses.temperature_N[chosen_N]
-        self.last_N = self.prompt_len_N + responses.max_tokens_N[chosen_N].astype(np.int64)
-        pages = TextPages(texts, PAGE_SIZE)
+        pages = TextPages([responses.tokens(n) for n in chosen], PAGE_SIZE)
         assert pages.count <= self.cache.pages, "the cache was made for fewer tokens"
         self.token_T, self.position_T, self.kv_slot_T = (
             pages.token_T,
@@ -73,19 +68,11 @@ class StagedResponses:
 
     def batch(self, roots: Roots) -> DraftBatch:
         """Return what a drafter sees."""
-        n_B, position_B = roots.response_B, roots.position_B
-        pairs = zip(n_B.tolist(), position_B.tolist(), strict=True)
-        names = [str(n) for n in n_B.tolist()]
-        return DraftBatch(
-            ids=names,
-            group_ids=names,
-            tokens=[self.texts[n][: position + 1] for n, position in pairs],
-            prompt_len_B=self.prompt_len_N[n_B],
-            page_table_BP=self.table_NP[n_B],
-            seed_B=self.seed_N[n_B],
-            temperature_B=self.temperature_N[n_B],
-            # As in serving: the last token that max_tokens permits is never a draft.
-            max_depth_B=np.maximum(0, self.last_N[n_B] - position_B - 2).astype(np.int32),
+        return DraftBatch.of(
+            self._responses,
+            self._chosen_N[roots.response_B],
+            roots.position_B,
+            self.table_NP[roots.response_B],
         )
 
     def follow(self, roots: Roots, depth: int) -> NDArray[np.int32]:
