@@ -41,7 +41,7 @@ from tlt_server.speculation.survival import Calibration, OnlineTable
 from tlt_server.trainer.replaying.evaluate import FeatureSource, ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.replaying.plans import PinnedPlan, RecordedPlan
 from tlt_server.trainer.replaying.replay import DraftReplay, ReplayedDrafter, Roots
-from tlt_server.trainer.replaying.self_check import DraftsDiffer, SelfCheck, self_check
+from tlt_server.trainer.replaying.self_check import SelfCheck, self_check
 from tlt_server.trainer.target.prefill import CpuPrefill
 from tlt_server.trainer.target.recompute import RecomputedFeatures
 from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
@@ -104,15 +104,14 @@ def assert_alarm(record: RolloutRecord, drafter: ReplayedDrafter, source: Featur
     found = checked(replace(record, verified=some(record.verified, few_V)), drafter, source)
     assert found.different > 0 and found.shown == sorted(found.shown)
     first = found.shown[0]
-    with pytest.raises(DraftsDiffer, match=f"response {first.response}, root at position"):
-        found.require_equal()
+    assert str(first).startswith(f"response {first.response}, root at position")
 
 
 def test_a_replay_accepts_what_the_server_accepted(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     found = checked(record, drafter, RecomputedFeatures(CpuPrefill(target)))
-    found.require_equal()
+    assert found.compared and not found.different
     assert found.shown == [] and not found.unknown
     assert found.compared > 1000
     verified, strategies = record.verified, record.header.legend.strategies
@@ -165,8 +164,7 @@ def test_what_cannot_be_compared_is_counted(
     cycles = sum(drafts[index].drafter == "eagle" for index in record.verified.strategy_V)
     other = checked(record, drafter, source, version="other")
     assert other.unknown == {"computed by another version of the target": cycles}
-    with pytest.raises(DraftsDiffer, match=rf"no cycle could be compared \({cycles}: computed"):
-        other.require_equal()
+    assert not other.compared
     learnt = checked(record, drafter, source, tables={})
     assert list(learnt.unknown) == ["a tree under a calibration that is not kept"]
     assert learnt.compared + sum(learnt.unknown.values()) == cycles
@@ -201,7 +199,7 @@ def test_trees_are_compared_under_a_table_that_learns(
     before = drafter.weights.calibration.survival_K.copy()
     tables = read_tables(table_file(tmp_path / "ring"))
     known = check(tables)
-    known.require_equal()
+    assert known.compared and not known.different
     assert not known.unknown and known.compared > 50
     assert len(found.legend.calibrations) > 2 and {*found.legend.calibrations} <= {*tables, ""}
     assert np.array_equal(drafter.weights.calibration.survival_K, before)

@@ -14,7 +14,7 @@ from tests.engine.pushing import Pushable, perturbed
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.ring import RingConsumer, make_ring
-from tlt_server.samples.sample import PER_CYCLE, Sample, decode_sample, sample_set
+from tlt_server.samples.sample import Sample, decode_sample, sample_set
 from tlt_server.wire.records import DraftLimits, GenerateRequest
 
 NOBODY = Identity("", "")
@@ -80,9 +80,9 @@ def test_recording_changes_no_bit_and_tells_what_cycles_did(
             assert deepest == {True: 4, False: 0}.get(r.sd, 2)  # type: ignore[call-overload]
             own_C = np.frombuffer(sample.own_accepted, np.uint8)
             branches += int((accepted_C - own_C).sum())
-            assert len(sample.rows + sample.branches + sample.accepted) == 4 * sample.cycles
-            beyond_ids = sample.cycles * PER_CYCLE
-            assert beyond_ids <= 8 * len(sample.token_T)
+            per_cycle = sample.rows + sample.branches + sample.accepted
+            per_cycle += sample.own_accepted + sample.how
+            assert len(per_cycle) == 6 * sample.cycles <= 8 * len(sample.token_T)
         assert (branches > 0) == bool(turn)
     found = sample_set([*samples.values()], NOBODY, engine.info.vocab_size)
     found.check()

@@ -114,7 +114,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
 def test_replay_by_gpu_kernels_accepts_the_same_drafts(interpreted: Recorded) -> None:
     drafter = interpreted.replayed()
     found = interpreted.checked(drafter)
-    found.require_equal()
+    assert found.compared and not found.different
     assert found.compared > 10 and not found.unknown and len(interpreted.tables) > 1
     assert sum(sum(s.own_accepted) for s in interpreted.samples) > 0
 
@@ -206,7 +206,7 @@ def test_on_a_gpu_every_cycle_is_repeated(responses: int, cycles: int, tmp_path:
     recorded = Recorded(settings, tmp_path / "rings", *asked)
     drafter = recorded.replayed()
     found = recorded.checked(drafter)
-    found.require_equal()
+    assert found.compared and not found.different
     print(f"{found.compared} cycles compared, {found.different} differ")
     assert found.compared > cycles
     plan = PinnedPlan(Strategy("eagle", 7, 4, 16))

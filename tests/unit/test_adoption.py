@@ -12,7 +12,6 @@ from tlt_server.trainer.judging.adoption_test import (
     Betting,
     GainInterval,
     Proof,
-    adopting_runs,
     gains,
     level_of,
 )
@@ -32,6 +31,19 @@ def made_up(seed: int, gain: float) -> list[np.ndarray]:
         noise_KT[rare_KT] = 0.6 * random.choice((-1, 1), rare_KT.sum())
         found.append(np.clip(noise_KT + gain, -1, 1))
     return found
+
+
+def adopting_runs(gain_SKT: list[np.ndarray]) -> float:
+    """Return the share of K runs that ever adopt a candidate, by gains [K runs, T observations] of
+    each of their candidates.
+    """
+    adopted_K = np.zeros(len(gain_SKT[0]), np.bool_)
+    for candidate, gain_KT in enumerate(gain_SKT):
+        proof = Proof(len(gain_KT), candidate)
+        for gain_K in gain_KT.T:
+            proof.observe(gain_K)
+        adopted_K |= proof.found_K
+    return float(adopted_K.mean())
 
 
 def test_runs_seldom_adopt_candidates_without_gain() -> None:

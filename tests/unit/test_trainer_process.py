@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.unit.recorded_samples import VOCAB, sample
-from tlt_server.samples.hidden_states import Captured, encode_captured
+from tlt_server.samples.hidden_states import Captured
 from tlt_server.samples.ring import RingProducer, make_ring
 from tlt_server.samples.sample import encode_sample
 from tlt_server.trainer.process.main import BEAT_S, REPORT_S, Keeper
@@ -98,13 +98,13 @@ def test_features_of_the_newest_version_are_held(tmp_path: Path) -> None:
     now = [0.0]
     keeper, ring = Keeper(given, lambda: now[0]), RingProducer(features)
     for number in range(12):  # 96 bytes each
-        ring.offer(encode_captured(captured(number, "v0")))
+        ring.offer(msgspec.msgpack.encode(captured(number, "v0")))
     ring.offer(b"junk")
     assert keeper.take() == 13
     report = keeper.report()
     assert report is not None and (report.feature_tokens, report.feature_size) == (30, 960)
     assert report.refused == 1
-    ring.offer(encode_captured(captured(12, "v1")))
+    ring.offer(msgspec.msgpack.encode(captured(12, "v1")))
     assert keeper.take() == 1
     now[0] += REPORT_S
     report = keeper.report()

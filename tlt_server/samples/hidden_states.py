@@ -49,10 +49,6 @@ def state_bytes(feature_width: int, hidden_width: int, item: int) -> int:
     return item * (feature_width + hidden_width)
 
 
-def encode_captured(captured: Captured) -> bytes:
-    return msgspec.msgpack.encode(captured)
-
-
 def captured_parts(captured: Captured, features: Buffer, hidden: Buffer) -> list[Buffer]:
     """Return the bytes of `captured` with these states, which it lacks, without copying them."""
     assert not captured.features and not captured.hidden

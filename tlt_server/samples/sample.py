@@ -25,7 +25,6 @@ MAX_TOKENS = 2**24  # prompt and output
 MAX_NAME = 1024  # characters of a group, a version, an owner
 UNKNOWN = 255  # branches that were not counted
 FIELDS = 6  # numbers of a cycle in a `Trace`: root, rows, own rows, accepted, own accepted, how
-PER_CYCLE = 6  # bytes
 
 T = TypeVar("T", bound=Hashable)
 Number = TypeVar("Number", bound=np.generic)

@@ -30,8 +30,6 @@ Legend: K tests in step with each other, a dimension that simulations use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -175,16 +173,3 @@ class AdoptionTest:
     @property
     def gain(self) -> Interval:
         return self._interval.bounds
-
-
-def adopting_runs(gain_SKT: Sequence[NDArray[np.float64]], level: float = LEVEL) -> float:
-    """Return the share of K runs that ever adopt one of their candidates. gain_SKT: the gains of
-    each candidate of the runs, [K runs, T observations].
-    """
-    adopted_K = np.zeros(len(gain_SKT[0]), np.bool_)
-    for candidate, gain_KT in enumerate(gain_SKT):
-        proof = Proof(len(gain_KT), candidate, level)
-        for gain_K in gain_KT.T:
-            proof.observe(gain_K)
-        adopted_K |= proof.found_K
-    return float(adopted_K.mean())

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.errors import Conflict
 from tlt_server.samples.samples import SampleSet
 from tlt_server.samples.tables import drafter_of
 from tlt_server.trainer.replaying.evaluate import ReplayStage
@@ -54,28 +53,6 @@ class SelfCheck(NamedTuple):
     different: int
     shown: list[Difference]  # the first ones, by response and position
     unknown: Mapping[str, int]
-
-    def require_equal(self) -> None:
-        """`DraftsDiffer` if anything differs, or nothing could be compared."""
-        if self.different or not self.compared:
-            raise DraftsDiffer(self)
-
-
-class DraftsDiffer(Conflict):
-    """A replay does not repeat the server's own counts."""
-
-    def __init__(self, check: SelfCheck) -> None:
-        self.check = check
-        found = (
-            f"{check.different} of {check.compared} cycles differ from what the server accepted; "
-            f"the first is {check.shown[0]}"
-            if check.shown
-            else f"no cycle could be compared ({_listed(check.unknown) or 'none was recorded'})"
-        )
-        super().__init__(
-            f"self-check: {found}. No drafter is adopted on this record: name the target and the "
-            "drafter that were in force, or record again"
-        )
 
 
 def self_check(
@@ -195,7 +172,3 @@ def _replayed(
         )
     in_force_K[:] = own_K
     return replayed_B
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count}: {reason}" for reason, count in counts.items())
