@@ -107,7 +107,7 @@ def assert_alarm(record: RolloutRecord, drafter: ReplayedDrafter, source: Featur
     assert str(first).startswith(f"response {first.response}, root at position")
 
 
-def test_a_replay_accepts_what_the_server_accepted(
+def test_replay_repeats_the_servers_accepted_counts(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     found = checked(record, drafter, RecomputedFeatures(CpuPrefill(target)))
@@ -157,7 +157,7 @@ def test_another_weight_version_is_noticed(
     assert_alarm(record, drafter, RecomputedFeatures(CpuPrefill(target)))
 
 
-def test_what_cannot_be_compared_is_counted(
+def test_incomparable_cycles_are_counted_by_reason(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     source, drafts = RecomputedFeatures(CpuPrefill(target)), record.header.legend.strategies
@@ -170,7 +170,7 @@ def test_what_cannot_be_compared_is_counted(
     assert learnt.compared + sum(learnt.unknown.values()) == cycles
 
 
-def test_trees_are_compared_under_a_table_that_learns(
+def test_trees_compare_under_the_table_of_their_cycle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine puts what it learns in force now and then, and names the table of every tree."""
@@ -239,7 +239,7 @@ def branched(verified: Verifications, n: int) -> bool:
     return bool((verified.accepted_V[of_V] > verified.own_accepted_V[of_V]).any())
 
 
-def test_counts_do_not_depend_on_what_is_drafted_along(
+def test_counts_do_not_depend_on_the_batch(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     chosen, strategy = [0, 5, 11, 13], Strategy("eagle", 5, 3, 9)
@@ -254,7 +254,7 @@ def test_counts_do_not_depend_on_what_is_drafted_along(
                 assert replay.accepted(alone, 5, 3).tolist() == [accepted]
 
 
-def test_a_walk_is_the_same_where_all_positions_are_drafted_from_first(
+def test_walk_equals_drafting_from_all_positions_first(
     record: RolloutRecord,
     target: Decoder,
     drafter: ReplayedDrafter,
@@ -319,7 +319,7 @@ def test_the_command_prints_every_drafter_against_the_first(
     assert main([*command, "--as-recorded", "--policy", TREE]) == 0
 
 
-def test_networks_that_read_other_layers_share_a_record(
+def test_networks_of_different_layers_share_a_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """EAGLE-1 was in force, and EAGLE-3 is compared with it."""
@@ -361,7 +361,7 @@ def test_networks_that_read_other_layers_share_a_record(
     assert "recorded with 2 reduction leaves, which round otherwise than this replay with 1" in told
 
 
-def test_what_a_server_has_kept_is_replayed(
+def test_segments_of_a_server_are_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Segments hold the verifications of a running engine, and are refused for another target."""
@@ -398,7 +398,7 @@ def test_what_a_server_has_kept_is_replayed(
         (["--drafter", "/nowhere"], "/nowhere/config.json"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(
+def test_unusable_evaluations_are_refused(
     flags: list[str],
     says: str,
     record: RolloutRecord,

@@ -69,13 +69,13 @@ def gpu_record(tmp_path_factory: pytest.TempPathFactory) -> RolloutRecord:
 
 
 @pytest.mark.parametrize("run", range(len(RUNS)), ids=RUNS)
-def test_a_replay_accepts_what_the_engine_accepted(record: RolloutRecord, run: int) -> None:
+def test_replay_accepts_as_the_engine_did(record: RolloutRecord, run: int) -> None:
     assert_predicted(record, run, RUNS[run])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("run", range(len(GPU_RUNS)), ids=GPU_RUNS)
-def test_a_replay_accepts_what_the_gpu_engine_accepted(gpu_record: RolloutRecord, run: int) -> None:
+def test_replay_accepts_as_the_gpu_engine_did(gpu_record: RolloutRecord, run: int) -> None:
     assert_predicted(gpu_record, run, GPU_RUNS[run])
 
 
@@ -133,7 +133,7 @@ def test_plots_are_pictures(record: RolloutRecord, tmp_path: Path) -> None:
         ("fixed:eagle:5x2x8", "trees of 4 levels"),
     ],
 )
-def test_what_the_record_cannot_tell_is_refused(
+def test_strategies_beyond_the_record_are_refused(
     policy: str, says: str, record: RolloutRecord, tmp_path: Path
 ) -> None:
     record.save(tmp_path / "record.safetensors")
@@ -207,7 +207,7 @@ def test_a_record_whose_arrays_do_not_fit_is_named(record: RolloutRecord, tmp_pa
         RolloutRecord.load(file)
 
 
-def test_a_record_of_types_that_numpy_lacks_is_named(record: RolloutRecord, tmp_path: Path) -> None:
+def test_record_of_unknown_dtypes_is_named(record: RolloutRecord, tmp_path: Path) -> None:
     file = tmp_path / "record.safetensors"
     record.save(file)
     data = file.read_bytes()

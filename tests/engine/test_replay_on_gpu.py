@@ -126,7 +126,7 @@ def test_another_drafter_is_noticed(interpreted: Recorded) -> None:
 
 
 @pytest.mark.long
-def test_roots_are_drafted_from_in_parts_that_have_room(
+def test_roots_are_drafted_from_in_parts_with_room(
     interpreted: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No padding to a usual number of requests goes beyond the room for draft rows."""

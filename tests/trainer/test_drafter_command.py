@@ -233,7 +233,7 @@ def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line, words):
         read_documents([path], LIMITS, TARGET)
 
 
-def test_a_line_of_ten_million_tokens_is_refused_before_it_is_parsed(tmp_path):
+def test_ten_million_token_line_is_refused_unparsed(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt_ids": [1], "response_ids": [' + b"2," * 10_000_000 + b"2]}\n")
     size = path.stat().st_size

@@ -52,7 +52,7 @@ def test_runs_seldom_adopt_candidates_without_gain() -> None:
     assert adopting_runs(made_up(1, -0.01)) <= 0.01
 
 
-def test_most_runs_adopt_a_candidate_that_gains() -> None:
+def test_most_runs_adopt_a_gaining_candidate() -> None:
     assert adopting_runs(made_up(2, 0.05)) > 0.95
 
 
@@ -128,7 +128,7 @@ def test_a_candidate_is_adopted_on_proven_gain_alone() -> None:
     assert later._proof.needed > sooner._proof.needed
 
 
-def test_gain_on_short_responses_does_not_pay_for_loss_on_long_ones() -> None:
+def test_short_gains_do_not_outweigh_long_losses() -> None:
     before_N = np.array([10.0] * 99 + [10_000.0])
     after_N = np.array([9.0] * 99 + [11_000.0])
     test = AdoptionTest()
@@ -142,7 +142,7 @@ def test_siblings_are_one_observation() -> None:
     assert found.tolist() == pytest.approx([(0 + 4 / 8) / 2, (1 / 2 + 0) / 2])
 
 
-def test_a_few_prompts_prove_a_candidate_that_saves_40_percent() -> None:
+def test_few_prompts_prove_a_saving_of_40_percent() -> None:
     adopted, before_N = 0, np.full(28, 100.0)
     for run in range(20):
         random, test = np.random.default_rng(run), AdoptionTest(candidate=3)
@@ -152,7 +152,7 @@ def test_a_few_prompts_prove_a_candidate_that_saves_40_percent() -> None:
     assert adopted >= 18
 
 
-def test_two_dozen_prompts_prove_a_candidate_that_saves_a_fifth() -> None:
+def test_two_dozen_prompts_prove_a_saving_of_a_fifth() -> None:
     adopted, before_N = 0, np.full(26, 100.0)
     for run in range(20):
         random, test = np.random.default_rng(run), AdoptionTest(candidate=1)

@@ -76,7 +76,7 @@ def test_recomputed_states_get_the_places_of_assembly(wide: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
-def test_a_gpu_target_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_target_computes_the_cpus_states(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engine.fast_interpreter import patched_once  # imports kernels
 
     monkeypatch.setattr(gpu_prefill, "STEP_ROWS", 11)  # passes end within texts
@@ -96,7 +96,7 @@ def test_a_gpu_target_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("stored", "computed"), [(torch.float16, torch.float16), (torch.float32, torch.bfloat16)]
 )
-def test_a_gpu_target_computes_in_the_type_that_a_server_chooses(
+def test_gpu_target_computes_in_the_servers_dtype(
     tmp_path: Path, stored: torch.dtype, computed: torch.dtype
 ) -> None:
     weights = load_file(DEMO / "model.safetensors")

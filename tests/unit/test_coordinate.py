@@ -102,7 +102,7 @@ def test_training_is_taken_back_and_a_lost_server_is_named_once(fleet: list[Fake
     assert coordinated.lines.count(f"{fleet[3].url} answers again") == 1
 
 
-def test_a_server_that_cannot_adopt_is_named(fleet: list[FakeServer]) -> None:
+def test_server_unable_to_adopt_is_named(fleet: list[FakeServer]) -> None:
     coordinated, first = Run(fleet[:2]), fleet[0]
     fleet[1].refuses_push = True
 
@@ -138,7 +138,7 @@ def test_pauses_are_renewed_and_an_operators_is_left_alone(fleet: list[FakeServe
     assert [server.state for server in fleet[:3]] == ["paused", "paused", "training"]
 
 
-def test_a_server_that_answers_slowly_or_forbids_blocks_no_other(fleet: list[FakeServer]) -> None:
+def test_slow_or_forbidding_server_blocks_no_other(fleet: list[FakeServer]) -> None:
     coordinated = Run(fleet, look_s=0.5)
     fleet[0].refusal = {"code": "forbidden", "message": "operate is needed", "retryable": False}
     fleet[1].delay_s = 1.5
@@ -216,7 +216,7 @@ def test_a_server_of_another_target_is_named_and_gets_nothing(fleet: list[FakeSe
     assert f"{fleet[2].url} takes part again" in coordinated.lines
 
 
-def test_what_cannot_be_used_is_said() -> None:
+def test_unusable_flags_are_refused() -> None:
     short = argparse.Namespace(servers=["http://a"], min_idle=0, hold_s=2.0, interval_s=1.0)
     with pytest.raises(StartupError, match="longer than two intervals"):
         run(short)

@@ -80,7 +80,7 @@ def test_idle_server_trains_is_recalled_and_all_get_its_drafter() -> None:
     assert fleet.step() == []
 
 
-def test_what_was_asked_and_is_undone_by_another_is_noticed() -> None:
+def test_rival_undoing_an_order_is_noticed() -> None:
     fleet = Fleet.begun(3)
     [mine], [other, _] = fleet.training(), [url for url in "abc" if url not in fleet.training()]
     assert not fleet.coordination.rivals
@@ -140,7 +140,7 @@ def test_an_adoption_is_not_broken_off() -> None:
     assert fleet.servers["b"].drafter == "d1"
 
 
-def test_a_server_that_comes_back_is_given_the_shared_drafter() -> None:
+def test_returning_server_gets_the_shared_drafter() -> None:
     fleet = Fleet.begun(2)
     fleet.adopts("a", "d1")
     gone = fleet.servers.pop("b")
@@ -171,7 +171,7 @@ def test_a_drafter_pushed_with_a_target_is_no_adoption() -> None:
     assert fleet.step() == [GiveSamples("a")]
 
 
-def test_a_server_that_refuses_is_asked_a_few_times() -> None:
+def test_refusing_server_is_asked_a_few_times() -> None:
     coordination = Coordination()
     servers = [Seen("a", 0, "idle", 0, "t0", "d0"), Seen("b", 0, "", 0, "t0", "d0")]
     coordination.decide(servers, 0.0)
@@ -185,7 +185,7 @@ def test_a_server_that_refuses_is_asked_a_few_times() -> None:
     assert coordination.gives_up(share) and coordination.done(servers)
 
 
-def test_a_server_that_refuses_to_train_leaves_it_to_another() -> None:
+def test_server_refusing_to_train_yields_to_another() -> None:
     fleet = Fleet.begun(2)
     fleet.coordination.cannot_train("a")
     fleet.set("a", trainer="paused")
@@ -202,7 +202,7 @@ def test_restarted_training_server_gets_the_shared_drafter() -> None:
     assert {server.drafter for server in fleet.servers.values()} == {"d1"}
 
 
-def test_a_server_that_had_nothing_to_train_on_is_asked_again() -> None:
+def test_server_without_data_is_asked_again() -> None:
     fleet = Fleet(1)
     fleet.step()
     assert fleet.step() == [LetTrain("a")]
@@ -231,7 +231,7 @@ def test_training_moves_to_an_idle_server_and_defers_failed_ones() -> None:
 
 
 @pytest.mark.parametrize("state", ["", "failed"])
-def test_a_server_that_cannot_train_is_left_alone(state: str) -> None:
+def test_server_unable_to_train_is_left_alone(state: str) -> None:
     fleet = Fleet(1)
     fleet.set("a", trainer=state)
     for _ in range(3):

@@ -33,7 +33,7 @@ def test_coverage_is_of_output_tokens() -> None:
     assert figures.coverage(samples().responses, [0], np.array([1, 2, 10, 12])) == 0.5
 
 
-def test_the_time_of_a_cycle_is_that_of_its_batch() -> None:
+def test_cycle_takes_the_time_of_its_batch() -> None:
     cost = CostModel()
     cost.restore(
         CostRecord(

@@ -67,7 +67,7 @@ def test_a_tenth_of_prompts_is_held_out_with_all_siblings() -> None:
     assert out == [held_out(sample(prompt, seed=5, version="later")) for prompt in prompts]
 
 
-def test_the_longest_of_the_step_before_stay_until_this_step_has_them() -> None:
+def test_longest_of_last_step_stay_until_replaced() -> None:
     prompts = [prompt for prompt in range(200) if not held_out(sample(prompt))][:60]
     before = [sample(p, version="v0", output=length) for p in prompts[:10] for length in LENGTHS]
     short = [sample(p, version="v1", output=length) for p in prompts[:20] for length in (1, 3)]
@@ -85,7 +85,7 @@ def test_the_longest_of_the_step_before_stay_until_this_step_has_them() -> None:
     assert {stratum.step for stratum in strata} == {0, 1}
 
 
-def test_a_version_that_came_back_is_the_step_that_is_trained_on() -> None:
+def test_version_rolled_back_to_is_the_trained_step() -> None:
     prompts = [prompt for prompt in range(100) if not held_out(sample(prompt))][:20]
     first = [sample(p, version="v0") for p in prompts[:10]]
     second = [sample(p, version="v1") for p in prompts]
@@ -107,7 +107,7 @@ def test_a_flood_from_one_key_leaves_the_others_their_share() -> None:
 
 
 @pytest.mark.slow
-def test_a_candidate_that_gains_on_a_flood_alone_is_refused() -> None:
+def test_gain_on_one_keys_flood_alone_is_refused() -> None:
     """The loss on the prompts of the other key is as large as the gain on random ones."""
     flood = [sample(prompt, owner="flood") for prompt in range(1000, 9000)]
     own = [sample(prompt, owner="own") for prompt in range(3000)]
@@ -123,7 +123,7 @@ def test_a_candidate_that_gains_on_a_flood_alone_is_refused() -> None:
     assert found == [False, True]
 
 
-def test_strata_are_drawn_alike_and_sequences_by_their_accept_failures() -> None:
+def test_strata_are_drawn_alike_sequences_by_failures() -> None:
     prompts = [prompt for prompt in range(100) if not held_out(sample(prompt))]
     poor, good = sample(prompts[0], output=8, accepted=1), sample(prompts[1], output=8, accepted=3)
     assert (poor.failures, good.failures) == (3, 0)

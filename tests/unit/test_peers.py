@@ -117,7 +117,7 @@ def test_an_engine_gets_our_prompts_and_its_figures_are_one_line(
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_that_is_not_installed_is_named(
+def test_missing_engine_is_named(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)

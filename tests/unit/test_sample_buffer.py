@@ -174,7 +174,7 @@ def test_segments_with_other_headers_are_left_out(tmp_path: Path, header: bytes,
         ({"temperature": float("nan")}, "sampling|>= 0.0"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_both_values(
+def test_misfit_sequence_is_refused_with_both_values(
     tmp_path: Path, change: dict[str, object], says: str
 ) -> None:
     odd = msgspec.structs.replace(sample(1), **change)
@@ -196,7 +196,7 @@ DEEP = b"\xdc\x00\x15" + encode_sample(sample(1))[3:] + b"\x91" * 100_000 + b"\x
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\x93\1\2\3", encode_sample(sample(1))[:-1], DEEP])
-def test_bytes_that_are_no_sequence_are_refused(data: bytes) -> None:
+def test_bytes_of_no_sequence_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="truncated|Expected|recursion"):
         decode_sample(data)
 
@@ -204,7 +204,7 @@ def test_bytes_that_are_no_sequence_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("name", "model", "number"), [("f" * 20, "m", 1), ("1", "m", 2**64 - 1), ("1", "x" * 10**6, 1)]
 )
-def test_files_of_unlikely_numbers_and_names_harm_no_later_sequence(
+def test_odd_file_names_harm_no_later_sequence(
     tmp_path: Path, name: str, model: str, number: int
 ) -> None:
     header = msgspec.structs.replace(HEADER, model=model)

@@ -25,7 +25,7 @@ from tests.unit.sampled import samples
         ("request_V", 2, r"request_V .* not in \[0, 2\)"),
     ],
 )
-def test_verifications_that_do_not_fit_are_refused(name: str, value: int, says: str) -> None:
+def test_misfit_verifications_are_refused(name: str, value: int, says: str) -> None:
     found = samples()
     found.check()
     values = getattr(found.verified, name).copy()
@@ -50,7 +50,7 @@ def test_verifications_that_do_not_fit_are_refused(name: str, value: int, says: 
         ("span_request_S", 2, "span_request_S"),
     ],
 )
-def test_responses_that_do_not_fit_are_refused(name: str, value: float, says: str) -> None:
+def test_misfit_responses_are_refused(name: str, value: float, says: str) -> None:
     found = samples()
     values = getattr(found.responses, name).copy()
     values[1] = value

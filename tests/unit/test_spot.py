@@ -129,7 +129,7 @@ class Rig:
         self.spot.take(HandedOver(directory="/w", target=live.target, drafter=live.drafter))
 
 
-def test_a_round_ends_in_a_drafter_that_is_adopted() -> None:
+def test_round_ends_with_an_adopted_drafter() -> None:
     rig = Rig()
     rig.spot.take(LIVE)
     rig.run(3)
@@ -165,7 +165,7 @@ def test_next_round_begins_at_once_after_an_unproven_candidate(*, paid: bool) ->
     assert (rig.work.segments > 3) == paid
 
 
-def test_work_parks_it_with_what_is_half_done() -> None:
+def test_requests_park_a_half_done_round() -> None:
     rig = Rig(turns=2)
     rig.run(3, busy=True)
     assert rig.spot.state == S.PARKED and rig.work.segments == 1 and not rig.work.closed
@@ -396,7 +396,7 @@ def test_no_round_begins_before_the_verdict_about_the_last_one() -> None:
     assert rig.work.adoptions and rig.spot.state == S.TRAINING
 
 
-def test_a_pause_keeps_what_is_half_done() -> None:
+def test_pause_keeps_a_half_done_round() -> None:
     rig = Rig(turns=2)
     rig.order("pause")
     rig.run(9)
@@ -419,7 +419,7 @@ def test_sleep_gives_memory_back_and_weights_are_asked_for_again() -> None:
     assert rig.sent == [WeightsWanted()]
 
 
-def test_weights_that_do_not_come_are_asked_for_again() -> None:
+def test_missing_weights_are_asked_for_again() -> None:
     rig = Rig()
     rig.spot.take(LIVE)
     rig.run(2)
@@ -511,7 +511,7 @@ def test_only_known_changes_of_state_are_made() -> None:
         phases.enter(S.ADOPTING)
 
 
-def test_messages_are_lines_that_read_back() -> None:
+def test_messages_read_back_from_their_lines() -> None:
     for message in (OFFER, WeightsWanted()):
         assert read_from_trainer(line_of(message)) == message
     for order in (LIVE, Order(number=1, do="pause"), Verdict(version="v", refused="x")):

@@ -36,7 +36,7 @@ def states(of: Sample, version: str = "v0") -> Captured:
     )
 
 
-def test_versions_that_are_too_old_are_dropped() -> None:
+def test_states_of_old_versions_are_dropped() -> None:
     one = sample(0)
     for staleness, held in ((0, ["v0"]), (1, ["v0", "v1"])):
         store = StateStore(10**6, staleness)
@@ -75,7 +75,7 @@ def test_captured_features_are_in_the_order_asked_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recorded_sequences_are_documents_while_their_states_are_kept(dtype: torch.dtype) -> None:
+def test_sequences_with_states_are_documents(dtype: torch.dtype) -> None:
     entries = [recorded(i, sample(i, seed=i, output=20 + i))[0] for i in range(6)]
     store, given = StateStore(10**6), {}
     store.expect(recompute_of(entries[3:4]))
@@ -124,7 +124,7 @@ def test_a_command_asks_for_as_many_sequences_as_it_takes() -> None:
     assert decode_command(encode(found)) == found
 
 
-def test_the_frontend_passes_on_what_the_engine_can_read() -> None:
+def test_frontend_passes_on_readable_recomputes() -> None:
     def text(*ids: int) -> bytes:
         return np.array(ids, "<i4").tobytes()
 

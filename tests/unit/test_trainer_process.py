@@ -112,7 +112,7 @@ def test_features_of_the_newest_version_are_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_process_loses_nothing_that_it_took(tmp_path: Path) -> None:
+def test_killed_process_loses_no_taken_sequence(tmp_path: Path) -> None:
     given = settings(tmp_path)
     ring = RingProducer(tmp_path / "ring")
     for turn in range(2):

@@ -58,7 +58,7 @@ def test_a_7b_models_drafter_is_trained_in_16_gib() -> None:
     assert 14 < at_7b(EAGLE3).device_bytes(GPU_SLOTS) / GIB < 16
 
 
-def test_a_budget_holds_the_largest_pack_that_fits() -> None:
+def test_budget_holds_the_largest_fitting_pack() -> None:
     shape = at_7b(EAGLE3)
     assert shape.slots_in(shape.most_bytes) == GPU_SLOTS
     assert shape.slots_in(shape.most_bytes - 1) == GPU_SLOTS // 2
@@ -104,7 +104,7 @@ def kept_bytes(architecture: str, slots: int, compute: torch.dtype) -> int:
 
 @pytest.mark.parametrize("architecture", [EAGLE3, EAGLE1])
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
-def test_the_formula_is_what_a_slot_keeps(architecture: str, compute: torch.dtype) -> None:
+def test_formula_equals_the_bytes_of_a_slot(architecture: str, compute: torch.dtype) -> None:
     few, many = (kept_bytes(architecture, slots, compute) for slots in (64, 128))
     config = replace(SMALL, architecture=architecture)
     shape = TrainingShape.of(config, DRAFTED, on_gpu=compute == torch.bfloat16)
@@ -137,7 +137,7 @@ def test_the_trainers_share_of_gpu_and_host(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_share_that_is_not_there_is_refused_with_a_remedy(
+def test_missing_share_is_refused_with_a_remedy(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sizing, "host_memory", lambda: HostMemory(0, 20 * GIB))
