@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tlt_server.samples.sample import Cycles, HowDrafted, Sample
+from tlt_server.samples.sample import HowDrafted, Sample, cycles_of
 from tlt_server.wire.records import Strategy
 
 VOCAB = 100
@@ -38,5 +38,5 @@ def sample(
         max_tokens=output,
         end="length",
         spans=[(0, version)],
-        **vars(Cycles(noted, [HowDrafted(EAGLE, "d0")])),
+        **cycles_of(noted, [HowDrafted(EAGLE, "d0")]),
     )

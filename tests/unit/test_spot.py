@@ -9,7 +9,13 @@ from tlt_server.errors import ModelError
 from tlt_server.trainer.process.gathering import LITTLE_PATIENCE_S, PATIENCE_S, Lacking
 from tlt_server.trainer.process.schedule import Schedule, TrialSpacing
 from tlt_server.trainer.process.spot import ANSWER_S, RETRY_S, Round, RoundEnd, SpotTrainer
-from tlt_server.trainer.process.states import MOST_QUIET_S, NEXT, QuietTime, StateMachine
+from tlt_server.trainer.process.states import (
+    LEAST_QUIET_S,
+    MOST_QUIET_S,
+    NEXT,
+    StateMachine,
+    quiet_after,
+)
 from tlt_server.wire.commands import Recompute
 from tlt_server.wire.training import (
     Do,
@@ -176,20 +182,16 @@ def test_requests_park_a_half_done_round() -> None:
 
 
 def test_quiet_time_doubles_after_a_miss_and_shrinks_again() -> None:
-    quiet = QuietTime(0.25, 2.0)
-    for expected in (0.5, 1.0, 2.0, 2.0):
-        quiet.lasted(0.1)
-        assert quiet.seconds == expected
-    for expected in (1.0, 0.5, 0.25, 0.25):
-        quiet.lasted(10.0)
-        assert quiet.seconds == expected
+    assert quiet_after(1.0, worked_s=0.9) == 2.0 and quiet_after(1.0, worked_s=1.0) == 0.5
+    assert quiet_after(MOST_QUIET_S, worked_s=0.1) == MOST_QUIET_S
+    assert quiet_after(LEAST_QUIET_S, worked_s=9.0) == LEAST_QUIET_S
 
 
 def test_no_segment_runs_before_the_quiet_time() -> None:
     rig = Rig()
     rig.hand_over()
     rig.run(1, busy=True)
-    rig.spot.phases.quiet.seconds = MOST_QUIET_S
+    rig.spot.phases.quiet_s = MOST_QUIET_S
     rig.run(int(2 * MOST_QUIET_S))
     assert rig.work.segments == 0
     rig.run()

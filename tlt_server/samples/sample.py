@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -153,36 +153,34 @@ def decode_sample(data: bytes) -> Sample:
         raise ValueError(str(error)) from None
 
 
-class Cycles:
-    """The columns of a sample's cycles, from the numbers that the engine noted."""
-
-    def __init__(self, noted: Sequence[int], drafted: Sequence[HowDrafted]) -> None:
-        """noted: FIELDS numbers per cycle, own rows 0 if not known; `how` is an index into
-        `drafted`. `ValueError` for what does not fit: the sequence is then not recorded.
-        """
-        noted_CF = np.array(noted, np.int64).reshape(-1, FIELDS)
-        root_C, rows_C, own_C, accepted_C, own_accepted_C, how_C = noted_CF.T
-        used, local_C = np.unique(how_C, return_inverse=True)
-        branches_C = np.where(own_C > 0, rows_C - own_C, UNKNOWN)
-        for name, values_C, limit in (
-            ("rows", rows_C, 2**16),
-            ("branches", branches_C, 2**8),
-            ("accepted drafts", accepted_C, 2**8),
-            ("strategies", local_C, 2**8),
-        ):
-            if len(values_C) and not 0 <= values_C.min() <= values_C.max() < limit:
-                raise ValueError(
-                    f"a cycle has {int(values_C.max())} {name}, fewer than {limit} fit"
-                )
-        extra_C = np.diff(root_C) - accepted_C[:-1] - 1
-        self.first_root = int(root_C[0]) if len(root_C) else 0
-        self.gaps = [(int(c), int(extra_C[c])) for c in np.flatnonzero(extra_C)]
-        self.drafted = [drafted[i] for i in used]
-        self.rows = rows_C.astype("<u2").tobytes()
-        self.branches = branches_C.astype(np.uint8).tobytes()
-        self.accepted = accepted_C.astype(np.uint8).tobytes()
-        self.own_accepted = own_accepted_C.astype(np.uint8).tobytes()
-        self.how = local_C.astype(np.uint8).tobytes()
+def cycles_of(noted: Sequence[int], drafted: Sequence[HowDrafted]) -> dict[str, Any]:
+    """Return the fields of a sample's cycles. noted: FIELDS numbers per cycle, own rows 0 if not
+    known; `how` is an index into `drafted`. `ValueError` for what does not fit: the sequence is
+    then not recorded.
+    """
+    noted_CF = np.array(noted, np.int64).reshape(-1, FIELDS)
+    root_C, rows_C, own_C, accepted_C, own_accepted_C, how_C = noted_CF.T
+    used, local_C = np.unique(how_C, return_inverse=True)
+    branches_C = np.where(own_C > 0, rows_C - own_C, UNKNOWN)
+    for name, values_C, limit in (
+        ("rows", rows_C, 2**16),
+        ("branches", branches_C, 2**8),
+        ("accepted drafts", accepted_C, 2**8),
+        ("strategies", local_C, 2**8),
+    ):
+        if len(values_C) and not 0 <= values_C.min() <= values_C.max() < limit:
+            raise ValueError(f"a cycle has {int(values_C.max())} {name}, fewer than {limit} fit")
+    extra_C = np.diff(root_C) - accepted_C[:-1] - 1
+    return {
+        "first_root": int(root_C[0]) if len(root_C) else 0,
+        "gaps": [(int(c), int(extra_C[c])) for c in np.flatnonzero(extra_C)],
+        "drafted": [drafted[i] for i in used],
+        "rows": rows_C.astype("<u2").tobytes(),
+        "branches": branches_C.astype(np.uint8).tobytes(),
+        "accepted": accepted_C.astype(np.uint8).tobytes(),
+        "own_accepted": own_accepted_C.astype(np.uint8).tobytes(),
+        "how": local_C.astype(np.uint8).tobytes(),
+    }
 
 
 def sample_set(samples: Sequence[Sample], identity: Identity, vocab_size: int) -> SampleSet:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tlt_server.engine.record.hidden_states import Capture, StateSource
 from tlt_server.errors import StartupError
 from tlt_server.samples.ring import RingProducer
-from tlt_server.samples.sample import Cycles, EndReason, HowDrafted, Sample, encode_sample
+from tlt_server.samples.sample import EndReason, HowDrafted, Sample, cycles_of, encode_sample
 from tlt_server.samples.tables import TableFile, table_file
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.wire.records import OFF, DraftLimits, GenerateRequest, Strategy
@@ -139,7 +139,7 @@ class Recorder:
         """Pack the sequence and put it into the ring, or count it as dropped."""
         self.offered += 1
         try:
-            cycles = Cycles(trace.cycles, drafted)
+            cycles = cycles_of(trace.cycles, drafted)
         except ValueError:  # more strategies or rows than the format holds
             self.dropped += 1
             return
@@ -157,7 +157,7 @@ class Recorder:
             max_tokens=sampling.max_tokens,
             end=reason,
             spans=trace.spans,
-            **vars(cycles),
+            **cycles,
         )
         kept = self._ring.offer(encode_sample(sample))
         self.dropped += not kept

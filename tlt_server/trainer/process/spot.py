@@ -325,7 +325,7 @@ class SpotTrainer:
             trained_on=self._handed.target if self._handed else "",
             interval_tokens=self.schedule.interval,
             recorded_tokens=self.schedule.recorded,
-            quiet_s=self.phases.quiet.seconds,
+            quiet_s=self.phases.quiet_s,
             candidate=self._judged,
             adopted=self._adopted,
             refused=dict(self._refused),

@@ -29,26 +29,18 @@ NEXT: dict[TrainerState, frozenset[TrainerState]] = {
 }
 
 
-class QuietTime:
-    """The time for which the engine must have been idle."""
-
-    def __init__(self, least_s: float = LEAST_QUIET_S, most_s: float = MOST_QUIET_S) -> None:
-        self._least_s, self._most_s = least_s, most_s
-        self.seconds = least_s
-
-    def lasted(self, seconds: float) -> None:
-        """Learn from a stretch of work that a request has ended."""
-        if seconds < self.seconds:
-            self.seconds = min(2 * self.seconds, self._most_s)
-        else:
-            self.seconds = max(self.seconds / 2, self._least_s)
+def quiet_after(quiet_s: float, worked_s: float) -> float:
+    """Return how long the engine must be idle, once a request has ended a stretch of work."""
+    if worked_s < quiet_s:
+        return min(2 * quiet_s, MOST_QUIET_S)
+    return max(quiet_s / 2, LEAST_QUIET_S)
 
 
 class StateMachine:
     """The state, and whether a segment may run."""
 
-    def __init__(self, clock: Callable[[], float], quiet: QuietTime | None = None) -> None:
-        self._clock, self.quiet = clock, quiet or QuietTime()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self.quiet_s = clock, LEAST_QUIET_S
         self.state, self.reason = TrainerState.IDLE, ""
         self.parkings = 0
         self._half_done: TrainerState | None = None  # the work that goes on after a park
@@ -71,14 +63,14 @@ class StateMachine:
         if busy:
             self._idle_since_s = None
             if self.state in WORKING:
-                self.quiet.lasted(now_s - self._resumed_s)
+                self.quiet_s = quiet_after(self.quiet_s, now_s - self._resumed_s)
                 self.enter(TrainerState.PARKING)
             return False
         if self._idle_since_s is None:
             self._idle_since_s = now_s
         if self.state in WORKING:
             return True
-        if now_s - self._idle_since_s < self.quiet.seconds:
+        if now_s - self._idle_since_s < self.quiet_s:
             return False
         if self.state == TrainerState.PARKED:
             assert self._half_done is not None
