@@ -194,9 +194,9 @@ def _train(
             display.show(trainer, outcome)
             idle = 0 if outcome.applied else idle + 1
             _check(trainer, outcome, idle > len(packer.plan(cursor.epoch)))
-            if held_out and not trainer.state.step % arguments.check_every:
-                if held_out.stops(trainer):
-                    break
+            looks = outcome.applied and trainer.state.step % arguments.check_every == 0
+            if looks and held_out is not None and held_out.stops(trainer):
+                break
     if checkpoints is not None:
         checkpoints.begin()
         checkpoints.close()
