@@ -111,7 +111,7 @@ class CudaDevice:
         attention = self._maker.backend(rank_config(config, self._split))
         config = eos_token_ids(config, directory)
         self._wider = wider_settings(settings, config)
-        plan_start(settings, config, self.sizes, *self._free())
+        plan_start(settings, config, self.sizes, *self._usable())
         if self._maker.captures(attention):
             self._kernels = KernelStart(engine_digest(settings, config))
         if settings.tensor_parallel > 1:
@@ -138,13 +138,8 @@ class CudaDevice:
         self._split = ranks.split(self._split)
 
     def free(self) -> Free:
-        """Count what the allocator has cached as free. Each rank has as much for its slice."""
-        cached = (
-            torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            if self.device.type == "cuda"
-            else 0
-        )
-        free = self._free()[0] + cached
+        """Return the room for a staged version. Each rank has as much for its slice."""
+        free, _ = self._usable()
         if self._ranks is not None:
             free = self._settings.tensor_parallel * min(free, self._ranks.free()[0])
         return Free(free, host_memory().available, disk_free(self._settings.state_dir))
@@ -281,6 +276,14 @@ class CudaDevice:
         self._maker.prepare(runner, self._kernels, networks, keys, on_progress, on_compiled=equip)
         if ranks is not None:
             ranks.begin()
+
+    def _usable(self) -> tuple[int, int]:
+        """Return the bytes of the device: free, or cached by the allocator; and in all."""
+        free, total = self._free()
+        if self.device.type == "cuda":
+            cached = torch.cuda.memory_reserved(self.device)
+            free += cached - torch.cuda.memory_allocated(self.device)
+        return free, total
 
     def _free(self) -> tuple[int, int]:
         """Return the bytes of the device: free, and in all."""
