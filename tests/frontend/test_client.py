@@ -101,9 +101,7 @@ def test_every_error_of_the_server_has_a_class_of_its_name() -> None:
         server_errors.StorageFailed,
     ],
 )
-def test_an_error_in_vllms_envelope_has_the_class_of_its_status(
-    error: type[server_errors.TltError],
-) -> None:
+def test_vllm_envelope_error_has_its_status_class(error: type[server_errors.TltError]) -> None:
     body = msgspec.json.encode(fault(error("why")))
     with pytest.raises(getattr(client_errors, error.__name__), match=r": why\Z") as caught:
         succeeded(httpx.Response(error.http_status, content=body))
@@ -235,7 +233,7 @@ def test_both_clients_give_the_same(server: LiveServer, operation: Callable[[Any
         ),
     ],
 )
-def test_what_json_has_no_number_for_is_not_sent(
+def test_numbers_that_json_lacks_are_refused_unsent(
     items: list[Any], how: dict[str, Any], said: str
 ) -> None:
     url = "http://127.0.0.1:9"  # nothing listens there
@@ -332,7 +330,9 @@ def refusal(
         (refusal(429, retry_after_s=31.0), False, False),
     ],
 )
-def test_what_is_sent_again(error: TltClientError, once: bool, repeatable: bool) -> None:
+def test_calls_are_repeated_where_that_is_safe(
+    error: TltClientError, once: bool, repeatable: bool
+) -> None:
     for may_repeat, again in ((False, once), (True, repeatable)):
         paused, end = pauses(Retries(), error, repeatable=may_repeat)
         assert (end == "done", len(paused)) == (again, int(again)), "otherwise the error itself"
@@ -355,7 +355,7 @@ def test_pauses_double_up_to_a_bound_and_end() -> None:
 @pytest.mark.parametrize(
     "fields", [{"times": -1}, {"first_s": -1.0}, {"first_s": 2.0, "max_s": 1.0}]
 )
-def test_retries_that_make_no_sense_are_refused(fields: dict[str, Any]) -> None:
+def test_contradicting_retries_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="none may be negative"):
         Retries(**fields)
 
@@ -483,7 +483,7 @@ def test_a_stream_is_sent_again_until_it_has_begun(server: LiveServer, asynchron
 
 
 @both
-def test_a_server_that_is_not_there_was_not_reached(asynchronous: bool) -> None:
+def test_missing_server_raises_not_reached(asynchronous: bool) -> None:
     with pytest.raises(NotReached):
         ask("http://127.0.0.1:1", asynchronous, lambda client: client.weights())
     assert ask("http://127.0.0.1:1", asynchronous, lambda client: client.is_ready()) is False

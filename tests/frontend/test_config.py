@@ -396,12 +396,12 @@ def test_a_strategy_is_named_as_it_is_parsed(text: str) -> None:
         "eagle:7x4x٣٢",
     ],
 )
-def test_strategies_that_do_not_parse(text: str) -> None:
+def test_malformed_strategies_are_refused(text: str) -> None:
     with pytest.raises(StartupError, match="sd_strategy is"):
         parse_strategy(text)
 
 
-def test_every_setting_says_unit_default_and_what_it_does() -> None:
+def test_every_setting_documents_unit_and_default() -> None:
     for setting in settings():
         assert setting.doc.unit and setting.doc.sentence.endswith(".") and "; " in setting.help, (
             setting.name

@@ -63,7 +63,7 @@ def test_ranks_have_no_drafter_that_reads_their_head(pair: Path, tmp_path: Path)
         ({"drafter_parallel": "shared"}, "leave the setting out"),
     ],
 )
-def test_what_ranks_cannot_have_has_its_own_remedy(
+def test_settings_of_one_rank_have_their_own_remedy(
     pair: Path, given: dict[str, str], remedy: str
 ) -> None:
     assert found(model.device, broken(pair, tensor_parallel=2, **given)).remedy == remedy
@@ -104,7 +104,7 @@ def step_ms(record: str, batch: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_width_that_fits_is_named_where_one_gpu_is_too_small(
+def test_fitting_width_is_offered_for_a_small_gpu(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def memory(free: int, ranks: int) -> Finding:
@@ -178,7 +178,7 @@ def test_model(pair: Path) -> None:
     expect(found(model.target, broken(pair)), "fail", "holds a drafter", "give it as --drafter")
 
 
-def test_a_dtype_that_is_not_taken(pair: Path) -> None:
+def test_unsupported_dtype_is_refused(pair: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     path = pair / "target" / "model.safetensors"
@@ -189,7 +189,7 @@ def test_a_dtype_that_is_not_taken(pair: Path) -> None:
     expect(found(model.target, broken(pair)), "fail", "torch.float64", "convert the checkpoint")
 
 
-def test_a_length_that_the_model_has_not() -> None:
+def test_length_beyond_the_model_is_refused() -> None:
     expect(
         found(model.target, configured(max_model_len=10**6)),
         "fail",
@@ -281,7 +281,7 @@ def test_memory(
     )
 
 
-def test_the_training_of_the_drafter_is_counted() -> None:
+def test_drafter_training_is_counted() -> None:
     given = {"model": TARGET, "drafter": str(DRAFTER), "drafter_training": "idle"}
     without = found(model.memory, configured(**given))
     assert "to train the drafter" not in without.found  # nothing is trained without features

@@ -108,7 +108,7 @@ def offered(message: str, setting: str) -> float:
     return float(found[1])
 
 
-def test_what_a_model_needs() -> None:
+def test_needs_follow_the_models_shapes() -> None:
     given = settings()
     assert needs(given).weights == 2 * VALUES and needs(given).per_page == 16 * 2 * 28 * 4 * 128 * 2
     assert needs(settings(dtype="float32")).per_page == 2 * needs(given).per_page
@@ -139,12 +139,12 @@ def test_pages_are_what_the_fraction_leaves() -> None:
     assert 0 <= budget.kv - pushed.kv - pushed.staging < needs(given).per_page
 
 
-def test_no_more_than_could_be_in_use() -> None:
+def test_pages_are_bounded_by_running_sequences() -> None:
     assert pages(settings(max_running=2), TOTAL, length=1600) == 200
     assert pages(settings(max_running=2, kv_memory_mb=1024), TOTAL, length=1600) == 200
 
 
-def test_what_other_programs_hold_is_not_counted_twice() -> None:
+def test_memory_of_other_programs_counts_once() -> None:
     assert pages(settings(), 60 * GIB) < pages(settings(), 61 * GIB)
 
 
@@ -166,7 +166,7 @@ def test_too_little_memory_for_one_sequence_names_remedies(free_gib: float) -> N
         pages(given, free, length + 17)
 
 
-def test_fewer_rows_and_no_pushes_are_named_where_they_would_do() -> None:
+def test_fewer_rows_and_other_staging_are_offered() -> None:
     free = int(13.3 * GIB)
     message = refusal(settings(memory_fraction=0.98), free, length=131072)
     rows = int(offered(message, "max_rows"))
@@ -249,7 +249,7 @@ def test_nothing_fits_at_all() -> None:
     assert refusal(settings(), GIB, total=16 * GIB).endswith(f"; {SMALLER}")
 
 
-def test_memory_that_was_asked_for() -> None:
+def test_too_small_requested_kv_names_remedies() -> None:
     message = refusal(settings(kv_memory_mb=100), TOTAL)
     assert message.startswith(
         "kv_memory_mb 100 holds 114 pages, one sequence of max_model_len 32768 needs "
@@ -382,7 +382,7 @@ def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
         )
 
 
-def test_the_trainers_share_is_set_apart() -> None:
+def test_trainers_share_is_set_apart() -> None:
     plain, given = settings(max_running=8), settings(max_running=8, feature_bytes=GIB)
     share = TrainingShape.of(Drafter().config, 32_000, on_gpu=True).device_bytes(2048)
     without, with_share = (plan(each, 100 * GIB) for each in (plain, given))
@@ -427,7 +427,7 @@ SAID = (
 )
 
 
-def test_memory_that_runs_out_in_spite_of_the_plan() -> None:
+def test_allocator_error_names_remedies_of_the_plan() -> None:
     made = plan(settings(), TOTAL - 2 * VALUES)
     message = exhausted(made, "buffers and graphs", SAID, free=int(1.5 * GIB), total=TOTAL)
     assert (
@@ -450,7 +450,7 @@ def test_weights_out_of_memory_error_suggests_no_setting() -> None:
     )
 
 
-def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_converts_the_allocators_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     from tlt_server.engine.gpu.interpreter import Interpreted
 
@@ -468,7 +468,7 @@ def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("drafter", ["none", str(DRAFTER)])
-def test_device_suggests_tensor_parallel_for_oversized_weights(
+def test_device_refuses_oversized_weights_unread(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
