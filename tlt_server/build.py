@@ -35,7 +35,7 @@ from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.auth import Gate
-from tlt_server.frontend.http.descriptors import raise_limit
+from tlt_server.frontend.http.connections import raise_limit
 from tlt_server.frontend.http.logs import left_behind, write_logs
 from tlt_server.frontend.http.loop_share import watch_turns
 from tlt_server.frontend.http.server import FLUSH_S, HttpServer

@@ -15,10 +15,10 @@ from tests.engine.families import EOS, write_pair
 from tests.engine.pushing import Pushable
 from tests.tokenizers import FAMILIES
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.frontend.dialects.openai.conversations import structure
+from tlt_server.frontend.dialects.openai.answers import structure
 from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest
 from tlt_server.frontend.generation.requests import StructuredOutputs
-from tlt_server.frontend.generation.structures import written
+from tlt_server.frontend.generation.samplings import written
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.parsers.answer import parsers_of
 from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText

@@ -32,10 +32,9 @@ from tests.hostile.connections import silent_connections
 from tests.waiting import until
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
-from tlt_server.frontend.http import connections, descriptors, limits
+from tlt_server.frontend.http import connections, limits
 from tlt_server.frontend.http import server as server_module
-from tlt_server.frontend.http.connections import OpenConnections
-from tlt_server.frontend.http.descriptors import Reserve, needed, raise_limit
+from tlt_server.frontend.http.connections import OpenConnections, Reserve, needed, raise_limit
 from tlt_server.frontend.rpc import server as rpc_server
 
 PROBE = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -250,11 +249,11 @@ def test_the_limit_is_raised_or_the_start_refused(
     config = Config(model=model, grpc_port=0)
     assert needed(config) == 2 * 1024 + 64 + 4 * 1024 + 256 + 64 + 448
     set_to: list[tuple[int, int]] = []
-    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda which, to: set_to.append(to))
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (256, needed(config)))
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda which, to: set_to.append(to))
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda which: (256, needed(config)))
     raise_limit(config)
     assert set_to == [(needed(config), needed(config))]
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda which: (256, 4096))
     with pytest.raises(
         StartupError, match=r"may open 4096 .* 1024 .* may need 6976; raise .* lower"
     ):

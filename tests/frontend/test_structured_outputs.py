@@ -17,9 +17,9 @@ from tests.frontend.saying import write_saying
 from tests.mostly_long import mostly_long
 from tests.tokenizers import FAMILIES
 from tlt_server.errors import InvalidRequest, TooLarge
-from tlt_server.frontend.dialects.openai import conversations
+from tlt_server.frontend.dialects.openai import answers
 from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest
-from tlt_server.frontend.generation import structures
+from tlt_server.frontend.generation import samplings
 from tlt_server.frontend.generation.requests import StructuredOutputs
 from tlt_server.frontend.generation.text import Text
 from tlt_server.grammars.compiler import Compiler
@@ -120,9 +120,9 @@ def test_oversized_schema_is_neither_parsed_nor_serialised(
     asked = ChatRequest(messages=[], guided_json=schema)
     monkeypatch.setattr(json, "loads", never)
     monkeypatch.setattr(msgspec.json, "encode", never)
-    assert conversations.structure(asked, None, True, CHAT)[1] == structure
+    assert answers.structure(asked, None, True, CHAT)[1] == structure
     with pytest.raises(TooLarge, match="more than 131072 bytes"):
-        structures.written("structured_outputs", structure)
+        samplings.written("structured_outputs", structure)
 
 
 @pytest.mark.parametrize("line", ["[", "a[\n", "%json true ", '%json {"a":'])
@@ -326,12 +326,12 @@ def test_structures_of_one_request_are_bounded(server: LiveServer) -> None:
                 "prompt": "hi",
                 "sampling": {"structured_outputs": {"regex": f"a{{1,{i % different + 1}}}"}},
             }
-            for i in range(structures.MOST + 4)
+            for i in range(samplings.MOST + 4)
         ]
         body = {"requests": items, "sampling": {"max_tokens": 1}}
         return httpx.post(f"{server.url}/generate", json=body, timeout=60)
 
-    response = batch(structures.MOST + 1)
+    response = batch(samplings.MOST + 1)
     assert response.status_code == 413 and "more than 64 items" in response.text
     assert batch(2).status_code == 200
 
@@ -342,7 +342,7 @@ def test_slow_grammar_is_refused_and_remembered(
 ) -> None:
     """The process that compiles it is ended, and the next one serves other requests."""
     assert send(server, {"regex": "[a-b]"}).status_code == 200
-    monkeypatch.setattr(structures, "COMPILE_S", 0.0)
+    monkeypatch.setattr(samplings, "COMPILE_S", 0.0)
     slow = {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}
     for _ in range(2):
         response = send(server, {"json_schema": slow})

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.frontend.http.descriptors import needed, shortage
+from tlt_server.frontend.http.connections import needed, shortage
 from tlt_server.models.environment import library_environment
 
 SUPPORTED = ((3, 11), (3, 13))  # from, and below

@@ -34,8 +34,7 @@ from tlt_server.errors import (
     TltError,
     Unavailable,
 )
-from tlt_server.frontend.dialects.replies.items import EndedItems, footer, phrase
-from tlt_server.frontend.dialects.replies.whole import UsageCount
+from tlt_server.frontend.dialects.replies.whole import EndedItems, UsageCount, footer, phrase
 from tlt_server.frontend.dialects.sglang.generate import Generated
 from tlt_server.frontend.dialects.sglang.generate import generate as sglang
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields

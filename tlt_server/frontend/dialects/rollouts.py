@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from tlt_client.wire import Progress, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
 from tlt_server.errors import NotFound
-from tlt_server.frontend.dialects.replies.items import EndedItems
+from tlt_server.frontend.dialects.replies.whole import EndedItems
 from tlt_server.frontend.generation.delivery import while_connected
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes

@@ -32,8 +32,7 @@ from tlt_server.frontend.generation.requests import (
     SdFields,
     Words,
 )
-from tlt_server.frontend.generation.samplings import DEFAULTS, Samplings
-from tlt_server.frontend.generation.structures import Grammars
+from tlt_server.frontend.generation.samplings import DEFAULTS, Grammars, Samplings
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller

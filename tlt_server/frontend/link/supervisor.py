@@ -22,7 +22,7 @@ import zmq
 
 from tlt_server.config import Config
 from tlt_server.errors import EngineFailed, StartupError
-from tlt_server.frontend.http.descriptors import Reserve
+from tlt_server.frontend.http.connections import Reserve
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death, EngineLink, EngineProcess
 from tlt_server.frontend.link.progress import ProgressLines

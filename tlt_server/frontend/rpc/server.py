@@ -26,7 +26,7 @@ from tlt_client.rpc.rollout_pb2 import Error
 from tlt_server.config import Config
 from tlt_server.errors import StartupError, TltError
 from tlt_server.frontend.http.auth import Gate, bearer
-from tlt_server.frontend.http.descriptors import max_grpc_connections
+from tlt_server.frontend.http.connections import max_grpc_connections
 from tlt_server.frontend.http.tls import Certificates
 from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.link.answers import Changes

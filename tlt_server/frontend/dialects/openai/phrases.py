@@ -28,14 +28,14 @@ from tlt_server.frontend.dialects.openai.replies import (
 )
 from tlt_server.frontend.dialects.openai.requests import Asked, ChatRequest, CompletionRequest
 from tlt_server.frontend.dialects.replies.logprobs import (
+    MetaInfo,
     PromptLogprobs,
     Scored,
     Speller,
     scored,
     scored_prompt,
 )
-from tlt_server.frontend.dialects.replies.meta_info import MetaInfo
-from tlt_server.frontend.dialects.replies.meta_info import ended as with_end
+from tlt_server.frontend.dialects.replies.logprobs import ended as with_end
 from tlt_server.frontend.dialects.replies.whole import OpenAIUsage
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.requests import RequestBatch

@@ -11,8 +11,12 @@ from msgspec import UNSET, Struct, UnsetType
 from tlt_client.wire import FinishReason, SdReport, VersionSpan
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
 from tlt_server.frontend.dialects.replies.errors import failure_naming
-from tlt_server.frontend.dialects.replies.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
-from tlt_server.frontend.dialects.replies.meta_info import MetaInfo
+from tlt_server.frontend.dialects.replies.logprobs import (
+    ChatLogprobs,
+    Logprobs,
+    MetaInfo,
+    PromptLogprobs,
+)
 from tlt_server.frontend.dialects.replies.whole import OpenAIUsage
 
 

@@ -7,7 +7,7 @@ as absent. `known_fields` says which are refused instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, UnsetType
@@ -110,7 +110,10 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
         return PromptReading(self.add_special_tokens is not False, self.truncate_prompt_tokens)
 
     def native(
-        self, prompts: list[str | PackedIds], structure: StructuredOutputs | UnsetType, lora: str
+        self,
+        prompts: Sequence[str | PackedIds],
+        structure: StructuredOutputs | UnsetType,
+        lora: str,
     ) -> NativeRequest:
         """Translate to the native request, with an item per prompt, computed by an adapter."""
         return NativeRequest(

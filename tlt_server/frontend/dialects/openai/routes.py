@@ -10,8 +10,13 @@ from starlette.responses import Response
 
 from tlt_server.errors import InvalidRequest, NotFound, QueueFull, Unavailable
 from tlt_server.frontend.dialects.models import generating, named, running, unknown
-from tlt_server.frontend.dialects.openai.answers import QUESTION, Prompted, answer
-from tlt_server.frontend.dialects.openai.conversations import conversation, prepared
+from tlt_server.frontend.dialects.openai.answers import (
+    QUESTION,
+    Prompted,
+    answer,
+    conversation,
+    prepared,
+)
 from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
 from tlt_server.frontend.dialects.openai.replies import (
     ChatCompletion,
@@ -122,10 +127,8 @@ async def chat(
     With `stream` the reply is server-sent chunks and a last `[DONE]`. Unknown fields are ignored,
     and null means absent.
     """
-    words = asked.words
-    ready = await prepared(service, request, asked, words)
-    phrase = partial(ChatPhrase, reader=ready.answer)
-    prompted = Prompted([ready.token_ids], words, ready.held)
+    prompted = await prepared(service, request, asked, asked.words)
+    phrase = partial(ChatPhrase, reader=prompted.reader)
     return await answer(service, request, asked, prompted, "chatcmpl", phrase)
 
 
@@ -140,7 +143,7 @@ async def render(
 ) -> Annotated[Response, Rendered]:
     """Return the prompt that a chat completion would have, and generate nothing."""
     ready = await prepared(service, request, asked, asked.words)
-    text = ready.text
+    text, [token_ids] = ready.text, ready.prompts
     if asked.input_ids is not None:
         text = await tokenizing.decode(service.text, asked.input_ids, special=True)
     turn = service.generations.share.of(caller_of(request).name)
@@ -148,8 +151,8 @@ async def render(
         {
             "model": named(service, asked.model),
             "prompt": text,
-            "token_ids": ready.token_ids,
-            "count": len(ready.token_ids),
+            "token_ids": token_ids,
+            "count": len(token_ids),
             "max_model_len": service.info.max_model_len,
         },
         turn,

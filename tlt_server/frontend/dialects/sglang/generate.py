@@ -22,8 +22,14 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.frontend.dialects.replies.logprobs import Scored, made, scored_prompt
-from tlt_server.frontend.dialects.replies.meta_info import MetaInfo, Triple, ended
+from tlt_server.frontend.dialects.replies.logprobs import (
+    MetaInfo,
+    Scored,
+    Triple,
+    ended,
+    made,
+    scored_prompt,
+)
 from tlt_server.frontend.dialects.replies.whole import parts_of
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice

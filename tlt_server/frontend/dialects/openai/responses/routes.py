@@ -12,8 +12,7 @@ from starlette.responses import Response
 
 from tlt_server.errors import InvalidRequest, NotFound, TltError
 from tlt_server.frontend.dialects.models import generating, named
-from tlt_server.frontend.dialects.openai.answers import Prompted, begun
-from tlt_server.frontend.dialects.openai.conversations import prepared
+from tlt_server.frontend.dialects.openai.answers import begun, prepared
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.dialects.openai.responses.growing import (
     GrowingResponse,
@@ -80,13 +79,12 @@ async def create(
         else [ChatMessage(role="system", content=asked.instructions)]
     )
     chat = asked.for_chat([*said, *messages])
-    ready = await prepared(service, request, chat, RESPONSE)
+    prompted = await prepared(service, request, chat, RESPONSE)
     id = f"{PREFIX}{uuid.uuid4().hex}"
     names = (id, asked.request_id or given_id(request.headers.raw) or id)
-    prompted = Prompted([ready.token_ids], RESPONSE, ready.held)
     _, generation = await begun(service, request, chat, prompted, names)
     growing = GrowingResponse(
-        asked, id, caller.name, named(service, asked.model), ready.answer(), messages
+        asked, id, caller.name, named(service, asked.model), prompted.reader(), messages
     )
     keep = service.responses.keep
     if not asked.stream:
