@@ -67,7 +67,7 @@ def test_restarted_trainer_may_send_parts_in_another_order(
 
 @pytest.fixture
 def few_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tlt_server.weights.names.REMEMBERED", 2)
+    monkeypatch.setattr("tlt_server.weights.versions.REMEMBERED", 2)
     yield
 
 

@@ -270,7 +270,7 @@ def test_a_lost_drafter_is_named(kept: EngineSettings, root: Path) -> None:
 def test_live_version_name_survives_other_role_pushes(
     engine: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tlt_server.weights.names.REMEMBERED", 2)
+    monkeypatch.setattr("tlt_server.weights.versions.REMEMBERED", 2)
     assert engine.push(root / "new-drafter", "d", role="drafter").result == "committed"
     for version in ("1", "2", "3"):
         assert (

@@ -5,7 +5,6 @@ ends in one line with its remedy.
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tlt_client import Client
+from tlt_client.channels.checksums import digest
 from tlt_client.channels.http import HttpSender
 from tlt_server.errors import StartupError
 from tlt_server.push.calling import call
@@ -91,10 +91,9 @@ def _print_reply(reply: Mapping[str, Any], console: Console) -> None:
         )
     sums = reply["checksums"]
     if sums:
-        digest = hashlib.sha256(
-            "\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()
-        ).hexdigest()
-        console.print(f"checksums: {len(sums)} tensors, together sha256:{digest}", markup=False)
+        console.print(
+            f"checksums: {len(sums)} tensors, together sha256:{digest(sums)}", markup=False
+        )
 
 
 def _status(client: Client, arguments: argparse.Namespace, console: Console) -> None:

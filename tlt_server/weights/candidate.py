@@ -19,13 +19,12 @@ from typing import Any
 from tlt_client.arguments import UNSEEN
 from tlt_client.channels import Receiver, owner
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG
+from tlt_client.channels.checksums import digest
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import json_object
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
 from tlt_server.models.adapters import BLOCKS, PREFIX, AdapterConfig, AdapterWeights
-from tlt_server.weights.arriving import Arriving, Enter, check_config
-from tlt_server.weights.checksums import digest
-from tlt_server.weights.declared import check_dtype
+from tlt_server.weights.arriving import Arriving, Enter, check_config, check_dtype
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Network, Target, TargetNetwork
 from tlt_server.weights.storage import disk_is_full, ran_out

@@ -103,10 +103,3 @@ def origin_of(directory: Path) -> str:
                 file.seek(max(0, size - PART_BYTES) * part // (PARTS - 1))
                 found.update(file.read(PART_BYTES))
     return f"sampled:{found.hexdigest()}"
-
-
-def digest(sums: Mapping[str, str]) -> str:
-    """Return one name for all checksums."""
-    return hashlib.sha256(
-        "\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()
-    ).hexdigest()

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from tlt_client.channels import DRAFTER_PREFIX
+from tlt_client.channels.checksums import digest
 from tlt_server.errors import StartupError
 from tlt_server.models.adapters import AdapterWeights
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.draft_part import DrafterPart
 from tlt_server.models.shards import Stored, tensors_of
-from tlt_server.weights.checksums import digest, live_sums, origin_of
+from tlt_server.weights.checksums import live_sums, origin_of
 from tlt_server.wire.records import LoadedAdapter
 
 
@@ -82,16 +83,13 @@ Network = TargetNetwork | DrafterNetwork | AdapterWeights
 
 
 @dataclass(frozen=True)
-class Target:
+class _Served:
+    """Weights of the target or the drafter."""
+
     version: str
-    network: TargetNetwork
+    network: Any
     sums: Mapping[str, str]  # tensor -> mix64 of its values; empty until they are needed
     origin: str = ""  # `origin_of` the files that were loaded at the start
-
-    @classmethod
-    def loaded(cls, version: str, network: TargetNetwork, directory: Path | None) -> Self:
-        """`directory`: what was read; None where the weights are random."""
-        return cls(version, network, {}, origin_of(directory) if directory else "random")
 
     @cached_property
     def digest(self) -> str:
@@ -108,26 +106,25 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Drafter:
-    version: str
+class Target(_Served):
+    network: TargetNetwork
+
+    @classmethod
+    def loaded(cls, version: str, network: TargetNetwork, directory: Path | None) -> Self:
+        """`directory`: what was read; None where the weights are random."""
+        return cls(version, network, {}, origin_of(directory) if directory else "random")
+
+
+@dataclass(frozen=True)
+class Drafter(_Served):
     network: DrafterNetwork
-    calibration: object  # opaque here; the drafter reads it
-    sums: Mapping[str, str]
-    origin: str = ""
+    calibration: object = None  # opaque here; the drafter reads it
 
     @classmethod
     def loaded(
         cls, version: str, network: DrafterNetwork, calibration: object, directory: Path
     ) -> Self:
-        return cls(version, network, calibration, {}, origin_of(directory))
-
-    @cached_property
-    def digest(self) -> str:
-        return digest(self.sums)
-
-    @property
-    def content(self) -> str:
-        return self.origin or self.digest
+        return cls(version, network, {}, origin_of(directory), calibration)
 
     def live_sums(self) -> dict[str, str]:
         return live_sums(drafter_tensors(self.network))

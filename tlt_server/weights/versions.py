@@ -6,19 +6,86 @@ weights. A version string means one content: other bits under the same name are 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import ChainMap, OrderedDict
+from collections.abc import Collection, Iterable
 from dataclasses import replace as replaced_part
 
 from msgspec.structs import replace
 
 from tlt_client.channels import TRAINED
+from tlt_client.channels.checksums import digest
 from tlt_server.errors import Conflict
 from tlt_server.weights.cleanup import Cleanup
-from tlt_server.weights.names import Names
-from tlt_server.weights.parts import Adapter, Changed, Live
+from tlt_server.weights.parts import Adapter, Changed, Live, Part
 from tlt_server.weights.spool import Spool, not_recorded
 from tlt_server.wire.commands import Manifest, Role
-from tlt_server.wire.labels import label_of
+from tlt_server.wire.labels import apart, label_of
+
+REMEMBERED = 2**14
+
+
+class Names:
+    """The content that each version's name stands for, so that a retry is told from a mistake: of
+    the live and the previous versions, for as long as they are kept, and of the last ones that were
+    live. A label may be given to other content, which then gets a name of its own.
+    """
+
+    def __init__(self, started: Iterable[str] = ()) -> None:
+        """`started`: the versions that the engine started with, of all roles."""
+        self._started = frozenset(started)
+        # (role, or the adapter; version) -> content
+        self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._forgotten = False  # a name that is not remembered may have had content
+
+    def settled(self, parts: Changed, *kept: Live | Changed, labelled: bool) -> Changed:
+        """Return the parts under the name that their version means: of a label, the label, or
+        where that is remembered for other content, the label with the digest. `Conflict` when the
+        name belongs to other content, remembered or of `kept`.
+        """
+        known_by = ChainMap(_in_use(kept), self._digests)
+
+        def others(parts: Changed, unknown: str | None) -> list[tuple[str, Part, str]]:
+            """Return the parts whose name has other content, with its digest."""
+            found = ((*each, known_by.get(_key(*each), unknown)) for each in parts.parts)
+            return [
+                (role, part, known)
+                for role, part, known in found
+                if known is not None and known != part.digest
+            ]
+
+        if labelled and (taken := others(parts, "" if self._forgotten else None)):
+            part = taken[0][1]
+            content = part.digest if isinstance(part, Adapter) else digest(parts.sums)
+            parts = parts.named(apart(part.version, content))
+        for role, part, known in others(parts, None):
+            of = f"adapter {part.name!r}" if isinstance(part, Adapter) else f"the {role}"
+            raise Conflict(
+                f"version {part.version!r} of {of} was pushed before with other content "
+                f"(digest {known[:12]}, now {part.digest[:12]}); give changed weights a new version"
+            )
+        return parts
+
+    def may_have_been(self, role: str, version: str) -> bool:
+        """Return True if the role may have had this version. Which roles had a version that the
+        engine started with is not known.
+        """
+        return self._forgotten or version in self._started or (role, version) in self._digests
+
+    def add(self, role: str, part: Part) -> None:
+        self._digests.setdefault(_key(role, part), part.digest)
+        while len(self._digests) > REMEMBERED:
+            self._digests.popitem(last=False)
+            self._forgotten = True
+
+
+def _key(role: str, part: Part) -> tuple[str, str]:
+    return f"{role} {part.name}" if isinstance(part, Adapter) else role, part.version
+
+
+def _in_use(kept: Iterable[Live | Changed]) -> dict[tuple[str, str], str]:
+    return {
+        _key(role, part): part.digest for held in kept for role, part in held.parts if part.sums
+    }
 
 
 class Versions:
@@ -92,10 +159,7 @@ class Versions:
         """Return the weights under the name that their version, which may be a label, means.
         `Conflict` when that belongs to other content. Called by threads.
         """
-        if labelled:
-            changed = self._names.labelled(changed, self.live, self.previous)
-        self._names.check(changed, self.live, self.previous)
-        return changed
+        return self._names.settled(changed, self.live, self.previous, labelled=labelled)
 
     # -- changes -----------------------------------------------------------------------------------
 

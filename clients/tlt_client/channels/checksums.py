@@ -12,6 +12,8 @@ manifest may declare sha256.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -50,6 +52,12 @@ def mix64(tensor: Tensor) -> str:
 def xxh3(data: memoryview) -> str:
     """Return the 128-bit checksum of bytes."""
     return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+def digest(sums: Mapping[str, str]) -> str:
+    """Return one name for the checksums of all tensors, by name."""
+    lines = "\n".join(f"{name} {sums[name]}" for name in sorted(sums))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def finished(total: int, count: int) -> str:

@@ -216,7 +216,7 @@ class GpuRank:
         drafter, directory = None, self._settings.drafter_directory
         if network is not None and directory is not None:
             calibration = find_loader(directory, "cuda").calibration(directory)
-            drafter = Drafter("", network, calibration, {})
+            drafter = Drafter("", network, {}, calibration=calibration)
         state = self._maker.state(model, self.kv, order.pages_per_sequence)
         passes = self._passes = self._maker.passes(state, self.kv, drafter)
         self._uploads = PinnedRing(UPLOADS, state.layout.size, pinned=passes.pinned)

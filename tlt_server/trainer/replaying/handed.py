@@ -16,6 +16,7 @@ import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tlt_client.channels.checksums import digest
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import Served, feature_layers
@@ -28,7 +29,7 @@ from tlt_server.speculation.cost import CostModel, CostRecord
 from tlt_server.trainer.learning.network import TargetShape, TrainableDrafter, load_trainable
 from tlt_server.trainer.replaying.replay import ReplayedDrafter
 from tlt_server.trainer.replaying.staged import PAGE_SIZE
-from tlt_server.weights.checksums import digest, live_sums
+from tlt_server.weights.checksums import live_sums
 from tlt_server.weights.handover import COSTS, DRAFTER, EMBEDDING, HEAD, TARGET
 
 
