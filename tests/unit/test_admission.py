@@ -254,7 +254,7 @@ def test_no_bound_is_ever_passed_and_everything_returns_to_zero(
                     step(8, draw.randint(0, 20), draw.random()), waiting=draw.choice([0, 3])
                 )
         admission.check()
-        assert (len(admission), admission.prompt_tokens, admission.output_tokens) == (
+        assert (len(admission), admission.all.prompt_tokens, admission.all.output_tokens) == (
             len(twin),
             sum(prompt for prompt, _ in twin.values()),
             sum(most for _, most in twin.values()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tlt_server.errors import TltError
 from tlt_server.weights.parts import Changed
@@ -20,29 +20,13 @@ class WeightReports:
     def take(self) -> list[WeightReport]:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def answer(
-        self,
-        push: Push,
-        result: str,
-        *,
-        parts: Changed | None = None,
-        error: TltError | None = None,
-        pause_ms: float = 0.0,
-    ) -> None:
-        """Answer every command that asked for this push. If none did, there is a report with an
-        empty id.
+    def answer(self, push: Push, result: str, **said: Any) -> None:
+        """Answer every command that asked for this push, as `report` does. If none did, there is a
+        report with an empty id.
         """
+        said |= {"version": push.version, "role": push.manifest.role, "phases": dict(push.phases)}
         for id in push.asked or [""]:
-            self.report(
-                id,
-                result,
-                parts=parts,
-                error=error,
-                version=push.version,
-                role=push.manifest.role,
-                phases=push.phases,
-                pause_ms=pause_ms,
-            )
+            self.report(id, result, **said)
         push.asked.clear()
 
     def refuse(self, id: str, error: TltError, *, version: str = "", role: str = "") -> None:
@@ -55,34 +39,16 @@ class WeightReports:
         *,
         parts: Changed | None = None,
         error: TltError | None = None,
-        version: str = "",
-        role: str = "",
-        checksums: Mapping[str, str] | None = None,
-        phases: Mapping[str, float] | None = None,
-        pause_ms: float = 0.0,
-        values: bytes = b"",
-        shape: Sequence[int] = (),
-        state: WeightState | None = None,
+        **said: Any,
     ) -> None:
-        """`parts`: the weights that the answer is about, instead of `version` and `role`. `state`:
-        how things stood for it; None: as they do now.
+        """`parts`: the weights that the answer is about, instead of `version` and `role`. `said`:
+        further fields of the report; `state` is how things stood for it, by default how they do.
         """
-        sums = parts.sums if parts and checksums is None else checksums
-        self._reports.append(
-            WeightReport(
-                id=id,
-                state=state or self.state(),
-                result=result,
-                error=(error.code, error.message) if error else None,
-                version=parts.version if parts else version,
-                role=parts.role if parts else role,
-                checksums=dict(sums or {}),
-                phases=dict(phases or {}),
-                pause_ms=pause_ms,
-                values=values,
-                shape=list(shape),
-            )
-        )
+        if parts is not None:
+            said = {"checksums": parts.sums} | said | {"version": parts.version, "role": parts.role}
+        said = {"state": self.state()} | said
+        code = (error.code, error.message) if error is not None else None
+        self._reports.append(WeightReport(id=id, result=result, error=code, **said))
 
     def state(self) -> WeightState:
         versions, push = self._transaction.versions, self._transaction.push

@@ -43,6 +43,10 @@ class Demand(NamedTuple):
     deadline_s: float = math.inf
     owner: str = ""  # name of the key that asks
 
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
     @classmethod
     def of(cls, requests: Sequence[GenerateRequest]) -> Self:
         return cls(
@@ -67,12 +71,16 @@ class _Open(Struct, gc=False):
 
 
 class _Held(Struct):
-    """The open sequences of one key."""
+    """The open sequences of one key, or of all."""
 
     sequences: int = 0
     prompt_tokens: int = 0
-    output_tokens: int = 0
+    output_tokens: int = 0  # sum of max_tokens
     unstarted: int = 0  # sequences without a token yet
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
 
     def add(self, sequences: int, prompt_tokens: int, output_tokens: int, unstarted: int) -> None:
         self.sequences += sequences
@@ -88,10 +96,8 @@ class _Bound(NamedTuple):
     unit: str
     made_of: str
     setting: str
-    open: float
-    own: float  # the part of `open` that is the asking key's
-    asked: float
     limit: float
+    measure: Callable[[_Held | Demand], float]
     known: bool = True  # False: by forecast, which another hour's ends may change
 
 
@@ -110,17 +116,13 @@ class Admission:
         restart_window_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_queue, self.max_queue_tokens, self.max_page_forecast = (
-            max_queue,
-            max_queue_tokens,
-            max_page_forecast,
-        )
+        self.max_queue, self.max_queue_tokens = max_queue, max_queue_tokens
+        self.max_page_forecast = max_page_forecast
         self.forecast, self.rests = forecast or Forecast(), Rests(restart_window_s)
         self.engine: EngineInfo | None = None
-        self.prompt_tokens = self.output_tokens = 0  # sums over the open sequences
+        self.all = _Held()  # the sums over the open sequences
         self._open: dict[str, _Open] = {}
         self._held: dict[str, _Held] = {}  # by owner, of those with open sequences
-        self._unstarted = 0
         self._clock = clock
 
     def __len__(self) -> int:
@@ -128,42 +130,46 @@ class Admission:
 
     @property
     def tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
+        return self.all.tokens
 
     @property
     def pages(self) -> float:
         """Pages that the open sequences are expected to need at their ends."""
-        return self._pages(len(self), self.prompt_tokens, self.output_tokens)
+        return self._pages(self.all)
 
     # -- asking
 
     def admit(self, demand: Demand) -> None:
         """Raise if the demand cannot get in now. Changes nothing."""
         self.rests.check(demand.owner, self._clock())
-        for bound in self._bounds(demand):
-            if bound.known and bound.asked > bound.limit:
+        for bound in self._bounds():
+            asked, open_ = bound.measure(demand), bound.measure(self.all)
+            if bound.known and asked > bound.limit:
                 raise TooLarge(
-                    f"the request has {bound.asked:.0f} {bound.unit} ({bound.made_of}); the limit "
+                    f"the request has {asked:.0f} {bound.unit} ({bound.made_of}); the limit "
                     f"is {bound.limit:.0f} ({bound.setting}): split it"
                 )
-            if bound.open and bound.open + bound.asked > bound.limit:
-                self._check_share(bound, self._owners(demand.owner))
+            if open_ and open_ + asked > bound.limit:
+                own = bound.measure(self._held.get(demand.owner, NOTHING))
+                self._check_share(bound, asked, open_, own, self._owners(demand.owner))
         self._check_time(demand)
 
-    def _check_share(self, bound: _Bound, owners: int) -> None:
+    def _check_share(
+        self, bound: _Bound, asked: float, open_: float, own: float, owners: int
+    ) -> None:
         """Refuse what is over the limit, unless it keeps its key within the key's share."""
         share = bound.limit / owners
-        within = owners > 1 and bound.own + bound.asked <= share
-        if within and bound.open + bound.asked <= OVER * bound.limit:
+        within = owners > 1 and own + asked <= share
+        if within and open_ + asked <= OVER * bound.limit:
             return
-        over = bound.open + bound.asked - bound.limit
-        whose = f", {bound.own:.0f} of them this key's, and its share is {share:.0f}"
+        over = open_ + asked - bound.limit
+        whose = f", {own:.0f} of them this key's, and its share is {share:.0f}"
         caution = CAUTION if owners > 1 else 1.0  # others come in meanwhile
         raise QueueFull(
-            f"{bound.open:.0f} {bound.unit} are open{whose if owners > 1 else ''} and "
-            f"{bound.asked:.0f} more are over the limit of {bound.limit:.0f} ({bound.setting}); "
+            f"{open_:.0f} {bound.unit} are open{whose if owners > 1 else ''} and "
+            f"{asked:.0f} more are over the limit of {bound.limit:.0f} ({bound.setting}); "
             "wait for some to end",
-            retry_after_s=max(1.0, caution * self._end_s(min(1.0, over / bound.open))),
+            retry_after_s=max(1.0, caution * self._end_s(min(1.0, over / open_))),
         )
 
     def wait_s(self, owner: str | None = None) -> float:
@@ -182,7 +188,7 @@ class Admission:
             for other, held in self._held.items()
             if other != owner
         )
-        running: float = len(self) - self._unstarted
+        running: float = len(self) - self.all.unstarted
         if own.sequences < max(held.sequences for held in self._held.values()):
             running = min(running, capacity)  # what was preempted is the greediest key's
         must_end = before + 1 + running - capacity
@@ -191,41 +197,15 @@ class Admission:
     def _owners(self, asking: str) -> int:
         return len(self._held) + (asking not in self._held)
 
-    def _bounds(self, demand: Demand) -> list[_Bound]:
-        own = self._held.get(demand.owner, NOTHING)
-        tokens = demand.prompt_tokens + demand.output_tokens
-        pages = self._pages(demand.sequences, demand.prompt_tokens, demand.output_tokens)
+    def _bounds(self) -> tuple[_Bound, ...]:
         held = self.engine.pages if self.engine is not None else math.inf
-        return [
-            _Bound(
-                "sequences",
-                "items x n",
-                "max_queue",
-                len(self),
-                own.sequences,
-                demand.sequences,
-                self.max_queue,
-            ),
-            _Bound(
-                "tokens",
-                "prompt + max_tokens",
-                "max_queue_tokens",
-                self.tokens,
-                own.prompt_tokens + own.output_tokens,
-                tokens,
-                self.max_queue_tokens,
-            ),
-            _Bound(
-                "KV pages",
-                "by forecast",
-                f"max_page_forecast, x {held} pages",
-                self.pages,
-                self._pages(own.sequences, own.prompt_tokens, own.output_tokens),
-                pages,
-                self.max_page_forecast * held,
-                known=False,
-            ),
-        ]
+        forecast, most = f"max_page_forecast, x {held} pages", self.max_page_forecast * held
+        tokens, of_tokens = self.max_queue_tokens, "prompt + max_tokens"
+        return (
+            _Bound("sequences", "items x n", "max_queue", self.max_queue, lambda d: d.sequences),
+            _Bound("tokens", of_tokens, "max_queue_tokens", tokens, lambda d: d.tokens),
+            _Bound("KV pages", "by forecast", forecast, most, self._pages, known=False),
+        )
 
     def _check_time(self, demand: Demand) -> None:
         """Refuse a demand that would wait for others longer than its time. The time that it needs
@@ -256,11 +236,11 @@ class Admission:
                     retry_after_s=max(1.0, min(wait_s, forecast_s - allowed_s)),
                 )
 
-    def _pages(self, sequences: int, prompt_tokens: int, output_tokens: int) -> float:
+    def _pages(self, held: _Held | Demand) -> float:
         if self.engine is None:
             return 0.0
-        tokens = prompt_tokens + self.forecast.share * output_tokens
-        return tokens / self.engine.page_size + sequences / 2  # last pages are half full
+        tokens = held.prompt_tokens + self.forecast.share * held.output_tokens
+        return tokens / self.engine.page_size + held.sequences / 2  # last pages are half full
 
     def _capacity(self) -> float:
         """Return how many sequences can run at once."""
@@ -271,7 +251,7 @@ class Admission:
 
     def _end_s(self, part: float) -> float:
         """Forecast the time until that part of the open sequences has ended."""
-        return self.forecast.seconds(part * self.forecast.share * self.output_tokens)
+        return self.forecast.seconds(part * self.forecast.share * self.all.output_tokens)
 
     # -- opening and closing
 
@@ -301,7 +281,7 @@ class Admission:
         """Count an output of an open sequence; the last one closes it, if it `closes`."""
         opened = self._open[output.id]
         if output.token_ids and not opened.given:
-            self._unstarted -= 1
+            self.all.unstarted -= 1
             self._held[opened.owner].unstarted -= 1
         opened.given += len(output.token_ids)
         if output.finish_reason is not None:
@@ -330,29 +310,21 @@ class Admission:
     def _add(
         self, owner: str, sequences: int, prompt_tokens: int, output_tokens: int, unstarted: int
     ) -> None:
-        self.prompt_tokens += prompt_tokens
-        self.output_tokens += output_tokens
-        self._unstarted += unstarted
-        held = self._held.setdefault(owner, _Held())
-        held.add(sequences, prompt_tokens, output_tokens, unstarted)
+        for held in (self.all, self._held.setdefault(owner, _Held())):
+            held.add(sequences, prompt_tokens, output_tokens, unstarted)
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert self.prompt_tokens == sum(opened.prompt_tokens for opened in self._open.values()), (
-            "prompt tokens leak"
-        )
-        assert self.output_tokens == sum(opened.max_tokens for opened in self._open.values()), (
-            "output tokens leak"
-        )
         assert len(self) <= OVER * self.max_queue and self.tokens <= OVER * self.max_queue_tokens, (
             "over a bound"
         )
         held: dict[str, _Held] = {}
+        every = _Held()
         for opened in self._open.values():
-            each = held.setdefault(opened.owner, _Held())
-            each.add(1, opened.prompt_tokens, opened.max_tokens, 0 if opened.given else 1)
+            for each in (every, held.setdefault(opened.owner, _Held())):
+                each.add(1, opened.prompt_tokens, opened.max_tokens, 0 if opened.given else 1)
+        assert every == self.all, "the sums leak"
         assert held == self._held, "a key's sums leak"
-        assert self._unstarted == sum(each.unstarted for each in held.values()), "starts leak"
 
 
 def over_share(held: Mapping[str, float], asking: str, asked: float, limit: float) -> str | None:
