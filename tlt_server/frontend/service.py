@@ -34,7 +34,7 @@ from tlt_server.frontend.rollouts.responses import ResponseShelf
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.weights.adapters import Adapters
 from tlt_server.frontend.weights.adoption import Adoption, DrafterExports
-from tlt_server.frontend.weights.broadcasts import Broadcasts, Transfer
+from tlt_server.frontend.weights.broadcasts import Broadcasts
 from tlt_server.frontend.weights.checker import WeightChecker
 from tlt_server.frontend.weights.session import WeightSession
 from tlt_server.frontend.weights.uploads import Uploads
@@ -100,10 +100,6 @@ class Service:
     @cached_property
     def broadcasts(self) -> Broadcasts:
         return Broadcasts(self.session)
-
-    @cached_property
-    def transfer(self) -> Transfer:
-        return Transfer(self.broadcasts)
 
     @cached_property
     def adoption(self) -> Adoption:

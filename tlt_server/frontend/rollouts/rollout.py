@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,18 +14,10 @@ from tlt_client.fields import MAX_INT32, MAX_SEED
 from tlt_server.errors import InvalidRequest, NotFound, StorageFailed, TltError
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Items
 from tlt_server.frontend.generation.requests import RequestBatch, SamplingFields
-from tlt_server.frontend.rollouts.journal import (
-    FORMAT,
-    Header,
-    Journal,
-    KeptItem,
-    KeptTime,
-    elapsed_s,
-    past,
-)
+from tlt_server.frontend.rollouts.journal import FORMAT, Header, Journal, KeptTime, elapsed_s, past
 from tlt_server.grammars.forms import check_grammar
 from tlt_server.wire.packed import PackedIds
-from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput
+from tlt_server.wire.records import Sampling, StepOutput
 
 MAX_BIAS = 100.0
 MAX_ROWS = 2**16  # draft rows of one sequence in a step
@@ -38,77 +30,70 @@ SAME = [
 
 
 def flaw(header: Header, outputs: Sequence[StepOutput]) -> str:
-    """Return the first thing that no server would have written; empty if there is none."""
+    """Return the first thing that no server would have written; empty if there is none. Records
+    that are whole may be forged, or of another version: they must not reach the tokenizer or the
+    engine.
+    """
+    return next(_flaws(header, outputs), "")
+
+
+def _flaws(header: Header, outputs: Sequence[StepOutput]) -> Iterator[str]:
     if header.format != FORMAT:
-        return f"its format is {header.format}, and this server's is {FORMAT}"
+        yield f"its format is {header.format}, and this server's is {FORMAT}"
     requests = [request for item in header.items for request in item.requests]
     ids = {request.id for request in requests}
     if not header.items or not all(item.requests for item in header.items):
-        return "an item has no choices"
+        yield "an item has no choices"
     if len(ids) < len(requests) or len({item.id for item in header.items}) < len(header.items):
-        return "two of its items or sequences have one id"
-    wrong = next(filter(None, map(_wrong_item, header.items)), "")
-    return wrong or next(filter(None, (_wrong_output(output, ids) for output in outputs)), "")
+        yield "two of its items or sequences have one id"
+    for item in header.items:
+        if isinstance(item.token_ids, PackedIds) and len(item.token_ids.packed) % 4:
+            yield "a prompt has a part of a token id"
+        if not item.token_ids or not _are_ids(item.token_ids):
+            yield "a prompt is empty or holds what is no token id"
+    for request in requests:
+        if not 0 <= request.seed <= MAX_SEED or request.generated:
+            yield "a sequence has a seed or tokens that no request can have"
+        if wrong := _wrong(request.sampling):
+            yield f"a sequence has {wrong}"
+    for output in outputs:
+        yield from _flaws_of(output, ids)
 
 
-def _wrong_item(item: KeptItem) -> str:
-    if isinstance(item.token_ids, PackedIds) and len(item.token_ids.packed) % 4:
-        return "a prompt has a part of a token id"
-    if not item.token_ids or not _are_ids(item.token_ids):
-        return "a prompt is empty or holds what is no token id"
-    return next(filter(None, map(_wrong_request, item.requests)), "")
-
-
-def _wrong_request(request: GenerateRequest) -> str:
-    if not 0 <= request.seed <= MAX_SEED or request.generated:
-        return "a sequence has a seed or tokens that no request can have"
-    sampling = request.sampling
-    try:
-        msgspec.convert({name: getattr(sampling, name) for name in SAME}, SamplingFields)
-    except msgspec.ValidationError as error:
-        return f"a sequence has a sampling that no request can have: {error}"
-    return (
-        ""
-        if _are_ids(_named(sampling))
-        and all(sampling.bad_words)
-        and all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values())
-        and _structured(sampling)
-        else "a sequence has bad words, biases or a structure that no request can have"
-    )
-
-
-def _named(sampling: Sampling) -> list[int]:
-    """Return the token ids that a sampling names in other forms than a request."""
-    return [id for ids in (sampling.logit_bias, *sampling.bad_words) for id in ids]
-
-
-def _structured(sampling: Sampling) -> bool:
-    try:
-        if sampling.structured_outputs is not None:
-            check_grammar(sampling.structured_outputs)
-    except InvalidRequest:
-        return False
-    return True
-
-
-def _wrong_output(output: StepOutput, ids: Iterable[str]) -> str:
+def _flaws_of(output: StepOutput, ids: Collection[str]) -> Iterator[str]:
     if output.id not in ids:
-        return "an output is of a sequence that the request does not have"
+        yield "an output is of a sequence that the request does not have"
     if not _are_ids(output.token_ids):
-        return "an output holds what is no token id"
+        yield "an output holds what is no token id"
     reports = (output.logprobs, output.raw_logprobs, output.top_logprobs)
     if any(report is not None and len(report) != len(output.token_ids) for report in reports):
-        return "an output has more tokens than log-probs"
+        yield "an output has more tokens than log-probs"
     if not 0 <= output.accepted <= output.drafted <= MAX_ROWS:
-        return "an output accepts more than was drafted"
-    alternatives = [*(output.top_logprobs or ()), *(output.prompt_logprobs or ())]
-    if any(
-        each is not None
-        and (len(each.token_ids) != len(each.logprobs) or not _are_ids(each.token_ids))
-        for each in alternatives
-    ):
-        return "an output has alternatives without log-probs"
-    return ""
+        yield "an output accepts more than was drafted"
+    for each in filter(None, (*(output.top_logprobs or ()), *(output.prompt_logprobs or ()))):
+        if len(each.token_ids) != len(each.logprobs) or not _are_ids(each.token_ids):
+            yield "an output has alternatives without log-probs"
+
+
+def _wrong(sampling: Sampling) -> str:
+    """Return what no request can have, in a sampling that was decoded; empty if there is none."""
+    try:
+        msgspec.convert({name: getattr(sampling, name) for name in SAME}, SamplingFields)
+        if sampling.structured_outputs is not None:
+            check_grammar(sampling.structured_outputs)
+        named = [id for ids in (sampling.logit_bias, *sampling.bad_words) for id in ids]
+        biases = sampling.logit_bias.values()
+        if (
+            _are_ids(named)
+            and all(sampling.bad_words)
+            and all(abs(bias) <= MAX_BIAS for bias in biases)
+        ):
+            return ""
+    except msgspec.ValidationError as error:
+        return f"a sampling that no request can have: {error}"
+    except InvalidRequest:
+        pass
+    return "bad words, biases or a structure that no request can have"
 
 
 def _are_ids(ids: Iterable[int] | PackedIds) -> bool:

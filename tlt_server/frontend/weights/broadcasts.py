@@ -75,6 +75,7 @@ class Packing(NamedTuple):
 class Broadcasts:
     def __init__(self, session: WeightSession) -> None:
         self._session = session
+        self._packing = Packing()  # of the group that `join_transfer` made
         # Group and tensors of a push that is described by one call and made by the next.
         self.described: tuple[str, list[TensorEntry]] | None = None
 
@@ -158,6 +159,24 @@ class Broadcasts:
                 in_flight=in_flight,
             ),
         )
+
+    async def join_transfer(self, info: InitInfo) -> None:
+        """Join the group that has one name in all of a trainer's calls, and leave one that was made
+        before.
+        """
+        await self.join(GROUP, info, unique_id=info.unique_id())
+        self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
+
+    async def push_announced(self, update: Update, asked: UpdateFields) -> WeightReport:
+        """Take all tensors that are announced through that group, and return the last report."""
+        infos = asked.update_info if isinstance(asked.update_info, list) else [asked.update_info]
+        async with self.announced(GROUP):
+            # All are checked before the first push, in a thread, since they may be many.
+            pushes = await asyncio.to_thread(lambda: [info.entries() for info in infos])
+        for info, entries in zip(infos, pushes, strict=True):
+            packing, version = info.packing(self._packing), asked.weight_version or ""
+            report = await self.push(update, GROUP, entries, packing, version=version)
+        return report
 
     async def begin(self, update: Update, manifest: Manifest) -> WeightReport:
         """Push the manifest. If the update takes no more, leave the group, as after any refusal."""
@@ -295,29 +314,3 @@ class UpdateFields(Tolerant, frozen=True, kw_only=True):
         "what is broadcast, or one after another several such",
     ]
     weight_version: Annotated[Version | None, "absent: the channel and the content's digest"] = None
-
-
-class Transfer:
-    def __init__(self, broadcasts: Broadcasts) -> None:
-        self._broadcasts, self._packing = broadcasts, Packing()
-
-    async def join(self, info: InitInfo) -> None:
-        """Join the group, and leave one that was made before."""
-        await self._broadcasts.join(GROUP, info, unique_id=info.unique_id())
-        self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
-
-    async def push(self, update: Update, asked: UpdateFields) -> WeightReport:
-        """Take all tensors that are announced, and return the last report."""
-        infos = asked.update_info if isinstance(asked.update_info, list) else [asked.update_info]
-        async with self._broadcasts.announced(GROUP):
-            # All are checked before the first push, in a thread, since they may be many.
-            pushes = await asyncio.to_thread(lambda: [info.entries() for info in infos])
-        for info, entries in zip(infos, pushes, strict=True):
-            report = await self._broadcasts.push(
-                update,
-                GROUP,
-                entries,
-                info.packing(self._packing),
-                version=asked.weight_version or "",
-            )
-        return report

@@ -148,7 +148,7 @@ async def init_transfer(service: Service, asked: InitFields) -> VllmDone:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
     have joined.
     """
-    await service.transfer.join(asked.init_info)
+    await service.broadcasts.join_transfer(asked.init_info)
     return VllmDone("Weight transfer initialized")
 
 
@@ -168,7 +168,7 @@ async def init_broadcaster(service: Service, asked: BroadcasterFields) -> VllmDo
     """Join the trainer's process group, in which `rank_offset` counts servers only. The reply comes
     once all ranks have joined.
     """
-    await service.transfer.join(asked.info())
+    await service.broadcasts.join_transfer(asked.info())
     return VllmDone("Weight transfer initialized")
 
 
@@ -237,7 +237,7 @@ async def collective_rpc(service: Service, request: Request) -> Results:
                 service.engine.check_running()
                 async with service.broadcasts.announced(GROUP):
                     asked = await service.bodies.read(RpcUpdate, body)
-                await service.transfer.push(update, asked.arguments)
+                await service.broadcasts.push_announced(update, asked.arguments)
         case "skyrl_finish_weight_update":
             finished = await service.bodies.read(RpcFinish, body)
             await service.session.end(finished.arguments.weight_version or "")

@@ -173,7 +173,7 @@ async def push(service: Service, request: Request) -> PushReply:
             if not isinstance(asked, UpdateFields):
                 manifest = await asyncio.to_thread(manifest_of, asked, update.role, service.config)
         if isinstance(asked, UpdateFields):
-            return outcome(await service.transfer.push(update, asked), labelled=True)
+            return outcome(await service.broadcasts.push_announced(update, asked), labelled=True)
         if manifest.channel == "http" and service.uploads is not None:
             return outcome(await _upload(update, manifest, service.uploads))
         # The engine refuses a push by a channel that is closed.
