@@ -25,7 +25,7 @@ from tlt_client.channels.line import Line, address, entered
 from tlt_client.channels.memory import share
 from tlt_client.channels.tensors import entry
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.weights.update import Staging
+from tlt_server.weights.staging import Staging
 
 TIMEOUT_S = 90.0  # each wait for a trainer
 MOMENT_S = 20.0  # far less than that, on a machine that does other things, too

@@ -41,7 +41,7 @@ from tlt_server.frontend.http.tls import watched_certificates
 from tlt_server.frontend.http.traces import tracing
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import EngineProcess
-from tlt_server.frontend.link.progress import ProgressLines
+from tlt_server.frontend.link.starting import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service

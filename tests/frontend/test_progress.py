@@ -6,8 +6,7 @@ import io
 
 import pytest
 
-from tlt_server.frontend.link.progress import REWRITE, ProgressLines
-from tlt_server.frontend.link.starting import UnderWay
+from tlt_server.frontend.link.starting import REWRITE, ProgressLines, UnderWay
 from tlt_server.process.operator_lines import lasting
 from tlt_server.wire.events import Phase
 

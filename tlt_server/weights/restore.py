@@ -18,7 +18,7 @@ from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.spool import Spool
-from tlt_server.wire.commands import Manifest
+from tlt_server.wire.commands import Manifest, Role
 from tlt_server.wire.kept import KeptVersion
 
 
@@ -60,34 +60,21 @@ def restore(spool: Spool, started: Live, options: Options) -> Restored:
 
 
 def _with_adapter(name: str, kept: KeptVersion, spool: Spool, live: Live, options: Options) -> Live:
-    manifest = Manifest(
-        role="adapter", adapter=name, version=kept.version, path=kept.directory or "none"
-    )
-    changed = Candidate(options).take(
-        manifest, live, lambda m: DiskReceiver(m, Intake(root=spool.directory)), lambda phase: None
-    )
-    assert changed is not None and changed.adapter is not None
-    if changed.adapter.digest != kept.digest:
+    path = kept.directory or "none"
+    manifest = Manifest(role="adapter", adapter=name, version=kept.version, path=path)
+    adapter = _read(manifest, spool, live, options).adapter
+    assert adapter is not None
+    if adapter.digest != kept.digest:
         raise StartupError(f"the content of {kept.directory} has changed")
-    adapter = replace(changed.adapter, slot=len(live.adapters))
-    return live.updated(Changed(adapter=adapter))
+    return live.updated(Changed(adapter=replace(adapter, slot=len(live.adapters))))
 
 
 def _restored(role: str, kept: KeptVersion, spool: Spool, live: Live, options: Options) -> Live:
     part: Target | Drafter
     if kept.directory:
-        manifest = Manifest(
-            role="target" if role == "target" else "drafter",
-            version=kept.version,
-            path=kept.directory,
-        )
-        changed = Candidate(options).take(
-            manifest,
-            live.complete(),
-            lambda m: DiskReceiver(m, Intake(root=spool.directory)),
-            lambda phase: None,
-        )
-        assert changed is not None  # one manifest brings all
+        whose: Role = "target" if role == "target" else "drafter"
+        manifest = Manifest(role=whose, version=kept.version, path=kept.directory)
+        changed = _read(manifest, spool, live.complete(), options)
         part = live.updated(changed).by_role[role]
     else:
         part = replace(live.complete().by_role[role], version=kept.version)
@@ -98,3 +85,12 @@ def _restored(role: str, kept: KeptVersion, spool: Spool, live: Live, options: O
             f"{kept.digest[:12]})"
         )
     return live.updated(Changed(target=part) if isinstance(part, Target) else Changed(drafter=part))
+
+
+def _read(manifest: Manifest, spool: Spool, live: Live, options: Options) -> Changed:
+    intake = Intake(root=spool.directory)
+    changed = Candidate(options).take(
+        manifest, live, lambda m: DiskReceiver(m, intake), lambda phase: None
+    )
+    assert changed is not None, "one manifest brings all"
+    return changed

@@ -30,8 +30,8 @@ from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.cleanup import Cleanup
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Live, Target
-from tlt_server.weights.series import Series
-from tlt_server.weights.update import Gathering, Push, Staged, Staging, Unchanged, Waiting
+from tlt_server.weights.staging import Staging
+from tlt_server.weights.update import Gathering, Push, Series, Staged, Unchanged, Waiting
 from tlt_server.weights.versions import Versions
 from tlt_server.wire.commands import Manifest
 
@@ -105,11 +105,7 @@ class Transaction:
         its sender, or another one, has begun again.
         """
         push = self.push if self.push is not None and self.push.takes_more else None
-        goes_on = (
-            push is not None and push.goes_on_with(part)
-            if part.session
-            else self._series.admit(part, push)
-        )
+        goes_on = self._series.admit(part, push)
         if push is not None and not goes_on:
             self.close()
         return push if goes_on else None
@@ -135,7 +131,7 @@ class Transaction:
         """Note that a part was refused before anything of it was taken: what it belongs to will not
         be complete, and its bytes stay in its group.
         """
-        if manifest.partial and not manifest.session:
+        if manifest.partial:
             self._series.note(manifest)
             if self.push is not None and self._series.both(self.push.manifest, manifest):
                 self.push.give_up(f"tensor {manifest.tensors[0].name!r} of it was refused")

@@ -1,32 +1,32 @@
-"""One push from its first manifest to its end: its state, the tensors that have come, and the
-thread that receives, checks and keeps them.
+"""The calls that belong to one push, and its state from its first manifest to its end.
+
+Trainers send a step in several calls, and few say which step it is or where it begins. Parts of one
+session belong together. Other parts form a series: everything that one sender sends, from its first
+tensor on, in an order that it keeps. A sender is a version, or without one a group. Invariant: a
+push that completes is one series without a gap. A part that brings a tensor with which its sender
+began before begins a push. Another part goes on with the push that gathers; every other part is
+refused. So however a push ended before it was complete (refused, silent, aborted, replaced), that
+need not be remembered: its other parts find no push to go on with, and parts of two steps never
+meet. One tensor may come after the part that completed its push: the head that is tied to the
+embedding, if both are the same.
+
+This rests on a trainer beginning a push when it has joined its group. A part that was refused is no
+beginning, as its group is left (`Transaction.skip`) and has to be joined again, as after a restart
+of the engine. A part that never reached the server may have been one: versions and sessions exclude
+that.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from tlt_client.channels import CHANNELS, TRAINED, Receiver, owner
-from tlt_server.errors import Conflict, PushFailed, TltError
-from tlt_server.process.threads import started
-from tlt_server.registry import Registry
+from tlt_client.channels import owner
+from tlt_server.errors import Conflict, TltError
 from tlt_server.weights.candidate import Candidate
-from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed
-from tlt_server.weights.spool import not_recorded
-from tlt_server.weights.versions import Versions
 from tlt_server.wire.commands import Manifest
-
-# The trainer's own candidates come from a directory of the server.
-RECEIVERS = Registry(
-    "channel",
-    {name: channel.receiver for name, channel in CHANNELS.items()}
-    | {TRAINED: "tlt_client.channels.disk:TrainedReceiver"},
-)
-LOOK_S = 0.05  # between two looks whether a push that waits was aborted
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Waiting:
     """The push was accepted; `Transaction.start` stages it."""
 
     name: ClassVar = "waiting"
+
+
+class InThread:
+    """A thread receives, checks and keeps tensors (`staging.py`)."""
+
+    name: ClassVar = "staging"
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Push:
     first: Manifest
     manifest: Manifest  # the newest
     candidate: Candidate
-    state: Waiting | Staging | Gathering | Staged | Unchanged | FailedPush = Waiting()
+    state: Waiting | InThread | Gathering | Staged | Unchanged | FailedPush = Waiting()
     out_of_step: bool = False  # its group also brings a push that nothing takes
     gap: str = ""  # why a tensor of it is missing for good, while the thread works
     phases: dict[str, float] = field(default_factory=dict)  # seconds; also written by the thread
@@ -122,7 +128,7 @@ class Push:
     @property
     def brings_bytes(self) -> bool:
         """Return True if bytes for it are, or will soon be, taken from its group."""
-        return isinstance(self.state, Waiting | Staging)
+        return isinstance(self.state, Waiting | InThread)
 
     @property
     def leaves_bytes(self) -> bool:
@@ -143,7 +149,7 @@ class Push:
 
     def give_up(self, why: str) -> None:
         """Fail, as it cannot become complete; if its thread works, once that has ended."""
-        if isinstance(self.state, Staging):
+        if isinstance(self.state, InThread):
             self.gap = why
         elif isinstance(self.state, Waiting) or self.takes_more:
             self.fail(self.incomplete(why))
@@ -155,7 +161,7 @@ class Push:
 
     def abort(self) -> None:
         """Fail now, or at the next phase of its thread, whose wait for a trainer ends."""
-        if isinstance(self.state, Staging):
+        if isinstance(self.state, InThread):
             self.candidate.stop()
         elif isinstance(self.state, Waiting | Gathering | Staged):
             self.fail(self.aborted())
@@ -182,90 +188,109 @@ def first_tensor(part: Manifest) -> tuple[str, str]:
     return owner(part.tensors[0].name, part.role)
 
 
-class _Aborted(Exception):
-    """Raised at the next phase."""
+REMEMBERED = 1024  # senders
+ELSE = (
+    "with a version, or within a session (POST /begin_weight_update, /start_weight_update), or "
+    "join the group again"
+)
 
 
-class Staging:
-    """The state of a push while its thread works. The thread writes `outcome`, which the loop reads
-    after the end: complete weights under their name, an error, or None where more is to come.
-    """
+class _Sender(NamedTuple):
+    version: str
+    group: str  # empty if there is a version
+    labelled: bool = False  # the version is a label
 
-    name: ClassVar = "staging"
-
-    def __init__(
-        self,
-        push: Push,
-        versions: Versions,
-        options: Options,
-        freed: list[threading.Event],
-        on_phase: Callable[[str], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """`freed`: set once dropped weights are freed. `on_phase` is called in the thread.
-        `Unavailable` when the system gives no thread.
-        """
-        self.outcome: Changed | TltError | None = PushFailed(
-            "the staging thread ended without a result; nothing has changed: push again"
+    def __str__(self) -> str:
+        return (
+            f"version {self.version!r}"
+            if self.version
+            else f"group {self.group!r} without a version"
         )
-        self.phase = ""
-        self._since_s = 0.0
-        self._push, self._manifest = push, push.manifest
-        self._versions, self._options, self._freed = versions, options, freed
-        self._on_phase, self._clock = on_phase, clock
-        self._thread = started("stage weights", self._run)
 
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
 
-    def wait(self) -> None:
-        self._thread.join()
+class _Start(NamedTuple):
+    tensor: str
+    group: str  # the group that brought it
 
-    def _run(self) -> None:
-        for freed in self._freed:
-            while not (freed.wait(LOOK_S) or self._push.candidate.stopped):
-                pass  # what was dropped may take the room that this part needs
-        try:
-            self.outcome = self._staged()
-        except _Aborted:
-            pass
-        except TltError as error:
-            # A new error: the frames of this one's traceback hold the network.
-            self.outcome = type(error)(error.message)
-        except OSError as error:
-            self.outcome = not_recorded(error)
-        except BaseException as error:  # the loop must learn of any
-            self.outcome = PushFailed(
-                f"staging broke off ({type(error).__name__}: {error}); nothing has changed: "
-                "push again"
+
+class Series:
+    """The first tensor of each sender. The transaction brings every part."""
+
+    def __init__(self) -> None:
+        self._starts: OrderedDict[tuple[_Sender, str], _Start] = OrderedDict()  # by sender and role
+
+    def admit(self, part: Manifest, push: Push | None) -> bool:
+        """Return True if the part goes on with `push`, which takes more; otherwise it begins one.
+        `Conflict` where it may do neither.
+        """
+        if part.session:
+            return push is not None and push.goes_on_with(part)
+        sender, (role, tensor) = _sender(part), first_tensor(part)
+        other = _sender(push.manifest) if push is not None and not push.manifest.session else None
+        start = self._tensor(sender, role)
+        if (
+            push is not None
+            and other == sender
+            and tensor != start
+            and first_tensor(push.first) != (role, tensor)
+            and push.goes_on_with(part)
+        ):
+            return True
+        if start not in (None, tensor):
+            raise Conflict(
+                f"tensor {tensor!r} goes on with no push: {sender} begins with {start!r}, and the "
+                "push that began so has ended, or has that tensor, or other fields; push from "
+                f"{start!r} on, in the order of before, or {ELSE}"
             )
+        if other is not None and other != sender and not other.version and not sender.version:
+            raise Conflict(
+                f"a push of {other} is on its way, from which parts that come through another "
+                f"group cannot be told; push all through one group, or {ELSE}"
+            )
+        self.note(part)
+        return False
 
-    def _staged(self) -> Changed | None:
-        spool, versions, manifest = self._options.spool, self._versions, self._manifest
-        # An adapter is compared with no other weights, but recorded with them.
-        unsummed = spool is None and manifest.role == "adapter"
-        live = versions.live if unsummed else versions.completed()
-        if spool is not None:
-            spool.begin()
-        changed = self._push.candidate.take(manifest, live, self._receiver, self._enter)
-        if changed is not None:
-            changed = versions.named(changed, labelled=manifest.labelled)
-            if spool is not None:
-                self._enter("spool")
-                spool.prepare(changed, live.updated(changed))
-        self._enter("done")
-        return changed
+    def note(self, part: Manifest) -> None:
+        """Note that the part has come, also if it is refused."""
+        if part.session:
+            return
+        (role, tensor), sender = first_tensor(part), _sender(part)
+        self._starts.setdefault((sender, role), _Start(tensor, part.group))
+        self._starts.move_to_end((sender, role))
+        if len(self._starts) > REMEMBERED:
+            self._starts.popitem(last=False)
 
-    def _receiver(self, manifest: Manifest) -> Receiver:
-        receiver: Receiver = RECEIVERS.resolve(manifest.channel)(manifest, self._options.intake)
-        return receiver
+    def follows(self, part: Manifest, last: Manifest) -> bool:
+        """Return True if the sender of `last` sent the part and begins with another tensor."""
+        role, tensor = first_tensor(part)
+        return self.both(part, last) and self._tensor(_sender(part), role) not in (None, tensor)
 
-    def _enter(self, phase: str) -> None:
-        if self._push.candidate.stopped:
-            raise _Aborted
-        now_s, phases = self._clock(), self._push.phases
-        if self.phase:
-            phases[self.phase] = phases.get(self.phase, 0.0) + now_s - self._since_s
-        self.phase, self._since_s = phase, now_s
-        self._on_phase(phase)
+    def _tensor(self, sender: _Sender, role: str) -> str | None:
+        start = self._starts.get((sender, role))
+        return start.tensor if start is not None else None
+
+    def forget(self, group: str) -> None:
+        """Forget a group whose trainer is gone; the next one may begin with another tensor, also
+        under the same label.
+        """
+        self._starts = OrderedDict(
+            (key, start)
+            for key, start in self._starts.items()
+            if key[0] != _Sender("", group) and not (key[0].labelled and start.group == group)
+        )
+
+    @staticmethod
+    def both(one: Manifest, other: Manifest) -> bool:
+        """Return True if both are parts of one sender."""
+        return (
+            one.partial
+            and other.partial
+            and not one.session
+            and not other.session
+            and _sender(one) == _sender(other)
+        )
+
+
+def _sender(part: Manifest) -> _Sender:
+    labelled = bool(part.version) and part.labelled
+    return _Sender(part.version, "" if part.version else part.group, labelled)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from msgspec import structs
+
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.groups import Membership
 from tlt_server.engine.pushes.reports import WeightReports
@@ -46,19 +48,8 @@ class GroupJoins:
     def _join(self, asked: JoinGroup) -> None:
         groups = self._transaction.options.intake.groups
         try:
-            groups.join(
-                Membership(
-                    asked.name,
-                    asked.backend,
-                    asked.master_address,
-                    asked.master_port,
-                    asked.rank,
-                    asked.world_size,
-                    asked.prefixed,
-                    groups.timeout_s,
-                    asked.unique_id,
-                )
-            )
+            fields = {name: value for name, value in structs.asdict(asked).items() if name != "id"}
+            groups.join(Membership(**fields, timeout_s=groups.timeout_s))
             self._reports.report(asked.id, "joined")
         except ChannelError as error:
             self._reports.refuse(asked.id, from_code(error.code, str(error)))

@@ -25,7 +25,7 @@ from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.frontend.http.connections import Reserve
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death, EngineLink, EngineProcess
-from tlt_server.frontend.link.progress import ProgressLines
+from tlt_server.frontend.link.starting import ProgressLines
 from tlt_server.frontend.link.suspects import DEATHS
 from tlt_server.metrics import Metrics
 from tlt_server.process.private import private_directory

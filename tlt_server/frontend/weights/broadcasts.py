@@ -75,7 +75,7 @@ class Packing(NamedTuple):
 class Broadcasts:
     def __init__(self, session: WeightSession) -> None:
         self._session = session
-        self._packing = Packing()  # of the group that `join_transfer` made
+        self._packing = Packing()  # as the newest `join_transfer` says
         # Group and tensors of a push that is described by one call and made by the next.
         self.described: tuple[str, list[TensorEntry]] | None = None
 
