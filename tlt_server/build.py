@@ -44,7 +44,7 @@ from tlt_server.frontend.http.traces import tracing
 from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.directory import own_directory
+from tlt_server.frontend.link.link import own_directory
 from tlt_server.frontend.link.starting import ProgressLines, checked
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.link.trainer import TrainerLink

@@ -19,9 +19,8 @@ from tlt_client.channels.groups import Groups, Membership, WeightGroup, host_sto
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.pushes.pushes import WeightPushes
 from tlt_server.process.faults import Containment
-from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Live, Target
-from tlt_server.weights.storage import Free, Storage
+from tlt_server.weights.storage import Free, Options, Storage
 from tlt_server.weights.transaction import Transaction
 from tlt_server.wire.commands import (
     JoinGroup,

@@ -21,10 +21,9 @@ from msgspec.structs import replace
 from tlt_client.channels import Intake
 from tlt_client.channels.errors import ChannelLost
 from tlt_server.errors import TltError, Unavailable
-from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.staging import Staging
-from tlt_server.weights.storage import Free, Storage
+from tlt_server.weights.storage import Free, Options, Storage
 from tlt_server.weights.transaction import Transaction
 from tlt_server.weights.update import REMEMBERED, FailedPush, Staged, Unchanged, Waiting
 from tlt_server.wire.commands import Manifest, TensorEntry

@@ -32,7 +32,7 @@ from tlt_server.wire.commands import Manifest, TensorEntry
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.candidate import Candidate
-from tlt_server.weights.options import Options
+from tlt_server.weights.storage import Options
 from tlt_server.weights.storage import Free, Storage
 
 channel, root, keeps = sys.argv[1], Path(sys.argv[2]), sys.argv[3]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tlt_server.frontend.link.directory import LOCK, own_directory, sweep
+from tlt_server.frontend.link.link import LOCK, own_directory, sweep
 
 DIES = """
 import os
-from tlt_server.frontend.link.directory import own_directory
+from tlt_server.frontend.link.link import own_directory
 with own_directory() as directory:
     (directory / "1").mkdir()
     (directory / "1" / "commands").touch()

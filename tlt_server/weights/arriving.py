@@ -25,8 +25,8 @@ from tlt_server.models.draft_networks import VOCABULARY_MAP
 from tlt_server.models.loader import check_finite, check_layout, check_names, dtypes_for
 from tlt_server.models.shards import Stored
 from tlt_server.weights.checksums import Content, checksum, contents, kind_of
-from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Adapter, Drafter, Network, Target
+from tlt_server.weights.storage import Options
 from tlt_server.wire.commands import TensorEntry
 
 TOGETHER = 2**29  # bytes that are checked at a time, unless one tensor has more

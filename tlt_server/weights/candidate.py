@@ -25,9 +25,8 @@ from tlt_client.channels.source import json_object
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
 from tlt_server.models.adapters import BLOCKS, PREFIX, AdapterConfig, AdapterWeights
 from tlt_server.weights.arriving import Arriving, Enter, check_config, check_dtype
-from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Network, Target, TargetNetwork
-from tlt_server.weights.storage import disk_is_full, ran_out
+from tlt_server.weights.storage import Options, disk_is_full, ran_out
 from tlt_server.wire.commands import Manifest, TensorEntry
 
 

@@ -15,9 +15,9 @@ from tlt_client.channels import Intake
 from tlt_client.channels.disk import DiskReceiver
 from tlt_server.errors import StartupError, TltError
 from tlt_server.weights.candidate import Candidate
-from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.spool import Spool
+from tlt_server.weights.storage import Options
 from tlt_server.wire.commands import Manifest, Role
 from tlt_server.wire.kept import KeptVersion
 

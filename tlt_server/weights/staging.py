@@ -9,9 +9,9 @@ from tlt_client.channels import CHANNELS, TRAINED, Receiver
 from tlt_server.errors import PushFailed, TltError
 from tlt_server.process.threads import started
 from tlt_server.registry import Registry
-from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed
 from tlt_server.weights.spool import not_recorded
+from tlt_server.weights.storage import Options
 from tlt_server.weights.update import InThread, Push
 from tlt_server.weights.versions import Versions
 from tlt_server.wire.commands import Manifest

@@ -14,8 +14,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tlt_client.channels import Buffers
+from tlt_client.channels import Buffers, Intake
 from tlt_server.attention.pinned import pinned
-from tlt_server.errors import PushFailed
+from tlt_server.errors import Conflict, Forbidden, PushFailed
 from tlt_server.process.private import FILE, private_directory
+from tlt_server.weights.spool import Spool
 
 Model = TypeVar("Model")
 Place = Literal["device", "host", "disk"]
@@ -162,3 +164,31 @@ def _mapped(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype)[
             : torch.Size(shape).numel()
         ].view(shape)
+
+
+@dataclass(frozen=True)
+class Options:
+    channels: tuple[str, ...] = ()  # the open ones; without any there are no pushes
+    intake: Intake = Intake()
+    spool: Spool | None = None
+    max_loras: int = 0  # adapters that can be loaded
+    max_lora_rank: int = 0
+    # content, where it is from -> the table that a drafter reads
+    parse_calibration: Callable[[bytes, str], object] = lambda content, source: None
+    storage: Storage = field(
+        default_factory=lambda: Storage(
+            "device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None
+        )
+    )
+
+    def check_slot(self, adapter: str, loaded: Collection[str]) -> None:
+        """Refuse an adapter that finds no slot next to those that are loaded."""
+        if not self.max_loras:
+            raise Forbidden(
+                "this server takes no LoRA adapters; start it with --max-loras and --max-lora-rank"
+            )
+        if adapter not in loaded and len(loaded) >= self.max_loras:
+            raise Conflict(
+                f"{len(loaded)} adapters are loaded ({', '.join(loaded)[:200]}), and the limit is "
+                f"{self.max_loras} (--max-loras); unload one first (DELETE /adapters/NAME)"
+            )

@@ -27,10 +27,10 @@ from tlt_server.errors import (
 )
 from tlt_server.weights.arriving import TIED_HEAD
 from tlt_server.weights.candidate import Candidate
-from tlt_server.weights.cleanup import Cleanup
-from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Live, Target
+from tlt_server.weights.spool import Cleanup
 from tlt_server.weights.staging import Staging
+from tlt_server.weights.storage import Options
 from tlt_server.weights.update import Gathering, Push, Series, Staged, Unchanged, Waiting
 from tlt_server.weights.versions import Versions
 from tlt_server.wire.commands import Manifest

@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from tlt_client.channels import TRAINED
 from tlt_client.channels.checksums import digest
 from tlt_server.errors import Conflict
-from tlt_server.weights.cleanup import Cleanup
 from tlt_server.weights.parts import Adapter, Changed, Live, Part
-from tlt_server.weights.spool import Spool, not_recorded
+from tlt_server.weights.spool import Cleanup, Spool, not_recorded
 from tlt_server.wire.commands import Manifest, Role
 from tlt_server.wire.labels import apart, label_of
 

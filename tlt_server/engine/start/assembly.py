@@ -47,11 +47,10 @@ from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.pinned import Pinned, limit
 from tlt_server.speculation.switches import SwitchLog
 from tlt_server.weights.dormant import Dormant
-from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.restore import Restored, restore
 from tlt_server.weights.spool import Spool
-from tlt_server.weights.storage import Storage
+from tlt_server.weights.storage import Options, Storage
 from tlt_server.weights.transaction import Transaction
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.events import CHECKED, EngineInfo

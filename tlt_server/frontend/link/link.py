@@ -1,4 +1,5 @@
-"""One epoch of the engine: one process, from its launch to its end, and the sockets to it.
+"""One epoch of the engine: one process, from its launch to its end, the sockets to it, and the
+server's directory that holds them.
 
 Both sockets are bound here (`ipc://DIR/commands` PUSH, `ipc://DIR/events` PULL) and the engine
 connects. Every epoch has its own directory, so nothing that one epoch left in a socket can reach
@@ -9,19 +10,75 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import structlog
 import zmq
 import zmq.asyncio
 
 from tlt_server.errors import EngineFailed, TltError, from_code
 from tlt_server.process.exits import exit_of
+from tlt_server.process.private import DIRECTORY, private_file
 from tlt_server.wire.commands import Command, Stop
 from tlt_server.wire.events import Ending, Event, Failed, Heartbeat, Phase, Ready, decode_event
 from tlt_server.wire.records import encode
 from tlt_server.wire.started import read_started
+
+PREFIX, LOCK = "tlt-", "lock"
+
+log = structlog.get_logger()
+
+
+@contextlib.contextmanager
+def own_directory() -> Iterator[Path]:
+    """Yield a new directory of mode 0700, for sockets and started files, that is removed at the
+    end. Remove those of dead servers first.
+
+    A living server holds a lock on the file `lock` in it. The kernel lets go of the lock with the
+    process, however that ends, so a lock that can be taken shows that the directory's server is
+    dead. Process ids would say less, since containers share temporary directories and not ids.
+    """
+    sweep(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
+        os.chmod(name, DIRECTORY)  # under any umask
+        lock = private_file(Path(name) / "locking", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(Path(name) / "locking", Path(name) / LOCK)  # never there without its lock
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def sweep(temporary: Path) -> None:
+    """Remove this user's directories whose lock no process holds. No link is followed."""
+    for directory in temporary.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if _is_dead(directory):
+                shutil.rmtree(directory)
+                log.info("directory_of_a_dead_server_removed", directory=str(directory))
+
+
+def _is_dead(directory: Path) -> bool:
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return False
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
 
 STOP_S = 5.0  # time that an engine has to exit after Stop; then it is killed
 STOPPED_S = 10.0  # time that an engine may be stopped, as by SIGSTOP
