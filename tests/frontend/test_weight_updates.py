@@ -236,7 +236,7 @@ class Story:
                     self.finish(self.number, f"step {self.number}" if how == "named" else "")
                 )
             case "abort":
-                self.spawn(twin.session.ask(AbortWeights(twin.command_id())))
+                self.spawn(twin.session.ask(AbortWeights))
             case "do" if twin.queue:
                 twin.do()
             case "arrive":

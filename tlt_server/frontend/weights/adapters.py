@@ -35,7 +35,7 @@ class Adapters:
         another of its name go on with this one.
         """
         manifest = Manifest(role="adapter", adapter=name, path=path)
-        return await self._session.ask(PushWeights(self._session.command_id(), manifest))
+        return await self._session.ask(PushWeights, manifest)
 
     async def unload(self, name: str, in_flight: Ends = "drain") -> WeightReport:
         """Unload an adapter. What runs with it may go on for `drain_s`, also when the caller has
@@ -61,4 +61,4 @@ class Adapters:
             unload.exception()  # mark it as retrieved: the caller may have left
 
     async def _ask(self, name: str, in_flight: Ends) -> WeightReport:
-        return await self._session.ask(UnloadAdapter(self._session.command_id(), name, in_flight))
+        return await self._session.ask(UnloadAdapter, name, in_flight)

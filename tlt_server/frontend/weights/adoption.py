@@ -65,8 +65,8 @@ class Adoption:
             raise Conflict(
                 "this server drafts without a network; restart it with --drafter DIR for one"
             )
-        id, drafter = self._engine.command_id(), str(self._drafter.resolve())
-        return await self._session.ask(HandOver(id, str(directory), drafter))
+        drafter = str(self._drafter.resolve())
+        return await self._session.ask(HandOver, str(directory), drafter)
 
     async def adopt(self, offer: Offer) -> Verdict:
         """Push a candidate. A target that has changed, and a push in progress, refuse it."""
@@ -91,8 +91,7 @@ class Adoption:
         """Make the drafter before the live one live again. `Conflict` where none is kept."""
         if self._drafter is None:
             raise Conflict("this server drafts without a network; there is nothing to go back to")
-        id = self._engine.command_id()
-        return await self._session.ask(RollbackWeights(id, role="drafter"))
+        return await self._session.ask(RollbackWeights, role="drafter")
 
 
 EXPORTS = "exports"  # in the state directory

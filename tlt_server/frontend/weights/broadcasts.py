@@ -93,17 +93,15 @@ class Broadcasts:
                 "65535, rank 0 is the trainer's, and ranks are below the world size"
             )
         report = await self._session.ask(
-            JoinGroup(
-                self._session.command_id(),
-                name,
-                ranks.backend,
-                ranks.master_address or "",
-                number,
-                rank,
-                world_size,
-                prefixed,
-                unique_id,
-            )
+            JoinGroup,
+            name,
+            ranks.backend,
+            ranks.master_address or "",
+            number,
+            rank,
+            world_size,
+            prefixed,
+            unique_id,
         )
         return report.state.groups
 
@@ -111,7 +109,7 @@ class Broadcasts:
         """Leave a group and return the groups that are joined. A group that is not joined counts as
         left.
         """
-        return (await self._session.ask(LeaveGroup(self._session.command_id(), name))).state.groups
+        return (await self._session.ask(LeaveGroup, name)).state.groups
 
     @asynccontextmanager
     async def announced(self, group: object) -> AsyncIterator[None]:
@@ -124,9 +122,7 @@ class Broadcasts:
         except TltError:
             if group and isinstance(group, str):
                 with suppress(TltError):  # an engine that is gone has left it
-                    await self._session.ask(
-                        LeaveGroup(self._session.command_id(), group, out_of_step=True)
-                    )
+                    await self._session.ask(LeaveGroup, group, out_of_step=True)
             raise
 
     async def push(

@@ -13,9 +13,9 @@ staged, since until then it holds up every other push.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Concatenate, Literal, ParamSpec, get_args
 
 import msgspec
 import structlog
@@ -52,6 +52,8 @@ WeightDirectory = Annotated[
 ]
 Call = Literal["push", "rename", "end"]
 WAITING = ("staged", "gathering")  # results of pushes that are not live yet
+
+P = ParamSpec("P")  # the fields of a command, except its id
 
 log = structlog.get_logger()
 
@@ -124,7 +126,7 @@ class Update:
                 manifest, session=self.id, commit=manifest.commit and not session.stages
             )
         self.owed.update(manifest.roles)
-        report = await session.report(PushWeights(session.command_id(), manifest))
+        report = await session.report(PushWeights, manifest)
         if report.error is None:
             self.owed.difference_update(manifest.roles)
             # The engine has one push at a time, so one that is done ends what waited.
@@ -158,7 +160,7 @@ class WeightSession:
 
     async def _adopt(self, manifest: Manifest) -> WeightReport:
         try:
-            command = PushWeights(self.command_id(), manifest)
+            command = PushWeights(self._engine.command_id(), manifest)
             return succeeded(await self._engine.weights(command))
         finally:
             self._adopting.release()
@@ -176,7 +178,7 @@ class WeightSession:
                 "drop; finish it first (POST /finish_weight_update, /end_weight_update), or start "
                 "it again, for all or for the target, to drop them"
             )
-        update = self._update = Update(self, selector, self.command_id())
+        update = self._update = Update(self, selector, self._engine.command_id())
         update.started_s = update.touched_s = asyncio.get_running_loop().time()
         self._end_when_idle(update)
         await self._drop(earlier)
@@ -185,7 +187,7 @@ class WeightSession:
         """Abort what the update left, staged or on its way."""
         if update.selector is not None and update.calls:
             with suppress(NotFound):  # there is nothing, or another call has ended it
-                await self.ask(AbortWeights(self.command_id(), session=update.id))
+                await self.ask(AbortWeights, session=update.id)
 
     def _end_when_idle(self, update: Update) -> None:
         loop = asyncio.get_running_loop()
@@ -314,7 +316,7 @@ class WeightSession:
 
     async def _commit(self, update: Update, name: str) -> WeightReport:
         if update.holds:
-            return await self.ask(CommitWeights(self.command_id(), name=name, session=update.id))
+            return await self.ask(CommitWeights, name=name, session=update.id)
         if name and not update.calls:
             raise Conflict(
                 f"nothing was pushed in this weight update, so there is nothing to call {name!r}; "
@@ -336,19 +338,21 @@ class WeightSession:
 
     async def _name(self, version: str, of: str = "") -> WeightReport:
         self._engine.versions.check_name()
-        return await self.ask(NameWeights(self.command_id(), version, of))
+        return await self.ask(NameWeights, version, of)
 
     async def look(self, *, checksums: bool = False) -> WeightReport:
-        return await self.ask(LookAtWeights(self.command_id(), checksums))
+        return await self.ask(LookAtWeights, checksums)
 
-    def command_id(self) -> str:
-        return self._engine.command_id()
+    async def ask(
+        self, kind: Callable[Concatenate[str, P], WeightCommand], *given: P.args, **also: P.kwargs
+    ) -> WeightReport:
+        """Return the engine's answer to a command with these fields, or raise the error in it."""
+        return succeeded(await self.report(kind, *given, **also))
 
-    async def ask(self, command: WeightCommand) -> WeightReport:
-        """Return the engine's answer, or raise the error in it."""
-        return succeeded(await self.report(command))
-
-    async def report(self, command: WeightCommand) -> WeightReport:
+    async def report(
+        self, kind: Callable[Concatenate[str, P], WeightCommand], *given: P.args, **also: P.kwargs
+    ) -> WeightReport:
+        command = kind(self._engine.command_id(), *given, **also)
         if isinstance(command, PushWeights):
             # An adoption is over soon.
             async with self._adopting:

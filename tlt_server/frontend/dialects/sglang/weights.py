@@ -340,9 +340,7 @@ async def read_weights(service: Service, asked: ReadFields) -> Annotated[Respons
 
     The name of a drafter's tensor begins with `draft.`.
     """
-    report = await service.session.ask(
-        ReadWeights(service.engine.command_id(), asked.name, asked.truncate_size)
-    )
+    report = await service.session.ask(ReadWeights, asked.name, asked.truncate_size)
     return Response(
         await asyncio.to_thread(rows_of, report.values, report.shape), media_type="application/json"
     )

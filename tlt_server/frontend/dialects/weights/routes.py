@@ -238,9 +238,7 @@ async def rollback(service: Service, asked: RollbackFields) -> PushReply:
     that the server trained and adopted itself is not a push to undo (POST /drafter/rollback).
     """
     return outcome(
-        await service.session.ask(
-            RollbackWeights(service.engine.command_id(), asked.to, asked.in_flight, asked.role)
-        )
+        await service.session.ask(RollbackWeights, asked.to, asked.in_flight, asked.role)
     )
 
 
@@ -249,7 +247,7 @@ async def abort_any(service: Service) -> PushReply:
     """End the open push, with or without a name; one that still gathers tensors may have none.
     Nothing live changes.
     """
-    return outcome(await service.session.ask(AbortWeights(service.engine.command_id())))
+    return outcome(await service.session.ask(AbortWeights))
 
 
 @ROUTES.post("/weights/{version}/commit", needs="push-weights", raises=PUSHED)
@@ -257,8 +255,7 @@ async def commit(service: Service, version: PushedVersion) -> PushReply:
     """Make a staged push live. If the version's last push is live already, nothing changes, so the
     call may be repeated.
     """
-    command = CommitWeights(service.engine.command_id(), checked(version))
-    return outcome(await service.session.ask(command))
+    return outcome(await service.session.ask(CommitWeights, checked(version)))
 
 
 @ROUTES.post("/weights/{version}/abort", needs="push-weights", raises=(NotFound, Conflict))
@@ -279,9 +276,7 @@ async def abort(service: Service, asked: PushAbort, version: PushedVersion) -> P
     else:
         dropped = service.uploads is not None and service.uploads.drop(version)
         try:
-            return outcome(
-                await service.session.ask(AbortWeights(service.engine.command_id(), version))
-            )
+            return outcome(await service.session.ask(AbortWeights, version))
         except NotFound:
             if not dropped:
                 raise
