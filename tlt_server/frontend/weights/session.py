@@ -107,6 +107,10 @@ class Update:
         return "drafter" if self.selector == "draft" else "target"
 
     @property
+    def busy(self) -> bool:
+        return bool(self.pushing) or self.ending.locked()
+
+    @property
     def holds(self) -> set[str]:
         """Roles whose pushed weights are staged, or still lack a part."""
         return {role for role, report in self.reports.items() if report.result in WAITING}
@@ -143,7 +147,7 @@ class WeightSession:
         self._engine, self.stages, self._ttl_s = engine, stages, ttl_s
         self._update = Update(self)
         self.arrivals = {"target": 0, "drafter": 0}  # pushes of each role that are or were live
-        self._dropping: set[asyncio.Task[None]] = set()
+        self._idle: asyncio.Task[None] | None = None  # ends the session that is open
         self._adopting = asyncio.Lock()  # a drafter of the server's own trainer is being pushed
         self._adoption: asyncio.Task[WeightReport] | None = None  # the last one
 
@@ -180,7 +184,9 @@ class WeightSession:
             )
         update = self._update = Update(self, selector, self._engine.command_id())
         update.started_s = update.touched_s = asyncio.get_running_loop().time()
-        self._end_when_idle(update)
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = asyncio.create_task(self._end_when_idle(update))
         await self._drop(earlier)
 
     async def _drop(self, update: Update) -> None:
@@ -189,33 +195,22 @@ class WeightSession:
             with suppress(NotFound):  # there is nothing, or another call has ended it
                 await self.ask(AbortWeights, session=update.id)
 
-    def _end_when_idle(self, update: Update) -> None:
+    async def _end_when_idle(self, update: Update) -> None:
         loop = asyncio.get_running_loop()
-
-        def look() -> None:
+        while (left_s := update.touched_s + self._ttl_s - loop.time()) > 0 or update.busy:
+            await asyncio.sleep(left_s if left_s > 0 else self._ttl_s / 10)
             if update is not self._update:
                 return
-            left_s = update.touched_s + self._ttl_s - loop.time()
-            if left_s > 0 or update.pushing or update.ending.locked():
-                loop.call_later(left_s if left_s > 0 else self._ttl_s / 10, look)
-                return
-            self._update = Update(self)
-            self._update.untold = {*get_args(Call)}
-            log.warning(
-                "weight_update_dropped",
-                selector=update.selector,
-                pushes=update.calls,
-                idle_s=self._ttl_s,
-                remedy="end a weight update that was started, or allow more time between its calls "
-                "(weight_update_ttl_s)",
-            )
-            task = asyncio.create_task(self._drop_late(update))
-            self._dropping.add(task)
-            task.add_done_callback(self._dropping.discard)
-
-        loop.call_later(self._ttl_s, look)
-
-    async def _drop_late(self, update: Update) -> None:
+        self._update = Update(self)
+        self._update.untold = {*get_args(Call)}
+        log.warning(
+            "weight_update_dropped",
+            selector=update.selector,
+            pushes=update.calls,
+            idle_s=self._ttl_s,
+            remedy="end a weight update that was started, or allow more time between its calls "
+            "(weight_update_ttl_s)",
+        )
         with suppress(TltError):  # an engine that is gone holds nothing
             await self._drop(update)
 
@@ -225,7 +220,7 @@ class WeightSession:
         update, now_s = self._update, asyncio.get_running_loop().time()
         if update.selector is None:
             return None
-        idle_s = 0.0 if update.pushing or update.ending.locked() else now_s - update.touched_s
+        idle_s = 0.0 if update.busy else now_s - update.touched_s
         return UpdateStatus(
             update.selector,
             update.calls,
