@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tlt_client.channels import owner
 from tlt_server.errors import (
@@ -289,7 +290,7 @@ class Transaction:
         """Return the state with the name that a label means for its content."""
         changed = self.versions.named(staged.changed.named(version), labelled=True)
         self.versions.record(changed, self.versions.live.updated(changed))
-        return Staged(changed, staged.since_s, staged.due)
+        return replace(staged, changed=changed)
 
     def commit(self, push: Push, staged: Staged) -> Live:
         """Make the staged weights live. The caller installs the result before the next step."""

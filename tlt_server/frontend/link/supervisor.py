@@ -34,6 +34,11 @@ from tlt_server.wire.events import Ending, EngineInfo, Event, Phase, PhaseProgre
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 SAID_EVERY_S = 1.0  # while the engine starts
 NAMED = 16  # sequences in the log line of a death
+# Facts of an engine in the log line that says that it is ready.
+SAID_OF_ENGINE = (
+    *("device", "gpu", "dtype", "attention", "products", "graphs", "max_running", "pages"),
+    "choices",
+)
 
 log = structlog.get_logger()
 
@@ -184,20 +189,8 @@ class Supervisor:
             now_s = time.monotonic()
             self._start_s = now_s - self._launched_s
             if self._epochs == 1:
-                info = event.info
-                log.info(
-                    "engine_ready",
-                    seconds=round(self._start_s, 3),
-                    device=info.device,
-                    gpu=info.gpu,
-                    dtype=info.dtype,
-                    attention=info.attention,
-                    products=info.products,
-                    graphs=info.graphs,
-                    max_running=info.max_running,
-                    pages=info.pages,
-                    choices=info.choices,
-                )
+                said = {name: getattr(event.info, name) for name in SAID_OF_ENGINE}
+                log.info("engine_ready", seconds=round(self._start_s, 3), **said)
             else:
                 self._back(event.info, now_s - self._gone_s)
 
