@@ -196,11 +196,11 @@ class WeightSession:
                 await self.ask(AbortWeights, session=update.id)
 
     async def _end_when_idle(self, update: Update) -> None:
-        loop = asyncio.get_running_loop()
-        while (left_s := update.touched_s + self._ttl_s - loop.time()) > 0 or update.busy:
-            await asyncio.sleep(left_s if left_s > 0 else self._ttl_s / 10)
-            if update is not self._update:
-                return
+        ttl_s, now_s = self._ttl_s, asyncio.get_running_loop().time
+        while (left_s := update.touched_s + ttl_s - now_s()) > 0 or update.busy:  # noqa: ASYNC110
+            await asyncio.sleep(left_s if left_s > 0 else ttl_s / 10)
+        if update is not self._update:
+            return
         self._update = Update(self)
         self._update.untold = {*get_args(Call)}
         log.warning(
