@@ -1,4 +1,4 @@
-"""An in-process engine of a GPU, or of the interpreter, that captures states into a ring."""
+"""An in-process engine that captures states into a ring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Capturing(Pushable):
         settings: EngineSettings,
         directory: Path,
         feature_bytes: int = 2**26,
-        ring: int = 2**20,
+        ring: int = 2**23,
     ) -> None:
         directory.mkdir()
         for name in ("samples", "states"):
@@ -35,10 +35,11 @@ class Capturing(Pushable):
             )
         )
         self._ring = RingConsumer(directory / "states")
-        self.capture = self.engine.runner._capture
+        self.capture = getattr(self.engine.runner, "_capture", None)  # of a GPU
 
     def taken(self) -> dict[bytes, Captured]:
-        self.capture.states.settle()
+        if self.capture is not None:
+            self.capture.states.settle()
         found = [decode_captured(content) for content in iter(self._ring.take, None)]
         return {captured.key: captured for captured in found}
 

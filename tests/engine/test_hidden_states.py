@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.engine.capturing import Capturing
 from tests.engine.gpu_engine import bits, drafting
 from tests.engine.pushing import Pushable, perturbed
 from tlt_server.demo.workload import DRAFTER, TARGET
@@ -17,7 +18,6 @@ from tlt_server.errors import StartupError
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.samples.hidden_states import Captured, decode_captured, key_of
-from tlt_server.samples.ring import RingConsumer, make_ring
 from tlt_server.trainer.target.prefill import CpuPrefill
 from tlt_server.trainer.target.recompute import Document, Recomputed
 from tlt_server.wire.commands import Recompute
@@ -44,24 +44,6 @@ def settings() -> EngineSettings:
     return drafting(plain, "eagle", 4, 2, 7)
 
 
-class Capturing(Pushable):
-    def __init__(self, settings: EngineSettings, directory: Path, capacity: int = 2**23) -> None:
-        directory.mkdir()
-        make_ring(directory / "samples", 2**20)
-        make_ring(directory / "states", capacity)
-        super().__init__(
-            replace(settings, sample_ring=directory / "samples", feature_ring=directory / "states")
-        )
-        self._ring = RingConsumer(directory / "states")
-
-    def taken(self) -> dict[bytes, Captured]:
-        found = [decode_captured(content) for content in iter(self._ring.take, None)]
-        return {captured.key: captured for captured in found}
-
-    def text(self, request: GenerateRequest) -> list[int]:
-        return [*request.token_ids, *self.tokens(request.id)]
-
-
 def asked(max_tokens: int = 40) -> list[GenerateRequest]:
     """Siblings that share a prompt of several pages; the last one is sent again later."""
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
@@ -69,10 +51,6 @@ def asked(max_tokens: int = 40) -> list[GenerateRequest]:
         GenerateRequest(id=f"s{i}", token_ids=PROMPT, sampling=sampling, seed=70 + i, train=True)
         for i in range(SIBLINGS)
     ]
-
-
-def key(text: list[int]) -> bytes:
-    return key_of(np.array(text, "<i4").tobytes())
 
 
 def test_hidden_states_are_those_that_a_prefill_computes(
@@ -93,15 +71,17 @@ def test_hidden_states_are_those_that_a_prefill_computes(
 
     states = engine.taken()
     texts = [engine.text(r) for r in (*work, late)]
-    assert states.keys() == {key(text) for text in texts}
+    assert states.keys() == {key_of(text) for text in texts}
     assert gauges["states_captured"] == len(texts) and gauges["states_s"] > 0
     layers = engine.engine.runner.model.feature_layers  # type: ignore[attr-defined]
     target = load_target(TARGET, numerics=Numerics("strict"), feature_layers=layers)
-    documents = [Document(np.array(text, np.int32), np.ones(len(text), np.bool_)) for text in texts]
+    tokens = [np.frombuffer(text, "<i4") for text in texts]
+    documents = [Document(each, np.ones(len(each), np.bool_)) for each in tokens]
     again = Recomputed(CpuPrefill(target), documents)
     for number, text in enumerate(texts):
-        captured, part = states[key(text)], again.read(number, 0, len(text) - 1)
-        assert captured.length == len(text) - 1
+        captured, length = states[key_of(text)], len(tokens[number]) - 1
+        part = again.read(number, 0, length)
+        assert captured.length == length
         assert captured.features == part.features_TF.numpy().tobytes()
         assert captured.hidden == part.hidden_TH.numpy().tobytes()
 
@@ -113,8 +93,7 @@ def test_recorded_texts_are_read_again_while_no_request_runs(
     engine.run(*work)
     texts, before = [engine.text(r) for r in work], engine.taken()
     too_long = [1] * (12 * PAGE + 1)
-    wanted = [np.array(text, "<i4").tobytes() for text in (*texts, too_long)]
-    engine.engine.send(Recompute(wanted))
+    engine.engine.send(Recompute([*texts, np.array(too_long, "<i4").tobytes()]))
     engine.step()
     assert engine.engine.idle and engine.engine.use_idle_time()
     engine.step()
@@ -123,7 +102,7 @@ def test_recorded_texts_are_read_again_while_no_request_runs(
     engine.run(late)  # ends it
     assert engine.said["late"][0].cached_tokens >= 3 * PAGE
     assert engine.tokens("late") == engine.tokens(work[0].id)
-    assert engine.taken().keys() == {key(texts[0])}
+    assert engine.taken().keys() == {key_of(texts[0])}
     gauges = engine.engine.gauges()
     assert gauges["states_recomputed"] == 0 and gauges["preemptions"] > 0
     while engine.engine.use_idle_time():
@@ -137,7 +116,7 @@ def test_recorded_texts_are_read_again_while_no_request_runs(
 def test_states_without_room_are_dropped_and_change_nothing(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
-    engine = Capturing(settings, tmp_path / "rings", 2**18)
+    engine = Capturing(settings, tmp_path / "rings", ring=2**18)
     work = asked(8)
     engine.run(*work)
     gauges = engine.engine.gauges()
@@ -168,21 +147,13 @@ def test_an_engine_without_features_refuses_to_capture(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     with pytest.raises(StartupError, match="set it to 0"):
-        Capturing(
-            replace(settings, drafter="history", policy="off", sd_strategy=""), tmp_path / "r"
-        )
+        without = replace(settings, drafter="history", policy="off", sd_strategy="")
+        Capturing(without, tmp_path / "rings")
 
 
 def test_states_are_refused_unless_their_bytes_fit() -> None:
-    captured = Captured(
-        version="v",
-        key=bytes(16),
-        length=2,
-        item=4,
-        feature_width=3,
-        hidden_width=1,
-        features=bytes(24),
-        hidden=bytes(4),
-    )
+    widths = {"length": 2, "item": 4, "feature_width": 3, "hidden_width": 1}
+    parts = {"features": bytes(24), "hidden": bytes(4)}
+    captured = Captured(version="v", key=bytes(16), **widths, **parts)
     with pytest.raises(ValueError, match="hidden has 4 bytes, 2 tokens of width 1 8"):
         decode_captured(msgspec.msgpack.encode(captured))
