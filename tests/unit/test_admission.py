@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -45,67 +46,30 @@ class Clock:
 
 
 def make(
-    *,
-    max_queue: int = 100,
-    max_queue_tokens: int = 10_000,
-    max_page_forecast: float = 4.0,
-    engine: EngineInfo | None = ENGINE,
-    clock: Clock | None = None,
+    *, engine: EngineInfo | None = ENGINE, clock: Clock | None = None, **limits: float
 ) -> Admission:
-    admission = Admission(
-        max_queue=max_queue,
-        max_queue_tokens=max_queue_tokens,
-        max_page_forecast=max_page_forecast,
-        clock=clock or Clock(),
-    )
+    limits = {"max_queue": 100, "max_queue_tokens": 10_000, "max_page_forecast": 4.0} | limits
+    admission = Admission(**limits, clock=clock or Clock())  # type: ignore[arg-type]
     admission.engine = engine
     return admission
 
 
 def sequences(
-    ids: Iterable[object],
-    prompt: int = 10,
-    max_tokens: int = 50,
-    deadline_s: float | None = None,
-    begin_by_s: float | None = None,
-    owner: str = "",
+    ids: Iterable[object], prompt: int = 10, max_tokens: int = 50, **fields: Any
 ) -> list[GenerateRequest]:
-    return [
-        GenerateRequest(
-            id=str(id),
-            token_ids=[1] * prompt,
-            sampling=Sampling(max_tokens=max_tokens),
-            seed=0,
-            deadline_s=deadline_s,
-            begin_by_s=begin_by_s,
-            owner=owner,
-        )
-        for id in ids
-    ]
+    asked = {"token_ids": [1] * prompt, "sampling": Sampling(max_tokens=max_tokens), "seed": 0}
+    return [GenerateRequest(id=str(id), **asked, **fields) for id in ids]
 
 
-def output(
-    id: object, tokens: int, finish_reason: str | None = None, error: tuple[str, str] | None = None
-) -> StepOutput:
-    return StepOutput(
-        id=str(id),
-        token_ids=[1] * tokens,
-        logprobs=[0.0] * tokens,
-        finish_reason=finish_reason,
-        error=error,
-    )
+def output(id: object, tokens: int, finish_reason: str | None = None, **fields: Any) -> StepOutput:
+    said = {"token_ids": [1] * tokens, "logprobs": [0.0] * tokens, "finish_reason": finish_reason}
+    return StepOutput(id=str(id), **said, **fields)
 
 
 def step(decoding: int, emitted: int, step_s: float) -> Cycle:
-    return Cycle(
-        context=StepContext(decoding, 0, 10.0, 0),
-        strategy=OFF,
-        rows=decoding,
-        emitted=emitted,
-        accepted=(),
-        drafted=0,
-        step_s=step_s,
-    )
+    counts = {"rows": decoding, "emitted": emitted, "accepted": (), "drafted": 0}
+    context = StepContext(decoding, 0, 10.0, 0)
+    return Cycle(context=context, strategy=OFF, **counts, step_s=step_s)
 
 
 def experienced(
@@ -152,9 +116,8 @@ def test_what_does_not_fit_next_to_the_open_ones_is_429(
     admission.open(opened)
     with pytest.raises(QueueFull, match=says) as caught:
         admission.admit(asked)
-    assert (
-        caught.value.http_status == 429 and caught.value.retry_after_s == 1
-    )  # nothing is known yet
+    assert caught.value.http_status == 429
+    assert caught.value.retry_after_s == 1, "nothing is known yet"
 
 
 @pytest.mark.parametrize(
@@ -216,12 +179,9 @@ def test_no_bound_is_ever_passed_and_everything_returns_to_zero(
                     begin_by_s=draw.choice([None, 0.5, 5.0]),
                 )
                 count += len(batch)
-                fits = (
-                    len(twin) + len(batch) <= max_queue
-                    and sum(map(sum, twin.values()))
-                    + sum(len(r.token_ids) + r.sampling.max_tokens for r in batch)
-                    <= max_queue_tokens
-                )
+                asked = {r.id: (len(r.token_ids), r.sampling.max_tokens) for r in batch}
+                tokens = sum(map(sum, (twin | asked).values()))
+                fits = len(twin) + len(batch) <= max_queue and tokens <= max_queue_tokens
                 try:
                     admission.admit(Demand.of(batch))
                 except Overloaded as error:
@@ -233,38 +193,31 @@ def test_no_bound_is_ever_passed_and_everything_returns_to_zero(
                 else:
                     assert fits
                     admission.open(batch)
-                    twin.update((r.id, (len(r.token_ids), r.sampling.max_tokens)) for r in batch)
-                    assert admission.pages <= max_page_forecast * ENGINE.pages * (1 + 1e-9) or len(
-                        twin
-                    ) == len(batch), "a batch larger than the limit runs alone"
+                    twin |= asked
+                    alone = len(twin) == len(batch)
+                    assert alone or admission.pages <= max_page_forecast * ENGINE.pages * (1 + 1e-9)
             case "give" if twin:
                 admission.take(output(draw.choice(list(twin)), draw.randint(1, 5)))
             case "end" if twin:
                 id = draw.choice(list(twin))
                 del twin[id]
-                admission.take(
-                    output(id, draw.randint(0, 5), draw.choice(["stop", "length", "abort"]))
-                )
+                reason = draw.choice(["stop", "length", "abort"])
+                admission.take(output(id, draw.randint(0, 5), reason))
             case "leave" if twin:
                 id = draw.choice(list(twin))
                 del twin[id]
                 admission.close(id)
             case "step":
-                admission.stepped(
-                    step(8, draw.randint(0, 20), draw.random()), waiting=draw.choice([0, 3])
-                )
+                cycle = step(8, draw.randint(0, 20), draw.random())
+                admission.stepped(cycle, waiting=draw.choice([0, 3]))
         admission.check()
-        assert (len(admission), admission.all.prompt_tokens, admission.all.output_tokens) == (
-            len(twin),
-            sum(prompt for prompt, _ in twin.values()),
-            sum(most for _, most in twin.values()),
-        )
+        assert len(admission) == len(twin)
+        assert admission.all.prompt_tokens == sum(prompt for prompt, _ in twin.values())
+        assert admission.all.output_tokens == sum(most for _, most in twin.values())
     for id in twin:
         admission.close(id)
     admission.check()
-    assert (
-        len(admission) == admission.tokens == 0 and admission.pages == 0 and admission.wait_s() == 0
-    )
+    assert len(admission) == admission.tokens == admission.pages == admission.wait_s() == 0
 
 
 def test_a_prompt_that_is_only_scored_teaches_nothing() -> None:

@@ -72,13 +72,10 @@ def used_by(policy: Policy, shapes: Shapes) -> set[DraftKey | ExtendKey]:
         if decoding:
             for strategy in policy.strategies(range(decoding, decoding + 1), prompts=False):
                 used |= keys_of(shapes, decoding, strategy)
+        arms = policy.strategies(range(decoding, decoding + 1), prompts=True) if decoding else [OFF]
         mixed = {
             (arm.drafter, arm.depth, arm.width, shapes.step(decoding, arm).extend): arm
-            for arm in (
-                policy.strategies(range(decoding, decoding + 1), prompts=True)
-                if decoding
-                else [OFF]
-            )
+            for arm in arms
         }
         for arm in mixed.values():
             for prompt_rows in range(1, 2 * PROMPT_SIZES[-1], 48):
@@ -112,12 +109,9 @@ def test_captures_are_a_sum_not_a_product() -> None:
     shapes = Shapes(256, DEEPEST)
     keys = shapes.captured(policy_of("goodput", shapes).strategies)
     for batch in batch_buckets(256):
-        extends = [
-            key
-            for key in keys
-            if isinstance(key, ExtendKey) and key.batch == batch and not key.prompt_rows
-        ]
-        drafts = [key for key in keys if isinstance(key, DraftKey) and key.batch == batch]
+        of_batch = [key for key in keys if key.batch == batch]
+        extends = [key for key in of_batch if isinstance(key, ExtendKey) and not key.prompt_rows]
+        drafts = [key for key in of_batch if isinstance(key, DraftKey)]
         assert len(extends) <= len(DECODE_ROWS) and len(drafts) <= 8 * 3 + 3
     assert len(keys) < 400
 
@@ -153,11 +147,12 @@ def test_the_last_bucket_holds_every_batch(max_running: int) -> None:
     assert all(bucket(sizes, batch) >= batch for batch in range(1, max_running + 1))
 
 
+SIZES_OF_TREES = (st.integers(1, 60), st.integers(1, 20), st.integers(1, 200))
+
+
 @given(
     st.integers(1, 512),
-    st.builds(
-        Strategy, st.just("eagle"), st.integers(1, 60), st.integers(1, 20), st.integers(1, 200)
-    ),
+    st.builds(Strategy, st.just("eagle"), *SIZES_OF_TREES),
     st.integers(MIN_DEPTH, 60),
 )
 def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, longest: int) -> None:
@@ -205,11 +200,8 @@ def test_logits_of_every_step_find_room(
     decoding = data.draw(st.integers(0, max_running))
     chunks = data.draw(st.integers(0, max_running - decoding))
     for strategy in (OFF, arm):
-        key = (
-            Shapes(max_running, MIN_DEPTH, prompts)
-            .step(decoding, strategy, 4096 * bool(chunks), chunks)
-            .extend
-        )
+        shapes = Shapes(max_running, MIN_DEPTH, prompts)
+        key = shapes.step(decoding, strategy, 4096 * bool(chunks), chunks).extend
         assert key.decode_rows + key.chunks <= sampled_rows(max_running)
 
 
@@ -223,9 +215,8 @@ def test_prompt_steps_within_the_capture_share_a_key_per_size() -> None:
             for rows in range(1, most + 1)
             for chunks in (1, PROMPT_CHUNKS)
         }
-        assert sorted(key.decode_rows + key.prompt_rows for key in keys) == [
-            size for size in PROMPT_SIZES if size > batch
-        ]
+        sizes = sorted(key.decode_rows + key.prompt_rows for key in keys)
+        assert sizes == [size for size in PROMPT_SIZES if size > batch]
         assert all(shapes.keeps(key) for key in keys)
         assert not shapes.keeps(shapes.step(decoding, OFF, most + 1, 1).extend)
 
@@ -242,9 +233,11 @@ def test_a_full_step_is_as_large_as_asked_for_padding_included(
         assert room > 0 or decoding >= max_rows, "prompts wait for no reason"
         if room > 0:
             key = shapes.step(decoding, OFF, room, 1).extend
-            assert key.decode_rows + key.prompt_rows <= max(
-                shapes.prompts.padded(max_rows), shapes.prompts.largest(key.decode_rows)
+            padded, largest = (
+                shapes.prompts.padded(max_rows),
+                shapes.prompts.largest(key.decode_rows),
             )
+            assert key.decode_rows + key.prompt_rows <= max(padded, largest)
     assert shapes.room(0, max_rows) == max_rows, "a prompt alone has every row"
 
 
@@ -279,18 +272,12 @@ def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
     for decoding in batch_buckets(max_running, WITH_PROMPTS):
         full = shapes.step(decoding, OFF, shapes.room(decoding, 4096), 1).extend
         assert full.decode_rows + full.prompt_rows == 4096
+        arms = policy.strategies(range(decoding, decoding + 1), prompts=True) if decoding else [OFF]
+        sizes = (1, 30, 100, 300, 2048)
         keys += [
-            full,
-            *(
-                shapes.step(decoding, arm, rows, 1).extend
-                for arm in (
-                    [*policy.strategies(range(decoding, decoding + 1), prompts=True)][:12]
-                    if decoding
-                    else [OFF]
-                )
-                for rows in (1, 30, 100, 300, 2048)
-            ),
+            shapes.step(decoding, arm, rows, 1).extend for arm in [*arms][:12] for rows in sizes
         ]
+        keys.append(full)
     assert not any(past_a_tile(key.decode_rows + key.prompt_rows) for key in keys)
 
 
@@ -300,9 +287,7 @@ def test_what_a_row_past_a_tile_costs() -> None:
         assert past_a_tile(full + 1) and (rounds(full), rounds(full + 1)) == (before, after)
 
 
-def test_the_largest_prompts_are_rehearsed_but_not_kept_and_variants_of_their_own_are_both() -> (
-    None
-):
+def test_largest_prompts_are_rehearsed_and_only_variants_kept() -> None:
     shapes = Shapes(64, MIN_DEPTH)
     *keys, many_short, filters, edits, halves = shapes.rehearsed(8192)
     assert filters.filtered and edits.edited and halves.structured

@@ -135,7 +135,7 @@ def test_long_sequences_are_reckoned_with() -> None:
     [
         (output("a", 3, "stop"), True),
         (output("a", 3, "length"), True),
-        (output("a", 0, "error", ("deadline_exceeded", "")), True),
+        (output("a", 0, "error", error=("deadline_exceeded", "")), True),
         (output("a", 3, "abort"), False),
         (output("a", 0, "error", ("engine_failed", "")), False),
         (output("a", 0, "error", ("queue_timeout", "")), False),

@@ -46,13 +46,9 @@ def trie_slowly(segments, member, most, shortest, matches, depth, width, table):
     found = []
     for g, segment in enumerate(segments):
         for i in range(len(segment) - 1):
-            length = 0
-            while (
-                length < len(suffix)
-                and i - length >= 0
-                and segment[i - length] == suffix[-1 - length]
-            ):
-                length += 1
+            longest = min(len(suffix), i + 1)
+            same = (k for k in range(longest) if segment[i - k] != suffix[-1 - k])
+            length = next(same, longest)
             if length >= shortest:
                 found.append((length, (g, i), segment[i + 1 :]))
     found = sorted(found, key=lambda match: (match[0], match[1]), reverse=True)[:matches]
@@ -65,13 +61,11 @@ def trie_slowly(segments, member, most, shortest, matches, depth, width, table):
             kinds = {}
             for match in group:
                 kinds.setdefault(match[2][d - 1], []).append(match)
-            best = sorted(kinds.items(), key=lambda kind: -len(kind[1]))[
-                :width
-            ]  # stable: longest match first among equals
+            # Stable: the longest match first among equals.
+            best = sorted(kinds.items(), key=lambda kind: -len(kind[1]))[:width]
             for rank, (token, members) in enumerate(best):
-                cell = match_cell(
-                    members[0][0] + d - 1, len(members), len(group), d, SHARES, DEPTHS
-                )
+                length = members[0][0] + d - 1
+                cell = match_cell(length, len(members), len(group), d, SHARES, DEPTHS)
                 below.append(((*path, token), rank, cell, survival * table[cell], members))
         nodes += [node[:4] for node in below]
         level = [(path, members, survival) for path, _, _, survival, members in below]
@@ -93,27 +87,13 @@ def test_tries_equal_the_twin(segments, member, shortest, matches, depth, width)
     length_G = np.array([len(segment) for segment in segments], np.int32)
     start_G = (np.cumsum(length_G) - length_G).astype(np.int32)
     size = matches * depth
-    arrays = [np.empty(size, np.int32) for _ in range(5)] + [
-        np.empty(size, np.float32),
-        np.empty(size, np.int32),
-    ]
+    kinds = [*[np.int32] * 5, np.float32, np.int32]
+    arrays = [np.empty(size, kind) for kind in kinds]
     table = np.random.default_rng(0).random(len(prior())).astype(np.float32)
+    asked = [np.array([each], np.int32) for each in (member, 7, depth)]
+    bounds = (6, shortest, matches, width)
     count = match_pool(
-        tokens_T,
-        start_G,
-        length_G,
-        np.array([member], np.int32),
-        np.array([7], np.int32),
-        np.array([depth], np.int32),
-        6,
-        shortest,
-        matches,
-        width,
-        table,
-        SHARES,
-        DEPTHS,
-        0,
-        *arrays,
+        tokens_T, start_G, length_G, *asked, *bounds, table, SHARES, DEPTHS, 0, *arrays
     )
     request, parent, token, depths, rank, survival, cell = (a[:count] for a in arrays)
     expected = trie_slowly(segments, member, 6, shortest, matches, depth, width, table)
@@ -159,81 +139,48 @@ def test_pool_keeps_every_live_token(operations):
             assert pool.tokens[start : start + pool.length_G[segment]].tolist() == tokens
 
 
-def proposed_path(candidates, request=0):
-    """The best child at every level."""
-    path, at = [], -1
-    while True:
-        children = [
-            n
-            for n in range(len(candidates))
-            if candidates.request_N[n] == request
-            and candidates.parent_N[n] == at
-            and candidates.rank_N[n] == 0
-        ]
-        if not children:
-            return path
+def proposed(history, requests, request=0, **batch):
+    """Return the best child at every level."""
+    candidates, path, at = history.propose(batch_of(requests, **batch), STRATEGY), [], -1
+    best_N = (candidates.request_N == request) & (candidates.rank_N == 0)
+    while len(children := np.flatnonzero(best_N & (candidates.parent_N == at))):
         at = children[0]
         path.append(int(candidates.token_N[at]))
+    return path
 
 
 def test_repetition_in_the_own_output_is_continued():
-    history = History()
-    assert proposed_path(
-        history.propose(batch_of({"a": [1, 2, 3, 4, 5, 6, 7, 2, 3, 4]}), STRATEGY)
-    ) == [5, 6, 7, 2]
+    assert proposed(History(), {"a": [1, 2, 3, 4, 5, 6, 7, 2, 3, 4]}) == [5, 6, 7, 2]
 
 
 def test_the_prompt_is_searched():
-    history = History()
-    tokens = [10, 11, 12, 13, 14, 15, 16] + list(range(40, 70)) + [99, 11, 12]
-    assert proposed_path(history.propose(batch_of({"a": tokens}, prompt_len=37), STRATEGY)) == [
-        13,
-        14,
-        15,
-        16,
-    ]
+    tokens = [*range(10, 17), *range(40, 70), 99, 11, 12]
+    assert proposed(History(), {"a": tokens}, prompt_len=37) == [13, 14, 15, 16]
 
 
 def test_a_running_sibling_and_a_finished_one_are_searched():
     history = History()
-    history.propose(batch_of({"a": [1, 20, 21, 22, 23, 24], "b": [1, 30]}), STRATEGY)
-    both = history.propose(
-        batch_of({"a": [1, 20, 21, 22, 23, 24, 25], "b": [1, 30, 21, 22]}), STRATEGY
-    )
-    assert proposed_path(both, 1) == [23, 24, 25]
+    proposed(history, {"a": [1, 20, 21, 22, 23, 24], "b": [1, 30]})
+    both = {"a": [1, 20, 21, 22, 23, 24, 25], "b": [1, 30, 21, 22]}
+    assert proposed(history, both, 1) == [23, 24, 25]
     history.finish("a", "g", np.array([1, 20, 21, 22, 23, 24, 25, 26]), 1)
-    assert proposed_path(history.propose(batch_of({"b": [1, 30, 21, 22, 23]}), STRATEGY)) == [
-        24,
-        25,
-        26,
-    ]
+    assert proposed(history, {"b": [1, 30, 21, 22, 23]}) == [24, 25, 26]
 
 
 def test_the_same_prompt_in_a_later_rollout_finds_earlier_responses():
     history = History()
     history.finish("old", "step-1", np.array([5, 6, 7, 50, 51, 52, 53]), 3)
-    assert proposed_path(
-        history.propose(batch_of({"new": [5, 6, 7, 50]}, group="step-2", prompt_len=3), STRATEGY)
-    ) == [51, 52, 53]
-    assert (
-        len(
-            history.propose(
-                batch_of({"other": [5, 6, 8, 50]}, group="step-3", prompt_len=3), STRATEGY
-            )
-        )
-        == 0
-    )
+    found = proposed(history, {"new": [5, 6, 7, 50]}, group="step-2", prompt_len=3)
+    assert found == [51, 52, 53]
+    assert proposed(history, {"other": [5, 6, 8, 50]}, group="step-3", prompt_len=3) == []
 
 
 def test_nothing_is_shared_between_salts():
-    batch = batch_of({"new": [5, 6, 7, 50]}, prompt_len=3)
+    batch, text = batch_of({"new": [5, 6, 7, 50]}, prompt_len=3), [5, 6, 7, 50, 51, 52, 53]
     for salts, path in ((["two"], 0), ([""], 0), (["one"], 3)):
-        history = History()
-        history.propose(
-            replace(batch_of({"sibling": [5, 6, 7, 50, 51, 52, 53]}, prompt_len=3), salts=["one"]),
-            STRATEGY,
-        )
-        history.finish("old", "g", np.array([5, 6, 7, 50, 51, 52, 53]), 3, "one")
+        history, sibling = History(), batch_of({"sibling": text}, prompt_len=3)
+        history.propose(replace(sibling, salts=["one"]), STRATEGY)
+        history.finish("old", "g", np.array(text), 3, "one")
         assert len(history.propose(replace(batch, salts=salts), STRATEGY)) == path
 
 
@@ -267,8 +214,7 @@ def test_history_keeps_newest_responses_and_forgets_on_demand():
         history.check()
 
     def found(start):
-        asked = batch_of({"new": [*prompt, start]}, group=f"ask-{start}", prompt_len=3)
-        path = proposed_path(history.propose(asked, STRATEGY))
+        path = proposed(history, {"new": [*prompt, start]}, group=f"ask-{start}", prompt_len=3)
         history.finish("new", f"ask-{start}", np.array([*prompt, start]), 3)
         return path
 
@@ -284,11 +230,8 @@ def test_prompts_unused_for_longest_go_first():
     for step, prompt in enumerate((1, 2, 1, 3)):
         history.finish(f"r{step}", f"g{step}", np.array([prompt, 7, 8, 9, 10]), 1)
         history.check()
-    kept = [
-        bool(len(history.propose(batch_of({f"q{p}": [p, 7, 8]}, group=f"q{p}"), STRATEGY)))
-        for p in (1, 3, 2)
-    ]
-    assert kept == [True, True, False]
+    kept = [proposed(history, {f"q{p}": [p, 7, 8]}, group=f"q{p}") for p in (1, 3, 2)]
+    assert list(map(bool, kept)) == [True, True, False]
 
 
 def test_memory_is_bounded_while_others_keep_running():
@@ -318,8 +261,8 @@ def test_busy_group_remembers_a_bounded_number_of_prompts():
 def test_a_full_pool_silences_a_request_and_keeps_its_place():
     history = History(HistorySettings(pool_tokens=40))
     tokens = [1, 2] * 15
-    assert len(history.propose(batch_of({"a": tokens}), STRATEGY))
-    assert len(history.propose(batch_of({"a": tokens + [1, 2] * 10}), STRATEGY)) == 0
+    assert proposed(history, {"a": tokens})
+    assert not proposed(history, {"a": tokens + [1, 2] * 10})
     history.finish("a", "g", np.array(tokens + [1, 2] * 10), 1)
 
 
