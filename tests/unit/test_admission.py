@@ -61,9 +61,11 @@ def sequences(
     return [GenerateRequest(id=str(id), **asked, **fields) for id in ids]
 
 
-def output(id: object, tokens: int, finish_reason: str | None = None, **fields: Any) -> StepOutput:
-    said = {"token_ids": [1] * tokens, "logprobs": [0.0] * tokens, "finish_reason": finish_reason}
-    return StepOutput(id=str(id), **said, **fields)
+def output(
+    id: object, tokens: int, finish_reason: str | None = None, error: tuple[str, str] | None = None
+) -> StepOutput:
+    said = {"token_ids": [1] * tokens, "logprobs": [0.0] * tokens}
+    return StepOutput(id=str(id), **said, finish_reason=finish_reason, error=error)
 
 
 def step(decoding: int, emitted: int, step_s: float) -> Cycle:
