@@ -79,9 +79,8 @@ class Pushable:
             assert time.monotonic() < give_up, f"no {what} within 60 s"
             self.step()
             if self.engine.last_cycle is None:
-                time.sleep(
-                    0.0005
-                )  # as the engine's process waits; a thread needs the interpreter, too
+                # As the engine's process waits; a thread needs the interpreter, too.
+                time.sleep(0.0005)
 
     # weight commands; each gives the id of its report
 

@@ -122,9 +122,8 @@ class Wire:
             data = data[:7] + bytes([data[7] ^ 1 << self._at % 8]) + data[8:]
         if self._fault == "duplicate":
             put(version, part, data, start=start, total=total)
-        if (
-            self._fault == "reorder" and start + len(data) < total
-        ):  # the next chunk overtakes this one
+        # The next chunk overtakes this one.
+        if self._fault == "reorder" and start + len(data) < total:
             put(version, part, bytes(8), start=start + len(data), total=total)
         if self._fault == "time out":
             put(version, part, data, start=start, total=total)
@@ -304,9 +303,8 @@ def restore(server: Server, channel: str) -> None:
     assert reply["state"] == "committed" and server.check(speaks=False) == "old"
 
 
-GETS_THROUGH = {
-    ("http", fault) for fault in ("truncate", "duplicate", "time out")
-}  # resumed, or the same bytes again
+# Resumed, or the same bytes again.
+GETS_THROUGH = {("http", fault) for fault in ("truncate", "duplicate", "time out")}
 
 
 @pytest.mark.parametrize("channel, fault, at", CASES)

@@ -347,9 +347,8 @@ def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(
     others, full = requests(6, "sampled"), requests(4, "reported")
     asked = Sampling(max_tokens=0, prompt_logprobs=2)
     scored = [msgspec.structs.replace(r, id=f"s{i}", sampling=asked) for i, r in enumerate(full)]
-    scored.append(
-        msgspec.structs.replace(full[0], id="one", token_ids=[5], sampling=asked)
-    )  # a prompt of one row
+    # A prompt of one row.
+    scored.append(msgspec.structs.replace(full[0], id="one", token_ids=[5], sampling=asked))
     said, counts = run(replace(base, **CHANGES[name]), others + scored)
     expected = bits(run(base, full)[0])
     for i, request in enumerate(full):

@@ -90,9 +90,8 @@ class Library:
             seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device).tril(
                 k1 - k0 - (q1 - q0)
             )
-            weight = torch.softmax(score.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(
-                0.0
-            )  # a row without keys is 0
+            # A row without keys is 0.
+            weight = torch.softmax(score.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(0.0)
             out[q0:q1] = torch.einsum("nqk,knd->qnd", weight, value).to(q.dtype)
         return out, None
 
@@ -198,9 +197,8 @@ def test_a_step_of_prompts_alone_needs_no_other_rows(library):
 def test_keys_are_gathered_for_a_few_requests_at_a_time(library, monkeypatch):
     step = a_mixed_step(SHAPES[1], torch.float16, decoding=[])
     together = attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE)
-    monkeypatch.setattr(
-        flash, "GATHERED", 280 * 2 * 2 * 16 * 2
-    )  # 280 keys and values of 2 heads of 16 in two bytes
+    # 280 keys and values of 2 heads of 16 in two bytes.
+    monkeypatch.setattr(flash, "GATHERED", 280 * 2 * 2 * 16 * 2)
     library.calls.clear()
     assert_same_live_rows(
         "out_RND", attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), together, step

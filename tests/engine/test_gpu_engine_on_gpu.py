@@ -268,9 +268,8 @@ def test_a_push_while_graphs_run_is_marked_at_the_token(
     for r in long:
         engine.said.pop(r.id, None)
     adopt(engine.engine, SetPolicy("fixed", Strategy("eagle", 7, 1, 8)))
-    assert (
-        engine.push(root / "new", "v2", in_flight="continue", commit=False).result == "staged"
-    )  # staging takes longer than they run
+    # Staging takes longer than they run.
+    assert engine.push(root / "new", "v2", in_flight="continue", commit=False).result == "staged"
     engine.submit(*long)
     engine.step(6)
     assert engine.engine.runner.in_flight and engine.commit("v2").result == "committed"

@@ -29,9 +29,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
     root = tmp_path_factory.mktemp("smallest")
     with patched_once():
         settings = checkpoints(root)
-        write_eagle(
-            root / "new-drafter", seed=5, shape=SMALLEST, draft_vocab=40
-        )  # another vocabulary, too
+        # Another vocabulary, too.
+        write_eagle(root / "new-drafter", seed=5, shape=SMALLEST, draft_vocab=40)
         write_eagle(root / "embedding-drafter", shape=SMALLEST, draft_vocab=40, own_embedding=True)
         yield settings
 

@@ -202,9 +202,8 @@ def test_weights_changing_in_place_or_asleep_are_not_read(
         assert not report.values
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            engine.engine.pushes.transaction, "start", lambda: None
-        )  # it is about to write
+        # It is about to write.
+        patched.setattr(engine.engine.pushes.transaction, "start", lambda: None)
         id = engine.send_push(root / "new", "v1")
         refused("about to change")
     assert engine.report(id).result == "committed" and read(engine, name, 4).result == "looked"

@@ -70,9 +70,8 @@ def pair(request, tmp_path_factory):
     reference = model_of(request.param, seed=11).eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            if (
-                name.endswith("bias") or "norm" in name
-            ):  # the initial zeros and ones would hide a missing term
+            # The initial zeros and ones would hide a missing term.
+            if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     directory = tmp_path_factory.mktemp(request.param)
     reference.save_pretrained(directory, max_shard_size="80KB")

@@ -56,9 +56,8 @@ def test_states_of_a_failed_sequence_are_not_reused(device: str, settings: Engin
     sound, engine = Pushable(settings), Pushable(settings)
     sound.run(ASKED)
     sound.run(AGAIN)
-    spoilt(
-        engine, ASKED, SIBLING
-    )  # the second one finds the first one's page before either has failed
+    # The second one finds the first one's page before either has failed.
+    spoilt(engine, ASKED, SIBLING)
     assert engine.engine.gauges()["pages_cached"] == 0
     assert engine.engine.gauges()["pages_free"] == engine.info.pages
     engine.run(ASKED)

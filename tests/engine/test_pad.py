@@ -289,9 +289,8 @@ def test_real_shapes_have_the_real_models_names_shapes_and_dtypes(name):
         model = transformers.AutoModelForCausalLM.from_config(REAL[name], dtype=torch.bfloat16)
     real = {key: (tensor.shape, tensor.dtype) for key, tensor in model.state_dict().items()}
     ours = {key: (tensor.shape, tensor.dtype) for key, tensor in pair.target.tensors()}
-    biases = {
-        key for key in ours if SHAPES[name].family == "llama" and key.endswith("bias")
-    }  # for the small model's; see `shapes`
+    # For the small model's; see `shapes`
+    biases = {key for key in ours if SHAPES[name].family == "llama" and key.endswith("bias")}
     assert {key: layout for key, layout in ours.items() if key not in biases} == real
     for key in (
         "hidden_size",

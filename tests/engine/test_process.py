@@ -17,9 +17,8 @@ from tlt_server.wire.records import GenerateRequest, Sampling
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
-    slow = Shape(
-        layers=24
-    )  # a request of many tokens runs for seconds: it is still there when it is paused
+    # A request of many tokens runs for seconds: it is still there when it is paused.
+    slow = Shape(layers=24)
     target = write_target(tmp_path_factory.mktemp("process") / "target", shape=slow)
     with EngineChild(
         EngineSettings(model=str(target), device="cpu", policy="off", kv_memory_mb=16)

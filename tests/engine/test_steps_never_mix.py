@@ -221,9 +221,8 @@ def test_what_is_committed_is_one_step(
     """
     receiving = Receiving(place)
     for number, (parts, fates, version) in enumerate(steps, 1):
-        if (
-            fates[0] == "never sent"
-        ):  # what never comes at all is a step that was given up at its start
+        # What never comes at all is a step that was given up at its start.
+        if fates[0] == "never sent":
             continue
         receiving.step(
             float(number),

@@ -120,9 +120,8 @@ def test_drafted_rows_have_the_bits_of_committed_ones(model):
     expected = in_chunks(model, [140])
     sequence = Sequence(model, capacity=160)
     sequence.extend(TOKENS[:62])
-    rows = certain_rows(
-        TOKENS[62:69], 62, sequence.table_P, 16
-    )  # one certain row, then a chain of six drafts across a chunk edge
+    # One certain row, then a chain of six drafts across a chunk edge.
+    rows = certain_rows(TOKENS[62:69], 62, sequence.table_P, 16)
     scratch = torch.arange(6) + sequence.cache.scratch_start
     path_RD = torch.full((7, 6), -1, dtype=torch.int32)
     for draft in range(6):

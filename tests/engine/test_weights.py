@@ -71,9 +71,8 @@ def test_recompute_continues_as_the_new_version_would(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     asked = [request(i) for i in range(3)]
-    assert (
-        engine.push(root / "new", "v1", in_flight="recompute", commit=False).result == "staged"
-    )  # before anything could end
+    # Before anything could end.
+    assert engine.push(root / "new", "v1", in_flight="recompute", commit=False).result == "staged"
     engine.submit(*asked)
     engine.step(8)
     assert engine.commit("v1").result == "committed"
@@ -90,9 +89,8 @@ def test_abort_returns_partial_results_and_waiting_ones_run(
     engine = Pushable(replace(settings, max_running=2))
     asked = [request(i, 60) for i in range(3)]
     old = fresh(settings, root / "base", *asked)
-    assert (
-        engine.push(root / "new", "v1", in_flight="abort", commit=False).result == "staged"
-    )  # before anything could end
+    # Before anything could end.
+    assert engine.push(root / "new", "v1", in_flight="abort", commit=False).result == "staged"
     engine.submit(*asked)
     engine.step(5)
     assert engine.commit("v1").result == "committed"

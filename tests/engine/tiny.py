@@ -31,9 +31,8 @@ class Shape:
 
 
 SHALLOW = Shape(layers=2, features=(1, 0, 1))
-SMALLEST = Shape(
-    vocab=64, hidden=32, layers=2, head_dim=16, mlp=48, features=(1, 0, 1)
-)  # for the interpreter: milliseconds a row
+# For the interpreter: milliseconds a row.
+SMALLEST = Shape(vocab=64, hidden=32, layers=2, head_dim=16, mlp=48, features=(1, 0, 1))
 
 
 def write_target(directory: Path, seed: int = 0, shape: Shape = Shape()) -> Path:

@@ -178,9 +178,8 @@ def test_programs_get_nearly_even_shares_of_a_long_context():
     for turn in range(0, len(blocks), len(dealt)):  # to and fro, as the kernel does
         for i, item in enumerate(blocks[turn : turn + len(dealt)]):
             dealt[-1 - i if turn // len(dealt) % 2 else i] += item
-    assert max(blocks) == blocks[0] and max(dealt) <= sum(dealt) / len(dealt) + 8, (
-        dealt
-    )  # 8: blocks of the longest split
+    # 8: blocks of the longest split.
+    assert max(blocks) == blocks[0] and max(dealt) <= sum(dealt) / len(dealt) + 8, dealt
 
 
 def same_in_any_company(step: Step, first: int, chosen: list[int], **options) -> None:

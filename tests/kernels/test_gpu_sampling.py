@@ -248,9 +248,8 @@ def test_tokens_follow_the_processed_distribution(filtered):
     observed = np.bincount(tokens, minlength=size)
     assert observed[~keep].sum() == 0
     chi_square = ((observed - expected)[keep] ** 2 / expected[keep]).sum()
-    assert chi_square < (
-        16.3 if filtered else 20.5
-    )  # 0.999 quantiles at 3 and 5 degrees of freedom
+    # 0.999 quantiles at 3 and 5 degrees of freedom.
+    assert chi_square < (16.3 if filtered else 20.5)
 
 
 @gpu

@@ -50,15 +50,13 @@ def test_silu_fades_to_minus_zero_without_nan() -> None:
     ).all()  # a reciprocal below 2^-126 may be taken for 0
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow", "ignore:invalid value"
-)  # the interpreter's -inf / (1 + inf)
+# The interpreter's -inf / (1 + inf)
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_silu_at_the_limits() -> None:
     x = torch.tensor([0.0, -0.0, float("inf")])
     assert_same_bits("0, -0 and infinity", run(x), x)
-    assert (
-        run(torch.tensor([float("nan"), float("-inf")])).isnan().all()
-    )  # as torch has it: -inf / (1 + inf)
+    # As torch has it: -inf / (1 + inf)
+    assert run(torch.tensor([float("nan"), float("-inf")])).isnan().all()
     assert torch.nn.functional.silu(torch.tensor(float("-inf"))).isnan()
     denormal = torch.tensor([1e-39, -1e-39, 1e-44])
     assert ((run(denormal) - denormal / 2).abs() <= 2.0**-149).all()

@@ -119,9 +119,8 @@ class GrownTree:
     def __init__(self, limit: int, root_position: int) -> None:
         self.limit, self.root_position = limit, root_position
         self.nodes: dict[int, dict[str, Any]] = {}
-        self.rows: list[tuple[int, int] | None] = (
-            [(-1, 0)] if limit else [None]
-        )  # (column, draft row) of the level just run
+        # (column, draft row) of the level just run.
+        self.rows: list[tuple[int, int] | None] = [(-1, 0)] if limit else [None]
 
     def plant(
         self,

@@ -100,9 +100,8 @@ class FakeEngine:
             head_dim=1,
             features=FEATURES,
         )
-        self.cache.features_SF.fill_(
-            float("nan")
-        )  # a slot that was never committed must not be read
+        # A slot that was never committed must not be read.
+        self.cache.features_SF.fill_(float("nan"))
         self.free = list(range(pages))
         random = torch.Generator().manual_seed(seed)
         self.table = torch.randn(VOCABULARY, FEATURES, generator=random)

@@ -19,9 +19,8 @@ from tlt_server.wire.records import GenerateRequest, Sampling
 
 P_LOWEST, P_DETECTED = 1e-4, 1e-12
 DRAWS = 40_000
-LOGITS_V = np.log(
-    np.array([0.30, 0.05, 0.22, 0.13, 0.02, 0.20, 0.08])
-)  # two Philox counters, the second one cut
+# Two Philox counters, the second one cut.
+LOGITS_V = np.log(np.array([0.30, 0.05, 0.22, 0.13, 0.02, 0.20, 0.08]))
 CASES = {
     "plain": Sampling(),
     "cool": Sampling(temperature=0.7),

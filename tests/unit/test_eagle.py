@@ -93,9 +93,8 @@ def assert_same_tree(found, expected):
     assert found.keys() == expected.keys()
     for path, (rank, survival) in expected.items():
         assert found[path][0] == rank
-        assert found[path][1] == pytest.approx(
-            survival, rel=1e-4
-        )  # float32 products of eight factors
+        # Float32 products of eight factors.
+        assert found[path][1] == pytest.approx(survival, rel=1e-4)
 
 
 def build(engine, network, **options):

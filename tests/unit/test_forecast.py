@@ -14,9 +14,8 @@ from tlt_server.wire.records import StepOutput
 
 def test_a_full_queue_says_when_it_should_have_room() -> None:
     admission = experienced(make(max_queue=20))
-    admission.open(
-        sequences(range(20))
-    )  # 50 tokens each, half of them expected: 500 in all, 100 a second
+    # 50 tokens each, half of them expected: 500 in all, 100 a second.
+    admission.open(sequences(range(20)))
     with pytest.raises(QueueFull) as caught:
         admission.admit(Demand(8))
     assert caught.value.retry_after_s == pytest.approx(8 / 20 * 5)
@@ -49,18 +48,16 @@ def test_a_wait_is_what_must_end_first_at_the_rate_of_full_steps() -> None:
     admission.open(sequences(range(7)))
     assert admission.wait_s() == 0  # the eighth place is free
     admission.open(sequences("x"))
-    assert admission.wait_s() == pytest.approx(
-        0.25
-    )  # one of eight must end: 25 tokens at 100 a second
+    # One of eight must end: 25 tokens at 100 a second.
+    assert admission.wait_s() == pytest.approx(0.25)
     admission.open(sequences("yz"))
     assert admission.wait_s() == pytest.approx(0.75)
 
 
 def test_places_are_also_bounded_by_pages() -> None:
     admission = experienced(make(engine=ENGINE_OF_10_PAGES))
-    admission.open(
-        sequences(range(4), prompt=16, max_tokens=32)
-    )  # each 16 + half of 32 tokens and half a page: 2.5 pages
+    # Each 16 + half of 32 tokens and half a page: 2.5 pages.
+    admission.open(sequences(range(4), prompt=16, max_tokens=32))
     assert admission.wait_s() == pytest.approx(16 / 100)
     admission.close("0")
     assert admission.wait_s() == 0
@@ -74,9 +71,8 @@ ENGINE_OF_10_PAGES = EngineInfo(
 def test_hopeless_deadline_is_refused_with_the_time_to_retry() -> None:
     clock = Clock()
     admission = experienced(make(clock=clock))
-    admission.open(
-        sequences(range(16))
-    )  # 9 must end first: 2.25 s; a sequence gets 12.5 tokens a second: 2 s for its own 25
+    # 9 must end first: 2.25 s; a sequence gets 12.5 tokens a second: 2 s for its own 25.
+    admission.open(sequences(range(16)))
     needs_s = CAUTION * (2.25 + 2)
     asked = Demand(1, 10, 50)
     with pytest.raises(
@@ -100,9 +96,8 @@ def test_what_would_not_begin_in_time_is_refused() -> None:
         Overloaded, match=r"would begin after 3\.4 s, and it has 2\.0 s \(queue_timeout_s\)"
     ):
         admission.admit(Demand(1, 10, 50, begin_by_s=2.0))
-    with pytest.raises(
-        Overloaded, match="queue_timeout_s"
-    ):  # all of a batch must begin in time, its ninth after 2.25 + 2 s
+    # All of a batch must begin in time, its ninth after 2.25 + 2 s.
+    with pytest.raises(Overloaded, match="queue_timeout_s"):
         admission.admit(Demand(9, 90, 450, begin_by_s=CAUTION * 4.2))
     admission.admit(Demand(9, 90, 450, begin_by_s=CAUTION * 4.3))
 
@@ -113,9 +108,8 @@ def test_an_idle_server_refuses_nothing_for_its_length() -> None:
     admission.open(sequences(range(8)))
     with pytest.raises(Overloaded) as caught:
         admission.admit(Demand(90, 900, 4500, deadline_s=0.1))
-    assert (
-        caught.value.retry_after_s == 1
-    )  # it lacks much more, but then the wait for others is over
+    # It lacks much more, but then the wait for others is over.
+    assert caught.value.retry_after_s == 1
 
 
 def test_long_sequences_are_reckoned_with() -> None:

@@ -143,9 +143,8 @@ def refused(reading: str, header: str, directory: Path, why: str = "") -> str:
     return str(caught.value)
 
 
-NINES = (
-    "9" * 4300
-)  # digits are the most that Python's own reader takes, and its product of many takes for ever
+# Digits are the most that Python's own reader takes, and its product of many takes for ever.
+NINES = "9" * 4300
 BOMBS = {  # what would keep the interpreter busy -> what is said of it
     "numbers of 4300 digits": (
         json.dumps({"a": entry()}).replace("[2]", "[" + ",".join([NINES] * 200) + "]"),

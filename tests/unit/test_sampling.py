@@ -209,9 +209,8 @@ def test_sampler_equals_its_twin(filters: bool, edits: bool, data: st.DataObject
     check_against_twin(data.draw(rows(filters, edits)))
 
 
-@pytest.mark.parametrize(
-    "spread", [0.003, 0.3, 5.0]
-)  # from one bin holding all to most tokens in bins of their own
+# From one bin holding all to most tokens in bins of their own.
+@pytest.mark.parametrize("spread", [0.003, 0.3, 5.0])
 @pytest.mark.parametrize(
     "filters",
     [{"top_k": k} for k in (1, 2, 7, 150, 299, 300)] + [{"top_p": p / 37} for p in range(1, 37, 3)],

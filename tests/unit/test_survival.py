@@ -108,9 +108,8 @@ def test_a_stale_table_heals_and_forgets_again():
     for truth in (0.9, 0.1, 0.9):
         for _ in range(3000):
             calibration.observe(cell, parent, np.array([random.random() < truth], np.int8))
-        assert (
-            abs(calibration.survival_K[5] - truth) < 0.12
-        )  # prior of 64 of at least 320 trials, and 3 sigma of 256 samples
+        # Prior of 64 of at least 320 trials, and 3 sigma of 256 samples.
+        assert abs(calibration.survival_K[5] - truth) < 0.12
     assert calibration.gauges()["calibration_observed_nodes"] == 9000
 
 
