@@ -207,7 +207,7 @@ def thin(content: Any) -> Any:
     ],
 )
 def test_both_transports_give_the_same(method: str, case: Case, keyed: LiveServer) -> None:
-    if method in ("CommitWeights", "Rollback") and not case.error:
+    if method == "CommitWeights" and not case.error:
         over_http(keyed, method, case)  # so that both repeat it
     http, rpc = over_http(keyed, method, case), over_grpc(keyed, method, case)
     assert rpc.code == case.error, (http, rpc)
@@ -242,13 +242,6 @@ def compared(reply: Any, ignored: tuple[str, ...]) -> Any:
         (event for event in (thin(event) for event in reply) if "token" not in event), key=str
     )
     return gained, ends
-
-
-def test_there_are_cases_of_every_method() -> None:
-    assert {method for case in CASES for method in case.methods} == OPERATIONS.keys()
-    assert (
-        len({case.error for case in CASES}) == 6 and sum(len(case.methods) for case in CASES) > 150
-    )
 
 
 def key_case(says: dict[str, Any], key: str, **fields: Any) -> Case:
