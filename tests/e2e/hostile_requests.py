@@ -28,28 +28,11 @@ from tests.e2e.hostile_bodies import (
 
 MAX_N, MAX_ITEMS, MAX_OUTPUT, MAX_PROMPT, MAX_BODY_MB, MAX_HEADER_KB = 4, 8, 24, 200, 1, 8
 LIMITS = (
-    "--max-n",
-    MAX_N,
-    "--max-batch-items",
-    MAX_ITEMS,
-    "--max-output-tokens",
-    MAX_OUTPUT,
-    "--max-model-len",
-    256,
-    "--max-prompt-tokens",
-    MAX_PROMPT,
-    "--max-body-mb",
-    MAX_BODY_MB,
-    "--max-header-kb",
-    MAX_HEADER_KB,
-    "--header-timeout-s",  # some attempts last until then, and so does each storm
-    4,
-    "--body-timeout-s",
-    4,
-    "--max-queue",
-    256,
-    "--max-running",
-    32,
+    *("--max-n", MAX_N, "--max-batch-items", MAX_ITEMS, "--max-output-tokens", MAX_OUTPUT),
+    *("--max-model-len", 256, "--max-prompt-tokens", MAX_PROMPT, "--max-queue", 256),
+    *("--max-body-mb", MAX_BODY_MB, "--max-header-kb", MAX_HEADER_KB, "--max-running", 32),
+    # Some attempts last until these deadlines, and so does each storm.
+    *("--header-timeout-s", 4, "--body-timeout-s", 4),
 )
 
 Leaving = Literal["read", "half-close", "leave", "reset", "leave stream"]
@@ -191,64 +174,20 @@ def _paths(rng: random.Random) -> Attempt:
     path = rng.choice([*READ, *(path for _, path in SOUND)])
     twisted = rng.choice(
         [
-            path,
-            path,
-            path,
-            path + "/",
-            "/" + path,
-            path.upper(),
-            path.replace("/", "/%2e%2e/", 1),
-            path.replace("/", "%2f"),
-            path + "?" + "a=1&" * 50,
-            path + "?stream=true#x",
-            path + "%00",
-            path + "%",
-            path + "%zz",
-            path + "%ff",
-            path + "/../../etc/passwd",
-            "/..%5c..%5cetc",
-            "/weights//commit",
-            "/weights/" + "%F0%9F%9A%80" * 20 + "/commit",
-            "/weights/%2e%2e/abort",
-            "/weights/a%2fb/commit",
-            "/weights/" + "v" * 3000 + "/commit",
-            "*",
-            "",
-            "//",
-            "http://localhost" + path,
-            "http://evil.example" + path,
-            "/" + "a" * 7000,
-            "/caf\u00e9",
-            path + ";x=1",
-            path.replace("e", "%65", 1),
-            "/\\",
-            "/.",
+            *(path, path, path, path + "/", "/" + path, path.upper()),
+            *(path.replace("/", "/%2e%2e/", 1), path.replace("/", "%2f"), path + "?" + "a=1&" * 50),
+            *(path + "?stream=true#x", path + "%00", path + "%", path + "%zz", path + "%ff"),
+            *(path + "/../../etc/passwd", "/..%5c..%5cetc", "/weights//commit"),
+            *("/weights/" + "%F0%9F%9A%80" * 20 + "/commit", "/weights/%2e%2e/abort"),
+            *("/weights/a%2fb/commit", "/weights/" + "v" * 3000 + "/commit", "*", "", "//"),
+            *("http://localhost" + path, "http://evil.example" + path, "/" + "a" * 7000),
+            *("/caf\u00e9", path + ";x=1", path.replace("e", "%65", 1), "/\\", "/."),
         ]
     )
-    method = rng.choice(
-        [
-            "GET",
-            "POST",
-            "PUT",
-            "DELETE",
-            "PATCH",
-            "HEAD",
-            "OPTIONS",
-            "TRACE",
-            "CONNECT",
-            "PROPFIND",
-            "get",
-            "X" * 30,
-            "BREW",
-        ]
-    )
+    usual = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
+    method = rng.choice([*usual, "TRACE", "CONNECT", "PROPFIND", "get", "X" * 30, "BREW"])
     body = rng.choice([b"", b"{}", b"[]", b"x"]) if rng.random() < 0.5 else b""
-    plain = (
-        method.isupper()
-        and method in ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
-        and twisted.startswith("/")
-        and twisted.isascii()
-    )
+    plain = method in usual and twisted.startswith("/") and twisted.isascii()
     return Attempt(f"paths: {method}", [_request(method, twisted, body, rng)], answered=plain)
 
 
@@ -258,124 +197,53 @@ def _framing(rng: random.Random) -> Attempt:
     size = len(text)
     head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     length = b"Content-Length: %d\r\n" % size
+    rest = length + b"\r\n" + text  # ends the head, after further headers
     chunk = b"%x\r\n%s\r\n" % (size, text)
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
     garbage = rng.randbytes(rng.randint(1, 60))
+    lengths = (b" -5", b" 1e3", b" " + b"9" * 30, b" 0x10", b"", b" 5, 5", b" 5 5", b" +5")
+    sizes = (b"zz\r\n", b"-1\r\n", b"fffffffffffffffff\r\n", b"5\r\nabc\r\n", b"\r\n")
+    versions = (b"1.0", b"0.9", b"2.0", b"1.10", b"9.9", b"x")
+    hosts = (b"Host: ", b"Host: evil.example", b"Host: localhost\r\nHost: evil", b"X: y")
+    hosts += (b"Host: [::1", b"Host: \xff")
+    origins = (b"null", b"http://evil.example", b"http://[", b"\xff")
+    upgrade = b"close, Upgrade\r\nUpgrade: websocket"
+    unread = b"Authorization: Bearer \xff\xfe\r\nContent-Type: \xff\r\nAccept: \0\r\n"
     data = rng.choice(
         [
-            lambda: (
-                head
-                + rng.choice(
-                    [
-                        b"Content-Length: -5",
-                        b"Content-Length: 1e3",
-                        b"Content-Length: " + b"9" * 30,
-                        b"Content-Length: 0x10",
-                        b"Content-Length:",
-                        b"Content-Length: 5, 5",
-                        b"Content-Length: 5 5",
-                        b"Content-Length: +5",
-                    ]
-                )
-                + b"\r\n\r\n"
-                + text
-            ),
+            lambda: head + b"Content-Length:" + rng.choice(lengths) + b"\r\n\r\n" + text,
             lambda: head + length + b"Content-Length: 3\r\n\r\n" + text,
             lambda: head + b"Content-Length: %d\r\n\r\n" % (size - 3) + text,
             lambda: head + b"Content-Length: %d\r\n\r\n" % (2**20 + 1) + text,
             lambda: head + b"Content-Length: %d\r\n\r\n" % 2**62 + text,
-            lambda: head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + b"0\r\n\r\n",
-            lambda: (
-                head
-                + b"Transfer-Encoding: chunked\r\n\r\n"
-                + chunk.replace(b"\r\n", b";ext=1\r\n", 1)
-                + b"0\r\nTrailer: x\r\n\r\n"
-            ),
-            lambda: (
-                head
-                + b"Transfer-Encoding: chunked\r\n\r\n"
-                + rng.choice(
-                    [b"zz\r\n", b"-1\r\n", b"fffffffffffffffff\r\n", b"5\r\nabc\r\n", b"\r\n"]
-                )
-                + garbage
-            ),
-            lambda: head + b"Transfer-Encoding: chunked\r\n" + length + b"\r\n" + text,
+            lambda: chunked + chunk + b"0\r\n\r\n",
+            lambda: chunked + chunk.replace(b"\r\n", b";ext=1\r\n", 1) + b"0\r\nTrailer: x\r\n\r\n",
+            lambda: chunked + rng.choice(sizes) + garbage,
+            lambda: head + b"Transfer-Encoding: chunked\r\n" + rest,
             lambda: head + b"Transfer-Encoding: gzip\r\n\r\n" + garbage,
             lambda: head + b"Transfer-Encoding: chunked, chunked\r\n\r\n" + chunk + b"0\r\n\r\n",
-            lambda: head + b"Content-Encoding: gzip\r\n" + length + b"\r\n" + text,
-            lambda: (
-                head.replace(b"1.1", rng.choice([b"1.0", b"0.9", b"2.0", b"1.10", b"9.9", b"x"]))
-                + length
-                + b"\r\n"
-                + text
-            ),
+            lambda: head + b"Content-Encoding: gzip\r\n" + rest,
+            lambda: head.replace(b"1.1", rng.choice(versions)) + rest,
             lambda: b"POST /generate\r\n\r\n",
             lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
             lambda: b"\x16\x03\x01\x02\x00" + garbage,
             lambda: garbage,
             lambda: b"\r\n" * 40,
-            lambda: (head + length + b"\r\n" + text).replace(b"\r\n", b"\n"),
-            lambda: head + b" folded: a\r\n" + length + b"\r\n" + text,
-            lambda: head + garbage + b"\r\n" + length + b"\r\n" + text,
-            lambda: head + b"X: " + garbage.replace(b"\n", b"") + b"\r\n" + length + b"\r\n" + text,
+            lambda: (head + rest).replace(b"\r\n", b"\n"),
+            lambda: head + b" folded: a\r\n" + rest,
+            lambda: head + garbage + b"\r\n" + rest,
+            lambda: head + b"X: " + garbage.replace(b"\n", b"") + b"\r\n" + rest,
+            lambda: head + b"X-Long: " + b"a" * rng.choice([1000, 9000, 60_000]) + b"\r\n" + rest,
             lambda: (
-                head
-                + b"X-Long: "
-                + b"a" * rng.choice([1000, 9000, 60_000])
-                + b"\r\n"
-                + length
-                + b"\r\n"
-                + text
+                head + b"".join(b"X-%d: 1\r\n" % i for i in range(rng.choice([50, 400]))) + rest
             ),
-            lambda: (
-                head
-                + b"".join(b"X-%d: 1\r\n" % i for i in range(rng.choice([50, 400])))
-                + length
-                + b"\r\n"
-                + text
-            ),
-            lambda: head + b": empty\r\n" + length + b"\r\n" + text,
-            lambda: head + b"X y: 1\r\n" + length + b"\r\n" + text,
-            lambda: (
-                head.replace(
-                    b"Host: localhost",
-                    rng.choice(
-                        [
-                            b"Host: ",
-                            b"Host: evil.example",
-                            b"Host: localhost\r\nHost: evil",
-                            b"X: y",
-                            b"Host: [::1",
-                            b"Host: \xff",
-                        ]
-                    ),
-                )
-                + length
-                + b"\r\n"
-                + text
-            ),
-            lambda: (
-                head
-                + b"Origin: "
-                + rng.choice([b"null", b"http://evil.example", b"http://[", b"\xff"])
-                + b"\r\n"
-                + length
-                + b"\r\n"
-                + text
-            ),
-            lambda: head + b"Expect: 100-continue\r\n" + length + b"\r\n" + text,
-            lambda: (
-                head.replace(b"close", b"close, Upgrade\r\nUpgrade: websocket")
-                + length
-                + b"\r\n"
-                + text
-            ),
-            lambda: (
-                head
-                + b"Authorization: Bearer \xff\xfe\r\nContent-Type: \xff\r\nAccept: \0\r\n"
-                + length
-                + b"\r\n"
-                + text
-            ),
+            lambda: head + b": empty\r\n" + rest,
+            lambda: head + b"X y: 1\r\n" + rest,
+            lambda: head.replace(b"Host: localhost", rng.choice(hosts)) + rest,
+            lambda: head + b"Origin: " + rng.choice(origins) + b"\r\n" + rest,
+            lambda: head + b"Expect: 100-continue\r\n" + rest,
+            lambda: head.replace(b"close", upgrade) + rest,
+            lambda: head + unread + rest,
         ]
     )()
     return Attempt(
@@ -393,49 +261,28 @@ def _connections(rng: random.Random) -> Attempt:
     whole = _request(*route, encode(body, rng).encode(), rng)
     at = rng.randrange(1, len(whole))
     leaving: Leaving = rng.choice(["leave", "reset"])
+    third = len(whole) // 3 + 1
+    probe = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    def cut(what: str, sent: bytes, leaving: Leaving = leaving, *, slow: bool = False) -> Attempt:
+        return Attempt(what, [sent], leaving, answered=False, slow=slow)
+
     return rng.choice(
         [
+            lambda: cut("leave in the middle of a request", whole[:at]),
+            lambda: cut("leave before the reply", whole),
+            lambda: cut("half-close after a request", whole, "half-close"),
+            lambda: cut("half-close in the middle of a request", whole[:at], "half-close"),
+            lambda: cut("leave in a stream", whole, "leave stream" if stream else leaving),
             lambda: Attempt(
-                "leave in the middle of a request", [whole[:at]], leaving, answered=False
+                "in pieces", [whole[i : i + third] for i in range(0, len(whole), third)]
             ),
-            lambda: Attempt("leave before the reply", [whole], leaving, answered=False),
-            lambda: Attempt("half-close after a request", [whole], "half-close", answered=False),
-            lambda: Attempt(
-                "half-close in the middle of a request", [whole[:at]], "half-close", answered=False
-            ),
-            lambda: Attempt(
-                "leave in the middle of a stream",
-                [whole],
-                "leave stream" if stream else leaving,
-                answered=False,
-            ),
-            lambda: Attempt(
-                "in pieces",
-                [
-                    whole[i : i + len(whole) // 3 + 1]
-                    for i in range(0, len(whole), len(whole) // 3 + 1)
-                ],
-            ),
-            lambda: Attempt(
-                "pipelined",
-                [
-                    whole
-                    + rng.choice(
-                        [
-                            whole,
-                            b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n",
-                            b"\0garbage" * 200,
-                        ]
-                    )
-                ],
-            ),
-            lambda: Attempt("nothing", [b""], leaving, answered=False),
+            lambda: Attempt("pipelined", [whole + rng.choice([whole, probe, b"\0garbage" * 200])]),
+            lambda: cut("nothing", b""),
             lambda: (
-                Attempt("a body that never comes", [whole[:-1]], "read", answered=False, slow=True)
+                cut("a body that never comes", whole[:-1], "read", slow=True)
                 if rng.random() < 0.1
-                else Attempt(
-                    "leave in the middle of a request", [whole[:at]], leaving, answered=False
-                )
+                else cut("leave in the middle of a request", whole[:at])
             ),
         ]
     )()
