@@ -157,7 +157,7 @@ def test_numpy_and_torch_numbers_are_sent_as_plain_ones(server: LiveServer) -> N
     } == {0.5}
 
 
-def test_what_json_has_no_form_for_is_named_by_its_type() -> None:
+def test_types_without_a_json_form_are_named() -> None:
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(InvalidArgument, match="a complex, for which JSON has no form"),
@@ -180,7 +180,7 @@ def test_what_json_has_no_form_for_is_named_by_its_type() -> None:
         ({}, {"messages": [{"content": [{"x": float("nan")}]}]}),
     ],
 )
-def test_what_is_no_number_does_not_arrive_as_null(
+def test_numbers_that_are_not_finite_are_refused(
     sampling: dict[str, Any], item: dict[str, Any]
 ) -> None:
     with (

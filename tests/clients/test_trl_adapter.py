@@ -148,7 +148,7 @@ def test_repeated_prompts_become_choices_and_return_in_order() -> None:
     assert sampling == SAMPLING
 
 
-def test_what_the_trainer_adds_to_sampling_is_sent_too() -> None:
+def test_additional_sampling_of_the_trainer_is_sent() -> None:
     server, training = Server(), trainer()
     training.args.generation_kwargs = {"stop": ["\n"], "temperature": 0.1}
     func(server)(["a"], training)
@@ -242,7 +242,7 @@ def test_failed_item_and_aborted_choice_are_errors() -> None:
         ),
     ],
 )
-def test_what_the_server_cannot_do_is_refused(
+def test_tools_and_images_of_a_trainer_are_refused(
     prompt: Any, changed: dict[str, Any], message: str
 ) -> None:
     server = Server()
