@@ -1,13 +1,18 @@
-"""One real `tlt serve` with the shipped pair for each of xdist's workers, and a browser."""
+"""Two real servers with the shipped pair for each of xdist's workers, one of which takes weights;
+and a browser.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tlt_client import Client
+from tlt_client.channels.http import HttpSender
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 
@@ -48,6 +53,53 @@ def width(request: pytest.FixtureRequest) -> int:
 def of_width(width: int) -> tuple[str, ...]:
     """Return the flags of a server of this width."""
     return ("--device", "cpu", "--tensor-parallel", str(width))
+
+
+@contextmanager
+def taking_weights(directory: Path, *flags: str) -> Iterator[ServerProcess]:
+    """Start a server that drafts and takes weights by every channel."""
+    places = ("--weight-root", str(directory / "weights"), "--state-dir", str(directory / "state"))
+    channels = ("--weight-channels", "disk,http,broadcast,ipc", "--weight-timeout-s", "60")
+    channels += ("--grpc-port", "0")
+    (directory / "weights").mkdir()
+    with ServerProcess(*DRAFTING, *flags, *places, *channels) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with taking_weights(tmp_path_factory.mktemp("pushed")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pushable(
+    width: int,
+    of_width: tuple[str, ...],
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[ServerProcess]:
+    """Yield the worker's server that takes weights, with those of the start; for two ranks another
+    of the file's own.
+    """
+    if width > 1:
+        with taking_weights(tmp_path_factory.mktemp("pushable"), *of_width) as running:
+            yield running
+        return
+    running = request.getfixturevalue("pushed")
+    with Client(running.url, timeout_s=60) as client:
+        client.set_strategy("fixed", "eagle:4x2x8")
+        for group in client.weights()["groups"]:
+            client.leave_group(group)
+        for role, directory in (("target", TARGET), ("drafter", DRAFTER)):
+            HttpSender(client).push_directory(directory, "initial", role=role)
+    yield running
+
+
+@pytest.fixture(scope="module")
+def weight_root(pushable: ServerProcess) -> Path:
+    with Client(pushable.url) as client:
+        return Path(client.server_info()["config"]["weight_root"])
 
 
 @pytest.fixture

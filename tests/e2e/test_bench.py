@@ -181,7 +181,7 @@ def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_weights_are_pushed_by_every_channel_while_requests_decode(tmp_path: Path) -> None:
+def test_every_channel_pushes_while_requests_decode(tmp_path: Path) -> None:
     rows = list(weights.measure(weights.TARGET, tmp_path, rounds=2))
     assert [row["channel"] for row in rows] == ["disk", "http", "gloo", "ipc"]
     for row in rows:
@@ -228,7 +228,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return said
 
 
-def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_measurements_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, remedy in (
         (["decode", "--against", "fast"], "--device cuda"),
         (["cycle", "--drafter", "history"], "EAGLE-3"),

@@ -14,7 +14,6 @@ from multiprocessing.pool import Pool
 import httpx
 import pytest
 
-from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import ORDERS, train
 from tests.e2e.trainers import Rollout, rolling
 from tests.mostly_long import mostly_long
@@ -22,24 +21,6 @@ from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 
 PROMPT = list(b"Compute 3*4+5.")
-
-
-@pytest.fixture(scope="module")
-def server(
-    of_width: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    state = tmp_path_factory.mktemp("state")
-    with ServerProcess(
-        *DRAFTING,
-        *of_width,
-        "--weight-channels",
-        "broadcast",
-        "--state-dir",
-        str(state),
-        "--weight-timeout-s",
-        "60",
-    ) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +59,14 @@ QUICK = ("slime", "trl")  # one trainer calls SGLang's routes, one vLLM's
 
 
 @pytest.mark.parametrize("order", mostly_long(sorted(ORDERS), *QUICK))
-def test_what_is_live_is_what_the_trainer_has_broadcast(
-    order: str, server: ServerProcess, processes: Pool
+def test_active_weights_equal_the_broadcast_ones(
+    order: str, pushable: ServerProcess, processes: Pool
 ) -> None:
     first = 10 * sorted(ORDERS).index(order) + 1
-    with Client(server.url, timeout_s=60) as client:
+    with Client(pushable.url, timeout_s=60) as client:
         before = dict(client.weight_checksums())
-        with rolling(lambda i: completion(server.url, i)) as rollouts:
-            said = processes.apply_async(train, (order, server.url, [first, first + 1])).get(300)
+        with rolling(lambda i: completion(pushable.url, i)) as rollouts:
+            said = processes.apply_async(train, (order, pushable.url, [first, first + 1])).get(300)
         assert len(said) == 2 and said[0]["version"] != said[1]["version"]
         for round in said:
             assert round["live"] == round["mine"] and len(round["mine"]) > 8

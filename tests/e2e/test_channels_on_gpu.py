@@ -137,9 +137,7 @@ def beside(second_server: ServerProcess) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**18, 2**28])
-def test_what_comes_from_a_gpus_memory_is_live_bit_for_bit(
-    bucket_bytes: int, client: Client
-) -> None:
+def test_weights_pushed_by_ipc_are_active_bit_for_bit(bucket_bytes: int, client: Client) -> None:
     tensors = weights(bucket_bytes % 97)
     assert live(client) != sums(tensors)
     reply = IpcSender(client, bucket_bytes=bucket_bytes).push(
@@ -235,7 +233,7 @@ def test_a_rank_that_is_alone_gives_up_in_time() -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"packed": False}, {"bucket_bytes": 2**18}, {"prefixed": True}], ids=str
 )
-def test_what_nccl_brings_to_another_gpu_is_live_bit_for_bit(
+def test_weights_pushed_by_nccl_are_active_bit_for_bit(
     fields: dict[str, Any], beside: Client
 ) -> None:
     sender = BroadcastSender(beside, backend="nccl", timeout_s=30, **fields)

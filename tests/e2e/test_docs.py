@@ -43,20 +43,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         perturbed_copy(TARGET, directory / "weights" / name, seed)
     with ServerProcess(
         *PAIR,
-        "--weight-root",
-        str(directory / "weights"),
-        "--state-dir",
-        str(directory / "state"),
-        "--drafter-training",
-        "idle",
-        "--drafter-feature-mb",
-        "64",
-        "--weight-channels",
-        "disk,http,broadcast,ipc",
-        "--max-loras",
-        "2",
-        "--grpc-port",
-        "0",
+        *("--weight-root", str(directory / "weights")),
+        *("--state-dir", str(directory / "state"), "--drafter-training", "idle"),
+        *("--drafter-feature-mb", "64", "--weight-channels", "disk,http,broadcast,ipc"),
+        *("--max-loras", "2", "--grpc-port", "0"),
     ) as running:
         yield running
 
@@ -86,23 +76,12 @@ def test_an_example_runs(
 
 
 RECORDED = {  # other names of routes with an example; recorded calls test them
-    "/areal_pause_generation",
-    "/areal_continue_generation",
-    "/areal_update_weights",
-    "/areal_init_weights_update_group",
-    "/areal_set_update_weight_meta",
-    "/areal_update_weights_xccl",
-    "/v1/models/{name}",
-    "/v1/tokenize",
-    "/v1/detokenize",
-    "/tokenizer_info",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/inference/v1/abort_requests",
-    "/reset_encoder_cache",
-    "/reset_mm_cache",
-    "/release_kv_cache_memory",
-    "/shutdown_weight_transfer_engine",
+    *("/areal_pause_generation", "/areal_continue_generation", "/areal_update_weights"),
+    *("/areal_init_weights_update_group", "/areal_set_update_weight_meta"),
+    *("/areal_update_weights_xccl", "/v1/models/{name}", "/v1/tokenize", "/v1/detokenize"),
+    *("/tokenizer_info", "/release_memory_occupation", "/resume_memory_occupation"),
+    *("/inference/v1/abort_requests", "/reset_encoder_cache", "/reset_mm_cache"),
+    *("/release_kv_cache_memory", "/shutdown_weight_transfer_engine"),
 }
 
 

@@ -72,7 +72,7 @@ def test_people_get_a_line_per_check_and_the_remedy_below(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_warning_is_counted_next_to_what_passed(tmp_path: Path) -> None:
+def test_warnings_are_counted_next_to_passed_checks(tmp_path: Path) -> None:
     status, output = doctor("--port", "0", "--weight-root", str(tmp_path))
     assert status == 0 and re.fullmatch(
         rf"{len(CHECKS) + 1} checks, none failed, \d with a warning", output.splitlines()[-1]

@@ -38,7 +38,7 @@ def kept(client: Client, count: int) -> None:
     until(lambda: figures(client)["tlt_drafter_buffer_sequences"] == count)
 
 
-def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: Path) -> None:
+def test_a_recording_server_gives_the_same_tokens(client: Client, tmp_path: Path) -> None:
     expected = client.generate([ITEM]).results[0].choices
     flags = ("--drafter-training", "idle", "--state-dir", str(tmp_path), "--kv-memory-mb", "64")
     flags += ("--drafter-feature-mb", "64")

@@ -132,9 +132,7 @@ def test_another_seed_gives_other_tokens(client: Client, plain: list[Any]) -> No
     assert found[0] != plain[0] and found[2] != plain[2]
 
 
-def test_choices_have_seeds_of_their_own_and_each_can_be_had_alone(
-    client: Client, plain: list[Any]
-) -> None:
+def test_each_choice_can_be_reproduced_alone_by_its_seed(client: Client, plain: list[Any]) -> None:
     item = batch(1, n=4)[0]
     choices = generate(client, [item])[0]
     assert [choice[0] for choice in choices] == [0, 1, 2, 3]
@@ -144,7 +142,7 @@ def test_choices_have_seeds_of_their_own_and_each_can_be_had_alone(
     assert alone[1:] == choices[2][1:]
 
 
-def test_streaming_gives_what_not_streaming_gives(client: Client, plain: list[Any]) -> None:
+def test_streamed_tokens_equal_the_whole_reply(client: Client, plain: list[Any]) -> None:
     tokens: dict[tuple[str, int], list[int]] = {}
     texts: dict[tuple[str, int], str] = {}
     found: dict[str, list[Choice]] = {}

@@ -6,27 +6,22 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tests.e2e.conftest import DRAFTING
 from tests.e2e.test_lifecycle import FAST_START
 from tlt_client import Client
-from tlt_client.errors import EngineFailed, Unavailable
+from tlt_client.errors import EngineFailed
 from tlt_client.rpc import (
     GenerateRequest,
     Item,
     RolloutServiceStub,
     SamplingFields,
     WatchEventsRequest,
-    error_of,
 )
 from tlt_client.rpc.rollout_pb2 import GetInfoRequest
 from tlt_server.demo.server import ServerProcess
@@ -39,74 +34,39 @@ LONG = GenerateRequest(
 )
 
 
-def test_the_example_trains_through_one_channel(tmp_path: Path) -> None:
-    with ServerProcess(
-        *DRAFTING, "--grpc-port", "0", "--weight-channels", "http", "--state-dir", str(tmp_path)
-    ) as server:
-        done = subprocess.run(
-            [sys.executable, str(EXAMPLE), server.grpc_address, str(TARGET), "--steps", "2"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert done.returncode == 0, done.stderr
-        assert [
-            line.split()[:2] for line in done.stdout.splitlines() if line.startswith("committed")
-        ] == [["committed", "step-1"], ["committed", "step-2"]]
-        second = (
-            done.stdout.partition("committed step-1")[2]
-            .partition("committed")[0]
-            .strip()
-            .splitlines()[1:]
-        )
-        assert len(second) == 8 and all(" step-1 " in line for line in second), (
-            "rollouts of step 2 came from what step 1 pushed"
-        )
-        with (
-            Client(server.url, timeout_s=60) as client,
-            grpc.insecure_channel(server.grpc_address) as channel,
-        ):
-            items = [{"id": "a", "prompt": "2+2=", "n": 2, "seed": 7}]
-            http = client.generate(items, sampling={"max_tokens": 40}).results[0].choices
-            same = GenerateRequest(
-                requests=[Item(id="a", prompt="2+2=", n=2, seed=7)],
-                sampling=SamplingFields(max_tokens=40),
-            )
-            rpc = RolloutServiceStub(channel).GenerateBatch(same).results[0].choices
-            assert [
-                (choice.token_ids, choice.logprobs, choice.seed, choice.text) for choice in http
-            ] == [
-                (list(choice.token_ids), list(choice.logprobs), choice.seed, choice.text)
-                for choice in rpc
-            ], "to the last bit"
+def test_the_example_trains_through_one_channel(pushable: ServerProcess) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), pushable.grpc_address, str(TARGET), "--steps", "2"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    committed = [at for at, line in enumerate(lines) if line.startswith("committed step-")]
+    assert [lines[at].split()[1] for at in committed] == ["step-1", "step-2"]
+    second = [line for line in lines[committed[0] + 1 : committed[1]] if line.strip()]
+    assert len(second) == 8 and all(" step-1 " in line for line in second), (
+        "rollouts of step 2 come from the weights of step 1"
+    )
 
 
-@pytest.mark.long
-def test_sigterm_lets_streams_end_and_takes_nothing_new() -> None:
+def test_both_transports_give_the_same_bits(pushable: ServerProcess) -> None:
+    items = [{"id": "a", "prompt": "2+2=", "n": 2, "seed": 7}]
+    same = GenerateRequest(
+        requests=[Item(id="a", prompt="2+2=", n=2, seed=7)], sampling=SamplingFields(max_tokens=40)
+    )
     with (
-        ServerProcess(*FAST_START, "--grpc-port", "0") as server,
-        grpc.insecure_channel(server.grpc_address) as channel,
+        Client(pushable.url, timeout_s=60) as client,
+        grpc.insecure_channel(pushable.grpc_address) as channel,
     ):
-        stub, health = RolloutServiceStub(channel), HealthStub(channel)
-        stream, events = stub.Generate(LONG), stub.WatchEvents(WatchEventsRequest())
-        assert next(stream).token.token_ids and next(events).state.ready
-        assert health.Check(HealthCheckRequest()).status == HealthCheckResponse.SERVING
-        server.process.send_signal(signal.SIGTERM)
-        assert next(events).state.draining and list(events) == []
-        assert health.Check(HealthCheckRequest()).status == HealthCheckResponse.NOT_SERVING
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.GenerateBatch(LONG)
-        error = error_of(caught.value)
-        assert (
-            isinstance(error, Unavailable)
-            and "draining" in error.message
-            and error.retry_after_s == 5
-        )
-        told = list(stream)
-        assert [event.WhichOneof("event") for event in told[-2:]] == ["result", "done"]
-        assert [len(choice.token_ids) for choice in told[-2].result.choices] == [700, 700]
-        assert server.process.wait(60) == 0
+        http = client.generate(items, sampling={"max_tokens": 40}).results[0].choices
+        rpc = RolloutServiceStub(channel).GenerateBatch(same).results[0].choices
+    expected = [(choice.token_ids, choice.logprobs, choice.seed, choice.text) for choice in http]
+    assert expected == [
+        ([*choice.token_ids], [*choice.logprobs], choice.seed, choice.text) for choice in rpc
+    ]
 
 
 @pytest.mark.long
@@ -129,33 +89,6 @@ def test_an_engine_that_dies_is_told_of_and_comes_back() -> None:
         short = GenerateRequest(requests=LONG.requests, sampling=SamplingFields(max_tokens=4))
         assert stub.GenerateBatch(short).results[0].choices
         events.cancel()
-
-
-@pytest.mark.long
-def test_a_port_that_is_taken_is_said_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tlt_server",
-                "serve",
-                *FAST_START,
-                "--port",
-                "0",
-                "--grpc-port",
-                port,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert (
-            done.returncode == 2
-            and f"cannot bind 127.0.0.1:{port} for gRPC" in done.stderr
-            and "--grpc-port" in done.stderr
-        )
 
 
 def test_without_the_flag_nothing_of_it_is_imported() -> None:

@@ -100,7 +100,7 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(
 
 
 @pytest.mark.long
-def test_a_run_whose_drafter_is_trained_has_the_same_bits(off: Path, tmp_path: Path) -> None:
+def test_a_run_that_trains_its_drafter_has_the_same_bits(off: Path, tmp_path: Path) -> None:
     adapted, plain = tmp_path / "adapted", ("--speculation", "off", "--steps", 2)
     with serving(tmp_path / "state", *TRAINING) as server, Client(server.url) as client:
         for name in ("one", "another"):  # a round needs samples
@@ -177,7 +177,7 @@ def test_a_changed_bit_is_found(tmp_path: Path) -> None:
     assert differences(tmp_path / "a", tmp_path / "b") == ["state: x"]
 
 
-def test_larger_problems_are_beyond_those_of_the_pair_and_can_be_solved() -> None:
+def test_larger_problems_are_new_and_solvable() -> None:
     tokenizer = load_tokenizer(TARGET)
     prompts = draw_prompts(tokenizer, 40, LARGER, 3, 0)
     assert {prompt.exercise.kind for prompt in prompts} == set(KINDS)

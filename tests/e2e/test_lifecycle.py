@@ -4,13 +4,9 @@ directories that cannot be used.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -19,10 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import PAIR
 from tests.mostly_long import mostly_long
-from tests.processes import engine
 from tests.waiting import until
-from tlt_client import Client, ServerError
-from tlt_client.wire import Token
+from tlt_client import Client
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
@@ -30,7 +24,6 @@ from tlt_server.errors import StartupError
 
 QUESTION = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
 LONG = {"max_tokens": 3000, "ignore_eos": True}
-SHORTER = {**LONG, "max_tokens": 400}
 FAST_START = ("--model", str(TARGET), "--drafter", "none", "--kv-memory-mb", "64")
 
 
@@ -68,67 +61,6 @@ def test_a_client_that_leaves_frees_its_pages_at_once(
         )
     )
     assert look(client).passes - passes < 300  # some thousand were left
-
-
-@pytest.mark.long
-def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> None:
-    with (
-        ServerProcess(*FAST_START, "--max-restarts", "0") as server,
-        Client(server.url, timeout_s=60) as client,
-    ):
-        ended: list[Any] = []
-
-        def ask() -> None:
-            ended.append(
-                client.generate(
-                    [{"messages": QUESTION, "n": 2}, {"messages": QUESTION}], sampling=LONG
-                )
-            )
-
-        waiting = threading.Thread(target=ask)
-        waiting.start()
-        events, errors = [], []
-        with Client(server.url, timeout_s=60) as other:
-            for event in other.stream(
-                [{"id": "a", "messages": QUESTION}, {"id": "b", "messages": QUESTION, "n": 2}],
-                sampling=LONG,
-            ):
-                if isinstance(event, Token) and not events:
-                    until(lambda: look(client).open == 6)
-                    os.kill(engine(server.process.pid), signal.SIGKILL)
-                events.append(event)
-                errors += [event.error] if getattr(event, "error", None) else []
-        waiting.join(60)
-        assert [error.code for error in errors] == ["engine_failed"] * 2 and errors[0].retryable
-        assert [result.error.code for result in ended[0].results] == ["engine_failed"] * 2
-        assert server.process.wait(60) == 1
-
-
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
-    with ServerProcess(*FAST_START) as server, Client(server.url, timeout_s=60) as client:
-        replies: list[Any] = []
-        running = threading.Thread(
-            target=lambda: replies.append(
-                client.generate([{"messages": QUESTION, "n": 2}], sampling=SHORTER)
-            )
-        )
-        running.start()
-        until(lambda: look(client).open == 2)
-        server.process.send_signal(signal.SIGTERM)
-        until(lambda: not client.is_ready())
-        with pytest.raises(ServerError) as refused:
-            client.generate([{"messages": QUESTION}])
-        assert (refused.value.code, refused.value.status, refused.value.retryable) == (
-            "unavailable",
-            503,
-            True,
-        )
-        assert running.is_alive()
-        running.join(60)
-        assert [(c.finish_reason, len(c.token_ids)) for c in replies[0].results[0].choices] == [
-            ("length", 400)
-        ] * 2
-        assert server.process.wait(60) == 0
 
 
 def _without_config(model: Path) -> None:
@@ -178,6 +110,6 @@ def test_a_drafter_of_the_wrong_kind_is_named_at_start(tmp_path: Path) -> None:
         assert part in message
 
 
-def test_the_shipped_pair_is_what_the_fixture_serves(client: Client) -> None:
+def test_the_fixture_serves_the_shipped_pair(client: Client) -> None:
     engine = client.server_info()["engine"]
     assert engine["drafter"] == "eagle+history" and PAIR[1] == str(TARGET)

@@ -68,7 +68,7 @@ def samples(client: Client, name: str) -> dict[str, float]:
     return {found[1] or "": float(found[2]) for found in lines if found}
 
 
-def test_it_says_what_it_runs_on(client: Client) -> None:
+def test_server_info_names_the_gpu(client: Client) -> None:
     info = client.server_info()
     engine = info["engine"]
     assert info["num_gpus"] == info["tp_size"] == 1
@@ -94,9 +94,7 @@ def test_speculation_changes_neither_a_token_nor_a_logprob(
         assert sum(result.choices[0].sd.accepted for result in reply.results) > 0
 
 
-def test_alternatives_change_neither_a_token_nor_a_logprob_and_are_speculated_on(
-    client: Client, plain: list[Any]
-) -> None:
+def test_alternatives_change_no_bit_and_allow_speculation(client: Client, plain: list[Any]) -> None:
     client.set_strategy("fixed", "eagle:7x4x16")
     reply = client.generate(
         batch(16, n=1), sampling={"max_tokens": 150, "logprobs": 2, "raw_logprobs": True}
@@ -109,7 +107,7 @@ def test_alternatives_change_neither_a_token_nor_a_logprob_and_are_speculated_on
         assert len(choice.raw_logprobs) == len(choice.top_logprobs) == len(choice.token_ids)
 
 
-def test_a_stream_gives_what_the_whole_reply_gave(client: Client, plain: list[Any]) -> None:
+def test_a_stream_on_the_gpu_equals_the_whole_reply(client: Client, plain: list[Any]) -> None:
     client.set_strategy("fixed", "eagle:7x4x16")
     parts: list[list[int]] = []
     choices: list[Choice] = []
@@ -160,7 +158,7 @@ def test_metrics_tell_of_it(client: Client, plain: list[Any]) -> None:
     )
 
 
-def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
+def test_the_remedy_for_too_little_memory_works() -> None:
     """The least fraction there is, all of which another program holds, is too little for one
     sequence.
     """
@@ -184,7 +182,7 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
         torch.cuda.empty_cache()
 
 
-def test_pages_without_number_are_refused_at_start_with_how_many_fit() -> None:
+def test_too_many_pages_are_refused_with_the_number_that_fits() -> None:
     message = starting_fails("--device", "cuda", *PAIR, "--pages", "2000000000")
     assert re.search(
         r"the GPU's .* are [\d.]+ GiB short of .*, [\d.]+ GiB for 2000000000 KV pages, .*; "

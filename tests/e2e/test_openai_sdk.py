@@ -37,11 +37,6 @@ def extra(model: Any) -> dict[str, Any]:
     return model.model_extra or {}
 
 
-def test_models_list_the_served_one(sdk: openai.OpenAI) -> None:
-    model, *_ = sdk.models.list().data
-    assert model.id == MODEL and extra(model)["max_model_len"] > 1000
-
-
 def test_completions_match_native_tokens_for_the_same_seed(
     sdk: openai.OpenAI, client: Client
 ) -> None:
@@ -103,31 +98,6 @@ def test_chat_has_the_native_tokens_and_is_reproducible(sdk: openai.OpenAI, clie
     assert [extra(c)["token_ids"] for c in other.choices] != [
         extra(c)["token_ids"] for c in first.choices
     ]
-
-
-@pytest.mark.parametrize("stop", [None, "+"])
-def test_streams_add_up_to_whole_replies(sdk: openai.OpenAI, stop: str | None) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "seed": 5, "n": 2, "max_tokens": LENGTH, "stop": stop}
-    whole = sdk.completions.create(prompt=PROMPTS, **asked)
-    texts, reasons = [""] * 4, [""] * 4
-    for chunk in sdk.completions.create(prompt=PROMPTS, stream=True, **asked):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            reasons[choice.index] += choice.finish_reason or ""
-    assert texts == [choice.text for choice in whole.choices] and reasons == [
-        choice.finish_reason for choice in whole.choices
-    ]
-
-    answer = sdk.chat.completions.create(messages=QUESTION, **asked)
-    texts = ["", ""]
-    usage = None
-    for part in sdk.chat.completions.create(
-        messages=QUESTION, stream=True, stream_options={"include_usage": True}, **asked
-    ):
-        usage = part.usage or usage
-        for delta in part.choices:
-            texts[delta.index] += delta.delta.content or ""
-    assert texts == [choice.message.content for choice in answer.choices] and usage == answer.usage
 
 
 def test_token_ids_in_and_echo_with_the_prompts_logprobs(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from datetime import timedelta
 from types import SimpleNamespace
@@ -24,7 +24,6 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from tests.e2e.gloo_trainer import HOST, LIMIT, free_port, sums
-from tests.e2e.test_lifecycle import FAST_START
 from tests.e2e.trainers import Calls
 from tests.waiting import until
 from tlt_client import Client, TltClientError
@@ -115,11 +114,11 @@ class Executor:
 
 
 @pytest.fixture(scope="module")
-def running(of_width: tuple[str, ...]) -> Iterator[ServerProcess]:
-    with ServerProcess(
-        *FAST_START, *of_width, "--weight-channels", "broadcast", "--weight-timeout-s", "60"
-    ) as server:
-        yield server
+def running(pushable: ServerProcess) -> ServerProcess:
+    """Return a server that does not draft, so that responses outlast a push."""
+    with Client(pushable.url, timeout_s=60) as client:
+        client.set_strategy("off")
+    return pushable
 
 
 def weights(seed: int) -> dict[str, Tensor]:
@@ -225,7 +224,7 @@ def test_the_order_of_openrlhf_with_rollouts_running(
     asyncio.run(trained())
 
 
-def test_a_reply_is_what_the_server_says(running: ServerProcess) -> None:
+def test_replies_of_the_actor_equal_the_servers(running: ServerProcess) -> None:
     async def both() -> list[Any]:
         actor = RolloutActor(running.url)
         await actor.sleep(level=2)
@@ -309,17 +308,12 @@ def test_missing_parameters_are_reported_at_the_last_one(running: ServerProcess)
     asyncio.run(pushed())
 
 
-def test_the_actor_has_the_parameters_by_which_it_is_called() -> None:
+def test_the_actor_has_the_parameters_of_openrlhf() -> None:
     """The parameters are those of RolloutRayActor in OpenRLHF 0.11.2."""
     called = {
         "init_process_group": [
-            "master_address",
-            "master_port",
-            "rank_offset",
-            "world_size",
-            "group_name",
-            "backend",
-            "use_ray",
+            *("master_address", "master_port", "rank_offset", "world_size", "group_name"),
+            *("backend", "use_ray"),
         ],
         "update_weight": ["name", "dtype", "shape", "empty_cache"],
         "reset_prefix_cache": [],
@@ -330,13 +324,8 @@ def test_the_actor_has_the_parameters_by_which_it_is_called() -> None:
         "get_num_unfinished_requests": [],
         "generate": ["prompt_token_ids", "sampling_params", "multi_modal_data"],
         "generate_responses": [
-            "prompt",
-            "label",
-            "sampling_params",
-            "max_length",
-            "hf_tokenizer",
-            "num_samples",
-            "images",
+            *("prompt", "label", "sampling_params", "max_length", "hf_tokenizer"),
+            *("num_samples", "images"),
         ],
     }
     assert {

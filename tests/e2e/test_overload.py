@@ -22,7 +22,7 @@ from tlt_server.demo.server import ServerProcess
 
 
 @pytest.mark.long
-def test_overload_ends_every_request_once_and_leaves_nothing_open(tmp_path: Path) -> None:
+def test_overload_ends_every_request_once(tmp_path: Path) -> None:
     said = bench("overload", tmp_path / "overload.json")
     assert said["exactly_one_end"] and said["sent"] == sum(said["ended"].values()) + sum(
         said["refused"].values()
@@ -40,7 +40,7 @@ def test_overload_ends_every_request_once_and_leaves_nothing_open(tmp_path: Path
 
 
 @pytest.mark.long
-def test_deadlines_are_kept_in_the_queue_and_in_decoding_and_pages_come_back() -> None:
+def test_deadlines_end_waiting_and_decoding_requests() -> None:
     with ServerProcess(
         *PAIR[:2], "--drafter", "none", "--kv-memory-mb", "64", "--max-running", "2"
     ) as server:

@@ -105,7 +105,7 @@ def load(server: ServerProcess) -> Iterator[None]:
             stream.close()
 
 
-def test_it_says_what_is_served(open_page: Open, server: ServerProcess) -> None:
+def test_the_page_names_model_weights_and_drafter(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url))
     expect(page.locator("#model")).to_have_text("target")
     expect(page.locator("#fact-numerics")).to_have_text("strict")
@@ -159,7 +159,7 @@ def strategies(count: int) -> Callable[[Page], None]:
 
 
 @pytest.mark.parametrize("size", [(1280, 900), (375, 667)], ids=str)
-def test_what_one_points_at_is_read_at_the_pointer(
+def test_values_are_shown_at_the_pointer(
     open_page: Open, server: ServerProcess, size: tuple[int, int]
 ) -> None:
     """The whole of it stays in the window, wherever the pointer or the keyboard's place is."""
@@ -215,7 +215,7 @@ def test_on_a_phone_the_prompt_comes_first(open_page: Open, server: ServerProces
     assert box is not None and box["y"] + box["height"] < 667
 
 
-def test_it_shows_what_the_choice_of_the_strategy_rests_on(
+def test_the_page_explains_the_choice_of_the_strategy(
     open_page: Open, server: ServerProcess, client: Client
 ) -> None:
     page = ready(open_page(server.url))
@@ -600,7 +600,7 @@ def test_new_weights_are_marked_in_the_charts_and_in_a_response(
         pytest.param(*((), "reason, limit and remedy", "not ready"), marks=pytest.mark.long),
     ],
 )
-def test_the_state_is_what_the_probes_say(
+def test_the_page_shows_the_state_of_the_probes(
     open_page: Open, server: ServerProcess, failing: tuple[str, ...], reason: str, state: str
 ) -> None:
     def probes(page: Page) -> None:

@@ -43,7 +43,7 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_theme_is_the_systems_until_it_is_chosen_and_contrast_is_enough(
+def test_both_themes_have_enough_contrast(
     open_page: Open, server: ServerProcess, theme: str
 ) -> None:
     other = "dark" if theme == "light" else "light"

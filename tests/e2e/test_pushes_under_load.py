@@ -237,31 +237,24 @@ def check_versions(said: list[Said], versions: list[str], modes: list[str]) -> N
 
 
 @pytest.mark.parametrize("pushes", [4, pytest.param(12, marks=pytest.mark.long)])
-def test_pushes_land_while_batches_run(pushes: int, tmp_path: Path) -> None:
+def test_pushes_land_while_batches_run(
+    pushes: int, pushable: ServerProcess, weight_root: Path, tmp_path: Path
+) -> None:
     """Twelve are every way in flight by every channel."""
-    flags = (
-        "--weight-root",
-        str(tmp_path / "root"),
-        "--state-dir",
-        str(tmp_path / "state"),
-        "--weight-channels",
-        "disk,http,broadcast",
-    )
-    (tmp_path / "root").mkdir()
     base = load_file(TARGET / "model.safetensors")
-    versions, modes = ["initial"], [""]
-    with ServerProcess(*DRAFTING, *flags) as server, Client(server.url, timeout_s=60) as trainer:
+    with Client(pushable.url, timeout_s=60) as trainer:
+        versions, modes = [str(trainer.weights()["target"])], [""]
         senders = [
-            DiskSender(trainer, tmp_path / "root"),
+            DiskSender(trainer, weight_root),
             HttpSender(trainer),
             BroadcastSender(trainer, bucket_bytes=2**20),
         ]
-        load = Load(server.url)
+        load = Load(pushable.url)
         for push, sender, in_flight in zip(
             range(pushes), itertools.cycle(senders), itertools.cycle(IN_FLIGHT), strict=False
         ):
             until(lambda: look(trainer).running >= 2 * ITEMS * N)  # two clients' batches, or more
-            versions.append(f"step-{push}")
+            versions.append(f"step-{push}-of-{pushes}")
             modes.append(in_flight)
             sent = perturbed(base, push)
             reply = sender.push(iter(sent), versions[-1], in_flight=in_flight)

@@ -67,7 +67,7 @@ def test_shared_target_takes_a_push_and_continues_after_a_kill(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_faults_of_ranks_are_recorded_with_one_error_and_the_same_tokens(tmp_path: Path) -> None:
+def test_faults_of_ranks_are_recorded(tmp_path: Path) -> None:
     record, pair = tmp_path / "faults.json", ("--model", str(TARGET), "--drafter", str(DRAFTER))
     flags = ("--device", "cpu", "--tensor-parallel", "2", *pair)
     assert record_faults.main(["--json", str(record), "--", *flags]) == 0

@@ -25,31 +25,15 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
 LIMITS = (
-    "--max-output-tokens",
-    "4",
-    "--max-n",
-    "2",
-    "--max-batch-items",
-    "2",
-    "--max-queue",
-    "64",
-    "--max-running",
-    "16",
-    "--default-timeout-s",
-    "30",
-    "--max-timeout-s",
-    "30",
+    *("--max-output-tokens", "4", "--max-n", "2", "--max-batch-items", "2"),
+    *("--max-queue", "64", "--max-running", "16", "--default-timeout-s", "30"),
+    *("--max-timeout-s", "30"),
 )  # so that no request costs much
 CHECKS = (
-    "only_deliberate_5xx",
-    "status_code_conformance",
-    "content_type_conformance",
-    "response_headers_conformance",
-    "response_schema_conformance",
-    "negative_data_rejection",
-    "unsupported_method",
-    "allow_header_conformance",
-    "ignored_auth",
+    *("only_deliberate_5xx", "status_code_conformance", "content_type_conformance"),
+    *("response_headers_conformance", "response_schema_conformance"),
+    *("negative_data_rejection", "unsupported_method", "allow_header_conformance"),
+    *("ignored_auth",),
 )
 
 # A body that breaks the schema may break a limit as well, and limits are looked at first.
@@ -123,17 +107,12 @@ def test_every_operation_does_what_the_document_says(limited: ServerProcess, pha
 
 
 @pytest.mark.long
-def test_what_stops_the_others_does_what_the_document_says(limited: ServerProcess) -> None:
+def test_halting_operations_fit_the_document(limited: ServerProcess) -> None:
     schemathesis(
         limited,
         "--include-path-regex",
         HALTS,
-        "--phases",
-        "coverage,fuzzing",
-        "--max-examples",
-        "3",
-        "--seed",
-        "1",
+        *("--phases", "coverage,fuzzing", "--max-examples", "3", "--seed", "1"),
     )
     with Client(limited.url, timeout_s=30) as client:
         for path in ("/resume", "/wake_up"):
@@ -142,7 +121,7 @@ def test_what_stops_the_others_does_what_the_document_says(limited: ServerProces
 
 
 @pytest.mark.long
-def test_the_stream_of_events_does_what_the_document_says(limited: ServerProcess) -> None:
+def test_the_stream_of_events_fits_the_document(limited: ServerProcess) -> None:
     flags = ("--phases", "coverage,fuzzing", "--max-examples", "2", "--seed", "1")
     schemathesis(limited, "--include-path-regex", ENDLESS, *flags, timeout_s=1)
 
@@ -173,12 +152,6 @@ def test_with_keys_every_operation_asks_for_one(weight_root: Path, tmp_path: Pat
         schemathesis(
             server,
             *REST,
-            "--header",
-            "Authorization: Bearer secret",
-            "--phases",
-            "fuzzing",
-            "--max-examples",
-            "1",
-            "--seed",
-            "1",
+            *("--header", "Authorization: Bearer secret", "--phases", "fuzzing"),
+            *("--max-examples", "1", "--seed", "1"),
         )

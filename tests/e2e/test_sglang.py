@@ -5,14 +5,13 @@ rollouts running meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import DRAFTING
 from tests.e2e.trainers import Calls, Rollout, check, rolling
 from tests.waiting import until
 from tlt_server.demo.push import perturbed_copy
@@ -22,15 +21,10 @@ from tlt_server.demo.workload import TARGET
 PROMPT = list(b"Compute 3*4+5.")
 
 
-@pytest.fixture(scope="module")
-def pushable(
-    of_width: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    root = tmp_path_factory.mktemp("weights")
+@pytest.fixture(scope="module", autouse=True)
+def iterations(weight_root: Path) -> None:
     for step in range(1, 5):
-        perturbed_copy(TARGET, root / f"iter_{step}", step)
-    with ServerProcess(*DRAFTING, *of_width, "--weight-root", str(root)) as server:
-        yield server
+        perturbed_copy(TARGET, weight_root / f"iter_{step}", step)
 
 
 def generate(url: str, token_ids: list[int], seed: int, tokens: int) -> dict[str, Any]:
@@ -160,7 +154,7 @@ def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(
 
 
 @pytest.mark.long
-def test_what_was_aborted_and_sent_again_is_the_same_output(pushable: ServerProcess) -> None:
+def test_a_resent_request_has_the_same_output(pushable: ServerProcess) -> None:
     calls = Calls(pushable.url)
     whole = resumed(pushable.url, 77)
     assert not whole.aborted
@@ -218,12 +212,3 @@ def test_memory_is_lent_and_comes_back(pushable: ServerProcess) -> None:
         name.startswith("draft.") for name in sums
     )
     assert resumed(pushable.url, 3).token_ids == before.token_ids
-
-
-def test_pickled_tensors_are_refused(pushable: ServerProcess) -> None:
-    refused = httpx.post(
-        f"{pushable.url}/update_weights_from_tensor",
-        json={"serialized_named_tensors": ["gASV"]},
-        timeout=30,
-    )
-    assert refused.status_code == 415 and "update_weights_from_disk" in refused.json()["message"]

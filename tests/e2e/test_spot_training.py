@@ -240,7 +240,7 @@ def test_a_client_ships_the_candidate_with_its_next_target(
     assert tables[0] == tables[1]
 
 
-def test_a_server_without_a_trainer_says_what_to_do(server: ServerProcess) -> None:
+def test_a_server_without_a_trainer_names_the_remedy(server: ServerProcess) -> None:
     for order in ("train", "pause", "resume"):
         reply = httpx.post(f"{server.url}/drafter/{order}")
         assert reply.status_code == 409

@@ -15,14 +15,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from tests.e2e.conftest import DRAFTING
 from tests.e2e.looks import Looks, lost
 from tlt_client import Client
 from tlt_client.adapters.trl import OffPolicy, OpenSender, RolloutFunc, WeightTransfer
@@ -61,34 +60,19 @@ def policy(seed: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights")
-
-
-@pytest.fixture(scope="module")
-def server(
-    root: Path, of_width: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    state = tmp_path_factory.mktemp("state")
-    with ServerProcess(
-        *DRAFTING,  # beg may find that plain decoding is faster here
-        *of_width,
-        "--state-dir",
-        str(state),
-        "--weight-root",
-        str(root),
-        "--weight-channels",
-        "disk,http,broadcast",
-    ) as running:
-        yield running
+def server(pushable: ServerProcess) -> ServerProcess:
+    """Return a server with a fixed strategy: an adaptive one may find that plain decoding is faster
+    here.
+    """
+    return pushable
 
 
 @pytest.fixture
-def senders(root: Path) -> dict[str, OpenSender]:
+def senders(weight_root: Path) -> dict[str, OpenSender]:
     return {
         "http": HttpSender,
         "broadcast": BroadcastSender,
-        "disk": lambda client: DiskSender(client, root),
+        "disk": lambda client: DiskSender(client, weight_root),
     }
 
 

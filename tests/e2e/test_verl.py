@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.e2e import verl_standin
-from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import sums
 from tests.e2e.trainers import Calls
 from tlt_client import Client, TltClientError
@@ -31,24 +30,6 @@ from tlt_server.demo.workload import TARGET
 PROMPT = list(b"Compute 3*4+5.")
 Named = list[tuple[str, Tensor]]
 INSTALLED = find_spec("verl") is not None and find_spec("ray") is not None
-
-
-@pytest.fixture(scope="module")
-def running(
-    of_width: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    root, state = tmp_path_factory.mktemp("weights"), tmp_path_factory.mktemp("state")
-    with ServerProcess(
-        *DRAFTING,
-        *of_width,
-        "--weight-root",
-        str(root),
-        "--state-dir",
-        str(state),
-        "--weight-channels",
-        "disk,http",
-    ) as server:
-        yield server
 
 
 @pytest.fixture(scope="module", params=["verl" if INSTALLED else "stand-in"])
@@ -72,7 +53,7 @@ def verl_(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def config(verl_: None, running: ServerProcess) -> Any:
+def config(verl_: None, pushable: ServerProcess) -> Any:
     from verl.workers.config import RolloutConfig
 
     return RolloutConfig(
@@ -80,7 +61,7 @@ def config(verl_: None, running: ServerProcess) -> Any:
         tensor_model_parallel_size=1,
         response_length=300,
         ignore_eos=True,
-        engine_kwargs={"tlt": {"urls": [running.url]}},
+        engine_kwargs={"tlt": {"urls": [pushable.url]}},
     )
 
 
@@ -139,11 +120,11 @@ def asked(replica: Any, i: int, **params: Any) -> Awaitable[Any]:
 
 
 def test_a_request_of_verl_gives_the_server_s_tokens_and_logprobs(
-    config: Any, running: ServerProcess
+    config: Any, pushable: ServerProcess
 ) -> None:
     async def both() -> list[Any]:
         replica = await launched(config)
-        assert running.url.endswith(replica.server_address)
+        assert pushable.url.endswith(replica.server_address)
         return [
             await asked(replica, 5, max_tokens=40),
             await asked(replica, 5, max_new_tokens=40),
@@ -152,7 +133,7 @@ def test_a_request_of_verl_gives_the_server_s_tokens_and_logprobs(
         ]
 
     first, second, long, clipped = asyncio.run(both())
-    with Client(running.url, timeout_s=60) as client:
+    with Client(pushable.url, timeout_s=60) as client:
         said = (
             client.generate(
                 [{"token_ids": PROMPT, "seed": 5}], sampling={"max_tokens": 40, "ignore_eos": True}
@@ -178,7 +159,7 @@ def test_a_request_of_verl_gives_the_server_s_tokens_and_logprobs(
     "packaged", [iter, buffered, received], ids=["tensors", "one buffer", "asynchronous"]
 )
 def test_weights_become_live_as_they_were(
-    config: Any, running: ServerProcess, packaged: Callable[[Named], Any]
+    config: Any, pushable: ServerProcess, packaged: Callable[[Named], Any]
 ) -> None:
     step = {iter: 3, buffered: 4, received: 5}[packaged]
     sent = weights(step)
@@ -195,18 +176,18 @@ def test_weights_become_live_as_they_were(
         name: output.extra_fields[name]
         for name in ("min_global_steps", "max_global_steps", "global_steps")
     } == {"min_global_steps": step, "max_global_steps": step, "global_steps": step}
-    with Client(running.url, timeout_s=30) as client:
+    with Client(pushable.url, timeout_s=30) as client:
         live, mine = client.weight_checksums(), sums(sent)
         assert {name: live[name] for name in mine} == mine and client.weights()["target"].endswith(
             f"-{step}"
         )
 
 
-def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerProcess) -> None:
+def test_the_order_of_an_update_while_requests_run(config: Any, pushable: ServerProcess) -> None:
     """CheckpointEngineManager: abort, release the KV, push, take the KV again, resume. Clients ask
     again with what they had.
     """
-    sent, calls = weights(6), Calls(running.url)
+    sent, calls = weights(6), Calls(pushable.url)
 
     async def whole(replica: Any, i: int) -> tuple[list[int], list[Any], bool]:
         """Ask until a response is whole, as FullyAsyncLLMServerClient does."""
@@ -262,11 +243,11 @@ def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerP
 
 
 def test_rollout_releases_and_retakes_memory_and_pushes_by_disk(
-    config: Any, running: ServerProcess
+    config: Any, pushable: ServerProcess, weight_root: Path
 ) -> None:
-    with Client(running.url, timeout_s=30) as client:
-        root = client.server_info()["config"]["weight_root"]
-        config.engine_kwargs["tlt"]["weight_root"] = root
+    before = sorted(weight_root.iterdir())
+    with Client(pushable.url, timeout_s=30) as client:
+        config.engine_kwargs["tlt"]["weight_root"] = str(weight_root)
         rollout = adapter.rollout_class()(config, None, None)
         asyncio.run(rollout.release())
         with pytest.raises(TltClientError, match="sleeps"):
@@ -275,7 +256,8 @@ def test_rollout_releases_and_retakes_memory_and_pushes_by_disk(
         asyncio.run(rollout.update_weights(iter(weights(7)), global_steps=7))
         asyncio.run(rollout.resume(["kv_cache"]))
         said = client.generate([{"prompt": "a"}], sampling={"max_tokens": 2}).results[0].choices[0]
-        assert said.weight_versions[0].version.endswith("-7") and not list(Path(root).iterdir())
+        assert said.weight_versions[0].version.endswith("-7")
+    assert sorted(weight_root.iterdir()) == before
 
 
 def test_only_the_first_worker_of_a_replica_pushes(
@@ -302,7 +284,7 @@ def test_only_the_first_worker_of_a_replica_pushes(
     assert taken == ["a", "b"]
 
 
-def test_what_is_not_served_is_refused_by_name(config: Any, running: ServerProcess) -> None:
+def test_what_is_not_served_is_refused_by_name(config: Any, pushable: ServerProcess) -> None:
     from verl.workers.config import RolloutConfig
 
     rollout = adapter.rollout_class()(config, None, None)
@@ -324,9 +306,7 @@ def test_what_is_not_served_is_refused_by_name(config: Any, running: ServerProce
             adapter.VerlSettings.of(RolloutConfig(name="tlt", engine_kwargs=wrong))
 
 
-def test_the_checkpoint_engine_s_workers_push_what_they_receive(
-    config: Any, running: ServerProcess
-) -> None:
+def test_workers_of_verls_checkpoint_engine_push(config: Any, pushable: ServerProcess) -> None:
     """Workers get the rollout by its hook, so that verl's own table of rollouts stays as it is."""
     replica = adapter.replica_class()(replica_rank=0, config=config, model_config=None)
     workers = replica.get_ray_class_with_init_args()
@@ -352,7 +332,7 @@ def test_the_checkpoint_engine_s_workers_push_what_they_receive(
         ]
     )
     ray.get(group.update_weights(global_steps=8))
-    with Client(running.url, timeout_s=30) as client:
+    with Client(pushable.url, timeout_s=30) as client:
         live, mine = client.weight_checksums(), sums(sent)
         assert {name: live[name] for name in mine} == mine and client.weights()["target"].endswith(
             "-8"

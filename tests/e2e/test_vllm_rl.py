@@ -32,14 +32,8 @@ def pushable(
         if step < 6:
             (root / f"step_{step}" / "STABLE").touch()
     flags = (
-        "--weight-root",
-        str(root),
-        "--weight-marker",
-        "STABLE",
-        "--policy",
-        "fixed",
-        "--sd-strategy",
-        "eagle:4x2x8",
+        *("--weight-root", str(root), "--weight-marker", "STABLE", "--policy", "fixed"),
+        *("--sd-strategy", "eagle:4x2x8"),
     )
     with ServerProcess(*DRAFTING, *of_width, *flags) as server:
         yield server, root

@@ -25,7 +25,7 @@ def test_a_server_without_a_weight_root_takes_no_weights(client: Client) -> None
     assert refused.value.status == 403 and client.weights()["target"] == "initial"
 
 
-def test_what_was_committed_is_served_after_a_kill(tmp_path: Path) -> None:
+def test_committed_weights_are_served_after_a_kill(tmp_path: Path) -> None:
     weights = perturbed_copy(TARGET, tmp_path / "root" / "v1")
     flags = (
         *DRAFTING,
