@@ -202,9 +202,18 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    model: Path, *, engine: dict[str, Any] | None = None, apart: bool = False, **settings: Any
+    model: Path,
+    *,
+    engine: dict[str, Any] | None = None,
+    apart: bool = False,
+    keys: str = "",
+    **settings: Any,
 ) -> Iterator[LiveServer]:
+    """`keys` is the content of the server's file of keys; without it, the server asks for none."""
     with TemporaryDirectory(prefix="tlt-") as directory:
+        if keys:
+            settings["api_key_file"] = Path(directory, "keys")
+            settings["api_key_file"].write_text(keys)
         server = LiveServer(model, Path(directory), engine or {}, settings, apart=apart)
         server.start()
         try:

@@ -173,13 +173,16 @@ def test_model_name_unfit_for_spans_allows_no_adapter(model: Path, tmp_path: Pat
         assert "POST /load_lora_adapter" in refused.text
 
 
-def test_adapters_have_no_owner(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(
-        "a scopes=data name=a\nb scopes=data name=b\n"
-        "p scopes=push-weights name=p\nq scopes=push-weights name=q\n"
-    )
+def test_adapters_have_no_owner(model: Path) -> None:
     keyed = {key: {"authorization": f"Bearer {key}"} for key in "abpq"}
-    with live_server(model, max_loras=2, api_key_file=tmp_path / "keys") as server:
+    with live_server(
+        model,
+        max_loras=2,
+        keys=(
+            "a scopes=data name=a\nb scopes=data name=b\n"
+            "p scopes=push-weights name=p\nq scopes=push-weights name=q\n"
+        ),
+    ) as server:
         named = {"lora_name": "math", "lora_path": "a"}
         for key in "pq":
             url = f"{server.url}/load_lora_adapter"

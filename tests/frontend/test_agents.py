@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.saying import CALLS, write_saying
+from tests.mostly_long import mostly_long
 from tests.tokenizers import FAMILIES
 
 MODEL = "tiny"
@@ -35,7 +36,7 @@ def degrees(city: str) -> str:
     return f"22 degrees in {city}"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=mostly_long(FAMILIES, "qwen3", "special marks"))
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:

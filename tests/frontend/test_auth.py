@@ -54,11 +54,8 @@ def documented() -> dict[tuple[str, str], str]:
 
 @contextmanager
 def with_keys(model: Path, directory: Path) -> Iterator[LiveServer]:
-    file = directory / "keys"
-    file.write_text(LINES)
-    with live_server(
-        model, api_key_file=file, weight_channels="http", state_dir=directory / "state"
-    ) as server:
+    state = directory / "state"
+    with live_server(model, keys=LINES, weight_channels="http", state_dir=state) as server:
         yield server
 
 
@@ -72,7 +69,7 @@ def routes(server: LiveServer) -> list[Endpoint]:
     return server.app._app.routes  # type: ignore[attr-defined, no-any-return]
 
 
-def test_every_route_declares_what_it_needs_and_the_page_says_so(keyed: LiveServer) -> None:
+def test_every_route_has_the_scope_of_the_documentation(keyed: LiveServer) -> None:
     assert all(isinstance(route, Endpoint) for route in routes(keyed)), (
         "a route is served that no dialect's table holds"
     )
@@ -187,7 +184,7 @@ def test_the_router_and_the_gate_agree_on_the_route(keyed: LiveServer) -> None:
             assert reply.status_code in (401, 403, 404), (path, key, reply.text)
 
 
-def test_a_refusal_says_which_scope_is_missing_and_is_counted(keyed: LiveServer) -> None:
+def test_a_refusal_names_the_missing_scope_and_is_counted(keyed: LiveServer) -> None:
     def counted(reason: str) -> float:
         return refusals(httpx.get(f"{keyed.url}/metrics", headers=HEADERS["operate"]).text).get(
             reason, 0.0

@@ -35,7 +35,7 @@ WHOLE = streamed(
 )
 
 
-def test_times_of_a_stream_whose_chunks_hold_several_tokens() -> None:
+def test_times_of_chunks_with_several_tokens() -> None:
     served = times_of(WHOLE)
     assert served is not None and served.tokens == 5
     assert (served.ttft, served.e2el) == (pytest.approx(100), pytest.approx(500))
@@ -54,12 +54,12 @@ def test_times_of_a_stream_whose_chunks_hold_several_tokens() -> None:
         Answer(9.9, 10.0, 11.0, 200, b"", b"{}"),
     ],
 )
-def test_what_is_not_a_whole_stream_has_failed(answer: Answer) -> None:
+def test_an_incomplete_stream_counts_as_failed(answer: Answer) -> None:
     assert times_of(answer) is None
     assert figures([answer, WHOLE], 2.0, 4, {})["failed"] == 1
 
 
-def test_goodput_counts_what_is_within_all_objectives() -> None:
+def test_goodput_counts_requests_within_all_objectives() -> None:
     slow = streamed((0.4, event("a")), (0.5, event("b", finish="length")), END)
     found = figures([WHOLE, slow], 2.0, 4, {"ttft": 200, "e2el": 1000})
     assert (found["completed"], found["goodput_per_s"], found["requests_per_s"]) == (2, 0.5, 1.0)

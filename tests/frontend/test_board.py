@@ -93,7 +93,9 @@ def test_the_parser_sees_names_labels_and_groups() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_a_panel_says_what_it_shows(panel: dict[str, Any], exposed: dict[str, set[str]]) -> None:
+def test_a_panel_has_a_title_a_description_and_a_unit(
+    panel: dict[str, Any], exposed: dict[str, set[str]]
+) -> None:
     assert (
         panel["title"]
         and len(panel["description"]) > 20
@@ -124,7 +126,7 @@ def test_panels_are_unique_and_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_says_how_bad_what_and_what_to_do(rule: dict[str, Any]) -> None:
+def test_an_alert_has_severity_summary_and_runbook(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert "{{" in rule["annotations"]["summary"]
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")

@@ -89,30 +89,21 @@ def came(group: str, **fields: Any) -> Manifest:
     return Manifest(**given | fields)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "expected"),
-    [
-        ("/init_weight_transfer_engine", {"init_info": WHERE}, ("weight_transfer", 1, 3, False)),
-        (
-            "/init_broadcaster",
-            {
-                "host": "h",
-                "port": 29500,
-                "rank_offset": 1,
-                "inference_world_size": 4,
-                "backend": "gloo",
-            },
-            ("weight_transfer", 2, 5, False),
-        ),
-        (
-            "/init_weights_update_group",
-            WHERE | {"group_name": "slime-pp_0"},
-            ("slime-pp_0", 1, 3, True),
-        ),
-        ("/init_weights_update_group", WHERE, ("weight_update_group", 1, 3, True)),
-        ("/weight_groups", WHERE | {"name": "own"}, ("own", 1, 3, False)),
-    ],
-)
+BROADCASTER = {"host": "h", "port": 29500, "inference_world_size": 1}
+JOINS = [  # path, body, (name, rank, world size, whether torch prefixes the name)
+    ("/init_weight_transfer_engine", {"init_info": WHERE}, ("weight_transfer", 1, 3, False)),
+    (
+        "/init_broadcaster",
+        BROADCASTER | {"rank_offset": 1, "inference_world_size": 4, "backend": "gloo"},
+        ("weight_transfer", 2, 5, False),
+    ),
+    ("/init_weights_update_group", WHERE | {"group_name": "pp_0"}, ("pp_0", 1, 3, True)),
+    ("/init_weights_update_group", WHERE, ("weight_update_group", 1, 3, True)),
+    ("/weight_groups", WHERE | {"name": "own"}, ("own", 1, 3, False)),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "expected"), JOINS)
 def test_every_dialect_joins_a_group(
     path: str, body: Any, expected: tuple[str, int, int, bool], shared: LiveServer
 ) -> None:
@@ -170,71 +161,31 @@ def test_a_group_of_nccl_meets_in_the_store_or_by_its_id(
     assert (told.master_address, told.master_port, told.unique_id) == expected
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": WHERE | {"nccl_unique_id_b64": ID}},
-            "give one of both",
-        ),
-        ("/init_weight_transfer_engine", {"init_info": {"world_size": 2}}, "give one of both"),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID[:-4]}},
-            "128 bytes of ncclGetUniqueId",
-        ),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {"world_size": 2, "nccl_unique_id_b64": "-_" + ID[2:]}},
-            "in ordinary base64",
-        ),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID, "backend": "gloo"}},
-            "for backend nccl",
-        ),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID * 2}},
-            "at most 256 characters",
-        ),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {**WHERE, "master_port": 0}},
-            "from 1 to 65535",
-        ),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": WHERE | {"rank_offset": 3}},
-            "ranks are below the world size",
-        ),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": WHERE | {"rank_offset": 0}},
-            "rank 0 is the trainer's",
-        ),
-        ("/init_weight_transfer_engine", {}, "init_info is missing"),
-        (
-            "/init_broadcaster",
-            {"host": "h", "port": 29500, "inference_world_size": 1},
-            "backend is absent, which means nccl",
-        ),
-        (
-            "/init_broadcaster",
-            {"host": "h", "port": 29500, "inference_world_size": 1, "backend": None},
-            "weight_broadcast type filesystem",
-        ),
-        (
-            "/init_broadcaster",
-            {"host": "h", "port": 29500, "inference_world_size": 1, "backend": "nccl"},
-            "backend is 'nccl'",
-        ),
-        ("/init_weights_update_group", WHERE | {"master_port": "x1"}, "'x1'"),
-        ("/weight_groups", WHERE | {"name": "own", "master_port": 70000}, "70000"),
-    ],
-)
-def test_a_group_that_cannot_be_is_refused_at_once(
+BY_ID = {"world_size": 2, "nccl_unique_id_b64": ID}
+NO_INFO: list[tuple[dict[str, Any], str]] = [
+    (WHERE | {"nccl_unique_id_b64": ID}, "give one of both"),
+    ({"world_size": 2}, "give one of both"),
+    (BY_ID | {"nccl_unique_id_b64": ID[:-4]}, "128 bytes of ncclGetUniqueId"),
+    (BY_ID | {"nccl_unique_id_b64": "-_" + ID[2:]}, "in ordinary base64"),
+    (BY_ID | {"backend": "gloo"}, "for backend nccl"),
+    (BY_ID | {"nccl_unique_id_b64": ID * 2}, "at most 256 characters"),
+    (WHERE | {"master_port": 0}, "from 1 to 65535"),
+    (WHERE | {"rank_offset": 3}, "ranks are below the world size"),
+    (WHERE | {"rank_offset": 0}, "rank 0 is the trainer's"),
+]
+NO_GROUP: list[tuple[str, Any, str]] = [
+    *(("/init_weight_transfer_engine", {"init_info": info}, said) for info, said in NO_INFO),
+    ("/init_weight_transfer_engine", {}, "init_info is missing"),
+    ("/init_broadcaster", BROADCASTER, "backend is absent, which means nccl"),
+    ("/init_broadcaster", BROADCASTER | {"backend": None}, "weight_broadcast type filesystem"),
+    ("/init_broadcaster", BROADCASTER | {"backend": "nccl"}, "backend is 'nccl'"),
+    ("/init_weights_update_group", WHERE | {"master_port": "x1"}, "'x1'"),
+    ("/weight_groups", WHERE | {"name": "own", "master_port": 70000}, "70000"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), NO_GROUP)
+def test_an_impossible_group_is_refused_at_once(
     path: str, body: Any, said: str, shared: LiveServer
 ) -> None:
     reply = post(shared, path, body, status=400)
@@ -323,7 +274,7 @@ def test_refused_body_leaves_the_group_of_its_tensors(
     )
 
 
-def test_whose_tensors_they_are(server: LiveServer) -> None:
+def test_the_role_of_a_push_follows_its_tensors(server: LiveServer) -> None:
     def role(names: list[str], **fields: Any) -> str:
         post(server, "/update_weights_from_distributed", DISTRIBUTED | {"names": names} | fields)
         return pushed(server)[0].role
@@ -438,12 +389,9 @@ def test_end_after_a_refused_call_makes_nothing_live(
     [({"authorization": "Bearer wrong"}, b"{}", 401), ({}, bytes(2**20 + 1), 413)],
 )
 def test_end_of_a_session_without_an_admitted_push_is_refused(
-    headers: dict[str, str], body: bytes, status: int, model: Path, tmp_path: Path
+    headers: dict[str, str], body: bytes, status: int, model: Path
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("secret-key-0123456789\n")
-    keys.chmod(0o600)
-    with live_server(model, api_key_file=keys, max_body_mb=1) as server:
+    with live_server(model, keys="secret-key-0123456789\n", max_body_mb=1) as server:
         with httpx.Client(
             base_url=server.url, headers={"authorization": "Bearer secret-key-0123456789"}
         ) as client:

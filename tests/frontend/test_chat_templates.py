@@ -197,7 +197,7 @@ def told(family: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_template_gives_what_transformers_gives(family: str) -> None:
+def test_templates_render_as_in_transformers(family: str) -> None:
     said = [{"role": "system", "content": "Be."}, *TALK]
     for messages in (TALK, said, [*said[:1], *CALLED]):
         plain = [told(family, message) for message in messages]
@@ -308,7 +308,7 @@ def test_absent_content_is_none_undefined_or_empty(use: str, *, strict: bool) ->
         "False, 2, (', ', ': '), True",
     ],
 )
-def test_tojson_takes_what_that_of_transformers_takes(arguments: str) -> None:
+def test_tojson_takes_the_arguments_of_transformers(arguments: str) -> None:
     template = "{{ messages | tojson(" + arguments + ") }}"
     messages = [{"role": "user", "content": "é <b>&'\"", "a": [1, {"c": None}]}]
     [[text], _] = render_jinja_template([messages], chat_template=template)

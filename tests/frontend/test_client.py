@@ -156,7 +156,7 @@ def public(cls: type[Any]) -> dict[str, list[tuple[str, Any, Any]]]:
     }
 
 
-def test_both_clients_have_the_same_operations_with_the_same_parameters() -> None:
+def test_both_clients_have_the_same_operations() -> None:
     assert public(Client) == public(AsyncClient) and len(public(Client)) >= 18
     assert public(type(Client().rollout("x"))) == public(type(AsyncClient().rollout("x")))
     parameters = [
@@ -395,9 +395,7 @@ def test_batch_runs_once_despite_drops_refusals_and_lost_replies(
 
 
 @both
-def test_a_commit_whose_reply_is_lost_is_asked_for_again(
-    server: LiveServer, asynchronous: bool
-) -> None:
+def test_a_commit_without_a_reply_is_sent_again(server: LiveServer, asynchronous: bool) -> None:
     version = f"lost-{asynchronous}"
     with flaky(server.url, "lose") as proxy:
         reply = ask(proxy.url, asynchronous, lambda client: client.commit_weights(version))

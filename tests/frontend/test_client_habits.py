@@ -103,9 +103,7 @@ def test_a_seed_may_have_a_sign(server: LiveServer) -> None:
     assert server.engine.submitted[-1].seed != MAX_SEED, "no seed"
 
 
-def test_sglang_log_probs_have_texts_and_errors_name_the_fields_of_the_body(
-    server: LiveServer,
-) -> None:
+def test_sglang_replies_have_texts_and_its_field_names(server: LiveServer) -> None:
     def generate(**body: Any) -> httpx.Response:
         return post(server, "/generate", **body)
 

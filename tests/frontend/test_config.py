@@ -62,11 +62,8 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
             {"port": "65536"},
             "port is '65536' (--port); it must be from 0 to 65535 (TCP port). Port",
         ),
-        ({"port": "eighty"}, "port is 'eighty'"),
         ({"port": "80.5"}, "port is '80.5'"),
-        ({"policy": "bge"}, "policy is 'bge'"),
         ({"threads": "0"}, "from 1 to 1024"),
-        ({"threads": "many"}, "threads is 'many'"),
         (
             {"header_timeout_s": "nan"},
             "header_timeout_s is 'nan' (--header-timeout-s); it must be a finite number, "
@@ -103,12 +100,10 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
             {"policy": "fixed", "drafter": "history", "sd_strategy": "eagle:4x1x5"},
             "make them agree",
         ),
-        ({"default_timeout_s": "90000"}, "max_timeout_s"),
         (
             {"device": "cpu", "dtype": "bfloat16"},
             "dtype is bfloat16, and a CPU computes in float32; use auto or float32",
         ),
-        ({"device": "cpu", "dtype": "float16"}, "use auto or float32"),
         (
             {"drafter_training": "device", "drafter_training_device": "gpu1"},
             "drafter_training_device is 'gpu1'; it must be auto, cpu or a GPU such as cuda:1",
@@ -125,7 +120,6 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
             {"memory_fraction": "1.5"},
             "memory_fraction is '1.5' (--memory-fraction); it must be from 0.05 to 0.99 (share)",
         ),
-        ({"max_running": "0"}, "max_running is '0'"),
     ],
 )
 def test_bad_flags_name_value_limit_and_remedy(
@@ -162,10 +156,9 @@ def test_bad_files_are_refused(model: Path, tmp_path: Path, text: str, says: str
     assert not any(raw in caught.value.message for raw in RAW)
 
 
-@pytest.mark.parametrize("flags", [{"bogus": "1"}, {"zzz": "1"}])
-def test_what_is_like_nothing_gets_no_suggestion(model: Path, flags: dict[str, str]) -> None:
+def test_an_unlike_name_gets_no_suggestion(model: Path) -> None:
     with pytest.raises(StartupError) as caught:
-        load({"model": str(model), **flags})
+        load({"model": str(model), "zzz": "1"})
     assert "unknown flag" in caught.value.message and "did you mean" not in caught.value.message
 
 
@@ -177,7 +170,7 @@ def test_what_is_like_nothing_gets_no_suggestion(model: Path, flags: dict[str, s
         ("{}", "has no max_position_embeddings; set max_model_len"),
     ],
 )
-def test_a_config_json_that_cannot_be_used_is_told_apart(
+def test_an_unusable_config_json_is_refused_by_its_fault(
     content: str, says: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -217,7 +210,7 @@ LINKS = {  # as Kubernetes sets them for the Services tlt, tlt-probe and tlt-gat
 }
 
 
-def test_service_links_of_kubernetes_are_no_settings(
+def test_service_links_of_kubernetes_are_ignored(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in LINKS.items():
@@ -242,7 +235,7 @@ def test_service_links_of_kubernetes_are_no_settings(
         ("TLT_SERVICE_PORT", "8" * 6),
     ],
 )
-def test_what_only_resembles_a_service_link_is_refused(
+def test_other_variables_like_service_links_are_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -280,13 +273,15 @@ def test_auto_resolves_once_into_a_new_frozen_object(model: Path) -> None:
         ("cuda", "float32"),
     ],
 )
-def test_what_a_device_can_compute_in_is_taken(model: Path, device: str, dtype: str) -> None:
+def test_dtypes_that_the_device_computes_in_are_accepted(
+    model: Path, device: str, dtype: str
+) -> None:
     config = load({"model": str(model), "device": device, "dtype": dtype}).resolved()
     assert (config.device or "auto", config.dtype or "auto") == (device, dtype)
 
 
 @pytest.mark.parametrize(("value", "graphs"), [("false", False), ("true", True)])
-def test_a_setting_that_is_true_or_false(
+def test_booleans_are_read_from_flag_file_and_variable(
     model: Path, tmp_path: Path, value: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load({"model": str(model), "graphs": value}).graphs is graphs
@@ -297,35 +292,14 @@ def test_a_setting_that_is_true_or_false(
     assert load({"model": str(model)}).graphs is graphs
 
 
-def test_what_needs_the_device_is_left_to_the_engine(model: Path) -> None:
+def test_device_settings_are_left_to_the_engine(model: Path) -> None:
     told = engine_settings(load({"model": str(model)}).resolved())
-    assert (told.device, told.dtype, told.attention, told.graphs, told.memory_fraction) == (
-        None,
-        None,
-        None,
-        True,
-        0.9,
-    )
-    assert (told.max_running, told.max_rows, told.kv_memory_mb, told.pages) == (None,) * 4
-    flags = {
-        "model": str(model),
-        "device": "cuda",
-        "dtype": "float16",
-        "attention": "torch",
-        "graphs": "false",
-        "memory_fraction": "0.5",
-    }
-    told = engine_settings(load(flags).resolved())
-    assert (told.device, told.dtype, told.attention, told.graphs, told.memory_fraction) == (
-        "cuda",
-        "float16",
-        "torch",
-        False,
-        0.5,
-    )
+    left = ("device", "dtype", "attention", "max_running", "max_rows", "kv_memory_mb", "pages")
+    assert {getattr(told, name) for name in left} == {None}
+    assert (told.graphs, told.memory_fraction) == (True, 0.9)
 
 
-def test_the_configuration_crosses_to_the_engine_as_json(model: Path) -> None:
+def test_the_configuration_survives_json(model: Path) -> None:
     config = load(
         {
             "model": str(model),
@@ -338,44 +312,33 @@ def test_the_configuration_crosses_to_the_engine_as_json(model: Path) -> None:
     assert dict(arrived) == dict(config) and arrived.strategy == Strategy("history", 4, 2, 9)
 
 
-def test_engine_receives_its_settings_from_the_configuration(model: Path) -> None:
-    flags = {
-        "model": str(model),
+def test_engine_receives_its_settings(model: Path) -> None:
+    given = {
+        "device": "cuda",
+        "dtype": "float16",
+        "attention": "torch",
+        "graphs": False,
+        "memory_fraction": 0.5,
         "drafter": "history",
         "policy": "fixed",
-        "sd_strategy": "history:4x2x9",
-        "page_size": "32",
-        "pages": "9",
-        "max_running": "3",
-        "max_rows": "77",
-        "sd_max_batch": "5",
-        "threads": "2",
+        "page_size": 32,
+        "pages": 9,
+        "max_running": 3,
+        "max_rows": 77,
+        "sd_max_batch": 5,
+        "threads": 2,
         "numerics": "fast",
     }
-    told = engine_settings(load(flags).resolved())
-    assert (
-        told.page_size,
-        told.pages,
-        told.max_running,
-        told.max_rows,
-        told.sd_max_batch,
-        told.threads,
-    ) == (32, 9, 3, 77, 5, 2)
-    assert (told.model, told.drafter, told.policy, told.numerics) == (
-        model,
-        "history",
-        "fixed",
-        "fast",
-    )
-    assert (told.strategy, told.max_model_len, told.served_model_name) == (
-        Strategy("history", 4, 2, 9),
-        512,
-        model.name,
-    )
+    flags = {name: str(value).lower() for name, value in given.items()}
+    loaded = load({"model": str(model), "sd_strategy": "history:4x2x9", **flags})
+    told = engine_settings(loaded.resolved())
+    assert {name: getattr(told, name) for name in given} == given
+    expected = model, Strategy("history", 4, 2, 9), 512, model.name
+    assert (told.model, told.strategy, told.max_model_len, told.served_model_name) == expected
 
 
 @pytest.mark.parametrize("text", ["eagle:7x4x32", "history:2x1x3"])
-def test_a_strategy_is_named_as_it_is_parsed(text: str) -> None:
+def test_the_name_of_a_strategy_parses_to_it(text: str) -> None:
     assert parse_strategy(text).name == text and OFF.name == "off"
 
 
@@ -499,7 +462,7 @@ def test_sound_settings_are_checked_where_others_are_bad(tmp_path: Path) -> None
     assert [line.split()[0] for line in lines] == ["port", "max_body_mb", "host", "model"]
 
 
-def test_what_is_ignored_counts_as_not_given(model: Path, tmp_path: Path) -> None:
+def test_ignored_settings_count_as_not_given(model: Path, tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "port: eighty\nmax_queue: 5\nmax_qeue: 7\n")
     found = load({"model": str(model), "max_rows": "x"}, file=file, ignoring={"port", "max_rows"})
     assert (found.port, found.max_queue, found.max_rows) == (8000, 5, None)

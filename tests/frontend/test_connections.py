@@ -120,9 +120,7 @@ def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def test_silent_connections_on_every_port_leave_probes_and_restarts_alone(
-    server: LiveServer,
-) -> None:
+def test_silent_connections_stop_no_probe_and_no_restart(server: LiveServer) -> None:
     ports = [port_of(address) for address in (server.url, server.grpc_address, server.probe_url)]
     found = silent_connections("127.0.0.1", ports, count=300, meanwhile=lambda: die(server))
     assert found["probes_asked"] > 10 and found["probes_answered"] == found["probes_asked"]
@@ -156,7 +154,7 @@ def test_a_silent_connection_does_not_count_against_requests(server: LiveServer)
     until(lambda: len(server.client) == 0)
 
 
-def test_a_connection_may_rest_for_longer_than_clients_keep_theirs(server: LiveServer) -> None:
+def test_an_idle_connection_outlives_those_of_clients(server: LiveServer) -> None:
     with connect(server) as line:
         for rest_s in (5.5, 0.0):  # uvicorn's own limit, and httpx's, are 5 s
             line.sendall(PROBE)
@@ -225,7 +223,7 @@ def test_an_engine_that_cannot_be_launched_is_one_more_death(model: Path) -> Non
         )
 
 
-def test_the_reserve_gives_a_launch_what_others_could_not_take() -> None:
+def test_the_reserve_keeps_descriptors_for_a_launch() -> None:
     reserve = Reserve(8)
     with limited(0):
         with pytest.raises(OSError, match="Too many open files"):
@@ -260,7 +258,7 @@ def test_the_limit_is_raised_or_the_start_refused(
         raise_limit(config)
 
 
-def test_grpc_bounds_connections_at_accept_and_ends_silent_and_idle_ones(
+def test_grpc_bounds_connections_and_ends_idle_ones(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -286,7 +284,7 @@ def test_grpc_bounds_connections_at_accept_and_ends_silent_and_idle_ones(
             until(lambda: grpc.ChannelConnectivity.IDLE in states, within_s=120)
 
 
-def test_connections_whose_rest_is_discarded_make_room_for_probes(
+def test_connections_being_discarded_make_room_for_probes(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "DISCARD_S", 60.0)

@@ -120,7 +120,7 @@ def test_reports_are_answered_though_their_figures_fail(
     assert counted(server) >= 4
 
 
-def test_only_what_cannot_be_read_is_the_engines_fault(model: Path) -> None:
+def test_only_unreadable_events_are_the_engines_fault(model: Path) -> None:
     with live_server(model, max_restarts=5) as server:
         server.call(lambda: server.engine._events.send(b"\x93none"))
         until(lambda: len(server.engines) == 2 and not server.client.failure)

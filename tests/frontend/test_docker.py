@@ -48,7 +48,7 @@ def all_of(word: str) -> list[str]:
     return [rest for name, rest in instructions() if name == word]
 
 
-def test_the_base_image_is_pinned_and_the_last_stage_has_no_build_tools() -> None:
+def test_the_image_is_pinned_and_has_no_build_tools() -> None:
     default = next(rest for rest in all_of("ARG") if rest.startswith("PYTHON_IMAGE="))
     assert PINNED.fullmatch(default.partition("=")[2]) and all_of("FROM") == [
         "${PYTHON_IMAGE} AS build",
@@ -67,7 +67,7 @@ def test_it_runs_as_a_user_of_its_own() -> None:
     )
 
 
-def test_what_is_copied_exists_and_is_let_in() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     sources = [
         source
         for rest in all_of("COPY")
@@ -136,7 +136,7 @@ def test_it_runs_on_a_read_only_file_system_without_rights() -> None:
     assert f"--read-only --tmpfs /tmp --cap-drop ALL -v tlt:{volume} tlt-server" in documented
 
 
-def test_healthy_is_a_server_that_has_started_and_works_or_recovers(model: Path) -> None:
+def test_the_health_check_accepts_a_recovering_server(model: Path) -> None:
     (check,) = all_of("HEALTHCHECK")
     python, flag, code = json.loads(check.partition("CMD ")[2])
     assert (python, flag, all_of("EXPOSE")) == ("python", "-c", ["8000"])
@@ -231,7 +231,7 @@ def test_images_are_pinned_and_mounts_exist() -> None:
     )
 
 
-def test_prometheus_scrapes_the_server_with_its_key_and_reads_the_alerts() -> None:
+def test_prometheus_has_the_key_and_the_alerts() -> None:
     config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
     assert (

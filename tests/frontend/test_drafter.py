@@ -109,7 +109,7 @@ def test_the_buffer_is_shown_with_the_reasons_of_refusals(recording: LiveServer)
     assert "no sequence" in buffer["refusals"][0]
 
 
-def test_acceptance_is_of_the_steps_in_which_all_took_drafts(recording: LiveServer) -> None:
+def test_acceptance_counts_steps_where_all_took_drafts(recording: LiveServer) -> None:
     drafted = recording.client.drafted
     recording.call(
         lambda: drafted.extend([cycle(3, (3, 1)), cycle(3, (0, 0), 1), cycle(1, (1, 0))])
@@ -168,7 +168,7 @@ def test_samples_are_handed_out_a_part_at_a_time(
         ("limit=4097", "from 1 to 4096"),
     ],
 )
-def test_what_cannot_be_a_cursor_or_a_limit_is_refused(
+def test_malformed_cursors_and_limits_are_refused(
     recording: LiveServer, query: str, said: str
 ) -> None:
     reply = httpx.get(f"{recording.url}/drafter/samples?{query}")

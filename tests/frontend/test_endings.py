@@ -24,7 +24,7 @@ from tlt_server.frontend.link.submission import Submission
 __all__ = ["server"]  # fixtures
 
 
-def test_a_deadline_is_a_typed_error_and_spares_what_finished(
+def test_a_deadline_ends_only_unfinished_items(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = list[tuple[float, Callable[[], None]]]()
@@ -76,7 +76,7 @@ def test_a_streamed_deadline_is_an_error_event(server: LiveServer) -> None:
     ] == ["deadline_exceeded"]
 
 
-def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
+def test_draining_finishes_running_requests_only(model: Path) -> None:
     with (
         live_server(model, engine={"step_s": 0.02}) as server,
         Client(server.url, timeout_s=30) as client,
@@ -101,7 +101,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
         assert replies[0].results[0].choices[0].finish_reason == "length"
 
 
-def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Path) -> None:
+def test_the_last_death_of_the_engine_ends_open_requests(model: Path) -> None:
     with live_server(model, max_restarts=0) as server, Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
         waiting = threading.Thread(

@@ -47,7 +47,7 @@ def test_hung_or_failed_export_is_an_error_and_leaves_nothing(
     assert not [*(tmp_path / EXPORTS).iterdir()]
 
 
-def test_what_a_crash_left_is_removed_and_exports_are_kept(tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     for name in ("one", ".export-xyz", ".two.part"):
         (tmp_path / EXPORTS / name / "live").mkdir(parents=True)
     asyncio.run(exports_of(tmp_path).clear())

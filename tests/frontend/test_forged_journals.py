@@ -134,7 +134,7 @@ def test_a_forged_journal_ends_with_a_named_reason(
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
-def test_the_reason_names_what_no_server_writes(change: dict[str, Any], reason: str) -> None:
+def test_the_reason_names_the_impossible_record(change: dict[str, Any], reason: str) -> None:
     assert flaw(HEADER, OUTPUTS) == ""
     assert reason in flaw(HEADER, [msgspec.structs.replace(OUTPUTS[0], **change)])
 

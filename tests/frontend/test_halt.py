@@ -27,10 +27,24 @@ LONG = {
 }
 
 
-@pytest.fixture
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, engine={"step_s": 0.01, "per_step": 1}) as running:
+@pytest.fixture(scope="module")
+def running(model: Path) -> Iterator[LiveServer]:
+    slow = {"step_s": 0.01, "per_step": 1}
+    with live_server(model, engine=slow, max_restarts=100, restart_window_s=1.0) as running:
         yield running
+
+
+@pytest.fixture
+def server(running: LiveServer) -> LiveServer:
+    """Return the file's server awake and idle, whose engine has recorded no command."""
+    engine = running.engine
+    engine.deaf = False
+    for path in ("/resume", "/wake_up", "/abort_requests"):
+        assert post(running, path).status_code == 200
+    until(lambda: not len(running.client) and not engine.running)
+    for recorded in (engine.controls, engine.weight_commands, engine.submitted, engine.aborted):
+        recorded.clear()
+    return running
 
 
 @pytest.fixture
@@ -69,7 +83,7 @@ def begun(
         ("/engine/abort", {"all": True}),
     ],
 )
-def test_what_is_aborted_comes_back_with_what_it_has(
+def test_aborted_requests_return_their_tokens(
     path: str, body: object, server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     asked = begun(server, pool)
@@ -111,7 +125,7 @@ def test_only_the_request_named_is_aborted(server: LiveServer, pool: ThreadPoolE
         ("/engine/pause", None, "/engine/resume"),
     ],
 )
-def test_what_comes_in_a_pause_that_takes_it_waits(
+def test_requests_wait_in_a_pause_that_accepts_them(
     pause: str, body: object, resume: str, server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     assert post(server, pause, body).status_code == 200
@@ -184,7 +198,9 @@ def test_a_flag_that_says_neither_is_refused(server: LiveServer) -> None:
     )
 
 
-def test_native_replies_say_what_holds(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+def test_native_replies_show_the_present_state(
+    server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     def state(path: str, body: object = None) -> tuple[bool, str, list[str]]:
         reply = post(server, f"/engine/{path}", body).json()
         return reply["paused"], reply["new_requests"], reply["asleep"]
@@ -338,7 +354,7 @@ def test_a_stream_has_all_that_there_is_so_far(server: LiveServer) -> None:
     }
 
 
-def test_a_stream_of_several_says_which_is_which(server: LiveServer) -> None:
+def test_streamed_chunks_name_their_choice(server: LiveServer) -> None:
     streamed = chunks(
         server, {"input_ids": [[65, 66], [67]], "sampling_params": {"n": 2, "max_new_tokens": 3}}
     )
@@ -364,24 +380,6 @@ def test_texts_are_trimmed_as_asked(server: LiveServer) -> None:
     stop = whole[2]
     assert text(stop=[stop]) == whole[:2] and text(stop=[stop], no_stop_trim=True) == whole[:3]
     assert text(stop=[stop], skip_special_tokens=False) == whole[:2]
-
-
-def test_a_session_drops_what_an_earlier_one_left(server: LiveServer) -> None:
-    for _ in range(2):
-        assert post(server, "/start_weight_update").status_code == 200
-        assert post(server, "/update_weights", {"weight_dir": "a"}).json()["state"] == "staged"
-    assert [type(command).__name__ for command in server.engine.weight_commands] == [
-        "PushWeights",
-        "AbortWeights",
-        "PushWeights",
-    ]
-    assert post(server, "/finish_weight_update").json()["state"] == "committed"
-
-
-def test_end_without_a_begin_is_a_conflict_not_to_retry(server: LiveServer) -> None:
-    assert post(server, "/finish_weight_update").status_code == 409
-    ended = post(server, "/end_weight_update")
-    assert ended.status_code == 409 and ended.json()["success"] is False
 
 
 @pytest.mark.parametrize("rows", ["%C2%B2", "%D9%A3", "9" * 5000, "-1", "0", "x"])

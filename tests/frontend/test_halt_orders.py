@@ -106,23 +106,9 @@ def asked(halt: PauseState, what: str) -> asyncio.Task[None]:
 
 STEPS = st.sampled_from(
     [
-        "pause refusing",
-        "pause taking",
-        "resume",
-        "sleep both",
-        "sleep kv",
-        "sleep weights",
-        "wake both",
-        "wake kv",
-        "wake weights",
-        "do",
-        "do",
-        "do",
-        "fail",
-        "cancel first",
-        "cancel last",
-        "die",
-        "live",
+        *("pause refusing", "pause taking", "resume", "sleep both", "sleep kv"),
+        *("sleep weights", "wake both", "wake kv", "wake weights", "do", "do", "do", "fail"),
+        *("cancel first", "cancel last", "die", "live"),
     ]
 )
 

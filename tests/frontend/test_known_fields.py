@@ -276,9 +276,7 @@ def observed(server: LiveServer, body: str, **fields: Any) -> Any:
     ("body", "name"),
     [(body, name) for body, kind in STRUCTS.items() for name in kind.__struct_fields__],
 )
-def test_a_field_that_is_done_changes_what_it_should(
-    server: LiveServer, body: str, name: str
-) -> None:
+def test_an_effective_field_changes_the_result(server: LiveServer, body: str, name: str) -> None:
     value, needs = DONE[name]
     needs = {other: need for other, need in needs.items() if other not in STRUCTS[body].refused}
     value = OTHERWISE.get((body, name), value)

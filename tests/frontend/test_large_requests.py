@@ -274,7 +274,7 @@ def test_a_message_of_many_parts_is_refused_before_it_is_parsed(
     assert holds.longest_s < HELD_S
 
 
-def test_what_a_client_sent_before_it_left_is_dropped(server: LiveServer) -> None:
+def test_work_of_a_departed_client_is_dropped(server: LiveServer) -> None:
     reader, body = server.service.reader, json.dumps({"prompt": [LINE * 60] * 100}).encode()
     assert reader.pid is not None
     os.kill(reader.pid, signal.SIGSTOP)

@@ -171,7 +171,7 @@ def test_slow_and_large_headers_end_the_connection(server: LiveServer) -> None:
     ],
     ids=["trailers", "a long trailer", "a long extension", "tiny chunks"],
 )
-def test_what_stands_around_a_body_is_bounded(server: LiveServer, framing: bytes) -> None:
+def test_framing_of_a_body_is_bounded(server: LiveServer, framing: bytes) -> None:
     with connect(server) as connection:
         connection.sendall(head("/tokenize", transfer_encoding="chunked") + framing)
         reply = read_all(connection)
@@ -244,9 +244,7 @@ def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_bytes_after_a_running_request_are_dropped_and_the_reply_closes(
-    server: LiveServer, stream: bool, rest: bytes
-) -> None:
+def test_bytes_after_a_request_are_dropped(server: LiveServer, stream: bool, rest: bytes) -> None:
     body = json.dumps(
         {"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "stream": stream}
     ).encode()
@@ -269,7 +267,7 @@ def test_requests_one_after_the_other_share_a_connection(server: LiveServer) -> 
     assert len(sockets) == 1 and None not in sockets
 
 
-def test_the_reply_to_a_head_closes_since_only_the_client_sees_its_end(server: LiveServer) -> None:
+def test_the_reply_to_a_head_request_closes(server: LiveServer) -> None:
     for path in ("/livez", "/events", "/none"):
         reply = httpx.head(f"{server.url}{path}")
         assert reply.headers["connection"] == "close"
@@ -439,11 +437,10 @@ def read_until_body(connection: socket.socket) -> bytes:
     return received
 
 
-def test_one_key_cannot_take_the_room_of_anothers_body(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("greedy-key name=greedy\nsmall-key name=small\n")
+def test_one_key_cannot_take_the_room_of_anothers_body(model: Path) -> None:
+    keys = "greedy-key name=greedy\nsmall-key name=small\n"
     with (
-        live_server(model, max_body_mb=1, max_bodies_mb=2, api_key_file=file) as server,
+        live_server(model, max_body_mb=1, max_bodies_mb=2, keys=keys) as server,
         contextlib.ExitStack() as stack,
     ):
         small = unfinished(server, stack, "small-key")
@@ -484,7 +481,7 @@ def test_bodies_never_hold_more_than_their_budget(arrivals: list[tuple[str, int,
     assert budget.bytes == 0 and not budget.make_place()
 
 
-def test_a_body_makes_place_only_when_it_has_stalled_and_its_owner_has_most() -> None:
+def test_the_stalled_body_of_the_largest_owner_makes_place() -> None:
     now_s = 0.0
     budget, bodies = BodyBudget(100, clock=lambda: now_s), [Body() for _ in range(3)]
     for owner, body in zip("abb", bodies, strict=True):
@@ -497,7 +494,7 @@ def test_a_body_makes_place_only_when_it_has_stalled_and_its_owner_has_most() ->
     assert budget.make_place("a") and bodies[0].was_cut
 
 
-def test_requests_whose_bodies_stall_do_not_take_the_places_of_others(
+def test_stalled_bodies_give_their_places_to_others(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits_module, "STALLED_S", 0.2)

@@ -75,7 +75,7 @@ def test_accepted_drafts_by_strategy_and_position() -> None:
     assert found["tlt_accept_length"] == {("off",): 1.0, (name,): 1.5}
 
 
-def test_drafts_deeper_than_the_positions_listed_count_in_all_of_these() -> None:
+def test_deep_drafts_count_at_every_listed_position() -> None:
     metrics = Metrics()
     step(metrics, EAGLE, [POSITIONS + 9, POSITIONS, 3], drafted=99)
     found = shown(metrics)
@@ -133,7 +133,7 @@ def test_strategies_without_end_are_one_label_value() -> None:
     )
 
 
-def test_the_engines_totals_go_on_when_a_new_engine_counts_from_zero() -> None:
+def test_totals_grow_on_over_a_new_engine() -> None:
     metrics = Metrics()
     for total in (2.0, 5.0, 1.0):
         step(metrics, OFF, [0], preemptions=total, running=7.0, odd=3.0)
@@ -292,7 +292,7 @@ def test_every_result_of_a_weight_command_has_a_series_at_start() -> None:
     }
 
 
-def test_ready_is_what_readyz_says(model: Path) -> None:
+def test_the_ready_metric_agrees_with_readyz(model: Path) -> None:
     with live_server(model) as server:
         assert scraped(server)["tlt_ready"] == {(): 1}
         server.call(lambda: setattr(server.client, "draining", True))

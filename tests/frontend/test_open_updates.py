@@ -91,6 +91,12 @@ def test_the_command_shows_the_update_and_its_push_fails(
     assert tlt("push", str(tmp_path), "--version", "v3")[0] == 0
 
 
+def test_end_without_a_begin_is_a_conflict_not_to_retry(server: LiveServer) -> None:
+    assert httpx.post(f"{server.url}/finish_weight_update").status_code == 409
+    ended = httpx.post(f"{server.url}/end_weight_update")
+    assert ended.status_code == 409 and ended.json()["success"] is False
+
+
 @pytest.fixture
 def logged() -> Iterator[list[Any]]:
     """Warnings, too."""

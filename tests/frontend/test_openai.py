@@ -100,9 +100,7 @@ def test_choices_are_prompt_major_and_carry_their_own_figures(server: LiveServer
     assert [request.seed for request in server.engine.submitted[-6:]] == [5, 5 + 10**6] * 3
 
 
-def test_max_tokens_defaults_to_16_for_completions_and_to_the_room_left_for_chat(
-    server: LiveServer,
-) -> None:
+def test_default_max_tokens_of_completions_and_chat(server: LiveServer) -> None:
     assert complete(server, prompt="a")["usage"]["completion_tokens"] == 16
     chat(server, max_completion_tokens=3)
     assert server.engine.submitted[-1].sampling.max_tokens == 3
@@ -220,7 +218,7 @@ def test_a_streamed_chat_adds_up_to_the_whole_one(
         } == {name: choice[name] for name in choice.keys() - {"message", "logprobs", "token_ids"}}
 
 
-def test_a_stop_string_is_cut_across_outputs_and_a_stop_token_is_named(server: LiveServer) -> None:
+def test_stop_strings_are_cut_and_stop_tokens_named(server: LiveServer) -> None:
     [choice] = complete(server, prompt="hello world", max_tokens=50, stop=["wo"])["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
         "hello ",
@@ -278,16 +276,8 @@ def test_sampling_fields_reach_the_engine_as_the_native_ones_do(server: LiveServ
         {"best_of": 1, "suffix": None, "guided": {}},
         dict.fromkeys(
             [
-                "temperature",
-                "top_p",
-                "n",
-                "stop",
-                "seed",
-                "logit_bias",
-                "stream",
-                "stream_options",
-                "max_tokens",
-                "user",
+                *("temperature", "top_p", "n", "stop", "seed", "logit_bias", "stream"),
+                *("stream_options", "max_tokens", "user"),
             ]
         ),
         {"logit_bias": {}},

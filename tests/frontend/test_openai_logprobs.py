@@ -13,9 +13,7 @@ from tests.frontend.openai_calls import COMPLETIONS, chat, chunks, complete, ser
 __all__ = ["server"]  # a fixture
 
 
-def test_completion_logprobs_count_characters_and_bytes_may_be_half_a_character(
-    server: LiveServer,
-) -> None:
+def test_completion_logprobs_offsets_count_characters(server: LiveServer) -> None:
     found = complete(server, prompt="a\u20acb", max_tokens=5, logprobs=0)["choices"][0]["logprobs"]
     assert found["tokens"] == ["a", "\ufffd", "\ufffd", "\ufffd", "b"]
     assert found["text_offset"] == [0, 1, 2, 2, 2] and found["token_logprobs"] == [-0.5] * 5
@@ -80,9 +78,7 @@ def test_prompt_logprobs_are_by_token_id_with_rank(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_with_max_tokens_0_the_prompt_is_scored_and_nothing_follows(
-    server: LiveServer, stream: bool
-) -> None:
+def test_max_tokens_0_only_scores_the_prompt(server: LiveServer, stream: bool) -> None:
     body = {
         "prompt": ["ab", "abc"],
         "max_tokens": 0,

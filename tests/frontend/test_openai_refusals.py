@@ -23,124 +23,84 @@ from tlt_server.frontend.dialects.openai.requests import (
 __all__ = ["server"]  # a fixture
 
 
-BAD: list[
-    tuple[str, Any, int, str | None, str]
-] = [  # path, body, status, param, what the message says
+OF_A_PROMPT: list[tuple[str, Any, str]] = [  # field, value, what the message says
+    ("n", 9, "the limit is 8 (max_n)"),
+    ("n", 0, "n is 0"),
+    ("max_tokens", -1, "max_tokens is -1"),
+    ("temperature", 200, "temperature is 200"),
+    ("temperature", "1", "temperature is '1'"),
+    ("top_k", -2, "top_k is -2"),
+    ("top_p", 0, "top_p is 0"),
+    ("logprobs", 6, "the limit is 5 (max_logprobs)"),
+    ("logprobs", -1, "logprobs is -1"),
+    ("logprobs", "1", "logprobs is '1'"),
+    ("prompt_logprobs", 6, "the limit is 5"),
+    (
+        "prompt_logprobs",
+        -1,
+        "-1, which is all 300 of the vocabulary; the limit is 5 (max_logprobs)",
+    ),
+    ("prompt_logprobs", -2, "prompt_logprobs is -2"),
+    ("stop", ["a", "b", "c"], "the limit is 2 (max_stop_strings)"),
+    ("stop_token_ids", [300], "end at 299"),
+    ("logit_bias", {"300": 1}, "the key '300'"),
+    ("seed", 2**64, "seed is 18446744073709551616"),
+    ("stream", 1, "stream is 1"),
+    ("stream_options", 1, "stream_options is 1"),
+    ("cache_salt", "x" * 300, "cache_salt is"),
+]
+OF_MESSAGES: list[tuple[str, Any, str]] = [
+    ("top_logprobs", 2, "set logprobs to true"),
+    ("tools", [1], "tools[0] is 1"),
+    ("chat_template_kwargs", {"enable_thinking": {}}, "chat_template_kwargs.enable"),
+    ("max_completion_tokens", -1, "max_completion_tokens is -1"),
+]
+PROMPTS: list[tuple[Any, str]] = [
+    (None, "prompt is missing"),
+    (5, "prompt is 5"),
+    ([], "at least 1 item"),
+    ("", "prompt[0] has an empty prompt"),
+    ([[65], []], "prompt[1] has an empty prompt"),
+    ([1, "a"], "prompt[1] is 'a'"),
+    (["a", 1], "prompt[1] is 1"),
+    ([[1], "a"], "prompt[1] is 'a'"),
+    ([True], "prompt[0] is True"),
+    ([-1], "prompt[0] is -1"),
+    ([300], "end at 299"),
+    ("x" * 600, "the limit is 511"),
+]
+TALKS: list[tuple[Any, str]] = [
+    ([], "at least 1 item"),
+    (["a"], "messages[0] is 'a'"),
+    ([{"content": "a"}], "messages[0].role is missing"),
+    ([{"role": "user", "content": 5}], "messages[0].content is 5"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
+    ([{"role": "user", "content": "x" * 600}], "the limit is 511"),
+]
+TOO_MANY_LOGPROBS = {"messages": USER, "logprobs": True, "top_logprobs": 9}
+BAD: list[tuple[str, Any, int, str | None, str]] = [  # path, body, status, param, says
     (COMPLETIONS, b"{", 400, None, "not JSON"),
     (COMPLETIONS, b"[]", 400, None, "JSON object with the field prompt"),
     (COMPLETIONS, {}, 400, "prompt", "prompt is missing"),
-    (COMPLETIONS, {"prompt": None}, 400, "prompt", "prompt is missing"),
-    (COMPLETIONS, {"prompt": 5}, 400, "prompt", "prompt is 5"),
-    (COMPLETIONS, {"prompt": []}, 400, "prompt", "at least 1 item"),
-    (COMPLETIONS, {"prompt": ""}, 400, "prompt", "prompt[0] has an empty prompt"),
-    (COMPLETIONS, {"prompt": [[65], []]}, 400, "prompt", "prompt[1] has an empty prompt"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt", "prompt[1] is 'a'"),
-    (COMPLETIONS, {"prompt": ["a", 1]}, 400, "prompt", "prompt[1] is 1"),
-    (COMPLETIONS, {"prompt": [[1], "a"]}, 400, "prompt", "prompt[1] is 'a'"),
-    (COMPLETIONS, {"prompt": [True]}, 400, "prompt", "prompt[0] is True"),
-    (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "prompt[0] is -1"),
-    (COMPLETIONS, {"prompt": [300]}, 400, "prompt", "end at 299"),
-    (COMPLETIONS, {"prompt": "x" * 600}, 400, "prompt", "the limit is 511"),
     (COMPLETIONS, {"prompt": ["a"] * 5}, 413, "prompt", "the limit is 4 (max_batch_items)"),
-    (COMPLETIONS, {"prompt": "a", "n": 9}, 400, "n", "the limit is 8 (max_n)"),
-    (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n", "n is 0"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "max_tokens is -1"),
-    (COMPLETIONS, {"prompt": "a", "temperature": 200}, 400, "temperature", "temperature is 200"),
-    (COMPLETIONS, {"prompt": "a", "temperature": "1"}, 400, "temperature", "temperature is '1'"),
-    (COMPLETIONS, {"prompt": "a", "top_k": -2}, 400, "top_k", "top_k is -2"),
-    (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p", "top_p is 0"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": 6}, 400, "logprobs", "the limit is 5 (max_logprobs)"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": -1}, 400, "logprobs", "logprobs is -1"),
-    (
-        CHAT,
-        {"messages": USER, "logprobs": True, "top_logprobs": 9},
-        400,
-        "top_logprobs",
-        "top_logprobs is 9; the limit is 5 (max_logprobs)",
-    ),
-    (COMPLETIONS, {"prompt": "a", "logprobs": "1"}, 400, "logprobs", "logprobs is '1'"),
-    (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 6}, 400, "prompt_logprobs", "the limit is 5"),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "prompt_logprobs": -1},
-        400,
-        "prompt_logprobs",
-        "prompt_logprobs is -1, which is all 300 of the vocabulary; the limit is 5 (max_logprobs): "
-        "ask for fewer",
-    ),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "prompt_logprobs": -2},
-        400,
-        "prompt_logprobs",
-        "prompt_logprobs is -2",
-    ),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "stop": ["a", "b", "c"]},
-        400,
-        "stop",
-        "the limit is 2 (max_stop_strings)",
-    ),
-    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [300]}, 400, "stop_token_ids", "end at 299"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "the key '300'"),
-    (COMPLETIONS, {"prompt": "a", "seed": 2**64}, 400, "seed", "seed is 18446744073709551616"),
-    (COMPLETIONS, {"prompt": "a", "stream": 1}, 400, "stream", "stream is 1"),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "stream_options": 1},
-        400,
-        "stream_options",
-        "stream_options is 1",
-    ),
-    (COMPLETIONS, {"prompt": "a", "cache_salt": "x" * 300}, 400, "cache_salt", "cache_salt is"),
     (COMPLETIONS, {"prompt": "a", "model": "other"}, 404, "model", "this server serves 'tiny'"),
     (CHAT, {}, 400, "messages", "messages is missing"),
-    (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
-    (CHAT, {"messages": ["a"]}, 400, "messages", "messages[0] is 'a'"),
-    (CHAT, {"messages": [{"content": "a"}]}, 400, "messages", "messages[0].role is missing"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": 5}]},
-        400,
-        "messages",
-        "messages[0].content is 5",
-    ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        400,
-        "messages",
-        "image_url",
-    ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": "x" * 600}]},
-        400,
-        "messages",
-        "the limit is 511",
-    ),
-    (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs", "set logprobs to true"),
-    (CHAT, {"messages": USER, "tools": [1]}, 400, "tools", "tools[0] is 1"),
-    (
-        CHAT,
-        {"messages": USER, "chat_template_kwargs": {"enable_thinking": {}}},
-        400,
-        "chat_template_kwargs",
-        "chat_template_kwargs.enable",
-    ),
-    (
-        CHAT,
-        {"messages": USER, "max_completion_tokens": -1},
-        400,
-        "max_completion_tokens",
-        "max_completion_tokens is -1",
-    ),
+    (CHAT, TOO_MANY_LOGPROBS, 400, "top_logprobs", "top_logprobs is 9; the limit is 5"),
     ("/tokenize", {}, 400, "prompt", "exactly one"),
     ("/tokenize", {"prompt": "a", "messages": USER}, 400, "prompt", "exactly one"),
     ("/v1/none", {}, 404, None, "there is no /v1/none"),
     ("/detokenize", {"tokens": "a"}, 400, "tokens", "tokens is 'a'"),
     ("/detokenize", {"tokens": [300]}, 400, "tokens", "end at 299"),
+    *((COMPLETIONS, {"prompt": prompt}, 400, "prompt", says) for prompt, says in PROMPTS),
+    *((CHAT, {"messages": messages}, 400, "messages", says) for messages, says in TALKS),
+    *(
+        (COMPLETIONS, {"prompt": "a", name: value}, 400, name, says)
+        for name, value, says in OF_A_PROMPT
+    ),
+    *(
+        (CHAT, {"messages": USER, name: value}, 400, name, says)
+        for name, value, says in OF_MESSAGES
+    ),
 ]
 
 
@@ -177,11 +137,8 @@ def test_an_item_that_fails_ends_the_request_whole_and_streamed(server: LiveServ
     assert last["error"]["type"] == "server_error" and last["error"]["message"] == "out of luck"
 
 
-def test_the_envelope_is_for_these_routes_only_and_also_for_refusals_before_them(
-    model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "keys").write_text("secret\n")
-    with live_server(model, api_key_file=tmp_path / "keys", max_body_mb=1) as server:
+def test_early_refusals_of_openai_routes_have_its_envelope(model: Path) -> None:
+    with live_server(model, keys="secret\n", max_body_mb=1) as server:
         assert post(server, COMPLETIONS).json()["error"]["type"] == "authentication_error"
         assert post(server, "/generate").json()["error"].keys() == {"code", "message", "retryable"}
         authorized = {"authorization": "Bearer secret"}

@@ -17,101 +17,11 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_auth import documented
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.dialects.openai.responses.replies import EVENTS
 
 OPEN = {"/health", "/readyz", "/livez", "/startupz", "/ping", "/"}
-ROUTES = {
-    ("post", "/generate"),
-    ("get", "/strategy"),
-    ("put", "/strategy"),
-    ("get", "/drafter"),
-    ("get", "/drafter/samples"),
-    ("post", "/drafter/samples"),
-    ("get", "/drafter/files"),
-    ("get", "/drafter/files/{name}"),
-    ("get", "/health"),
-    ("get", "/readyz"),
-    ("get", "/livez"),
-    ("get", "/startupz"),
-    ("get", "/metrics"),
-    ("get", "/server_info"),
-    ("get", "/v1/models"),
-    ("post", "/v1/completions"),
-    ("post", "/v1/chat/completions"),
-    ("post", "/v1/chat/completions/render"),
-    ("post", "/v1/responses"),
-    ("get", "/v1/responses/{id}"),
-    ("delete", "/v1/responses/{id}"),
-    ("get", "/v1/responses/{id}/input_items"),
-    ("post", "/v1/responses/{id}/cancel"),
-    ("post", "/tokenize"),
-    ("post", "/detokenize"),
-    ("get", "/openapi.json"),
-    ("post", "/update_weights"),
-    ("get", "/weights"),
-    ("post", "/weights/rollback"),
-    ("post", "/weights/{version}/commit"),
-    ("post", "/weights/{version}/abort"),
-    ("post", "/weight_checker"),
-    ("get", "/weight_info"),
-    ("put", "/weights/{version}/{part}"),
-    ("get", "/weights/{version}/{part}"),
-    ("post", "/weight_groups"),
-    ("delete", "/weight_groups/{name}"),
-    ("post", "/init_weight_transfer_engine"),
-    ("post", "/init_broadcaster"),
-    ("post", "/init_weights_update_group"),
-    ("post", "/destroy_weights_update_group"),
-    ("post", "/update_weights_from_distributed"),
-    ("post", "/collective_rpc"),
-    ("post", "/engine/pause"),
-    ("post", "/engine/resume"),
-    ("post", "/engine/sleep"),
-    ("post", "/engine/wake"),
-    ("post", "/engine/clear_cache"),
-    ("post", "/engine/abort"),
-    ("post", "/pause"),
-    ("post", "/resume"),
-    ("get", "/is_paused"),
-    ("post", "/abort_requests"),
-    ("get", "/get_world_size"),
-    ("post", "/start_weight_update"),
-    ("post", "/start_draft_weight_update"),
-    ("post", "/finish_weight_update"),
-    ("post", "/update_weight_version"),
-    ("post", "/reset_prefix_cache"),
-    ("post", "/sleep"),
-    ("post", "/wake_up"),
-    ("get", "/is_sleeping"),
-    ("post", "/inference/v1/generate"),
-    ("get", "/load"),
-    ("get", "/version"),
-    ("get", "/ping"),
-    ("get", "/get_server_info"),
-    ("get", "/health_generate"),
-    ("get", "/get_model_info"),
-    ("get", "/model_info"),
-    ("get", "/get_weight_version"),
-    ("get", "/v1/loads"),
-    ("post", "/pause_generation"),
-    ("post", "/continue_generation"),
-    ("post", "/abort_request"),
-    ("get", "/flush_cache"),
-    ("post", "/flush_cache"),
-    ("post", "/begin_weight_update"),
-    ("post", "/end_weight_update"),
-    ("post", "/update_weights_from_disk"),
-    ("post", "/update_weights_from_tensor"),
-    ("post", "/release_memory_occupation"),
-    ("post", "/resume_memory_occupation"),
-    ("post", "/weights_checker"),
-    ("get", "/get_weights_by_name"),
-    ("post", "/get_weights_by_name"),
-    ("get", "/rollouts"),
-    ("get", "/rollouts/{id}"),
-    ("delete", "/rollouts/{id}"),
-}
 SHAPES = {  # dialect -> types of its errors
     "openai": ["Failure"],
     "vllm_rl": ["Faulty"],
@@ -152,12 +62,9 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
             yield method, path, about
 
 
-def test_a_validator_accepts_the_document(
-    document: dict[str, Any], model: Path, tmp_path: Path
-) -> None:
+def test_a_validator_accepts_the_document(document: dict[str, Any], model: Path) -> None:
     validate(document, cls=OpenAPIV31SpecValidator)
-    (tmp_path / "keys").write_text("secret\n")
-    with live_server(model, api_key_file=tmp_path / "keys") as keyed:
+    with live_server(model, keys="secret\n") as keyed:
         validate(
             httpx.get(
                 f"{keyed.url}/openapi.json", headers={"authorization": "Bearer secret"}
@@ -168,7 +75,8 @@ def test_a_validator_accepts_the_document(
 
 def test_every_route_is_described(document: dict[str, Any]) -> None:
     found = {(method, path): about for method, path, about in operations(document)}
-    assert found.keys() >= ROUTES and document["openapi"] == "3.1.0"
+    assert found.keys() == {(method.lower(), path) for method, path in documented()}
+    assert document["openapi"] == "3.1.0"
     for (method, path), about in found.items():
         assert about["summary"], path
         assert ("requestBody" in about) == (method in ("post", "put")), path
@@ -228,20 +136,11 @@ def test_every_field_that_a_client_sets_is_described(document: dict[str, Any]) -
 def test_every_field_of_a_reply_is_described(document: dict[str, Any]) -> None:
     found = fields_below(document, [about["responses"] for _, _, about in operations(document)])
     assert {
-        "Reply.numerics",
-        "Choice.finish_reason",
-        "SdReport.histogram",
-        "Token.text",
-        "Completion.usage",
-        "ChatChoice.delta",
-        "EngineInfo.pages",
-        "StrategyState.in_force",
-        "DrafterState.trainer",
-        "ServedDrafter.resting",
-        "BufferState.refusals",
-        "PushReply.state",
-        "RolloutSummary.status",
-        "WireError.code",
+        *("Reply.numerics", "Choice.finish_reason", "SdReport.histogram", "Token.text"),
+        *("Completion.usage", "ChatChoice.delta", "EngineInfo.pages"),
+        *("StrategyState.in_force", "DrafterState.trainer", "ServedDrafter.resting"),
+        *("BufferState.refusals", "PushReply.state", "RolloutSummary.status"),
+        *("WireError.code",),
     } <= found.keys()
     bare = [name for name, description in found.items() if not description]
     assert all(name.endswith(".type") for name in bare), "only a struct's tag takes no words"
@@ -324,9 +223,8 @@ def test_engine_failed_is_listed_where_the_engine_is_asked(document: dict[str, A
     }
 
 
-def test_with_keys_all_but_the_probes_may_answer_401(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("secret\n")
-    with live_server(model, api_key_file=tmp_path / "keys") as server:
+def test_with_keys_all_but_the_probes_may_answer_401(model: Path) -> None:
+    with live_server(model, keys="secret\n") as server:
         document = httpx.get(
             f"{server.url}/openapi.json", headers={"authorization": "Bearer secret"}
         ).json()
@@ -368,28 +266,13 @@ def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> 
         if "example" in content
     }
     assert examples.keys() == GENERATES | PUSHES | {
-        "/tokenize",
-        "/detokenize",
-        "/v1/tokenize",
-        "/v1/detokenize",
-        "/v1/chat/completions/render",
-        "/areal_update_weights",
-        "/areal_set_update_weight_meta",
-        "/areal_init_weights_update_group",
-        "/strategy",
-        "/inference/v1/generate",
-        "/collective_rpc",
-        "/abort_request",
-        "/engine/abort",
-        "/init_weight_transfer_engine",
-        "/init_broadcaster",
-        "/init_weights_update_group",
-        "/update_weights_from_distributed",
-        "/get_weights_by_name",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-        "/load_lora_adapter",
-        "/unload_lora_adapter",
+        *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
+        *("/v1/chat/completions/render", "/areal_update_weights"),
+        *("/areal_set_update_weight_meta", "/areal_init_weights_update_group", "/strategy"),
+        *("/inference/v1/generate", "/collective_rpc", "/abort_request", "/engine/abort"),
+        *("/init_weight_transfer_engine", "/init_broadcaster", "/init_weights_update_group"),
+        *("/update_weights_from_distributed", "/get_weights_by_name", "/v1/load_lora_adapter"),
+        *("/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
     }
     for path, (method, example) in examples.items():
         response = httpx.request(method, server.url + path, json=example)

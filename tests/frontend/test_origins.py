@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -36,12 +35,11 @@ def preflight(origin: str, method: str = "POST") -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def listing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def listing(model: Path) -> Iterator[LiveServer]:
     """A server with keys that lists two origins."""
-    keys = tmp_path_factory.mktemp("origins") / "keys"
-    keys.write_text("the-key\nonly-data scopes=data name=eval\n")
-    settings: dict[str, Any] = {"api_key_file": keys, "max_body_mb": 1}
-    with live_server(model, allowed_origins=f"{LISTED}, {APP}", **settings) as running:
+    keys = "the-key\nonly-data scopes=data name=eval\n"
+    origins = f"{LISTED}, {APP}"
+    with live_server(model, allowed_origins=origins, keys=keys, max_body_mb=1) as running:
         yield running
 
 
@@ -242,7 +240,7 @@ def test_without_keys_a_listed_page_calls_this_machine_alone(model: Path) -> Non
         "https://chat.example https://two.example",
     ],
 )
-def test_only_what_a_browser_sends_can_be_listed(origin: str, model: Path) -> None:
+def test_only_origins_of_browsers_can_be_listed(origin: str, model: Path) -> None:
     with pytest.raises(StartupError, match="allowed_origins names '.*; an origin is what browsers"):
         Config(model=model, allowed_origins=f"{LISTED},{origin}").checked()
     for good in ("http://[::1]:3000", "https://chat.example:8443", "vscode-webview://1a2b", APP):

@@ -25,9 +25,7 @@ from tlt_server.wire.records import OFF, Cycle, StepContext
     ("path", "envelope"),
     [("/generate", b'{"error":{"code":"unavailable"'), ("/v1/completions", b'"type":')],
 )
-def test_a_request_too_many_is_answered_with_a_typed_503_and_closed(
-    model: Path, path: str, envelope: bytes
-) -> None:
+def test_one_request_too_many_gets_a_typed_503(model: Path, path: str, envelope: bytes) -> None:
     with (
         live_server(model, max_connections=2) as server,
         connect(server) as first,

@@ -21,7 +21,7 @@ from tlt_server.metrics import Metrics
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 
 
-def test_the_page_is_the_file_and_may_not_be_framed_sniffed_or_extended(server: LiveServer) -> None:
+def test_the_page_has_a_strict_content_policy(server: LiveServer) -> None:
     reply = httpx.get(f"{server.url}/")
     assert (
         reply.content == PAGE.read_bytes()
@@ -59,9 +59,8 @@ def test_a_browser_that_has_the_page_gets_304(server: LiveServer) -> None:
     assert httpx.head(f"{server.url}/").headers["etag"] == first.headers["etag"]
 
 
-def test_the_page_needs_no_key_and_is_the_same_with_one(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("the-key")
-    with live_server(model, api_key_file=tmp_path / "keys") as server:
+def test_the_page_needs_no_key_and_is_the_same_with_one(model: Path) -> None:
+    with live_server(model, keys="the-key") as server:
         assert httpx.get(f"{server.url}/").content == PAGE.read_bytes()
         assert httpx.post(f"{server.url}/").status_code == 405
         for path in ("/metrics", "/server_info", "/strategy", "/index.html"):

@@ -41,7 +41,7 @@ def test_terminal_progress_overwrites_one_line() -> None:
     assert stream.getvalue().count(REWRITE) == 3
 
 
-def test_elsewhere_a_line_at_the_first_step_and_every_ten_seconds() -> None:
+def test_without_a_terminal_a_line_comes_every_ten_seconds() -> None:
     stream, now = io.StringIO(), 0.0
     progress = ProgressLines(stream, clock=lambda: now)
     for second in range(26):

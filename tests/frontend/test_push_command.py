@@ -47,8 +47,7 @@ def test_push_command_presents_a_client_certificate(
 def test_it_sends_the_first_key_of_a_file(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "keys").write_text("push-key scopes=push-weights name=trainer\n")
-    with live_server(model, api_key_file=tmp_path / "keys") as server:
+    with live_server(model, keys="push-key scopes=push-weights name=trainer\n") as server:
         asked = ["weights", "status", "--url", server.url]
         for content in (
             "push-key\n",

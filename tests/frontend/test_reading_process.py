@@ -117,7 +117,7 @@ def test_values_come_back_from_their_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 CLASSES = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in (Leaf, Tree, PackedIds)}
 
 
-def test_a_long_text_stays_packed_and_only_some_fields_may_hold_one() -> None:
+def test_long_texts_stay_packed_in_listed_fields_only() -> None:
     long = "aé\U0001f600" * PACKED_CHARS
     back, largest = built({"prompt": long})
     assert isinstance(back["prompt"], PackedText) and largest <= 3 * FRAME_BYTES
@@ -159,7 +159,7 @@ def test_the_process_tokenises_decodes_and_renders(model: Path) -> None:
     run(model, work)
 
 
-def test_errors_cross_with_their_type_and_others_say_nothing_of_the_request(model: Path) -> None:
+def test_errors_cross_with_their_type_or_without_details(model: Path) -> None:
     long = [{"role": "user", "content": "", "name": "x" * PACKED_CHARS}]
 
     async def work(reader: Reader) -> None:
@@ -250,7 +250,7 @@ def test_job_crashing_the_process_is_identified_among_several(model: Path, leave
 
 
 @pytest.mark.usefixtures("_deadly")
-def test_a_key_whose_jobs_end_the_process_rests_and_no_other_waits(model: Path) -> None:
+def test_only_the_key_of_deadly_jobs_rests(model: Path) -> None:
     async def work(reader: Reader) -> None:
         for _ in range(3):
             with pytest.raises(TooLarge, match="more than the 777 MiB that the reading process"):

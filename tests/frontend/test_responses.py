@@ -15,6 +15,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.openai_calls import post
 from tests.frontend.saying import write_saying
 from tests.frontend.test_tools import ARGUMENTS, CALL
+from tests.mostly_long import mostly_long
 from tests.tokenizers import FAMILIES
 from tlt_server.errors import NotFound
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
@@ -40,7 +41,7 @@ TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
 URL = "/v1/responses"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=mostly_long(FAMILIES, "qwen3", "special marks"))
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:

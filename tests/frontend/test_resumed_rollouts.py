@@ -62,7 +62,7 @@ def test_next_engine_continues_only_opted_in_rollouts(model: Path) -> None:
     assert reply == expected  # also the figures: one token a step here
 
 
-def test_the_next_server_goes_on_with_what_was_written(model: Path, tmp_path: Path) -> None:
+def test_the_next_server_continues_written_rollouts(model: Path, tmp_path: Path) -> None:
     """The first one stops in the middle, with some tokens, a stop string half seen, and one item
     done.
     """

@@ -124,7 +124,7 @@ def test_a_disk_that_fills_up_never_hurts_the_server(
     ).raise_for_status()
 
 
-def test_metrics_say_what_is_kept(model: Path) -> None:
+def test_metrics_count_kept_rollouts(model: Path) -> None:
     with live_server(model) as server, Client(server.url, timeout_s=30) as client:
         client.generate([{"prompt": "a"}], detach=True).result(30)
         client.generate([{"token_ids": [HANGS]}], detach=True)
@@ -142,9 +142,8 @@ def test_metrics_say_what_is_kept(model: Path) -> None:
 TENANTS = "a scopes=data name=a\nb scopes=data name=b\n"
 
 
-def test_a_key_with_many_rollouts_makes_room_for_another(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(TENANTS)
-    with live_server(model, max_rollouts=4, api_key_file=tmp_path / "keys") as server:
+def test_a_key_with_many_rollouts_makes_room_for_another(model: Path) -> None:
+    with live_server(model, max_rollouts=4, keys=TENANTS) as server:
 
         def detach(key: str, **item: Any) -> httpx.Response:
             return httpx.post(
@@ -169,9 +168,8 @@ def test_a_key_with_many_rollouts_makes_room_for_another(model: Path, tmp_path: 
         assert detach("a", token_ids=[HANGS]).status_code == 429, "and so has a"
 
 
-def test_a_key_within_its_share_gets_in_where_all_others_run(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(TENANTS)
-    with live_server(model, max_rollouts=2, api_key_file=tmp_path / "keys") as server:
+def test_a_key_within_its_share_gets_in_where_all_others_run(model: Path) -> None:
+    with live_server(model, max_rollouts=2, keys=TENANTS) as server:
         body = {"requests": [{"token_ids": [HANGS]}], "detach": True}
         statuses = [
             httpx.post(

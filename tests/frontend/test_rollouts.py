@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import stat
 import threading
 import time
@@ -17,7 +16,7 @@ import pytest
 from tests.frontend.fake_engine import FAILS, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
-from tlt_client import AsyncClient, Client, ServerError
+from tlt_client import Client, ServerError
 from tlt_server.frontend.http.keys import EVERYBODY
 from tlt_server.wire.packed import PackedIds
 
@@ -76,7 +75,7 @@ def test_only_the_journal_of_a_rollout_holds_its_prompt_on_disk(
         assert found(server) == []
 
 
-def test_results_come_as_items_end_and_progress_says_how_far_it_is(slow: LiveServer) -> None:
+def test_running_rollouts_show_results_and_progress(slow: LiveServer) -> None:
     with Client(slow.url, timeout_s=40) as client:
         rollout = client.generate(
             [
@@ -163,7 +162,7 @@ def test_failed_items_carry_their_error_and_are_fetched_with_200(client: Client)
     assert [result.error and result.error.code for result in none.results] == ["engine_failed"]
 
 
-def test_a_deadline_ends_what_nobody_watches(client: Client, server: LiveServer) -> None:
+def test_a_deadline_ends_a_detached_rollout(client: Client, server: LiveServer) -> None:
     rollout = client.generate(
         [{"token_ids": [HANGS]}, {"prompt": "a"}],
         sampling={"max_tokens": 2},
@@ -179,22 +178,6 @@ def test_an_id_stays_one_part_of_the_path(client: Client) -> None:
     with pytest.raises(ServerError) as refused:
         client.rollout("../weights?x#y").fetch()
     assert refused.value.status == 404 and "weights" in refused.value.message
-
-
-def test_the_same_for_asyncio(server: LiveServer) -> None:
-    async def run() -> None:
-        async with AsyncClient(server.url, timeout_s=10) as client:
-            rollout = await client.generate(ITEMS, sampling=FIELDS, detach=True)
-            reply = await rollout.result(30)
-            assert [result.id for result in reply.results] == ["b", "a"] and (
-                await rollout.fetch()
-            ).status == "done"
-            assert rollout.id in [summary.id for summary in await client.rollouts()]
-            await client.rollout(rollout.id).delete()
-            keyed = await client.generate(ITEMS, sampling=FIELDS, idempotency_key="asyncio")
-            assert keyed == await client.generate(ITEMS, sampling=FIELDS, idempotency_key="asyncio")
-
-    asyncio.run(run())
 
 
 # idempotency keys

@@ -28,12 +28,10 @@ from tlt_server.frontend.rpc.methods import OPERATIONS, SERVICE
 
 
 @pytest.fixture(scope="module")
-def keyed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    file = tmp_path_factory.mktemp("keys") / "keys"
-    file.write_text(KEYS)
+def keyed(model: Path) -> Iterator[LiveServer]:
     with live_server(
         model,
-        api_key_file=file,
+        keys=KEYS,
         grpc_port=0,
         max_body_mb=1,
         max_batch_items=8,

@@ -56,7 +56,7 @@ def test_a_refused_message_is_freed_with_its_call(model: Path) -> None:
             gc.enable()
 
 
-def test_token_ids_are_read_in_a_few_times_the_size_of_their_message(model: Path) -> None:
+def test_reading_token_ids_takes_bounded_memory(model: Path) -> None:
     small, large = (
         GenerateRequest(
             requests=[Item(token_ids=[300] * 1900) for _ in range(items)]
@@ -77,7 +77,7 @@ def test_token_ids_are_read_in_a_few_times_the_size_of_their_message(model: Path
     assert run(model, grown) < 64 + 4 * len(large) / MB
 
 
-def test_a_list_of_too_many_numbers_is_refused_before_it_is_parsed(model: Path) -> None:
+def test_too_many_numbers_are_refused_before_parsing(model: Path) -> None:
     message = GenerateRequest(requests=[Item(token_ids=bytes(MAX_NUMBERS + 1))]).SerializeToString()
 
     async def arrive(reader: Reader) -> None:

@@ -219,7 +219,7 @@ def takes(endpoint: Endpoint, operation: Operation) -> dict[str, Described]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_method_takes_and_gives_what_its_operation_does(name: str, server: LiveServer) -> None:
+def test_messages_mirror_the_types_of_their_operation(name: str, server: LiveServer) -> None:
     operation, about = OPERATIONS[name], SERVICE.methods_by_name[name]
     endpoint = endpoint_of(operation, server)
     asked = takes(endpoint, operation)
@@ -299,7 +299,7 @@ def test_the_page_of_grpc_lists_every_error_by_its_status() -> None:
     )
 
 
-def test_the_committed_stubs_are_what_the_compiler_makes(tmp_path: Path) -> None:
+def test_the_committed_stubs_are_current(tmp_path: Path) -> None:
     (tmp_path / "tlt_client" / "rpc").mkdir(parents=True)
     done = subprocess.run(
         [

@@ -50,7 +50,7 @@ def run(case: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(case, 30))
 
 
-def test_only_a_few_messages_are_read_at_once_and_a_free_turn_goes_to_who_reads_least() -> None:
+def test_free_turns_go_to_the_owner_that_reads_least() -> None:
     async def case() -> None:
         messages = Messages(2)
         tasks = {name: messages.start(name) for name in ("a1", "a2", "a3", "a4", "b1", "c1")}

@@ -166,16 +166,13 @@ def test_a_wrong_part_ends_the_stream_with_a_typed_error(
 
 
 def test_parts_of_a_key_without_the_scope_are_not_read(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(
-        "data scopes=data name=data\npush scopes=push-weights name=trainer\n"
-    )
     with (
         live_server(
             model,
             grpc_port=0,
             state_dir=tmp_path / "state",
             weight_channels="http",
-            api_key_file=tmp_path / "keys",
+            keys="data scopes=data name=data\npush scopes=push-weights name=trainer\n",
         ) as keyed,
         grpc.insecure_channel(keyed.grpc_address) as channel,
     ):

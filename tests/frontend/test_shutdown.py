@@ -42,16 +42,9 @@ def server(model: Path, tmp_path: Path) -> Iterator[Served]:
     with served(
         "plain",
         model,
-        "--grpc-port",
-        "0",
-        "--state-dir",
-        str(tmp_path),
-        "--weight-channels",
-        "disk,http,broadcast",
-        "--weight-root",
-        str(tmp_path),
-        "--drain-timeout-s",
-        "0.3",
+        *("--grpc-port", "0", "--state-dir", str(tmp_path)),
+        *("--weight-channels", "disk,http,broadcast", "--weight-root", str(tmp_path)),
+        *("--drain-timeout-s", "0.3"),
     ) as running:
         running.wait_ready()
         yield running
@@ -90,7 +83,8 @@ def ends(server: Served, *calls: Callable[[], Any], uploads: int = 0) -> list[Ba
     return errors
 
 
-def test_push_join_and_half_sent_part_learn_of_the_shutdown(server: Served) -> None:
+def test_each_waiting_call_learns_of_the_shutdown_once(server: Served) -> None:
+    """A refused request may be sent again, but none of these: each may have been done."""
     host, port = server.url.removeprefix("http://").split(":")
 
     def put() -> None:
@@ -106,15 +100,26 @@ def test_push_join_and_half_sent_part_learn_of_the_shutdown(server: Served) -> N
         assert b"shutting down and reads no more of the body" in said and b'"unavailable"' in said
         raise InterruptedError
 
-    with Client(server.url, timeout_s=60) as client:
-        *errors, half = ends(
+    def pause() -> None:
+        """Wait for the end of the request that runs."""
+        assert httpx.post(f"{server.url}/pause?mode=wait", timeout=60).status_code == 503
+        raise InterruptedError
+
+    tries = Retries(times=2, first_s=0.1)
+    with Client(server.url, timeout_s=60, retries=tries) as client:
+        thread = threading.Thread(target=lambda: client.generate([{"token_ids": [HANGS]}]))
+        thread.start()
+        await_open(server)
+        *errors, paused, half = ends(
             server,
             lambda: client.push_weights("v", path="hangs"),
             lambda: client.join_group("hangs", **GROUP),
+            pause,
             put,
             uploads=1,
         )
-        assert isinstance(half, InterruptedError)
+        thread.join(30)
+        assert isinstance(half, InterruptedError) and isinstance(paused, InterruptedError)
         for error in errors:
             assert isinstance(error, ServerError) and (
                 error.status,
@@ -122,30 +127,6 @@ def test_push_join_and_half_sent_part_learn_of_the_shutdown(server: Served) -> N
                 error.retryable,
             ) == (500, "engine_failed", True)
             assert "may be done or not" in error.message and "GET /weights" in error.message
-
-
-def test_non_idempotent_call_is_not_resent_after_a_shutdown(server: Served) -> None:
-    """Any refused request is sent again; this one may have been done."""
-    tries = Retries(times=2, first_s=0.1)
-    with Client(server.url, timeout_s=60, retries=tries) as client:
-        asked = ends(server, lambda: client.join_group("hangs", **GROUP))
-        assert isinstance(asked[0], ServerError) and asked[0].code == "engine_failed", (
-            "a second try would find no server"
-        )
-
-
-def test_a_pause_that_waits_for_what_runs_is_told_too(server: Served) -> None:
-    with Client(server.url, timeout_s=60) as client:
-        thread = threading.Thread(target=lambda: client.generate([{"token_ids": [HANGS]}]))
-        thread.start()
-        await_open(server)
-
-        def pause() -> None:
-            assert httpx.post(f"{server.url}/pause?mode=wait", timeout=60).status_code == 503
-            raise InterruptedError
-
-        assert isinstance(ends(server, pause)[0], InterruptedError)
-        thread.join(30)
 
 
 def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> None:

@@ -20,17 +20,10 @@ from tlt_server.wire.events import Phase, PhaseProgress
 
 COMPILING = "compiling kernels, once per machine (3 of 22)"
 COMMANDS = (
-    "/engine/abort",
-    "/abort_request",
-    "/abort_requests",
-    "/inference/v1/abort_requests",
-    "/begin_weight_update",
-    "/start_weight_update",
-    "/start_draft_weight_update",
-    "/update_weights",
-    "/update_weights_from_distributed",
-    "/areal_update_weights_xccl",
-    "/v1/load_lora_adapter",
+    *("/engine/abort", "/abort_request", "/abort_requests", "/inference/v1/abort_requests"),
+    *("/begin_weight_update", "/start_weight_update", "/start_draft_weight_update"),
+    *("/update_weights", "/update_weights_from_distributed", "/areal_update_weights_xccl"),
+    *("/v1/load_lora_adapter",),
 )
 
 

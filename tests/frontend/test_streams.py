@@ -94,7 +94,7 @@ def tokens_of(generated: dict[str, Any]) -> list[Any]:
     return [generated["output_ids"], meta["output_token_logprobs"], meta["output_top_logprobs"]]
 
 
-def test_cumulative_chunks_have_at_most_twice_the_bytes_of_the_tokens(server: LiveServer) -> None:
+def test_cumulative_chunks_take_at_most_twice_the_bytes(server: LiveServer) -> None:
     expected, own = whole(server, SGLANG)
     found, sent = chunks(server, SGLANG)
     assert sent < 2 * own
@@ -164,7 +164,7 @@ def native(*, stream: bool = False) -> NativeRequest:
     )
 
 
-def test_what_comes_while_the_reader_is_behind_is_one_event(server: LiveServer) -> None:
+def test_outputs_for_a_slow_reader_become_one_event(server: LiveServer) -> None:
     async def read() -> list[Any]:
         service = server.service
         assert service.engine.info is not None

@@ -142,7 +142,7 @@ def test_dead_engine_is_restarted_and_open_requests_end_typed(server: LiveServer
     )
 
 
-def test_a_server_whose_engine_is_restarted_is_alive_and_not_ready(model: Path) -> None:
+def test_during_a_restart_the_server_is_alive_but_not_ready(model: Path) -> None:
     with live_server(model, **OFTEN) as server:
         server.call(server.may_launch.clear)
         with Client(server.url, timeout_s=30) as client:
@@ -215,7 +215,7 @@ def test_resumable_requests_are_resubmitted_in_order_before_new(server: LiveServ
     until(lambda: len(server.client) == 0 and not epoch.running)
 
 
-def test_deadlines_aborts_and_closing_work_while_the_engine_is_gone(model: Path) -> None:
+def test_deadlines_and_aborts_work_without_an_engine(model: Path) -> None:
     with live_server(model, **OFTEN) as server:
         server.call(server.may_launch.clear)
         late = Collected(server, request("late", (HANGS,)), deadline_s=time.monotonic() + 0.4)
@@ -402,10 +402,11 @@ def test_backoff_doubles_within_the_window_and_ends_at_the_limit(
     assert [backoff.death(at_s) for at_s in deaths] == delays
 
 
-def test_a_key_that_ends_the_engine_rests_and_no_other(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("a scopes=data name=a\nb scopes=data name=b\n")
+def test_a_key_that_ends_the_engine_rests_and_no_other(model: Path) -> None:
     with (
-        live_server(model, api_key_file=tmp_path / "keys", max_restarts=2) as server,
+        live_server(
+            model, keys="a scopes=data name=a\nb scopes=data name=b\n", max_restarts=2
+        ) as server,
         Client(server.url, api_key="a", timeout_s=30) as bad,
         Client(server.url, api_key="b", timeout_s=30) as good,
     ):

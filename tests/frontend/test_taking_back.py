@@ -113,7 +113,7 @@ def test_temporary_error_leaves_parts_for_the_sender(client: Client, server: Liv
     assert not there(client, "a")
 
 
-def test_what_somebody_else_began_to_send_stays(client: Client) -> None:
+def test_uploads_of_others_stay(client: Client) -> None:
     client.put_weights("a", PART, b"other bytes", start=0, total=20)
     with pytest.raises(Conflict, match="started with 20 bytes"):
         sender(client).push(TENSORS.items(), "a")
@@ -172,7 +172,7 @@ def test_server_keeps_parts_that_may_yet_be_pushed(
     assert there(client, "a") == stays
 
 
-def test_an_upload_of_which_no_byte_came_takes_no_place(client: Client) -> None:
+def test_an_upload_without_bytes_takes_no_place(client: Client) -> None:
     for version in ("a", "b", "c"):  # more than max_uploads
         with pytest.raises(Conflict, match="send from 0"):
             client.put_weights(version, PART, b"abc", start=5, total=100)
@@ -180,7 +180,7 @@ def test_an_upload_of_which_no_byte_came_takes_no_place(client: Client) -> None:
     assert not client.put_weights("d", PART, b"abc", start=0, total=100)["begins"]
 
 
-def test_what_is_on_its_way_is_listed_and_shown(
+def test_open_uploads_are_listed(
     client: Client, server: LiveServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert client.weights()["uploads"] == []

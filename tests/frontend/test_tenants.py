@@ -35,9 +35,8 @@ TENANTS = (
 )
 
 
-def test_a_key_sees_its_own_rollouts_and_operate_sees_all(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(TENANTS)
-    with live_server(model, api_key_file=tmp_path / "keys") as server:
+def test_a_key_sees_its_own_rollouts_and_operate_sees_all(model: Path) -> None:
+    with live_server(model, keys=TENANTS) as server:
         clients = {
             key: Client(server.url, api_key=key, timeout_s=20) for key in ("a", "b", "old", "root")
         }
@@ -67,13 +66,8 @@ def test_a_key_sees_its_own_rollouts_and_operate_sees_all(model: Path, tmp_path:
             client.close()
 
 
-def test_a_key_with_many_requests_in_progress_keeps_no_other_out(
-    model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "keys").write_text(TENANTS)
-    with live_server(
-        model, api_key_file=tmp_path / "keys", max_connections=6, grpc_port=0
-    ) as server:
+def test_a_key_with_many_requests_in_progress_keeps_no_other_out(model: Path) -> None:
+    with live_server(model, keys=TENANTS, max_connections=6, grpc_port=0) as server:
         greedy, small = ({"authorization": f"Bearer {key}"} for key in "ab")
         with ExitStack() as stack:
             for _ in range(6):
@@ -101,12 +95,8 @@ def test_a_key_with_many_requests_in_progress_keeps_no_other_out(
                 each.cancel()
 
 
-def test_a_key_aborts_its_own_requests_and_operate_aborts_all(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(LINES)
-    with (
-        live_server(model, api_key_file=tmp_path / "keys") as server,
-        ThreadPoolExecutor(3) as pool,
-    ):
+def test_a_key_aborts_its_own_requests_and_operate_aborts_all(model: Path) -> None:
+    with live_server(model, keys=LINES) as server, ThreadPoolExecutor(3) as pool:
 
         def ask(id: str, key: str) -> httpx.Response:
             return httpx.post(
@@ -151,9 +141,8 @@ def test_a_key_aborts_its_own_requests_and_operate_aborts_all(model: Path, tmp_p
         )
 
 
-def test_an_idempotency_key_is_its_owners(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(TENANTS)
-    with live_server(model, api_key_file=tmp_path / "keys") as server:
+def test_an_idempotency_key_is_its_owners(model: Path) -> None:
+    with live_server(model, keys=TENANTS) as server:
 
         def ask(key: str, prompt: str) -> httpx.Response:
             return httpx.post(
@@ -204,7 +193,7 @@ def test_owners_outlive_the_process(model: Path, tmp_path: Path) -> None:
         ("/inference/v1/generate", {"token_ids": [1], "priority": 3}, 3),
     ],
 )
-def test_the_engine_knows_whose_a_sequence_is_and_its_priority(
+def test_the_engine_gets_owner_and_priority(
     path: str, body: dict[str, Any], native: int, keyed: LiveServer
 ) -> None:
     reply = httpx.post(keyed.url + path, json=body, headers=HEADERS["data"])
@@ -227,11 +216,10 @@ def test_only_operate_may_come_before_everybody(keyed: LiveServer) -> None:
         assert keyed.engine.submitted[-1].priority == -1
 
 
-def test_a_key_that_fills_the_queue_keeps_no_other_out(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(LINES)
+def test_a_key_that_fills_the_queue_keeps_no_other_out(model: Path) -> None:
     hangs = {"requests": [{"token_ids": [HANGS]}] * 4, "stream": True}
     one = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 2}}
-    with live_server(model, api_key_file=tmp_path / "keys", max_queue=4) as server:
+    with live_server(model, keys=LINES, max_queue=4) as server:
         with httpx.stream(
             "POST", f"{server.url}/generate", json=hangs, headers=HEADERS["data"]
         ) as greedy:

@@ -118,9 +118,7 @@ def test_stop_strings_match_the_slow_twin_character_by_character(
 
 
 @given(st.lists(st.text(alphabet="ab", max_size=4), max_size=6), STOPS)
-def test_text_before_a_stop_holds_no_stop_string_whatever_the_pieces(
-    pieces: list[str], stops: list[str]
-) -> None:
+def test_no_stop_string_is_shown_in_any_pieces(pieces: list[str], stops: list[str]) -> None:
     matcher, shown = StopStrings(stops), ""
     for piece in pieces:
         shown += matcher.push(piece)

@@ -76,7 +76,7 @@ def secure(model: Path, files: dict[str, Path]) -> Iterator[LiveServer]:
         yield server
 
 
-def test_both_clients_speak_https_and_trust_the_authority_they_are_given(
+def test_both_clients_trust_the_given_authority(
     secure: LiveServer, first: Issuer, second: Issuer
 ) -> None:
     async def asked() -> str | None:
@@ -116,15 +116,14 @@ def test_a_client_that_leaves_is_seen_to_leave(secure: LiveServer, first: Issuer
         until(lambda: len(secure.client) == 0 and not secure.engine.running)
 
 
-def test_a_client_certificate_opens_the_connection_and_the_key_the_routes(
-    model: Path, files: dict[str, Path], first: Issuer, second: Issuer, tmp_path: Path
+def test_certificate_and_key_are_both_required(
+    model: Path, files: dict[str, Path], first: Issuer, second: Issuer
 ) -> None:
-    (tmp_path / "keys").write_text("key scopes=data,operate name=a")
     own, others = (
         Tls(first.ca, *issuer.issue("client", "trainer@rl.example")) for issuer in (first, second)
     )
     with live_server(
-        model, **files, tls_client_ca=first.ca, api_key_file=tmp_path / "keys"
+        model, **files, tls_client_ca=first.ca, keys="key scopes=data,operate name=a"
     ) as server:
         with Client(server.url, tls=own, api_key="key", timeout_s=20) as client:
             assert client.generate(BATCH, sampling=SHORT).results[0].choices and client.is_ready()

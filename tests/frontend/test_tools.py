@@ -12,6 +12,7 @@ import pytest
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.openai_calls import CHAT, USER, chunks, done, post
 from tests.frontend.saying import EOS, write_saying
+from tests.mostly_long import mostly_long
 from tests.tokenizers import FAMILIES
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.wire.records import Grammar
@@ -23,7 +24,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "é": "🙂"}}\n</tool_
 ARGUMENTS = '{"a": 1, "é": "🙂"}'
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=mostly_long(FAMILIES, "qwen3", "special marks"))
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
@@ -411,7 +412,6 @@ def test_a_prompt_is_rendered_without_an_answer(server: LiveServer) -> None:
     ("template", "says_"),
     [
         ("{{", "chat_template does not compile"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 s"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
         ("{% include 'x' %}", "refuses these messages"),

@@ -8,7 +8,6 @@ import asyncio
 import os
 import shutil
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
+from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_server.errors import Conflict, NotFound
 from tlt_server.frontend.weights import uploads
@@ -83,11 +83,9 @@ def kept(server: LiveServer) -> list[Path]:
 
 
 def emptied(server: LiveServer) -> bool:
-    """Files are removed by a thread; soon."""
-    give_up = time.monotonic() + 30
-    while kept(server) and time.monotonic() < give_up:
-        time.sleep(0.01)
-    return not kept(server)
+    """Wait for the thread that removes files."""
+    until(lambda: not kept(server))
+    return True
 
 
 def test_a_part_comes_in_ranges_and_is_pushed_once(client: Client, server: LiveServer) -> None:
@@ -138,9 +136,7 @@ def test_removing_many_bytes_stops_nobody(
     )  # they still take room
     assert put(client, b"b" * 10) == 10 and not removed
     go_on.set()
-    give_up = time.monotonic() + 30
-    while not removed and time.monotonic() < give_up:
-        time.sleep(0.01)
+    until(lambda: removed)
     old, new = sorted(kept(server), key=lambda file: file.stat().st_size, reverse=True)
     assert (
         old.read_bytes() == b"a" * 50 and old.parent == removed[0] and new.read_bytes() == b"b" * 10
@@ -235,36 +231,13 @@ def test_upload_that_is_never_pushed_is_removed(model: Path, tmp_path: Path) -> 
     ):
         assert kept(server) == []
         put(client, b"a")
-        give_up = time.monotonic() + 30
-        while kept(server):
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+        assert emptied(server)
 
 
 def test_without_the_channel_no_part_is_taken(model: Path) -> None:
     with live_server(model) as server, Client(server.url) as client:
         refused(lambda: put(client, b"a"), "--weight-channels", status=403)
         refused(lambda: client.weights_part("v", PART), "--weight-channels", status=403)
-
-
-def test_groups_are_joined_and_left(client: Client, server: LiveServer) -> None:
-    fields = {"master_address": "127.0.0.1", "rank_offset": 1, "world_size": 2}
-    assert client.join_group("g", master_port="29500", **fields) == {"groups": ["g"]}
-    assert server.engine.weight_commands[0].master_port == 29500  # type: ignore[union-attr]
-    assert client.leave_group("g") == {"groups": []}
-    refused(
-        lambda: client.join_group("g", master_port="x", **fields), "the port is 'x'", status=400
-    )
-    refused(
-        lambda: client.join_group("g", master_port=1, **{**fields, "rank_offset": 2}),
-        "the rank 2 of 2",
-        status=400,
-    )
-    refused(
-        lambda: client.join_group("g", master_port=1, **fields, backend="mpi"),
-        "backend is 'mpi'",
-        status=400,
-    )
 
 
 def test_spoiled_weights_are_not_served_until_the_next_push(
@@ -454,16 +427,15 @@ def test_a_piece_that_is_refused_ends_the_range(slow: Slow) -> None:
     assert slow.written == [b"abcdefgh"]
 
 
-def test_a_key_whose_uploads_lie_idle_makes_room_for_another(model: Path, tmp_path: Path) -> None:
+def test_idle_uploads_of_a_key_make_room_for_another(model: Path, tmp_path: Path) -> None:
     keys = "a scopes=push-weights name=a\nb scopes=push-weights name=b\n"
-    (tmp_path / "keys").write_text(keys)
     with live_server(
         model,
         state_dir=tmp_path / "state",
         weight_channels="http",
         max_uploads=2,
         max_upload_mb=1,
-        api_key_file=tmp_path / "keys",
+        keys=keys,
     ) as server:
 
         def status(key: str, version: str, total: int = 8) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,6 @@ def sampling(**fields: Any) -> dict[str, Any]:
 BAD = [  # (body, status, what the message must say)
     (b"", 400, "not JSON"),
     (b"{", 400, "not JSON"),
-    (b'{"requests": [}', 400, "not JSON"),
     (b'{"requests": []} trailing', 400, "not JSON"),
     (b'\xff\xfe{"requests": 1}', 400, "not JSON"),
     (b'{"requests": [{"prompt": "\\ud800"}]}', 400, "not JSON"),
@@ -79,8 +80,6 @@ BAD = [  # (body, status, what the message must say)
     (item(n=0), 400, "n is 0; it must be at least 1"),
     ({"requests": {}}, 400, "requests is {}; it must be a list"),
     ({"requests": ["abc"]}, 400, "requests[0] is 'abc'; it must be an object"),
-    ({"requests": {}}, 400, "requests is {}"),
-    ({"requests": ["abc"]}, 400, "requests[0] is 'abc'"),
     ({"requests": None}, 400, "requests is missing; give requests, or, as SGLang's"),
     (item() | {"text": "hi"}, 400, "send one"),
     ({"text": "hi", "input_ids": [1]}, 400, "give exactly one"),
@@ -130,7 +129,6 @@ BAD = [  # (body, status, what the message must say)
         400,
         "did you mean content",
     ),
-    (item(n=0), 400, "n is 0"),
     (item(n=True), 400, "n is True"),
     (item(n=1.0), 400, "n is 1.0"),
     (item(n="2"), 400, "n is '2'"),
@@ -139,9 +137,6 @@ BAD = [  # (body, status, what the message must say)
     (item(seed=-1), 400, "seed is -1"),
     (item(seed=2**64), 400, "seed is 18446744073709551616"),
     (item(seed=False), 400, "seed is False"),
-    (item(sd=1), 400, "sd is 1"),
-    (item(id=""), 400, "id is ''"),
-    (item(id="x" * 300), 400, "id is"),
     (item(id=5), 400, "id is 5"),
     ({"requests": [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}]}, 400, "used twice"),
     (sampling(temperature=-0.1), 400, "temperature is -0.1"),
@@ -149,8 +144,6 @@ BAD = [  # (body, status, what the message must say)
     (sampling(temperature="hot"), 400, "temperature is 'hot'"),
     (sampling(temperature=True), 400, "temperature is True"),
     (sampling(temperature=None), 400, "temperature is None"),
-    (sampling(temperature=101), 400, "temperature is 101"),
-    (sampling(top_p=0), 400, "top_p is 0"),
     (sampling(top_p=1.1), 400, "top_p is 1.1"),
     (sampling(top_k=-1), 400, "top_k is -1"),
     (sampling(min_p=2), 400, "min_p is 2"),
@@ -207,15 +200,7 @@ def test_bad_requests_are_refused_and_say_why(
     assert len(server.engine.submitted) == before
 
 
-def test_refusals_are_counted_by_code(server: LiveServer) -> None:
-    httpx.post(f"{server.url}/generate", content=b"{")
-    assert (
-        'tlt_requests_rejected_total{reason="invalid_request"}'
-        in httpx.get(f"{server.url}/metrics").text
-    )
-
-
-def test_max_tokens_is_cut_to_the_room_left_only_when_not_asked_for(server: LiveServer) -> None:
+def test_default_max_tokens_is_the_room_left(server: LiveServer) -> None:
     response = httpx.post(f"{server.url}/generate", json={"requests": [{"token_ids": [65] * 500}]})
     assert len(response.json()["results"][0]["choices"][0]["token_ids"]) == 12
 
@@ -273,74 +258,48 @@ def test_batch_over_the_queue_is_refused_before_its_sequences(model: Path) -> No
     assert seconds < 15  # a million records took 35 s
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/generate", {"requests": [{"prompt": "abc", "n": 8}] * 2}),
-        (
-            "/generate",
-            {"requests": [{"messages": [{"role": "user", "content": "abc"}], "n": 8}] * 2},
-        ),
-        ("/v1/completions", {"prompt": ["abc"] * 2, "n": 8}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}], "n": 8}),
-    ],
-)
-def test_a_full_queue_refuses_before_anything_is_tokenised(
-    model: Path, path: str, body: dict[str, Any]
-) -> None:
-    with live_server(model, max_queue=18) as server:
-        encoded: list[Any] = []
-        server.call(
-            lambda: server.text.__setattr__(
-                "encode", lambda *texts, **options: encoded.append(texts)
-            )
-        )
-        with httpx.Client() as other:
-            waits = {"requests": [{"token_ids": [HANGS], "n": 12}], "stream": True}
-            with other.stream("POST", f"{server.url}/generate", json=waits):
-                while not len(server.client):
-                    time.sleep(0.01)
+@contextmanager
+def untokenised(server: LiveServer) -> Iterator[None]:
+    """Fail if a text is tokenised in the block."""
+    encoded: list[Any] = []
+    server.call(lambda: setattr(server.text, "encode", lambda *given, **_: encoded.append(given)))
+    yield
+    server.call(lambda: delattr(server.text, "encode"))
+    assert encoded == []
+
+
+def chat(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_a_full_queue_refuses_before_tokenising(server: LiveServer) -> None:
+    waiting = [{"token_ids": [HANGS], "n": n} for n in (8, 5)]
+    waits = {"requests": waiting, "stream": True}
+    with httpx.stream("POST", f"{server.url}/generate", json=waits):
+        until(lambda: len(server.client) == 13)
+        for path, body in (
+            ("/generate", {"requests": [{"prompt": "abc", "n": 8}] * 2}),
+            ("/generate", {"requests": [{"messages": chat("abc"), "n": 8}] * 2}),
+            ("/v1/completions", {"prompt": ["abc"] * 2, "n": 8}),
+            ("/v1/chat/completions", {"messages": chat("abc"), "n": 8}),
+        ):
+            with untokenised(server):
                 response = httpx.post(server.url + path, json=body)
-        assert response.status_code == 429 and "12 sequences are open" in response.text
-        assert encoded == []
+            assert response.status_code == 429 and "13 sequences are open" in response.text
+    until(lambda: not len(server.client))
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "says"),
-    [
-        (
-            "/v1/completions",
-            {"prompt": ["a", "x" * 10000]},
-            "prompt[1] has a text of 10000 characters",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x" * 10000}]},
-            "messages has a text of 100",
-        ),
+def test_overlong_text_is_refused_before_tokenising(server: LiveServer) -> None:
+    for path, body, says in (
+        ("/v1/completions", {"prompt": ["a", "x" * 10000]}, "prompt[1] has a text of 10000"),
+        ("/v1/chat/completions", {"messages": chat("x" * 10000)}, "messages has a text of 100"),
         ("/tokenize", {"prompt": "x" * 10000}, "prompt has a text of 10000 characters"),
-        (
-            "/tokenize",
-            {"messages": [{"role": "user", "content": "x" * 10000}]},
-            "messages has a text of 100",
-        ),
-    ],
-)
-def test_overlong_text_is_refused_before_tokenising(
-    model: Path, path: str, body: dict[str, Any], says: str
-) -> None:
-    with live_server(model) as server:
-        encoded: list[Any] = []
-        server.call(
-            lambda: server.text.__setattr__(
-                "encode", lambda *texts, **options: encoded.append(texts)
-            )
-        )
-        response = httpx.post(server.url + path, json=body)
-        assert response.status_code == 400 and says in response.json()["error"]["message"], (
-            response.text
-        )
-        assert "6643" in response.text and "max_prompt_tokens" in response.text and encoded == []
+        ("/tokenize", {"messages": chat("x" * 10000)}, "messages has a text of 100"),
+    ):
+        with untokenised(server):
+            response = httpx.post(server.url + path, json=body)
+        assert response.status_code == 400 and says in response.json()["error"]["message"]
+        assert "6643" in response.text and "max_prompt_tokens" in response.text
 
 
 def test_the_longest_text_that_fits_is_tokenised(server: LiveServer) -> None:
