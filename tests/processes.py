@@ -1,8 +1,11 @@
-"""The processes of a running server."""
+"""The processes of a running server, and commands that a test runs."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # In the command lines of the server's other children.
 READER = b"tlt_server.frontend.reading_process"
@@ -55,3 +58,8 @@ def descendants(ancestor: int, word: bytes) -> list[int]:
     for pid, line in _children(ancestor).items():
         found += [pid] * (word in line) + descendants(pid, word)
     return found
+
+
+def completed(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command for at most five minutes; return its exit status and what it printed."""
+    return subprocess.run(command, capture_output=True, text=True, **{"timeout": 300} | options)

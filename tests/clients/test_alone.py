@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.tiny_model import write_model
+from tests.processes import completed
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 HEAVY = ("torch", "transformers", "tlt_server", "pydantic", "starlette", "zmq")
@@ -80,7 +81,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quiet = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-deps")
     where = ("--no-build-isolation", "--target", str(place), str(source))
     install = [sys.executable, "-m", "pip", "install", *quiet, *where]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=300, check=False)
+    done = completed(install)
     assert done.returncode == 0, done.stdout + done.stderr
     needs = tomllib.loads((CLIENTS / "pyproject.toml").read_text())["project"]["dependencies"]
     for distribution in closure(needs):
@@ -107,13 +108,8 @@ def python(alone: Path, script: str, *arguments: str) -> subprocess.CompletedPro
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TLT_"))
     }
-    return subprocess.run(
-        [sys.executable, "-I", "-S", "-c", begin + script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=environment,
-        check=False,
+    return completed(
+        [sys.executable, "-I", "-S", "-c", begin + script, *arguments], env=environment
     )
 
 
@@ -151,9 +147,8 @@ def test_all_of_its_files_are_installed(alone: Path) -> None:
         "rpc/rollout_pb2.pyi",
         "rpc/rollout.proto",
     } <= there
-    assert there == files(CLIENTS / "tlt_client") and not any(
-        (alone / "tlt_client" / name).is_symlink() for name in there
-    )
+    assert there == files(CLIENTS / "tlt_client")
+    assert not any((alone / "tlt_client" / name).is_symlink() for name in there)
     assert (alone / "tlt_client" / "rpc" / "rollout.proto").read_bytes() == (
         CLIENTS / "proto" / "rollout.proto"
     ).read_bytes()
@@ -170,12 +165,8 @@ def test_no_module_of_the_client_imports_torch(alone: Path) -> None:
         "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
         "import tlt_client\nprint('torch' in sys.modules, tlt_client.__file__)"
     )
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-c", script, *modules],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
         cwd=alone,
         env={**os.environ, "PYTHONPATH": str(alone)},
     )

@@ -43,11 +43,9 @@ def attention(
     are its own. Without a tree attend over one causal row.
     """
     if tree_kv_index is None:
-        tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k = (
-            torch.arange(key.shape[2]),
-            (0, key.shape[2]),
-            (0, key.shape[2]),
-        )
+        tree_kv_index = torch.arange(key.shape[2])
+        tree_cu_seqlens_q = (0, key.shape[2])
+        tree_cu_seqlens_k = (0, key.shape[2])
     parts = []
     for a, b, c, d in zip(
         tree_cu_seqlens_q[:-1],
@@ -94,18 +92,14 @@ class LockstepWorker:
         max_tokens: int,
         on_batch: Callable[[Completions], None],
     ) -> None:
-        self.rollout_buffer, self.metrics_queue = (
-            queue.Queue[RolloutSample](),
-            queue.Queue[dict[str, float]](),
-        )
-        self._url, self._model, self._prompt, self._n, self._max_tokens, self._on_batch = (
-            url,
-            model,
-            prompt,
-            n,
-            max_tokens,
-            on_batch,
-        )
+        self.rollout_buffer = queue.Queue[RolloutSample]()
+        self.metrics_queue = queue.Queue[dict[str, float]]()
+        self._url = url
+        self._model = model
+        self._prompt = prompt
+        self._n = n
+        self._max_tokens = max_tokens
+        self._on_batch = on_batch
         self.versions: list[int] = []
         self.batches = 0
 

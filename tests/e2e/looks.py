@@ -37,10 +37,8 @@ class Looks:
                 for prompt, completion, logprobs in said
             ]
         )
-        mine, live = (
-            {name: mix64(tensor) for name, tensor in model.named_parameters()},
-            self.client.weight_checksums(),
-        )
+        mine = {name: mix64(tensor) for name, tensor in model.named_parameters()}
+        live = self.client.weight_checksums()
         self.seen.append(
             Seen(mine, {name: live[name] for name in mine}, apart.max().item(), apart.mean().item())
         )

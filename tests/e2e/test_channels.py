@@ -87,15 +87,11 @@ def test_the_command_pushes_shows_and_rolls_back(
         str(root / "new-drafter"),
     )
     status, out, err = tlt(*pushed)
-    assert (status, err) == (
-        0,
-        "",
-    ) and "committed: version 'by-http' of the target and drafter" in out
+    assert (status, err) == (0, "")
+    assert "committed: version 'by-http' of the target and drafter" in out
     assert "phases: " in out and "together sha256:" in out
-    assert (
-        "live: target 'by-http', drafter 'by-http'" in tlt("status")[1]
-        and trainer.weight_checksums() != before
-    )
+    assert "live: target 'by-http', drafter 'by-http'" in tlt("status")[1]
+    assert trainer.weight_checksums() != before
     assert tlt(*pushed)[1].startswith("unchanged: ")
     status, out, _ = tlt("rollback")
     assert status == 0 and "rolled_back" in out and trainer.weight_checksums() == before
@@ -107,7 +103,5 @@ def test_the_command_pushes_shows_and_rolls_back(
     assert status == 2 and "--channel http" in err
     status, _, err = tlt("push", str(TARGET / "config.json"), "--version", "v", "--channel", "http")
     assert status == 2 and "not a whole safetensors file" in err
-    assert (
-        main(["weights", "status", "--url", "http://127.0.0.1:9"]) == 1
-        and "cannot be reached" in capsys.readouterr().err
-    )
+    assert main(["weights", "status", "--url", "http://127.0.0.1:9"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err

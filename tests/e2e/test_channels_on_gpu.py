@@ -148,9 +148,8 @@ def test_weights_pushed_by_ipc_are_active_bit_for_bit(bucket_bytes: int, client:
 
 def test_a_trainer_of_the_cpu_pushes_to_a_gpu(client: Client) -> None:
     tensors = {name: tensor.cpu() for name, tensor in weights(5).items()}
-    assert IpcSender(client).push(tensors.items(), "cpu")["state"] == "committed" and live(
-        client
-    ) == sums(tensors)
+    assert IpcSender(client).push(tensors.items(), "cpu")["state"] == "committed"
+    assert live(client) == sums(tensors)
 
 
 def test_other_bytes_than_declared_in_a_gpus_memory_are_refused(client: Client) -> None:
@@ -179,9 +178,8 @@ def test_more_memory_than_is_allocated_is_not_read(client: Client) -> None:
         Boasting(client).push(weights(8).items(), "boasting")
     assert live(client) == before
     tensors = weights(9)
-    assert IpcSender(client).push(tensors.items(), "modest")["state"] == "committed" and live(
-        client
-    ) == sums(tensors)
+    assert IpcSender(client).push(tensors.items(), "modest")["state"] == "committed"
+    assert live(client) == sums(tensors)
 
 
 def test_trainer_killed_with_open_memory_leaves_engine_unchanged(
@@ -198,9 +196,8 @@ def test_trainer_killed_with_open_memory_leaves_engine_unchanged(
         threading.Event().wait(0.05)
     assert live(client) == before
     tensors = weights(7)
-    assert IpcSender(client).push(tensors.items(), "after")["state"] == "committed" and live(
-        client
-    ) == sums(tensors)
+    assert IpcSender(client).push(tensors.items(), "after")["state"] == "committed"
+    assert live(client) == sums(tensors)
 
 
 def test_on_one_gpu_nccl_is_refused_with_the_way_that_works(client: Client) -> None:
@@ -214,10 +211,8 @@ class ToAll:
 
 
 def test_a_communicator_of_one_broadcasts_to_itself() -> None:
-    communicator, data = (
-        Communicator(new_id(), 0, 1, torch.device("cuda", 0), 20.0),
-        torch.arange(1000, device="cuda"),
-    )
+    communicator = Communicator(new_id(), 0, 1, torch.device("cuda", 0), 20.0)
+    data = torch.arange(1000, device="cuda")
     work = communicator.broadcast([data], ToAll())
     work.wait(LIMIT)
     assert work.is_completed() and data.tolist() == list(range(1000))

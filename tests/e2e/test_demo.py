@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import completed
 from tlt_client import Client
 
 
@@ -20,7 +21,7 @@ def environment() -> dict[str, str]:
 
 
 def test_quick_demo_prints_its_table_with_the_same_tokens(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = completed(
         [
             sys.executable,
             "-m",
@@ -32,9 +33,6 @@ def test_quick_demo_prints_its_table_with_the_same_tokens(tmp_path: Path) -> Non
         ],
         cwd=tmp_path,
         env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for part in (
@@ -49,12 +47,8 @@ def test_quick_demo_prints_its_table_with_the_same_tokens(tmp_path: Path) -> Non
         assert part in done.stdout
     figures = json.loads((tmp_path / "figures.json").read_text())
     push, rounds = figures["push"], figures["rounds"]
-    assert (
-        push["sound"]
-        and push["crossing"] > 0
-        and push["pause_ms"] < 1000
-        and "step-1 [" in done.stdout
-    )
+    assert push["sound"] and push["crossing"] > 0 and push["pause_ms"] < 1000
+    assert "step-1 [" in done.stdout
     assert [turn["name"] for turn in rounds] == ["off", "eagle", "history", "goodput"]
     assert all(
         turn["responses_differing"] == 0 and turn["reward"] == rounds[0]["reward"]

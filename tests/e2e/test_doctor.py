@@ -6,12 +6,12 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import completed
 from tests.unit.test_doctor import expect
 from tlt_server.doctor.checks import CHECKS
 from tlt_server.doctor.finding import Finding
@@ -22,12 +22,9 @@ ROOT = Path(__file__).parents[2]
 def doctor(*flags: str, **environment: str) -> tuple[int, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("TLT_")}
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "clients"))
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-m", "tlt_server", "doctor", *flags],
-        capture_output=True,
-        text=True,
         timeout=400,
-        check=False,
         env={**own, "PYTHONPATH": path, **environment},
     )
     assert "Traceback" not in done.stderr + done.stdout
@@ -65,10 +62,8 @@ def test_people_get_a_line_per_check_and_the_remedy_below(tmp_path: Path) -> Non
         f"2 of {len(CHECKS) + 1} checks failed: port, state directory"
     )
     place = next(i for i, line in enumerate(lines) if line.startswith("fail port"))
-    assert (
-        "Address already in use" in lines[place]
-        and "remedy: choose another --host or --port" in lines[place + 1]
-    )
+    assert "Address already in use" in lines[place]
+    assert "remedy: choose another --host or --port" in lines[place + 1]
 
 
 @pytest.mark.long
@@ -83,11 +78,8 @@ def test_warnings_are_counted_next_to_passed_checks(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_setting_at_fault_leaves_the_other_checks() -> None:
     status, output = doctor("--json", "--model", "/nowhere", "--port", "0")
-    assert (
-        status == 1
-        and "not a directory" in findings(output)["settings"].found
-        and findings(output)["settings"].remedy
-    )
+    assert status == 1 and "not a directory" in findings(output)["settings"].found
+    assert findings(output)["settings"].remedy
     assert {*findings(output)} == {"settings", *(check.name for check in CHECKS)}
     failed = {name for name, finding in findings(output).items() if finding.status == "fail"}
     assert failed == {"settings", "tokenizer", "device", "model", "numerics", "memory"}
@@ -121,8 +113,5 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path) -> None:
         PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels", ROOT / "clients"))),
     )
     expect(findings(output)["torch"], "fail", "ImportError", "libtorch.so", "pip install")
-    assert (
-        status == 1
-        and findings(output)["model"].status == "fail"
-        and findings(output)["kernels"].status == "ok"
-    )
+    assert status == 1 and findings(output)["model"].status == "fail"
+    assert findings(output)["kernels"].status == "ok"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import grpc
 import pytest
 
 from tests.e2e.test_lifecycle import FAST_START
+from tests.processes import completed
 from tlt_client import Client
 from tlt_client.errors import EngineFailed
 from tlt_client.rpc import (
@@ -35,11 +35,8 @@ LONG = GenerateRequest(
 
 
 def test_the_example_trains_through_one_channel(pushable: ServerProcess) -> None:
-    done = subprocess.run(
+    done = completed(
         [sys.executable, str(EXAMPLE), pushable.grpc_address, str(TARGET), "--steps", "2"],
-        capture_output=True,
-        text=True,
-        timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
@@ -96,7 +93,5 @@ def test_without_the_flag_nothing_of_it_is_imported() -> None:
         "import sys, tlt_server.build; "
         "print(sorted({'grpc', 'google.protobuf'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
+    done = completed([sys.executable, "-c", script])
     assert done.stdout == "[]\n", done.stdout + done.stderr

@@ -72,11 +72,8 @@ def test_server_info_names_the_gpu(client: Client) -> None:
     info = client.server_info()
     engine = info["engine"]
     assert info["num_gpus"] == info["tp_size"] == 1
-    assert (
-        engine["device"] == "cuda"
-        and engine["drafter"] == "eagle+history"
-        and engine["numerics"].startswith("strict")
-    )
+    assert engine["device"] == "cuda" and engine["drafter"] == "eagle+history"
+    assert engine["numerics"].startswith("strict")
     assert (engine["graphs"], engine["dtype"], bool(engine["gpu"])) == (True, "bfloat16", True)
 
 
@@ -125,10 +122,8 @@ def test_push_changes_every_reply_and_rollback_restores_the_bits(
     client.set_strategy("fixed", "eagle:7x4x16")
     sums = client.weight_checksums()
     assert client.update_weights("v1", "v1")["state"] == "committed"
-    assert (
-        client.weights()["target"] == "v1"
-        and client.weight_checksums().keys() == sums.keys() != set()
-    )
+    assert client.weights()["target"] == "v1"
+    assert client.weight_checksums().keys() == sums.keys() != set()
     assert samples(client, "tlt_weight_version_info") == {'{version="v1"}': 1.0}
     reply = client.generate(batch(16, n=1), sampling={"max_tokens": 150})
     for result, [old] in zip(reply.results, plain, strict=True):
@@ -152,10 +147,8 @@ def test_metrics_tell_of_it(client: Client, plain: list[Any]) -> None:
     )
     assert samples(client, "tlt_sd_accepted_tokens_total")['{strategy="eagle:7x4"}'] > 0
     assert samples(client, "tlt_engine_figure")['{name="calibration_drift"}'] > 0
-    assert (
-        samples(client, "tlt_engine_up")[""] == 1
-        and samples(client, "tlt_running_sequences")[""] == 0
-    )
+    assert samples(client, "tlt_engine_up")[""] == 1
+    assert samples(client, "tlt_running_sequences")[""] == 0
 
 
 def test_the_remedy_for_too_little_memory_works() -> None:

@@ -158,11 +158,9 @@ def test_the_order_of_openrlhf_with_rollouts_running(
         return await asked, done
 
     async def trained() -> None:
-        actor, port, name = (
-            RolloutActor(running.url, executor=Executor()),
-            free_port(),
-            f"{trainer.__name__}-{steps}",
-        )
+        actor = RolloutActor(running.url, executor=Executor())
+        port = free_port()
+        name = f"{trainer.__name__}-{steps}"
         _, broadcast = await meanwhile(
             actor.init_process_group(HOST, port, 1, 2, name, backend="gloo", use_ray=False),
             lambda: trainer(port, name),
@@ -193,9 +191,8 @@ def test_the_order_of_openrlhf_with_rollouts_running(
                 states.append(state)
             assert states == ["gathering"] * (len(sent) - 1) + ["committed"]
             now, mine = await asyncio.to_thread(live), sums(list(sent.items()))
-            assert {each: now[each] for each in mine} == mine and all(
-                before[each] != mine[each] for each in mine
-            )
+            assert {each: now[each] for each in mine} == mine
+            assert all(before[each] != mine[each] for each in mine)
             await actor.resume_generation()
             await asyncio.sleep(0.1)
         for output in await asyncio.gather(*long):

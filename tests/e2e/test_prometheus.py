@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tests.frontend.board import BOARD, DOCKER, RULES, board_expressions, plain, titles_in
+from tests.processes import completed
 from tests.tools import require
 from tlt_client import Client, ServerError
 from tlt_server.demo.push import perturbed_copy
@@ -65,14 +66,7 @@ def free_port() -> int:
 
 def complaints(exposition: str) -> str:
     """Return what promtool says against the names, types and help texts of these metrics."""
-    checked = subprocess.run(
-        ["promtool", "check", "metrics"],
-        input=exposition,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    checked = completed(["promtool", "check", "metrics"], input=exposition)
     said = checked.stdout + checked.stderr
     assert bool(said.strip()) == (checked.returncode != 0), (checked.returncode, said)
     return said
@@ -100,13 +94,7 @@ class Prometheus:
         ]
 
     def __enter__(self) -> Prometheus:
-        checked = subprocess.run(
-            ["promtool", "check", "config", str(self._file)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        checked = completed(["promtool", "check", "config", str(self._file)])
         assert checked.returncode == 0, checked.stdout + checked.stderr
         self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
         return self

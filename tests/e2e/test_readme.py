@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import DRAFTING
+from tests.processes import completed
 from tlt_server.demo.server import ServerProcess
 
 README = Path(__file__).parents[2] / "README.md"
@@ -64,13 +65,11 @@ def test_a_python_block_runs(
     block: str, server: ServerProcess, environment: dict[str, str], tmp_path: Path
 ) -> None:
     assert ADDRESS in block
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-c", block.replace(ADDRESS, server.url)],
         cwd=tmp_path,
         env=environment,
         timeout=TIMEOUT_S,
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -82,13 +81,11 @@ def test_a_bash_block_runs(
 ) -> None:
     assert ADDRESS in block
     for line in block.strip().splitlines():
-        done = subprocess.run(
+        done = completed(
             ["bash", "-euo", "pipefail", "-c", line.replace(ADDRESS, server.url)],
             cwd=tmp_path,
             env=environment,
             timeout=TIMEOUT_S,
-            capture_output=True,
-            text=True,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout and '"error"' not in done.stdout, done.stdout
@@ -120,11 +117,8 @@ def test_a_block_that_serves_gets_ready_and_stops(
 
 
 def test_there_are_blocks_of_each_kind() -> None:
-    assert (
-        len(blocks("python")) == 2
-        and len(blocks("bash")) == 1
-        and len(blocks("bash", serving=True)) == 2
-    )
+    assert len(blocks("python")) == 2 and len(blocks("bash")) == 1
+    assert len(blocks("bash", serving=True)) == 2
 
 
 def test_files_that_are_named_exist() -> None:

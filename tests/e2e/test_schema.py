@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import DRAFTING
+from tests.processes import completed
 from tlt_client import Client
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
@@ -87,9 +87,7 @@ def schemathesis(server: ServerProcess, *flags: str, timeout_s: float = 60) -> N
     }
     with tempfile.TemporaryDirectory() as directory:  # it remembers failures there
         (Path(directory) / "schemathesis.toml").write_text(CONFIG)
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=directory
-        )
+        done = completed(command, env=environment, cwd=directory)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
 
 

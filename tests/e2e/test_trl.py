@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 import torch
 
 from tests.e2e.looks import Looks, lost
+from tests.processes import completed
 from tlt_client import Client
 from tlt_client.adapters.trl import OffPolicy, OpenSender, RolloutFunc, WeightTransfer
 from tlt_client.channels.broadcast import BroadcastSender
@@ -49,10 +49,8 @@ def policy(seed: int) -> Any:
     """Weights that the server has not seen."""
     from transformers import AutoModelForCausalLM
 
-    model, generator = (
-        AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32),
-        torch.Generator().manual_seed(seed),
-    )
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1e-3 * torch.randn(parameter.shape, generator=generator)
@@ -198,7 +196,7 @@ with Client(url, timeout_s=60) as client:
 def test_joint_trainers_push_once_and_sample_the_same_weights(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
+    done = completed(
         [
             sys.executable,
             "-m",
@@ -214,9 +212,6 @@ def test_joint_trainers_push_once_and_sample_the_same_weights(
             str(tmp_path),
         ],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -227,12 +222,9 @@ def test_joint_trainers_push_once_and_sample_the_same_weights(
 @pytest.mark.long
 def test_the_example_trains_with_a_drafter_that_follows() -> None:
     size = ("--prompts", "1", "--completions", "2", "--max-tokens", "16")
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-m", "examples.trl.train", "--adaptive", "--steps", "1", *size],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr

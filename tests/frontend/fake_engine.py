@@ -29,6 +29,7 @@ from tlt_server.wire.commands import (
     ControlCommand,
     JoinGroup,
     LeaveGroup,
+    Manifest,
     NameWeights,
     Pause,
     PushWeights,
@@ -182,6 +183,11 @@ class FakeEngine:
     draining: list[Pause | Sleep] = field(default_factory=list)
     unloading: list[str] = field(default_factory=list)
 
+    @property
+    def manifests(self) -> list[Manifest]:
+        """The pushes so far."""
+        return [each.manifest for each in self.weight_commands if isinstance(each, PushWeights)]
+
     async def run(self, *, startup: bool = True) -> int:
         """Answer commands until `Stop`; return the exit status."""
         context = zmq.asyncio.Context()
@@ -311,28 +317,22 @@ class FakeEngine:
         group `hangs` not at all.
         """
         values, shape, ids = b"", list[int](), [command.id]
-        result, error, version, role, sums = (
-            "looked",
-            None,
-            "",
-            "",
-            {"w": f"sha256:{self.weights.target}"},
-        )
+        result = "looked"
+        error = None
+        version = ""
+        role = ""
+        sums = {"w": f"sha256:{self.weights.target}"}
         match command:
             case PushWeights(_, manifest):
-                version, role, result = (
-                    manifest.version or "named",
-                    manifest.role,
-                    "committed" if manifest.commit else "staged",
-                )
+                version = manifest.version or "named"
+                role = manifest.role
+                result = "committed" if manifest.commit else "staged"
                 if manifest.group == "spoils":
                     self.weights = msgspec.structs.replace(
                         self.weights, quarantined={"target": "half of it is another version"}
                     )
-                    result, error = (
-                        "channel_broken",
-                        ("channel_broken", "channel_broken: out of luck"),
-                    )
+                    result = "channel_broken"
+                    error = ("channel_broken", "channel_broken: out of luck")
                 if manifest.path == "hangs":
                     leave_unanswered(command)
                     return
@@ -356,10 +356,8 @@ class FakeEngine:
                 leave_unanswered(command)
                 return
             case JoinGroup(_, name):
-                result, self.weights = (
-                    "joined",
-                    msgspec.structs.replace(self.weights, groups=[name]),
-                )
+                result = "joined"
+                self.weights = msgspec.structs.replace(self.weights, groups=[name])
             case LeaveGroup():
                 result, self.weights = "left", msgspec.structs.replace(self.weights, groups=[])
             case RollbackWeights(_, to):

@@ -230,7 +230,5 @@ def test_server_info_shows_paths_only_to_push_and_operate_keys(keyed: LiveServer
         "host",
         "port",
     }
-    assert (
-        configs["data"]["max_queue"]
-        and not {"api_key_file", "api_key_variable", "tls_key"} & configs["all"].keys()
-    )
+    assert configs["data"]["max_queue"]
+    assert not {"api_key_file", "api_key_variable", "tls_key"} & configs["all"].keys()

@@ -5,7 +5,6 @@ page lists every metric and alert.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.frontend.board import BOARD, DOCKER, PANELS, RULES, asked, board_expressions, in_legend
 from tests.frontend.live_server import live_server
+from tests.processes import completed
 from tests.tools import require
 from tlt_client import Client
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
@@ -96,14 +96,10 @@ def test_the_parser_sees_names_labels_and_groups() -> None:
 def test_a_panel_has_a_title_a_description_and_a_unit(
     panel: dict[str, Any], exposed: dict[str, set[str]]
 ) -> None:
-    assert (
-        panel["title"]
-        and len(panel["description"]) > 20
-        and panel["fieldConfig"]["defaults"]["unit"]
-    )
-    assert (
-        panel["datasource"] == {"type": "prometheus", "uid": "tlt-prometheus"} and panel["targets"]
-    )
+    assert panel["title"] and len(panel["description"]) > 20
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["datasource"] == {"type": "prometheus", "uid": "tlt-prometheus"}
+    assert panel["targets"]
     for target in panel["targets"]:
         labels = set().union(*(exposed[name] for name in asked(target["expr"]).metrics))
         assert in_legend(target["legendFormat"]) <= labels | TARGET_LABELS
@@ -155,14 +151,7 @@ def test_the_docs_name_metrics_that_exist(exposed: dict[str, set[str]]) -> None:
 )
 def test_promtool_agrees(arguments: list[str]) -> None:
     require("promtool")
-    done = subprocess.run(
-        ["promtool", *arguments],
-        cwd=DOCKER.parent,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = completed(["promtool", *arguments], cwd=DOCKER.parent)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

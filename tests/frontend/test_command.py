@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
-from tests.processes import engine
+from tests.processes import completed, engine
 from tests.waiting import until
 from tlt_client import Client
 from tlt_server import build
@@ -42,13 +42,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tlt(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tlt_server", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return completed([sys.executable, "-m", "tlt_server", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -77,9 +71,7 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
 
     for _ in range(5):  # one of five, and the processor's time: other processes share this machine
         before_s = processor_s()
-        result = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-        )
+        result = completed([sys.executable, "-c", script], check=True)
         used_s = processor_s() - before_s
         assert result.stdout.strip().endswith("[]")
         if used_s < 0.3:
@@ -102,9 +94,7 @@ def test_a_process_loads_no_library_that_it_does_not_use(process: str, heavy: li
         "for name in DIALECTS: DIALECTS.resolve(name)\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
+    result = completed([sys.executable, "-c", script], check=True)
     assert result.stdout == "[]\n"
 
 
@@ -118,9 +108,7 @@ def test_checking_an_empty_drafter_imports_no_sympy() -> None:
         "empty_drafter(DRAFTER, empty_model(settings))\n"
         "print('sympy' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
+    result = completed([sys.executable, "-c", script], check=True)
     assert result.stdout == "False\n"
 
 
@@ -266,11 +254,8 @@ def test_keys_from_a_variable_stay_in_the_frontend(
         with Client(server.url, api_key="nightingale-key", timeout_s=20) as client:
             info = client.server_info()
         environment = Path(f"/proc/{info['engine']['pid']}/environ").read_bytes()
-        assert (
-            b"PATH=" in environment
-            and b"nightingale" not in environment
-            and b"ROLLOUT_KEYS" not in environment
-        )
+        assert b"PATH=" in environment and b"nightingale" not in environment
+        assert b"ROLLOUT_KEYS" not in environment
         assert "nightingale" not in str(info) + "".join(server.lines)
         [line] = [line for line in server.lines if "keys_with_all_scopes" in line]
         assert "scopes=data" in line and line.count("sha256:") == 1, (
@@ -299,10 +284,8 @@ def test_a_hung_engine_is_killed_and_restarted(model: Path) -> None:
         await_open(server)
         os.kill(pid, signal.SIGSTOP)
         thread.join(30)
-        assert (
-            replies[0].results[0].error.code == "engine_failed"
-            and "hang_timeout_s" in replies[0].results[0].error.message
-        )
+        assert replies[0].results[0].error.code == "engine_failed"
+        assert "hang_timeout_s" in replies[0].results[0].error.message
         until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
         assert engine(server.process.pid) != pid and not Path(f"/proc/{pid}").exists()
         assert (
@@ -323,11 +306,8 @@ def test_a_crash_loop_ends_the_server_with_status_1_and_one_line(model: Path) ->
             assert replies[0].results[0].error.code == "engine_failed"
         assert server.ended() == 1
         said = [line for line in server.lines if line.startswith("tlt: ")]
-        assert (
-            "max_restarts 2" in said[-1]
-            and "status 1" in said[-1]
-            and not any("Traceback" in line for line in server.lines)
-        )
+        assert "max_restarts 2" in said[-1] and "status 1" in said[-1]
+        assert not any("Traceback" in line for line in server.lines)
 
 
 @pytest.mark.parametrize("command", [build.ENGINE, reader.COMMAND, doctor.CHILD], ids=str)
@@ -335,7 +315,7 @@ def test_no_process_imports_from_the_current_directory(command: tuple[str, ...])
     *python, flag, module = command
     assert flag == "-m" and module.startswith("tlt_server.")
     asked = [*python, "-c", "import sys; print('' in sys.path)"]
-    assert subprocess.run(asked, capture_output=True, check=True, text=True).stdout == "False\n"
+    assert completed(asked, check=True).stdout == "False\n"
 
 
 def test_no_process_of_the_server_writes_a_core_file(model: Path) -> None:
@@ -390,8 +370,5 @@ def test_a_port_in_use_is_a_message_and_status_2(model: Path) -> None:
 
 def test_an_argument_like_no_other_gets_no_suggestion() -> None:
     result = tlt("serve", "--bogus")
-    assert (
-        result.returncode == 2
-        and "unknown argument --bogus" in result.stderr
-        and "did you mean" not in result.stderr
-    )
+    assert result.returncode == 2 and "unknown argument --bogus" in result.stderr
+    assert "did you mean" not in result.stderr

@@ -50,10 +50,8 @@ def all_of(word: str) -> list[str]:
 
 def test_the_image_is_pinned_and_has_no_build_tools() -> None:
     default = next(rest for rest in all_of("ARG") if rest.startswith("PYTHON_IMAGE="))
-    assert PINNED.fullmatch(default.partition("=")[2]) and all_of("FROM") == [
-        "${PYTHON_IMAGE} AS build",
-        "${PYTHON_IMAGE}",
-    ]
+    assert PINNED.fullmatch(default.partition("=")[2])
+    assert all_of("FROM") == ["${PYTHON_IMAGE} AS build", "${PYTHON_IMAGE}"]
     last = instructions()[[i for i, (word, _) in enumerate(instructions()) if word == "FROM"][-1] :]
     assert not [rest for word, rest in last if word == "RUN" and re.search(r"pip|apt|gcc", rest)]
     assert [rest for word, rest in last if word == "COPY"] == ["--from=build /opt/tlt /opt/tlt"]
@@ -61,7 +59,8 @@ def test_the_image_is_pinned_and_has_no_build_tools() -> None:
 
 def test_it_runs_as_a_user_of_its_own() -> None:
     (user,) = all_of("USER")
-    assert user != "root" and any(
+    assert user != "root"
+    assert any(
         "useradd --uid 10001 " in rest and rest.split("&&")[0].split()[-1] == user
         for rest in all_of("RUN")
     )
@@ -80,9 +79,8 @@ def test_copied_files_exist_and_are_not_ignored() -> None:
         for line in (ROOT / ".dockerignore").read_text().splitlines()
         if line and not line.startswith("#")
     ]
-    assert ignore[0] == "*" and {line[1:] for line in ignore if line.startswith("!")} == set(
-        sources
-    )
+    assert ignore[0] == "*"
+    assert {line[1:] for line in ignore if line.startswith("!")} == set(sources)
 
 
 def pins(text: str) -> dict[str, str]:
@@ -170,13 +168,8 @@ def test_commands_are_taken_by_the_command_line() -> None:
 def test_the_gpu_variant_changes_the_server_and_nothing_else() -> None:
     overlay: dict[str, Any] = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text())
     server = overlay["services"].pop("server")
-    assert overlay == {"services": {}} and not server.keys() & {
-        "command",
-        "ports",
-        "volumes",
-        "secrets",
-        "read_only",
-    }
+    assert overlay == {"services": {}}
+    assert not server.keys() & {"command", "ports", "volumes", "secrets", "read_only"}
     assert server["image"] != SERVER["image"], "the two are built from other bases"
     (device,) = server["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
@@ -191,11 +184,8 @@ def test_the_gpu_variant_changes_the_server_and_nothing_else() -> None:
 
 def test_a_server_that_others_can_reach_has_keys() -> None:
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in SERVER["command"] if "=" in flag)
-    assert (
-        flags["host"] == "0.0.0.0"
-        and flags["api-key-file"] == "/run/secrets/api_key"
-        and "api_key" in SERVER["secrets"]
-    )
+    assert flags["host"] == "0.0.0.0" and flags["api-key-file"] == "/run/secrets/api_key"
+    assert "api_key" in SERVER["secrets"]
     for service in COMPOSE["services"].values():
         assert all(
             re.match(r"127\.0\.0\.1:|\$\{TLT_PUBLISH:-127\.0\.0\.1\}:", port)
@@ -226,19 +216,15 @@ def test_images_are_pinned_and_mounts_exist() -> None:
     )
     assert SERVER["build"]["args"].keys() <= {rest.partition("=")[0] for rest in all_of("ARG")}
     ignored = (ROOT / ".gitignore").read_text().splitlines()
-    assert "docker/secrets/" in ignored and all(
-        secret["file"].startswith("./secrets/") for secret in COMPOSE["secrets"].values()
-    )
+    assert "docker/secrets/" in ignored
+    assert all(secret["file"].startswith("./secrets/") for secret in COMPOSE["secrets"].values())
 
 
 def test_prometheus_has_the_key_and_the_alerts() -> None:
     config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
-    assert (
-        job["job_name"] == "tlt"
-        and job["static_configs"] == [{"targets": ["server:8000"]}]
-        and "server" in COMPOSE["services"]
-    )
+    assert job["job_name"] == "tlt" and job["static_configs"] == [{"targets": ["server:8000"]}]
+    assert "server" in COMPOSE["services"]
     assert job["authorization"] == {"type": "Bearer", "credentials_file": "/run/secrets/api_key"}
     mounted = dict(volume.split(":")[:2] for volume in COMPOSE["services"]["prometheus"]["volumes"])
     assert mounted["./alerts.yml"] == "/etc/prometheus/" + config["rule_files"][0]
@@ -253,24 +239,19 @@ def test_grafana_is_provisioned_with_the_source_and_the_board() -> None:
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())[
         "datasources"
     ]
-    assert (
-        source["uid"] == BOARD["templating"]["list"][0]["datasource"]["uid"]
-        and source["url"] == "http://prometheus:9090"
-    )
+    assert source["uid"] == BOARD["templating"]["list"][0]["datasource"]["uid"]
+    assert source["url"] == "http://prometheus:9090"
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "boards.yaml").read_text())[
         "providers"
     ]
     mounted = dict(volume.split(":")[:2] for volume in COMPOSE["services"]["grafana"]["volumes"])
-    assert (
-        mounted["./grafana/boards"] == provider["options"]["path"]
-        and mounted["./grafana/provisioning"] == "/etc/grafana/provisioning"
-    )
+    assert mounted["./grafana/boards"] == provider["options"]["path"]
+    assert mounted["./grafana/provisioning"] == "/etc/grafana/provisioning"
     home = Path(
         COMPOSE["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     )
-    assert (DOCKER / "grafana" / "boards" / home.name).exists() and str(home.parent) == provider[
-        "options"
-    ]["path"]
+    assert (DOCKER / "grafana" / "boards" / home.name).exists()
+    assert str(home.parent) == provider["options"]["path"]
 
 
 @pytest.mark.parametrize(
@@ -281,6 +262,5 @@ def test_grafana_is_provisioned_with_the_source_and_the_board() -> None:
 )
 def test_the_page_names_files_that_are_there(command: str) -> None:
     words = shlex.split(command, comments=True)
-    assert (ROOT / "docker").exists() and all(
-        (ROOT / word).exists() for word in words if word.endswith(".yaml")
-    )
+    assert (ROOT / "docker").exists()
+    assert all((ROOT / word).exists() for word in words if word.endswith(".yaml"))

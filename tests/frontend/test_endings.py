@@ -60,11 +60,8 @@ def test_a_deadline_after_the_last_end_aborts_nothing(server: LiveServer) -> Non
             lambda: server.client._sequences.expire(Submission([], lambda submission: None))
         )
         time.sleep(0.1)
-        assert (
-            len(server.client) == 1
-            and server.engine.running
-            and len(server.engine.aborted) == before
-        )
+        assert len(server.client) == 1 and server.engine.running
+        assert len(server.engine.aborted) == before
     until(lambda: len(server.client) == 0)
 
 
@@ -93,10 +90,8 @@ def test_draining_finishes_running_requests_only(model: Path) -> None:
         response = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
         assert int(response.headers["retry-after"]) >= 1
-        assert (
-            httpx.get(f"{server.url}/readyz").status_code == 503
-            and httpx.get(f"{server.url}/livez").status_code == 200
-        )
+        assert httpx.get(f"{server.url}/readyz").status_code == 503
+        assert httpx.get(f"{server.url}/livez").status_code == 200
         running.join()
         assert replies[0].results[0].choices[0].finish_reason == "length"
 
@@ -114,11 +109,8 @@ def test_the_last_death_of_the_engine_ends_open_requests(model: Path) -> None:
         last = client.generate([{"token_ids": [DIES]}])
         waiting.join(30)
         for result in [*last.results, *replies[0].results]:
-            assert (
-                result.error is not None
-                and result.error.code == "engine_failed"
-                and "status 7" in result.error.message
-            )
+            assert result.error is not None and result.error.code == "engine_failed"
+            assert "status 7" in result.error.message
         for path, status in (("/livez", 503), ("/readyz", 503), ("/startupz", 200)):
             assert httpx.get(server.url + path).status_code == status
         with pytest.raises(ServerError) as caught:

@@ -82,16 +82,10 @@ def test_a_request_has_one_access_line_and_its_id_in_every_line(
     reply = ask(keyed, body, "/generate?who=canaryquery", **{"x-request-id": "step-7.a"})
     assert reply.headers["x-request-id"] == "step-7.a"
     (access,) = accesses(stream, 1)
-    assert (
-        access["method"],
-        access["route"],
-        access["status"],
-        access["client"],
-        access["level"],
-    ) == ("POST", "/generate", 200, "127.0.0.1", "info")
-    assert access["request_bytes"] == len(reply.request.content) and access[
-        "response_bytes"
-    ] == len(reply.content)
+    assert (access["method"], access["route"], access["status"]) == ("POST", "/generate", 200)
+    assert (access["client"], access["level"]) == ("127.0.0.1", "info")
+    assert access["request_bytes"] == len(reply.request.content)
+    assert access["response_bytes"] == len(reply.content)
     assert 0 < access["seconds"] < 30 and access["timestamp"].endswith("Z")
     (generated,) = [line for line in lines(stream) if line["event"] == "generated"]
     assert generated["request_id"] == access["request_id"] == "step-7.a"
@@ -234,11 +228,8 @@ def test_the_log_leads_from_a_death_to_the_request_that_ran(
         assert [f"{batches[f'step-{step}']}-0.0"] == death["ran"] and death["ran_in_all"] == 1
     assert step == 1
     (refused,) = [line for line in lines(stream) if line["event"] == "poisoned"]
-    assert (refused["id"], refused["request_id"], refused["level"]) == (
-        f"{batches['step-2']}-0.0",
-        "step-2",
-        "warning",
-    )
+    assert (refused["id"], refused["request_id"]) == (f"{batches['step-2']}-0.0", "step-2")
+    assert refused["level"] == "warning"
 
 
 def slow_body(server: LiveServer) -> None:
@@ -265,9 +256,8 @@ def test_libraries_lines_have_our_form_and_exceptions_no_message(stream: io.Stri
     logging.getLogger("httpcore").debug("headers %s", PROMPT)
     logging.getLogger("asyncio").warning("slow")
     first, second = lines(stream)
-    assert (first["type"], first["level"]) == ("KeyError", "error") and "test_logs" in first[
-        "frames"
-    ][0]
+    assert (first["type"], first["level"]) == ("KeyError", "error")
+    assert "test_logs" in first["frames"][0]
     assert second["event"] == "slow" and PROMPT not in stream.getvalue()
 
 
@@ -284,10 +274,8 @@ def test_unawaited_exception_is_logged_without_its_message(stream: io.StringIO) 
 
     asyncio.run(main())
     (line,) = lines(stream)
-    assert (line["event"], line["type"]) == (
-        "left_behind",
-        "ValueError",
-    ) and PROMPT not in stream.getvalue()
+    assert (line["event"], line["type"]) == ("left_behind", "ValueError")
+    assert PROMPT not in stream.getvalue()
 
 
 def test_a_callback_that_fails_is_logged_without_its_arguments(stream: io.StringIO) -> None:

@@ -127,10 +127,8 @@ def test_strategies_without_end_are_one_label_value() -> None:
     metrics = Metrics()
     for depth in range(2, STRATEGIES + 40):
         step(metrics, Strategy("eagle", depth, 1, 2), [1], drafted=1)
-    assert (
-        len(shown(metrics)["tlt_cycles_total"]) == STRATEGIES + 1
-        and shown(metrics)["tlt_cycles_total"]["other",] == 38
-    )
+    assert len(shown(metrics)["tlt_cycles_total"]) == STRATEGIES + 1
+    assert shown(metrics)["tlt_cycles_total"]["other",] == 38
 
 
 def test_totals_grow_on_over_a_new_engine() -> None:
@@ -170,19 +168,15 @@ def test_a_drafter_falls_behind_with_every_change_of_the_target() -> None:
 
 def test_processes_and_disk(tmp_path: Path) -> None:
     metrics = Metrics()
-    assert (
-        "tlt_engine_process_resident_memory_bytes" not in shown(metrics)
-        and shown(metrics)["process_resident_memory_bytes"][()] > 1e6
-    )
+    assert "tlt_engine_process_resident_memory_bytes" not in shown(metrics)
+    assert shown(metrics)["process_resident_memory_bytes"][()] > 1e6
     pids = [os.getppid(), os.getpid()]
     metrics.engine_ready(msgspec.structs.replace(INFO, pid=pids[0], rank_pids=[pids[1], 2**22 + 1]))
     metrics.disk.watch(tmp_path / "not" / "made")
     found = shown(metrics)
-    assert (
-        found["tlt_engine_process_resident_memory_bytes"].keys() == {("0",), ("1",)}
-        and found["tlt_engine_process_resident_memory_bytes"]["0",] > 1e5
-        and found["tlt_engine_process_cpu_seconds_total"].keys() == {("0",), ("1",)}
-    )
+    assert found["tlt_engine_process_resident_memory_bytes"].keys() == {("0",), ("1",)}
+    assert found["tlt_engine_process_resident_memory_bytes"]["0",] > 1e5
+    assert found["tlt_engine_process_cpu_seconds_total"].keys() == {("0",), ("1",)}
     assert 0 < found["tlt_disk_free_bytes"][()] <= found["tlt_disk_total_bytes"][()]
 
 
@@ -296,9 +290,8 @@ def test_the_ready_metric_agrees_with_readyz(model: Path) -> None:
     with live_server(model) as server:
         assert scraped(server)["tlt_ready"] == {(): 1}
         server.call(lambda: setattr(server.client, "draining", True))
-        assert httpx.get(f"{server.url}/readyz").status_code == 503 and scraped(server)[
-            "tlt_ready"
-        ] == {(): 0}
+        assert httpx.get(f"{server.url}/readyz").status_code == 503
+        assert scraped(server)["tlt_ready"] == {(): 0}
         assert (
             httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]}).status_code
             == 503

@@ -20,10 +20,8 @@ def test_completion_logprobs_offsets_count_characters(server: LiveServer) -> Non
     named = complete(
         server, prompt="ab", max_tokens=2, logprobs=1, return_tokens_as_token_ids=True
     )["choices"][0]["logprobs"]
-    assert named["tokens"] == ["token_id:97", "token_id:98"] and named["top_logprobs"] == [
-        {"token_id:97": -0.5},
-        {"token_id:98": -0.5},
-    ]
+    assert named["tokens"] == ["token_id:97", "token_id:98"]
+    assert named["top_logprobs"] == [{"token_id:97": -0.5}, {"token_id:98": -0.5}]
 
 
 @pytest.mark.parametrize(
@@ -54,19 +52,16 @@ def test_chat_logprobs_hold_tokens_bytes_and_alternatives(server: LiveServer) ->
 def test_echo_puts_the_prompt_in_front_of_text_and_logprobs(server: LiveServer) -> None:
     [choice] = complete(server, prompt="ab", max_tokens=2, echo=True, logprobs=1)["choices"]
     assert choice["text"] == "abab" and "prompt_logprobs" not in choice
-    assert choice["logprobs"]["tokens"] == ["a", "b", "a", "b"] and choice["logprobs"][
-        "text_offset"
-    ] == [0, 1, 2, 3]
+    assert choice["logprobs"]["tokens"] == ["a", "b", "a", "b"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
     assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -0.5, -0.5]
     assert choice["logprobs"]["top_logprobs"][:2] == [None, {"A": -0.1, "b": -2.0}]
     assert complete(server, prompt=[97, 98], max_tokens=1, echo=True)["choices"][0]["text"] == "aba"
 
 
 def test_prompt_logprobs_are_by_token_id_with_rank(server: LiveServer) -> None:
-    own, best = (
-        {"logprob": -2.0, "rank": None, "decoded_token": "b"},
-        {"logprob": -0.1, "rank": 1, "decoded_token": "A"},
-    )
+    own = {"logprob": -2.0, "rank": None, "decoded_token": "b"}
+    best = {"logprob": -0.1, "rank": 1, "decoded_token": "A"}
     expected = [None, {"98": own, "65": best}]
     assert (
         complete(server, prompt="ab", max_tokens=1, prompt_logprobs=1)["choices"][0][
@@ -104,9 +99,8 @@ def test_max_tokens_0_only_scores_the_prompt(server: LiveServer, stream: bool) -
     ]
     for field in ("max_tokens", "max_completion_tokens"):
         answer = chat(server, prompt_logprobs=0, **{field: 0})
-        assert (
-            answer["choices"][0]["message"]["content"] == "" and len(answer["prompt_logprobs"]) == 5
-        )
+        assert answer["choices"][0]["message"]["content"] == ""
+        assert len(answer["prompt_logprobs"]) == 5
         assert answer["usage"]["completion_tokens"] == 0
 
 

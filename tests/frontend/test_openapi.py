@@ -85,12 +85,10 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
             for parameter in about.get("parameters", [])
             if parameter["in"] == "path"
         ]
-        assert in_path == re.findall(r"{(.*?)}", path) and all(
-            parameter["description"] for parameter in about.get("parameters", [])
-        )
-        assert about["responses"]["200"]["content"] and all(
-            response["description"] for response in about["responses"].values()
-        )
+        assert in_path == re.findall(r"{(.*?)}", path)
+        assert all(parameter["description"] for parameter in about.get("parameters", []))
+        assert about["responses"]["200"]["content"]
+        assert all(response["description"] for response in about["responses"].values())
     assert len({about["operationId"] for about in found.values()}) == len(found)
 
 

@@ -38,15 +38,10 @@ def test_one_request_too_many_gets_a_typed_503(model: Path, path: str, envelope:
         with connect(server) as third:
             third.sendall(head(path, content_length=2) + b"{}")
             reply = read_all(third)
-        assert (
-            reply.startswith(b"HTTP/1.1 503")
-            and b"retry-after: 1" in reply
-            and b"connection: close" in reply.lower()
-        )
-        assert (
-            envelope in reply
-            and b"3 requests are in progress; the limit is 2 (max_connections)" in reply
-        )
+        assert reply.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in reply
+        assert b"connection: close" in reply.lower()
+        assert envelope in reply
+        assert b"3 requests are in progress; the limit is 2 (max_connections)" in reply
         assert httpx.get(f"{server.url}/livez").status_code == 200
         second.close()
         until(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
@@ -140,10 +135,8 @@ def test_late_request_is_refused_at_once_with_retry_after(
             assert encoded == [] and len(server.client) == 20
             metrics = httpx.get(f"{server.url}/metrics").text
             assert 64 < float(metrics.partition("\ntlt_forecast_wait_seconds ")[2].split()[0]) < 66
-            assert (
-                "\ntlt_open_tokens 2020.0" in metrics
-                and 'tlt_requests_rejected_total{reason="overloaded"} 1.0' in metrics
-            )
+            assert "\ntlt_open_tokens 2020.0" in metrics
+            assert 'tlt_requests_rejected_total{reason="overloaded"} 1.0' in metrics
         until(lambda: len(server.client) == 0 and server.client.admission.tokens == 0)
 
 
@@ -160,17 +153,12 @@ def test_a_queue_that_is_full_of_tokens_or_pages_refuses(model: Path) -> None:
         ):
             until(lambda: len(server.client) == 1)
             response = httpx.post(f"{server.url}/generate", json=one)
-            assert (
-                response.status_code == 429
-                and "400 tokens are open and 400 more are over the limit of 500" in response.text
-            )
+            assert response.status_code == 429
+            assert "400 tokens are open and 400 more are over the limit of 500" in response.text
             assert response.headers["retry-after"] == "1"
         response = httpx.post(f"{server.url}/generate", json=hundreds(8))
-        assert (
-            response.status_code == 413
-            and "808 tokens (prompt + max_tokens)" in response.text
-            and "split it" in response.text
-        )
+        assert response.status_code == 413 and "808 tokens (prompt + max_tokens)" in response.text
+        assert "split it" in response.text
     with live_server(model, max_page_forecast=1.0) as server:
         one = {"requests": [{"token_ids": [HANGS] * 100}], "sampling": {"max_tokens": 300}}
         with (
@@ -179,10 +167,8 @@ def test_a_queue_that_is_full_of_tokens_or_pages_refuses(model: Path) -> None:
         ):
             until(lambda: len(server.client) == 1)
             response = httpx.post(f"{server.url}/generate", json=hundreds(20))
-            assert (
-                response.status_code == 429
-                and "135 more are over the limit of 64 (max_page_forecast" in response.text
-            )
+            assert response.status_code == 429
+            assert "135 more are over the limit of 64 (max_page_forecast" in response.text
         until(lambda: len(server.client) == 0)
         assert httpx.post(f"{server.url}/generate", json=hundreds(20)).status_code == 200  # alone
 
@@ -203,26 +189,17 @@ def test_the_queues_deadline_is_the_engines_to_keep_and_a_429(server: LiveServer
     response = httpx.post(
         f"{server.url}/generate", json={"requests": [{"token_ids": [LATE]}], "queue_timeout_s": 0.2}
     )
-    assert (
-        response.status_code == 429
-        and response.json()["results"][0]["error"]["code"] == "queue_timeout"
-    )
-    assert (
-        response.json()["results"][0]["error"]["retryable"]
-        and response.headers["retry-after"] == "1"
-    )
+    assert response.status_code == 429
+    assert response.json()["results"][0]["error"]["code"] == "queue_timeout"
+    assert response.json()["results"][0]["error"]["retryable"]
+    assert response.headers["retry-after"] == "1"
     asked = server.engine.submitted[-1]
     assert asked.begin_by_s is not None and 0 < time.monotonic() - (asked.begin_by_s - 0.2) < 30
     response = httpx.post(f"{server.url}/v1/completions", json={"prompt": [LATE]})
-    assert (
-        response.status_code == 429
-        and response.json()["error"]["code"] == "queue_timeout"
-        and response.headers["retry-after"] == "1"
-    )
+    assert response.status_code == 429 and response.json()["error"]["code"] == "queue_timeout"
+    assert response.headers["retry-after"] == "1"
     response = httpx.post(
         f"{server.url}/generate", json={"requests": [{"prompt": "a"}], "queue_timeout_s": 3601}
     )
-    assert (
-        response.status_code == 400
-        and "queue_timeout_s is 3601; the limit is 3600 s (queue_timeout_s)" in response.text
-    )
+    assert response.status_code == 400
+    assert "queue_timeout_s is 3601; the limit is 3600 s (queue_timeout_s)" in response.text

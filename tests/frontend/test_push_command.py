@@ -30,18 +30,12 @@ def test_push_command_presents_a_client_certificate(
         ):
             assert main(["weights", *verb, *url, *own]) == 0 and said in capsys.readouterr().out
         for missing in ([], own[:2]):
-            assert (
-                main(["weights", "status", *url, *missing]) == 1
-                and "--tls-ca, --tls-cert, --tls-key" in capsys.readouterr().err
-            )
-        assert (
-            main(["weights", "status", *url, *own[:4]]) == 2
-            and "give both, or neither" in capsys.readouterr().err
-        )
-        assert (
-            main(["weights", "status", *url, "--tls-ca", str(key)]) == 2
-            and str(key) in capsys.readouterr().err
-        )
+            assert main(["weights", "status", *url, *missing]) == 1
+            assert "--tls-ca, --tls-cert, --tls-key" in capsys.readouterr().err
+        assert main(["weights", "status", *url, *own[:4]]) == 2
+        assert "give both, or neither" in capsys.readouterr().err
+        assert main(["weights", "status", *url, "--tls-ca", str(key)]) == 2
+        assert str(key) in capsys.readouterr().err
 
 
 def test_it_sends_the_first_key_of_a_file(

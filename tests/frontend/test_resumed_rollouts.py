@@ -48,10 +48,8 @@ def test_next_engine_continues_only_opted_in_rollouts(model: Path) -> None:
             until(lambda least=least: rollout.fetch().progress.tokens > least)  # type: ignore[misc]
             die(server, least)
         thread.join(30)
-        assert (
-            plain[0].results[0].error is not None
-            and plain[0].results[0].error.code == "engine_failed"
-        )
+        assert plain[0].results[0].error is not None
+        assert plain[0].results[0].error.code == "engine_failed"
         reply = rollout.result(30)
         assert all(request.generated for request in server.engine.submitted)
     with (
@@ -95,30 +93,15 @@ def test_the_next_server_continues_written_rollouts(model: Path, tmp_path: Path)
         again = client.generate(items, sampling=FIELDS, detach=True, idempotency_key="k")
         assert again.id == rollout.id
         reply = client.rollout(rollout.id).result(30)
-        assert {request.id for request in second.engine.submitted} and all(
-            request.generated for request in second.engine.submitted
-        )
+        assert {request.id for request in second.engine.submitted}
+        assert all(request.generated for request in second.engine.submitted)
         for name, found in choices(reply).items():
             for mine, theirs in zip(found, choices(expected)[name], strict=True):
-                assert (
-                    mine.token_ids,
-                    mine.text,
-                    mine.logprobs,
-                    mine.top_logprobs,
-                    mine.prompt_logprobs,
-                    mine.seed,
-                ) == (
-                    theirs.token_ids,
-                    theirs.text,
-                    theirs.logprobs,
-                    theirs.top_logprobs,
-                    theirs.prompt_logprobs,
-                    theirs.seed,
-                )
-                assert (mine.finish_reason, mine.stop_reason) == (
-                    theirs.finish_reason,
-                    theirs.stop_reason,
-                )
+                assert (mine.token_ids, mine.text) == (theirs.token_ids, theirs.text)
+                assert (mine.logprobs, mine.top_logprobs) == (theirs.logprobs, theirs.top_logprobs)
+                assert (mine.prompt_logprobs, mine.seed) == (theirs.prompt_logprobs, theirs.seed)
+                assert mine.finish_reason == theirs.finish_reason
+                assert mine.stop_reason == theirs.stop_reason
                 assert mine.sd.steps > theirs.sd.steps, "figures cover both parts"
         assert (
             f"tlt_resumed_sequences_total {float(len(second.engine.submitted))}" in client.metrics()
@@ -205,11 +188,8 @@ def test_rollout_of_another_model_is_not_continued(model: Path, tmp_path: Path) 
         Client(second.url) as client,
     ):
         [result] = client.rollout(rollout.id).result(30).results
-        assert (
-            result.error is not None
-            and result.error.code == "conflict"
-            and str(model) in result.error.message
-        )
+        assert result.error is not None and result.error.code == "conflict"
+        assert str(model) in result.error.message
         assert not second.engine.submitted
     assert (tmp_path / "state" / "rollouts" / f"{rollout.id}.journal").stat().st_size > 0
 
@@ -244,10 +224,8 @@ def test_rollout_missing_only_its_end_record_is_done(model: Path, tmp_path: Path
     path = tmp_path / "rollouts" / f"{rollout.id}.journal"
     os.truncate(path, path.stat().st_size - 1)
     with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
-        assert (
-            client.rollout(rollout.id).result(30).results == reply.results
-            and not second.engine.submitted
-        )
+        assert client.rollout(rollout.id).result(30).results == reply.results
+        assert not second.engine.submitted
 
 
 def test_deadline_ends_a_rollout_without_a_fitting_engine(model: Path, tmp_path: Path) -> None:
@@ -265,11 +243,8 @@ def test_deadline_ends_a_rollout_without_a_fitting_engine(model: Path, tmp_path:
         Client(second.url) as client,
     ):
         [result] = client.rollout(rollout.id).result(30).results
-        assert (
-            result.error is not None
-            and result.error.code == "deadline_exceeded"
-            and not second.engine.submitted
-        )
+        assert result.error is not None and result.error.code == "deadline_exceeded"
+        assert not second.engine.submitted
 
 
 def test_rollout_of_other_numerics_waits_for_a_fitting_server(model: Path, tmp_path: Path) -> None:

@@ -30,18 +30,14 @@ def test_kept_rollouts_are_bounded_and_fetched_ones_make_room(model: Path) -> No
         ids = [post(server, detach=True).json()["id"] for _ in range(2)]
         until(lambda: all(rollout.done_s for rollout in server.rollouts))
         full = post(server, detach=True)
-        assert (full.status_code, full.json()["error"]["code"]) == (
-            429,
-            "queue_full",
-        ) and "max_rollouts" in full.json()["error"]["message"]
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
+        assert "max_rollouts" in full.json()["error"]["message"]
         assert int(full.headers["retry-after"]) > 0
         httpx.get(f"{server.url}/rollouts/{ids[1]}")
         new = post(server, detach=True).json()["id"]
         kept = [rollout["id"] for rollout in httpx.get(f"{server.url}/rollouts").json()["rollouts"]]
-        assert (
-            kept == [ids[0], new]
-            and len(list((server.directory / "rollouts").glob("*.journal"))) == 2
-        )
+        assert kept == [ids[0], new]
+        assert len(list((server.directory / "rollouts").glob("*.journal"))) == 2
 
 
 def test_keyed_requests_that_were_answered_never_fill_the_limit(model: Path) -> None:
@@ -58,10 +54,8 @@ def test_finished_rollouts_go_after_their_time(model: Path) -> None:
             == "done"
         )
         until(lambda: httpx.get(f"{server.url}/rollouts/{id}").status_code == 404)
-        assert (
-            not list((server.directory / "rollouts").glob("*.journal"))
-            and post(server, "brief", detach=True).json()["id"] != id
-        )
+        assert not list((server.directory / "rollouts").glob("*.journal"))
+        assert post(server, "brief", detach=True).json()["id"] != id
 
 
 def test_journals_over_their_limit_end_a_rollout_and_free_room(model: Path) -> None:
@@ -76,9 +70,8 @@ def test_journals_over_their_limit_end_a_rollout_and_free_room(model: Path) -> N
             f"{server.url}/rollouts/{rollout.json()['id']}?wait_s=30", timeout=40
         ).json()
         errors = [result["error"] for result in reply["results"]]
-        assert reply["status"] == "done" and {error["code"] for error in errors} == {
-            "storage_failed"
-        }
+        assert reply["status"] == "done"
+        assert {error["code"] for error in errors} == {"storage_failed"}
         assert "max_rollout_mb" in errors[0]["message"] and errors[0]["retryable"]
         until(lambda: len(server.client) == 0 and not server.engine.running)
         assert not list((server.directory / "rollouts").glob("*.journal"))
@@ -129,10 +122,8 @@ def test_metrics_count_kept_rollouts(model: Path) -> None:
         client.generate([{"prompt": "a"}], detach=True).result(30)
         client.generate([{"token_ids": [HANGS]}], detach=True)
         text = client.metrics()
-        assert (
-            'tlt_rollouts{status="running"} 1.0' in text
-            and 'tlt_rollouts{status="done"} 1.0' in text
-        )
+        assert 'tlt_rollouts{status="running"} 1.0' in text
+        assert 'tlt_rollouts{status="done"} 1.0' in text
         size = sum(
             path.stat().st_size for path in (server.directory / "rollouts").glob("*.journal")
         )
@@ -232,10 +223,8 @@ def test_rollouts_that_are_done_hold_no_file_open(model: Path) -> None:
 
     with live_server(model, max_rollouts=8) as server:
         hangs = post(server, detach=True, requests=[{"token_ids": [HANGS]}]).json()["id"]
-        url, ids = (
-            f"{server.url}/rollouts",
-            [post(server, detach=True).json()["id"] for _ in range(3)],
-        )
+        url = f"{server.url}/rollouts"
+        ids = [post(server, detach=True).json()["id"] for _ in range(3)]
         first = [httpx.get(f"{url}/{id}?wait_s=30").json()["results"] for id in ids[:2]]
         until(lambda: httpx.get(f"{url}/{ids[2]}?wait_s=1").json()["status"] == "done")
         assert len(journals()) == 1, "that of the one that runs"

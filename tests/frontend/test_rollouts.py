@@ -89,23 +89,15 @@ def test_running_rollouts_show_results_and_progress(slow: LiveServer) -> None:
         assert first.status == "running" and first.progress.items == 2
         until(lambda: rollout.fetch().results)
         part = rollout.fetch()
-        assert (part.status, [result.id for result in part.results], part.progress.items_ended) == (
-            "running",
-            ["short"],
-            1,
-        )
+        assert (part.status, [result.id for result in part.results]) == ("running", ["short"])
+        assert part.progress.items_ended == 1
         assert 3 < part.progress.tokens < 403 and part.usage.completion_tokens == 3
         [kept] = [summary for summary in client.rollouts() if summary.id == rollout.id]
-        assert (kept.status, kept.detached, kept.done_s) == (
-            "running",
-            True,
-            None,
-        ) and kept.bytes > 0
+        assert (kept.status, kept.detached, kept.done_s) == ("running", True, None)
+        assert kept.bytes > 0
         whole = rollout.fetch(wait_s=30)
-        assert (whole.status, [result.id for result in whole.results]) == (
-            "done",
-            ["long", "short"],
-        )
+        assert whole.status == "done"
+        assert [result.id for result in whole.results] == ["long", "short"]
         assert whole.progress.tokens == whole.usage.completion_tokens == 403
 
 
@@ -113,9 +105,8 @@ def test_a_poll_ends_when_its_time_is_up(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         rollout = client.generate([{"token_ids": [HANGS]}], detach=True)
         started = time.monotonic()
-        assert (
-            rollout.fetch(wait_s=0.2).status == "running" and 0.19 < time.monotonic() - started < 20
-        )
+        assert rollout.fetch(wait_s=0.2).status == "running"
+        assert 0.19 < time.monotonic() - started < 20
         with pytest.raises(TimeoutError, match="it goes on"):
             rollout.result(0.1)
         rollout.delete()
@@ -134,10 +125,8 @@ def test_deleting_aborts_and_forgets(server: LiveServer) -> None:
         thread.start()
         await_waiter(server, rollout.id)
         path = server.directory / "rollouts" / f"{rollout.id}.journal"
-        assert (
-            stat.S_IMODE(path.stat().st_mode) == 0o600
-            and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        )
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         rollout.delete()
         thread.join(30)
         assert waiting[0].json()["error"]["code"] == "cancelled"
@@ -153,11 +142,8 @@ def test_failed_items_carry_their_error_and_are_fetched_with_200(client: Client)
     some = client.generate(
         [{"token_ids": [FAILS]}, {"prompt": "a"}], sampling={"max_tokens": 2}, detach=True
     ).result(30)
-    assert (
-        some.results[0].error is not None
-        and some.results[0].error.code == "engine_failed"
-        and some.results[1].choices
-    )
+    assert some.results[0].error is not None and some.results[0].error.code == "engine_failed"
+    assert some.results[1].choices
     none = client.generate([{"token_ids": [FAILS], "n": 3}], detach=True).result(30)
     assert [result.error and result.error.code for result in none.results] == ["engine_failed"]
 
@@ -196,11 +182,8 @@ def test_a_repeated_key_gets_the_same_reply_and_runs_once(server: LiveServer) ->
     first = post(server, "once")
     ran = len(server.engine.submitted)
     again = post(server, "once")
-    assert (
-        first.status_code == 200
-        and first.content == again.content
-        and len(server.engine.submitted) == ran
-    )
+    assert first.status_code == 200 and first.content == again.content
+    assert len(server.engine.submitted) == ran
     assert first.headers["x-rollout-id"] == again.headers["x-rollout-id"]
     assert (
         post(server, "another").json()["results"][0]["choices"][0]["seed"]
@@ -240,11 +223,8 @@ def test_many_at_once_with_one_key_run_once(slow: LiveServer) -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert (
-        len(replies) == 12
-        and len({reply.content for reply in replies}) == 1
-        and len(slow.engine.submitted) == before + 1
-    )
+    assert len(replies) == 12 and len({reply.content for reply in replies}) == 1
+    assert len(slow.engine.submitted) == before + 1
 
 
 def test_a_keyed_request_goes_on_when_its_client_hangs_up(slow: LiveServer) -> None:
@@ -257,18 +237,14 @@ def test_a_keyed_request_goes_on_when_its_client_hangs_up(slow: LiveServer) -> N
             timeout=httpx.Timeout(30, read=0.1),
         )
     reply = post(slow, "left", sampling={"max_tokens": 60})
-    assert (
-        len(reply.json()["results"][0]["choices"][0]["token_ids"]) == 60
-        and len(slow.engine.aborted) == aborted
-    )
+    assert len(reply.json()["results"][0]["choices"][0]["token_ids"]) == 60
+    assert len(slow.engine.aborted) == aborted
 
 
 def test_a_detached_request_with_a_key_gives_the_same_id(server: LiveServer) -> None:
     first, again = (post(server, "detached", detach=True) for _ in range(2))
-    assert (
-        first.status_code == again.status_code == 202
-        and first.json()["id"] == again.json()["id"] == first.headers["x-rollout-id"]
-    )
+    assert first.status_code == again.status_code == 202
+    assert first.json()["id"] == again.json()["id"] == first.headers["x-rollout-id"]
 
 
 # what hostile clients send
@@ -288,10 +264,8 @@ def test_a_rollout_is_not_streamed(
     server: LiveServer, key: str | None, body: dict[str, Any]
 ) -> None:
     response = post(server, key, stream=True, **body)
-    assert (
-        response.status_code == 400
-        and "leave one of the two out" in response.json()["error"]["message"]
-    )
+    assert response.status_code == 400
+    assert "leave one of the two out" in response.json()["error"]["message"]
 
 
 def test_ineffective_idempotency_key_is_refused(server: LiveServer) -> None:

@@ -273,11 +273,8 @@ def test_a_rollout_belongs_to_its_owner_over_both_transports(keyed: LiveServer) 
         assert http.code == rpc.code == "not_found" and http.message == rpc.message
     own = Case("", {"id": rollout, "wait_s": 10.0}, key="data")
     http, rpc = over_http(keyed, "GetRollout", own), over_grpc(keyed, "GetRollout", own)
-    assert (
-        thin(http.reply) == rpc.reply
-        and rpc.reply["status"] == "done"
-        and rpc.reply["results"][0]["choices"]
-    )
+    assert thin(http.reply) == rpc.reply and rpc.reply["status"] == "done"
+    assert rpc.reply["results"][0]["choices"]
     http, rpc = (
         ask(keyed, "ListRollouts", Case("", {}, key="data")) for ask in (over_http, over_grpc)
     )
@@ -316,11 +313,8 @@ def test_both_transports_describe_a_pause_and_a_full_queue_alike(keyed: LiveServ
         ask(keyed, "GenerateBatch", Case("", batch(ITEM), key="data"))
         for ask in (over_http, over_grpc)
     )
-    assert (
-        (http.code, http.message) == (rpc.code, rpc.message)
-        and rpc.code == "queue_full"
-        and rpc.retry_after == http.retry_after
-    )
+    assert (http.code, http.message) == (rpc.code, rpc.message) and rpc.code == "queue_full"
+    assert rpc.retry_after == http.retry_after
     http, rpc = (
         ask(keyed, "Abort", Case("", {"ids": ["h0", "h1"]}, key="other"))
         for ask in (over_http, over_grpc)

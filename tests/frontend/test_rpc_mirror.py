@@ -6,7 +6,6 @@ gives.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from tests.frontend.live_server import LiveServer
 from tests.frontend.test_auth import routes
+from tests.processes import completed
 from tlt_client.wire import RolloutStatus, WireError
 from tlt_server.errors import codes, from_code
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
@@ -258,9 +258,8 @@ def test_messages_of_an_update_are_the_operations_that_they_hold(server: LiveSer
 
 
 def test_the_table_has_every_method_and_an_error_is_the_wires() -> None:
-    assert {*OPERATIONS, "UpdateWeights"} == set(SERVICE.methods_by_name) and len(METHODS) == len(
-        SERVICE.methods_by_name
-    )
+    assert {*OPERATIONS, "UpdateWeights"} == set(SERVICE.methods_by_name)
+    assert len(METHODS) == len(SERVICE.methods_by_name)
     assert list(differences(Error.DESCRIPTOR, WireError, "Error", reply=True)) == []
 
 
@@ -294,14 +293,13 @@ def test_the_page_of_grpc_lists_every_error_by_its_status() -> None:
         code: type(from_code(code, "")).grpc_code for code in codes() if code not in NEVER_SENT
     }
     assert listed.keys() == known.keys() and all(known[code] in listed[code] for code in known)
-    assert sorted(statuses) == sorted(set(known.values())) and all(
-        hasattr(grpc.StatusCode, status) for status in statuses
-    )
+    assert sorted(statuses) == sorted(set(known.values()))
+    assert all(hasattr(grpc.StatusCode, status) for status in statuses)
 
 
 def test_the_committed_stubs_are_current(tmp_path: Path) -> None:
     (tmp_path / "tlt_client" / "rpc").mkdir(parents=True)
-    done = subprocess.run(
+    done = completed(
         [
             sys.executable,
             "-m",
@@ -311,9 +309,7 @@ def test_the_committed_stubs_are_current(tmp_path: Path) -> None:
             f"--pyi_out={tmp_path}",
             f"--grpc_python_out={tmp_path}",
             "tlt_client/rpc/rollout.proto",
-        ],
-        capture_output=True,
-        text=True,
+        ]
     )
     assert done.returncode == 0, done.stderr
     made = sorted((tmp_path / "tlt_client" / "rpc").iterdir())

@@ -134,20 +134,16 @@ def test_stopping_server_ends_every_stream_with_a_typed_error(
         stub = RolloutServiceStub(channel)
         stream, events = stub.Generate(LONG), stub.WatchEvents(WatchEventsRequest())
         health = HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        assert (
-            next(events).state.ready
-            and next(health).status == health_pb2.HealthCheckResponse.SERVING
-        )
+        assert next(events).state.ready
+        assert next(health).status == health_pb2.HealthCheckResponse.SERVING
         until(lambda: stopping.engine.running)
         started = time.monotonic()
         stopper = threading.Thread(target=stopping.stop)
         stopper.start()
         last = list(stream)
         assert [event.WhichOneof("event") for event in last] == ["error", "done"]
-        assert (
-            last[0].error.error.code == "unavailable"
-            and "shutting down" in last[0].error.error.message
-        )
+        assert last[0].error.error.code == "unavailable"
+        assert "shutting down" in last[0].error.error.message
         assert [event.state.draining for event in events] == [True]
         for _ in health:
             pass

@@ -106,14 +106,17 @@ def test_each_waiting_call_learns_of_the_shutdown_once(server: Served) -> None:
         raise InterruptedError
 
     tries = Retries(times=2, first_s=0.1)
-    with Client(server.url, timeout_s=60, retries=tries) as client:
+    with (
+        Client(server.url, timeout_s=60) as client,
+        Client(server.url, timeout_s=60, retries=tries) as patient,
+    ):
         thread = threading.Thread(target=lambda: client.generate([{"token_ids": [HANGS]}]))
         thread.start()
         await_open(server)
         *errors, paused, half = ends(
             server,
             lambda: client.push_weights("v", path="hangs"),
-            lambda: client.join_group("hangs", **GROUP),
+            lambda: patient.join_group("hangs", **GROUP),
             pause,
             put,
             uploads=1,
@@ -121,11 +124,8 @@ def test_each_waiting_call_learns_of_the_shutdown_once(server: Served) -> None:
         thread.join(30)
         assert isinstance(half, InterruptedError) and isinstance(paused, InterruptedError)
         for error in errors:
-            assert isinstance(error, ServerError) and (
-                error.status,
-                error.code,
-                error.retryable,
-            ) == (500, "engine_failed", True)
+            assert isinstance(error, ServerError)
+            assert (error.status, error.code, error.retryable) == (500, "engine_failed", True)
             assert "may be done or not" in error.message and "GET /weights" in error.message
 
 

@@ -36,10 +36,8 @@ def die(server: LiveServer, prompt: int = 65) -> None:
     epoch, said = server.engine, len(server.said.getvalue())
     with Client(server.url, timeout_s=30) as client:
         [result] = client.generate([{"token_ids": [prompt, DIES]}]).results
-    assert result.error is not None and (result.error.code, result.error.retryable) == (
-        "engine_failed",
-        True,
-    )
+    assert result.error is not None
+    assert (result.error.code, result.error.retryable) == ("engine_failed", True)
     until(
         lambda: (
             server.engine is not epoch
@@ -112,11 +110,8 @@ def test_dead_engine_is_restarted_and_open_requests_end_typed(server: LiveServer
         die(server)
         waiting.join(30)
         for result in replies[0].results:
-            assert (
-                result.error is not None
-                and result.error.code == "engine_failed"
-                and "status 7" in result.error.message
-            )
+            assert result.error is not None and result.error.code == "engine_failed"
+            assert "status 7" in result.error.message
         assert client.generate([{"prompt": "ab"}], sampling={"max_tokens": 3}).results[0].choices
         metrics = client.metrics()
     for line in (
@@ -126,20 +121,14 @@ def test_dead_engine_is_restarted_and_open_requests_end_typed(server: LiveServer
         "tlt_open_sequences 0.0",
     ):
         assert line in metrics.splitlines()
-    assert (
-        not (server.directory / "1").exists()
-        and (server.directory / "2").stat().st_mode & 0o777 == 0o700
-    )
+    assert not (server.directory / "1").exists()
+    assert (server.directory / "2").stat().st_mode & 0o777 == 0o700
     died, back = server.said.getvalue().splitlines()[-3::2]
     assert "see its messages above" in died and "messages above" not in str(
         replies[0].results
     )  # clients do not see standard error
-    assert (
-        "status 7" in died
-        and "restarting now" in died
-        and "the engine is back" in back
-        and "weights v0" in back
-    )
+    assert "status 7" in died and "restarting now" in died and "the engine is back" in back
+    assert "weights v0" in back
 
 
 def test_during_a_restart_the_server_is_alive_but_not_ready(model: Path) -> None:
@@ -158,10 +147,8 @@ def test_during_a_restart_the_server_is_alive_but_not_ready(model: Path) -> None
             response = httpx.get(server.url + path)
             assert response.status_code == status
             if status == 503:
-                assert (
-                    "is being restarted" in response.text
-                    and int(response.headers["retry-after"]) >= 1
-                )
+                assert "is being restarted" in response.text
+                assert int(response.headers["retry-after"]) >= 1
         response = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
         assert "tlt_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
@@ -219,14 +206,10 @@ def test_deadlines_and_aborts_work_without_an_engine(model: Path) -> None:
     with live_server(model, **OFTEN) as server:
         server.call(server.may_launch.clear)
         late = Collected(server, request("late", (HANGS,)), deadline_s=time.monotonic() + 0.4)
-        aborted, stays = (
-            Collected(server, request("aborted", (HANGS,))),
-            Collected(server, request("stays", (HANGS,))),
-        )
-        stopped, closed = (
-            Collected(server, request("stopped", (HANGS,))),
-            Collected(server, request("closed", (HANGS,))),
-        )
+        aborted = Collected(server, request("aborted", (HANGS,)))
+        stays = Collected(server, request("stays", (HANGS,)))
+        stopped = Collected(server, request("stopped", (HANGS,)))
+        closed = Collected(server, request("closed", (HANGS,)))
         until(lambda: len(server.engine.submitted) == 5)
         server.call(
             lambda: (server.client.abort(["stopped"], "stop"), setattr(server.engine, "dies", True))
@@ -253,17 +236,12 @@ def test_a_request_in_flight_at_two_crashes_is_refused_by_name(server: LiveServe
     }
     for stream in (False, True):
         response = httpx.post(f"{server.url}/generate", json=batch | {"stream": stream})
-        assert (
-            response.status_code == 200
-            and "'killer' was running at two crashes" in response.text
-            and '"poisoned"' in response.text
-        )
+        assert response.status_code == 200
+        assert "'killer' was running at two crashes" in response.text
+        assert '"poisoned"' in response.text
     killer, fine = httpx.post(f"{server.url}/generate", json=batch).json()["results"]
-    assert (
-        killer["error"]["code"] == "poisoned"
-        and not killer["error"]["retryable"]
-        and "leave it out" in killer["error"]["message"]
-    )
+    assert killer["error"]["code"] == "poisoned" and not killer["error"]["retryable"]
+    assert "leave it out" in killer["error"]["message"]
     assert len(fine["choices"][0]["token_ids"]) == 256
     alone = httpx.post(f"{server.url}/generate", json={"requests": batch["requests"][:1]})
     assert alone.status_code == 422
@@ -321,10 +299,8 @@ def test_prompt_sent_with_a_killer_stays_allowed(server: LiveServer) -> None:
 
 
 def test_one_that_is_given_up_on_trial_makes_room_for_the_next(server: LiveServer) -> None:
-    hanging, behind = (
-        Collected(server, request("h", (HANGS, 65))),
-        Collected(server, request("n", (66,), 10**6)),
-    )
+    hanging = Collected(server, request("h", (HANGS, 65)))
+    behind = Collected(server, request("n", (66,), 10**6))
     until(lambda: behind.outputs)
     die(server)
     until(lambda: [r.id for r in server.engine.submitted] == ["h"])
@@ -346,10 +322,8 @@ def test_other_version_after_restart_is_not_served_until_a_push(server: LiveServ
             httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}),
         ):
             assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
-            assert (
-                "'v1' of the target is lost" in response.text
-                and "POST /update_weights" in response.text
-            )
+            assert "'v1' of the target is lost" in response.text
+            assert "POST /update_weights" in response.text
         assert not client.server_info()["ready"] and client.weights()["target"] == "v0"
         assert httpx.get(f"{server.url}/strategy").status_code == 200
         assert "nothing is generated" in server.said.getvalue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from tests.frontend.tiny_model import SPECIALS, byte_tokenizer, write_model
+from tests.processes import completed
 from tlt_server.errors import InvalidRequest, ModelError
 from tlt_server.frontend.generation.choice import GrowingChoice
 from tlt_server.frontend.generation.text import REPLACEMENT, Incremental, StopStrings, Text
@@ -240,13 +240,7 @@ def test_template_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
         "PYTHONCOERCECLOCALE": "0",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = completed([sys.executable, "-c", script, str(tmp_path)], env=environment)
     assert done.stdout == "'\\xe9'\n", done.stderr
 
 

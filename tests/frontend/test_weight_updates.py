@@ -46,12 +46,10 @@ class Open:
     """The twin's one push."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self.manifest, self.content, self.state, self.asked = (
-            manifest,
-            [came_of(manifest)],
-            "staging",
-            list[str](),
-        )
+        self.manifest = manifest
+        self.content = [came_of(manifest)]
+        self.state = "staging"
+        self.asked = list[str]()
         self.aborted = False  # while it was staged, which takes until something arrives
 
     @property
@@ -186,12 +184,10 @@ class Story:
     """The calls of clients, and the session of each."""
 
     def __init__(self, *, stages: bool) -> None:
-        self.twin, self.stages, self.number, self.calls = (
-            Twin(stages=stages),
-            stages,
-            0,
-            itertools.count(),
-        )
+        self.twin = Twin(stages=stages)
+        self.stages = stages
+        self.number = 0
+        self.calls = itertools.count()
         self.pushes: dict[
             int, list[tuple[int, asyncio.Task[Any]]]
         ] = {}  # session -> its calls and their outcomes, in order of their starts
@@ -277,9 +273,8 @@ class Story:
             return  # a repeated end is answered as the first
         self.ended.append(report)
         version, content = self.twin.live
-        assert report.result == ("committed" if self.stages else "named") and version == (
-            name or report.version
-        )
+        assert report.result == ("committed" if self.stages else "named")
+        assert version == (name or report.version)
         assert len(content) == (1 if content[0].part is None else PARTS)
         last, task = pushes[-1]
         assert task.done() and task.exception() is None and last in {call for call, _ in content}, (
@@ -394,9 +389,8 @@ def test_end_of_update_reports_a_refused_push() -> None:
             await done(twin, twin.session.end("step"))
         assert twin.live == ("initial", [])
         await done(twin, twin.session.begin("all"))
-        assert await done(twin, pushed(twin, 3, "all")) and await done(
-            twin, twin.session.end("step")
-        )
+        assert await done(twin, pushed(twin, 3, "all"))
+        assert await done(twin, twin.session.end("step"))
         assert twin.live == ("step", [Came(3, None)])
 
     for role in ("target", "all"):

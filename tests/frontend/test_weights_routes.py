@@ -46,15 +46,12 @@ def test_manifest_reaches_the_engine_and_the_reply_its_outcome(
 ) -> None:
     tensors = [{"name": "w", "dtype": "float32", "shape": [2], "checksum": "x"}]
     reply = client.update_weights("step-1", "v1", in_flight="drain", tensors=tensors)
-    assert (reply["state"], reply["version"], reply["weight_version"], reply["pause_ms"]) == (
-        "committed",
-        "v1",
-        "v1",
-        1.0,
-    )
+    assert (reply["state"], reply["version"], reply["weight_version"]) == ("committed", "v1", "v1")
+    assert reply["pause_ms"] == 1.0
     assert reply["phases_s"] == {"read": 0.2, "commit": 0.001} and reply["checksums"]
     command = server.engine.weight_commands[0]
-    assert isinstance(command, PushWeights) and command.manifest == Manifest(
+    assert isinstance(command, PushWeights)
+    assert command.manifest == Manifest(
         version="v1",
         path="step-1",
         in_flight="drain",
@@ -78,41 +75,22 @@ def test_manifest_reaches_the_engine_and_the_reply_its_outcome(
         "drafter_version": "",
     }
     assert client.server_info()["engine"]["weight_version"] == "v1"
-    assert metric(client, 'tlt_weight_version_info{version="v1"} 1.0') and not metric(
-        client, 'tlt_weight_version_info{version="v0"} 1.0'
-    )
+    assert metric(client, 'tlt_weight_version_info{version="v1"} 1.0')
+    assert not metric(client, 'tlt_weight_version_info{version="v0"} 1.0')
     assert metric(client, 'tlt_weight_pushes_total{result="committed",role="target"} 1.0')
     assert metric(client, 'tlt_weight_push_seconds_count{phase="read"} 1.0')
     assert "tlt_weight_age_seconds" in client.metrics()
 
 
 def test_the_form_of_trainers_with_a_shared_disk(server: LiveServer) -> None:
-    assert (
-        post(server, "/update_weights", {"weight_dir": "run/step_3", "lora_name": None}).json()[
-            "version"
-        ]
-        == "named"
-    )
-    assert (
-        post(server, "/update_weights", {"weight_dir": "run/step_4", "weight_version": "4"}).json()[
-            "version"
-        ]
-        == "4"
-    )
-    assert (
-        post(
-            server, "/update_weights", {"weight_dir": None, "path": "run/step_5", "version": "5"}
-        ).json()["version"]
-        == "5"
-    )
-    assert (
-        post(
-            server, "/update_weights", {"weight_dir": "run/step_6", "update_info": None}
-        ).status_code
-        == 200
-    )
-    pushed = [c.manifest for c in server.engine.weight_commands if isinstance(c, PushWeights)]
-    assert [(m.path, m.version, m.role) for m in pushed] == [
+    for body, version in (
+        ({"weight_dir": "run/step_3", "lora_name": None}, "named"),
+        ({"weight_dir": "run/step_4", "weight_version": "4"}, "4"),
+        ({"weight_dir": None, "path": "run/step_5", "version": "5"}, "5"),
+        ({"weight_dir": "run/step_6", "update_info": None}, "named"),
+    ):
+        assert post(server, "/update_weights", body).json()["version"] == version
+    assert [(m.path, m.version, m.role) for m in server.engine.manifests] == [
         ("run/step_3", "", "target"),
         ("run/step_4", "4", "target"),
         ("run/step_5", "5", "target"),
@@ -121,10 +99,8 @@ def test_the_form_of_trainers_with_a_shared_disk(server: LiveServer) -> None:
 
 
 def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) -> None:
-    assert (
-        client.update_weights("p", "step 7", commit=False)["state"] == "staged"
-        and client.weights()["target"] == "v0"
-    )
+    assert client.update_weights("p", "step 7", commit=False)["state"] == "staged"
+    assert client.weights()["target"] == "v0"
     assert client.commit_weights("step 7")["state"] == "committed"
     assert client.abort_weights("step 7")["state"] == "aborted"
     assert client.roll_back_weights(to="v0", in_flight="recompute")["weight_version"] == "v0"
@@ -179,31 +155,27 @@ def test_the_engines_refusals_keep_their_status(client: Client, server: LiveServ
 
 
 def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveServer) -> None:
+    def check(**body: object) -> object:
+        return post(server, "/weight_checker", body).json()
+
+    def refused(**body: object) -> str:
+        reply = post(server, "/weight_checker", body)
+        assert reply.status_code == 400
+        return str(reply.json()["error"]["message"])
+
     assert client.weight_checksums() == {"w": "sha256:v0"}
-    refused = post(server, "/weight_checker", {"action": "compare"})
-    assert refused.status_code == 400 and "snapshot first" in refused.json()["error"]["message"]
-    remembered = post(server, "/weight_checker", {"action": "snapshot"})
-    assert remembered.json() == {"checksums": {"w": "sha256:v0"}}
-    assert post(server, "/weight_checker", {"action": "compare"}).json() == {
-        "match": True,
-        "mismatches": [],
-    }
+    assert "snapshot first" in refused(action="compare")
+    assert check(action="snapshot") == {"checksums": {"w": "sha256:v0"}}
+    assert check(action="compare") == {"match": True, "mismatches": []}
     client.update_weights("p", "v1")
-    assert post(server, "/weight_checker", {"action": "compare"}).json() == {
-        "match": False,
-        "mismatches": ["w"],
-    }
-    given = {"action": "compare", "baseline": {"w": "sha256:v1", "x": "y"}}
-    assert post(server, "/weight_checker", given).json() == {"match": False, "mismatches": ["x"]}
+    assert check(action="compare") == {"match": False, "mismatches": ["w"]}
+    given = {"w": "sha256:v1", "x": "y"}
+    assert check(action="compare", baseline=given) == {"match": False, "mismatches": ["x"]}
     assert post(server, "/weight_checker").json() == {"checksums": {"w": "sha256:v1"}}
-    assert "'sum'" in post(server, "/weight_checker", {"action": "sum"}).json()["error"]["message"]
-    assert post(server, "/weight_checker", {"action": "snapshot"}).json() == {
-        "checksums": {"w": "sha256:v1"}
-    }
-    empty = post(server, "/weight_checker", {"action": "compare", "baseline": {}})
-    assert (
-        empty.status_code == 400 and "nothing to compare with" in empty.json()["error"]["message"]
-    ), "not with what was remembered"
+    assert check(action="snapshot") == {"checksums": {"w": "sha256:v1"}}
+    assert "'sum'" in refused(action="sum")
+    # An empty baseline is compared with nothing, not with the snapshot.
+    assert "nothing to compare with" in refused(action="compare", baseline={})
 
 
 def test_after_a_reset_all_differs_until_it_is_pushed_again(
@@ -230,23 +202,15 @@ def test_borrowed_checker_route_also_says_success(client: Client, server: LiveSe
         assert reply.pop("message") and reply.pop("success") is (status == 200)
         return reply
 
+    same = {"match": True, "mismatches": []}
     assert check({"action": "compare"}, 400) == {}, "there is nothing to compare with"
     assert check({"action": "snapshot"}) == check({}) == {"checksums": {"w": "sha256:v0"}}
-    assert check({"action": "compare"}) == {"match": True, "mismatches": []}
+    assert check({"action": "compare"}) == same
     client.update_weights("p", "v1")
-    assert post(server, "/weight_checker", {"action": "compare"}).json() == {
-        "match": False,
-        "mismatches": ["w"],
-    }, "remembered for both"
-    assert check({"action": "compare"}, 409) == {"match": False, "mismatches": ["w"]}
-    assert check({"action": "compare", "baseline": {"w": "sha256:v1"}}) == {
-        "match": True,
-        "mismatches": [],
-    }
-    assert check({"action": "compare", "baseline": {"w": "sha256:v1", "x": "y"}}, 409) == {
-        "match": False,
-        "mismatches": ["x"],
-    }
+    differs = {"match": False, "mismatches": ["w"]}
+    assert post(server, "/weight_checker", {"action": "compare"}).json() == differs, "one snapshot"
+    assert check({"action": "compare"}, 409) == differs
+    assert check({"action": "compare", "baseline": {"w": "sha256:v1"}}) == same
 
 
 def test_engine_death_during_a_push_is_a_typed_error(client: Client, server: LiveServer) -> None:
