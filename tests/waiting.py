@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -29,6 +31,20 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
         asyncio.run(test(**given))
 
     return run
+
+
+def meanwhile(call: Callable[[], T]) -> Future[T]:
+    """Call in a thread that ends no test; the result is had from the future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class Jumping(selectors.DefaultSelector):

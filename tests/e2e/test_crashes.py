@@ -29,7 +29,7 @@ from tests.e2e.fatal import FATAL
 from tests.e2e.gpu_fault import FAULTY, REPORTED
 from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, gauge
 from tests.processes import engine, engines, ranks
-from tests.waiting import until
+from tests.waiting import meanwhile, until
 from tlt_client import Client, ServerError
 from tlt_client.wire import Done, ItemResult
 from tlt_server.demo import server as demo_server
@@ -283,21 +283,14 @@ def outlive_a_gpus_error(
     )
     monkeypatch.setattr(demo_server, "COMMAND", program)
     with ServerProcess(*flags, *AT_ONCE) as server, Client(server.url, timeout_s=60) as client:
-        replies: list[Any] = []
-        asking = threading.Thread(
-            target=lambda: replies.append(
-                client.generate([{"messages": QUESTION, "n": 3}], sampling=LONG)
-            )
-        )
-        asking.start()
+        asking = meanwhile(lambda: client.generate([{"messages": QUESTION, "n": 3}], sampling=LONG))
         with Client(server.url, timeout_s=60) as other:
             until(lambda: look(other).running == 3)
             [pid], began = engines(server.process.pid), time.monotonic()
             [faulty] = other.generate(
                 [{"token_ids": [*FAULTY, 14]}], sampling={"max_tokens": 4}
             ).results
-            asking.join(60)
-            [bystander] = replies[0].results
+            [bystander] = asking.result(60).results
             for error in (faulty.error, bystander.error):
                 assert error is not None
                 assert (error.code, error.retryable) == ("engine_failed", True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from tests.e2e.conftest import DRAFTING
 from tests.e2e.test_lifecycle import FAST_START, QUESTION, gauge
 from tests.processes import engine
-from tests.waiting import until
+from tests.waiting import meanwhile, until
 from tlt_client import Client, Reply, Rollout
 from tlt_client.wire import ItemResult
 from tlt_server.demo.server import ServerProcess
@@ -108,19 +107,14 @@ def test_a_killed_engine_goes_on_where_it_was(undisturbed: Reply) -> None:
         Client(server.url, timeout_s=600) as client,
     ):
         detached = [client.generate(ITEMS, sampling=LONG, detach=True) for _ in range(2)]
-        keyed: list[Reply] = []
-        waiting = threading.Thread(
-            target=lambda: keyed.append(client.generate(ITEMS, sampling=LONG, idempotency_key="k"))
-        )
-        waiting.start()
+        waiting = meanwhile(lambda: client.generate(ITEMS, sampling=LONG, idempotency_key="k"))
         await_tokens(detached[0], 200)
         os.kill(engine(server.process.pid), signal.SIGKILL)
         until(lambda: not client.is_ready())
         until(client.is_ready)
         for rollout in detached:
             check_same(rollout.result(400), undisturbed)
-        waiting.join(400)
-        check_same(keyed[0], undisturbed)
+        check_same(waiting.result(400), undisturbed)
         assert gauge(client, "tlt_resumed_sequences_total") >= 5
         assert gauge(client, "tlt_open_sequences") == 0
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import LONG, server
-from tests.waiting import until
+from tests.waiting import meanwhile, until
 from tlt_client import Client, ServerError
 from tlt_client.wire import ItemResult
 from tlt_server.frontend.link.submission import Submission
@@ -78,13 +76,9 @@ def test_draining_finishes_running_requests_only(model: Path) -> None:
         live_server(model, engine={"step_s": 0.02}) as server,
         Client(server.url, timeout_s=30) as client,
     ):
-        replies: list[Any] = []
-        running = threading.Thread(
-            target=lambda: replies.append(
-                client.generate([{"prompt": "abc"}], sampling={"max_tokens": 240})
-            )
+        running = meanwhile(
+            lambda: client.generate([{"prompt": "abc"}], sampling={"max_tokens": 240})
         )
-        running.start()
         until(lambda: len(server.client) == 1)
         server.call(lambda: setattr(server.client, "draining", True))
         response = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]})
@@ -92,23 +86,17 @@ def test_draining_finishes_running_requests_only(model: Path) -> None:
         assert int(response.headers["retry-after"]) >= 1
         assert httpx.get(f"{server.url}/readyz").status_code == 503
         assert httpx.get(f"{server.url}/livez").status_code == 200
-        running.join()
-        assert replies[0].results[0].choices[0].finish_reason == "length"
+        assert running.result(30).results[0].choices[0].finish_reason == "length"
 
 
 def test_the_last_death_of_the_engine_ends_open_requests(model: Path) -> None:
     with live_server(model, max_restarts=0) as server, Client(server.url, timeout_s=30) as client:
-        replies: list[Any] = []
-        waiting = threading.Thread(
-            target=lambda: replies.append(
-                client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])
-            )
+        waiting = meanwhile(
+            lambda: client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])
         )
-        waiting.start()
         until(lambda: len(server.client) == 3)
         last = client.generate([{"token_ids": [DIES]}])
-        waiting.join(30)
-        for result in [*last.results, *replies[0].results]:
+        for result in [*last.results, *waiting.result(30).results]:
             assert result.error is not None and result.error.code == "engine_failed"
             assert "status 7" in result.error.message
         for path, status in (("/livez", 503), ("/readyz", 503), ("/startupz", 200)):
@@ -120,12 +108,7 @@ def test_the_last_death_of_the_engine_ends_open_requests(model: Path) -> None:
 
 def test_unreadable_event_ends_open_requests(model: Path) -> None:
     with live_server(model) as server, Client(server.url, timeout_s=30) as client:
-        replies: list[Any] = []
-        waiting = threading.Thread(
-            target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}]))
-        )
-        waiting.start()
+        waiting = meanwhile(lambda: client.generate([{"token_ids": [HANGS]}]))
         until(lambda: len(server.client) == 1)
         server.call(lambda: asyncio.ensure_future(server.engine._events.send(b"\x81garbage")))
-        waiting.join(30)
-        assert replies[0].results[0].error.code == "engine_failed"
+        assert waiting.result(30).results[0].error.code == "engine_failed"

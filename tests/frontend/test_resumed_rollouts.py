@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import zlib
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tests.frontend.live_server import live_server
 from tests.frontend.test_rollouts import FIELDS, ITEMS, await_waiter
 from tests.frontend.test_supervisor import OFTEN, die
 from tests.frontend.tiny_model import write_model
-from tests.waiting import until
+from tests.waiting import meanwhile, until
 from tlt_client import Client, Reply
 from tlt_client.wire import Choice
 from tlt_server.errors import StartupError
@@ -39,17 +38,12 @@ def test_next_engine_continues_only_opted_in_rollouts(model: Path) -> None:
         rollout = client.generate(
             [{**item, "seed": 9} for item in ITEMS], sampling=FIELDS, detach=True
         )
-        plain: list[Reply] = []
-        thread = threading.Thread(
-            target=lambda: plain.append(client.generate([{"token_ids": [HANGS]}]))
-        )
-        thread.start()
+        plain = meanwhile(lambda: client.generate([{"token_ids": [HANGS]}]))
         for least in (3, 20):
             until(lambda least=least: rollout.fetch().progress.tokens > least)  # type: ignore[misc]
             die(server, least)
-        thread.join(30)
-        assert plain[0].results[0].error is not None
-        assert plain[0].results[0].error.code == "engine_failed"
+        [failed] = plain.result(30).results
+        assert failed.error is not None and failed.error.code == "engine_failed"
         reply = rollout.result(30)
         assert all(request.generated for request in server.engine.submitted)
     with (
@@ -76,16 +70,14 @@ def test_the_next_server_continues_written_rollouts(model: Path, tmp_path: Path)
     ):
         rollout = client.generate(items, sampling=FIELDS, detach=True, idempotency_key="k")
         until(lambda: rollout.fetch().progress.tokens >= 13)
-        keyed: list[httpx.Response] = []
-        thread = threading.Thread(
-            target=lambda: keyed.append(
-                httpx.get(f"{first.url}/rollouts/{rollout.id}", params={"wait_s": 60}, timeout=70)
+        waiting = meanwhile(
+            lambda: httpx.get(
+                f"{first.url}/rollouts/{rollout.id}", params={"wait_s": 60}, timeout=70
             )
         )
-        thread.start()
         await_waiter(first, rollout.id)
-    thread.join(30)
-    assert keyed[0].status_code == 503 and "state_dir" in keyed[0].json()["error"]["message"]
+    told = waiting.result(30)
+    assert told.status_code == 503 and "state_dir" in told.json()["error"]["message"]
     with (
         live_server(model, engine={"step_s": 0.01, "per_step": 2}, state_dir=tmp_path) as second,
         Client(second.url) as client,

@@ -15,7 +15,7 @@ import pytest
 
 from tests.frontend.fake_engine import FAILS, HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.waiting import until
+from tests.waiting import meanwhile, until
 from tlt_client import Client, ServerError
 from tlt_server.frontend.http.keys import EVERYBODY
 from tlt_server.wire.packed import PackedIds
@@ -116,20 +116,15 @@ def test_deleting_aborts_and_forgets(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         rollout = client.generate([{"token_ids": [HANGS], "n": 2}], detach=True)
         until(lambda: len(server.client) == 2)
-        waiting: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: waiting.append(
-                httpx.get(f"{server.url}/rollouts/{rollout.id}?wait_s=60", timeout=70)
-            )
+        waiting = meanwhile(
+            lambda: httpx.get(f"{server.url}/rollouts/{rollout.id}?wait_s=60", timeout=70)
         )
-        thread.start()
         await_waiter(server, rollout.id)
         path = server.directory / "rollouts" / f"{rollout.id}.journal"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         rollout.delete()
-        thread.join(30)
-        assert waiting[0].json()["error"]["code"] == "cancelled"
+        assert waiting.result(30).json()["error"]["code"] == "cancelled"
         until(lambda: len(server.client) == 0 and not server.engine.running)
         assert not path.exists()
         for again in (rollout.fetch, rollout.delete):

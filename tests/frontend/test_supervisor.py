@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.waiting import until
+from tests.waiting import meanwhile, until
 from tlt_client import Client, ServerError
 from tlt_server.frontend.link.submission import Submission
 from tlt_server.frontend.link.supervisor import Backoff
@@ -99,17 +98,12 @@ def request(
 
 def test_dead_engine_is_restarted_and_open_requests_end_typed(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
-        replies: list[Any] = []
-        waiting = threading.Thread(
-            target=lambda: replies.append(
-                client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])
-            )
+        waiting = meanwhile(
+            lambda: client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])
         )
-        waiting.start()
         until(lambda: len(server.client) == 3)
         die(server)
-        waiting.join(30)
-        for result in replies[0].results:
+        for result in waiting.result(30).results:
             assert result.error is not None and result.error.code == "engine_failed"
             assert "status 7" in result.error.message
         assert client.generate([{"prompt": "ab"}], sampling={"max_tokens": 3}).results[0].choices
@@ -125,7 +119,7 @@ def test_dead_engine_is_restarted_and_open_requests_end_typed(server: LiveServer
     assert (server.directory / "2").stat().st_mode & 0o777 == 0o700
     died, back = server.said.getvalue().splitlines()[-3::2]
     assert "see its messages above" in died and "messages above" not in str(
-        replies[0].results
+        waiting.result(30).results
     )  # clients do not see standard error
     assert "status 7" in died and "restarting now" in died and "the engine is back" in back
     assert "weights v0" in back
