@@ -86,12 +86,3 @@ def test_an_engine_that_dies_is_told_of_and_comes_back() -> None:
         short = GenerateRequest(requests=LONG.requests, sampling=SamplingFields(max_tokens=4))
         assert stub.GenerateBatch(short).results[0].choices
         events.cancel()
-
-
-def test_without_the_flag_nothing_of_it_is_imported() -> None:
-    script = (
-        "import sys, tlt_server.build; "
-        "print(sorted({'grpc', 'google.protobuf'} & set(sys.modules)))"
-    )
-    done = completed([sys.executable, "-c", script])
-    assert done.stdout == "[]\n", done.stdout + done.stderr

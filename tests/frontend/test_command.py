@@ -82,7 +82,7 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("process", "heavy"),
     [
-        ("tlt_server.build", ["torch", "numba", "httpx"]),
+        ("tlt_server.build", ["torch", "numba", "httpx", "grpc", "google.protobuf"]),
         ("tlt_server.frontend.reading_process.__main__", ["torch", "numba", "httpx", "pydantic"]),
         ("tlt_server.engine.start.assembly, tlt_server.engine.cpu.device", ["triton", "httpx"]),
     ],
