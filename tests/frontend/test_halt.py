@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -299,55 +298,6 @@ def test_command_fatal_to_the_engine_changes_nothing(
     assert paused.result(30).status_code == 500 and hung.result(30).status_code == 500
     until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
     assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": False}
-
-
-def chunks(server: LiveServer, body: dict[str, Any]) -> list[Any]:
-    lines = [
-        line.removeprefix("data: ")
-        for line in post(server, "/generate", body | {"stream": True}).text.splitlines()
-        if line
-    ]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def test_a_stream_has_all_that_there_is_so_far(server: LiveServer) -> None:
-    body = LONG | {"text": "abcdef", "sampling_params": {"max_new_tokens": 12, "sampling_seed": 1}}
-    del body["input_ids"]
-    whole, streamed = post(server, "/generate", body).json(), chunks(server, body)
-    assert len(streamed) > 3
-    for before, after in zip(streamed, streamed[1:], strict=False):
-        assert after["text"].startswith(before["text"])
-        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
-        assert before["meta_info"]["finish_reason"] is None
-        assert (
-            len(after["meta_info"]["output_token_logprobs"])
-            == len(after["output_ids"])
-            == after["meta_info"]["completion_tokens"]
-        )
-    last = streamed[-1]
-    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"])
-    assert whole["text"]
-    ignored = {
-        "e2e_latency",
-        "spec_verify_ct",
-        "spec_accept_length",
-        "spec_accept_rate",
-        "spec_draft_token_num",
-        "spec_accept_token_num",
-    }
-    assert {k: v for k, v in last["meta_info"].items() if k not in ignored} == {
-        k: v for k, v in whole["meta_info"].items() if k not in ignored
-    }
-
-
-def test_streamed_chunks_name_their_choice(server: LiveServer) -> None:
-    streamed = chunks(
-        server, {"input_ids": [[65, 66], [67]], "sampling_params": {"n": 2, "max_new_tokens": 3}}
-    )
-    ended = {chunk["index"]: chunk for chunk in streamed if chunk["meta_info"]["finish_reason"]}
-    assert sorted(ended) == [0, 1, 2, 3]
-    assert [ended[i]["output_ids"][0] for i in range(4)] == [65, 65, 67, 67]
 
 
 def test_texts_are_trimmed_as_asked(server: LiveServer) -> None:

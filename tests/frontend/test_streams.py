@@ -94,6 +94,15 @@ def tokens_of(generated: dict[str, Any]) -> list[Any]:
     return [generated["output_ids"], meta["output_token_logprobs"], meta["output_top_logprobs"]]
 
 
+def lasting(meta: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the id and figures of one run."""
+    return {
+        name: value
+        for name, value in meta.items()
+        if name not in ("id", "e2e_latency") and not name.startswith("spec_")
+    }
+
+
 def test_cumulative_chunks_take_at_most_twice_the_bytes(server: LiveServer) -> None:
     expected, own = whole(server, SGLANG)
     found, sent = chunks(server, SGLANG)
@@ -103,6 +112,8 @@ def test_cumulative_chunks_take_at_most_twice_the_bytes(server: LiveServer) -> N
         assert len(mine) > 3
         assert len(mine[0]["output_ids"]) == 8  # the first output at once
         assert mine[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": TOKENS}
+        assert all(chunk["meta_info"]["finish_reason"] is None for chunk in mine[:-1])
+        assert lasting(mine[-1]["meta_info"]) == lasting(choice["meta_info"])
         assert (mine[-1]["text"], tokens_of(mine[-1])) == (choice["text"], tokens_of(choice))
         for before, after in zip(mine, mine[1:], strict=False):
             assert after["text"].startswith(before["text"])
