@@ -103,6 +103,12 @@ def test_a_bad_rollback_or_group_never_reaches_the_engine(server: LiveServer) ->
     assert not server.engine.weight_commands
 
 
+def test_pickled_tensors_are_refused(server: LiveServer) -> None:
+    refused = post(server, "/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]})
+    assert refused.status_code == 415 and "update_weights_from_disk" in refused.json()["message"]
+    assert not server.engine.weight_commands
+
+
 def _fields(schemas: dict[str, Any], schema: dict[str, Any]) -> set[str]:
     """Return the names of an object's fields, and of those of all its forms."""
     while "$ref" in schema:
