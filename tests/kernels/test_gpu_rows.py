@@ -42,21 +42,16 @@ def random_nodes(
                 continue
             parent = parents[int(rng.integers(0, len(parents)))]
             above = np.float32(1) if parent < 0 else tree[parent]["survival"]
-            factor = np.float32(
-                rng.integers(1, levels + 1) / levels if levels else rng.uniform(0.01, 1.0)
-            )
+            one_of = rng.integers(1, levels + 1) / levels if levels else rng.uniform(0.01, 1.0)
+            factor = np.float32(one_of)
             tree[c] = {
                 "parent": parent,
                 "token": int(rng.integers(0, 50)),
                 "depth": 1 if parent < 0 else tree[parent]["depth"] + 1,
                 "survival": np.float32(above * factor),
             }
-            nodes.parent_BC[b, c], nodes.token_BC[b, c], nodes.depth_BC[b, c] = (
-                parent,
-                tree[c]["token"],
-                tree[c]["depth"],
-            )
-            nodes.survival_BC[b, c] = float(tree[c]["survival"])
+            for name, value in tree[c].items():
+                getattr(nodes, f"{name}_BC")[b, c] = float(value)
         trees.append(tree)
     return Nodes(*(t.to(DEVICE) for t in nodes)), trees
 
@@ -74,27 +69,25 @@ def check_decode_rows(
     for r, row in enumerate(expected):
         for name in ("token", "position", "kv_slot", "batch_slot", "base", "parent"):
             assert getattr(found, f"{name}_R")[r] == row[name], f"{name}_R[{r}]"
-        assert found.path_RD[r].tolist() == row["path"] + [-1] * (path_depth - len(row["path"])), (
-            f"path_RD[{r}]"
-        )
-        assert trees.node_V[r] == (
-            row["request"] * columns + row["column"] if row["column"] >= 0 else -1
-        ), f"node_V[{r}]"
-    for r in range(len(expected), decode_rows):
-        assert (
-            found.position_R[r],
-            found.kv_slot_R[r],
-            found.batch_slot_R[r],
-            found.base_R[r],
-        ) == (-1, TRASH, batch_slots.idle, 0), f"dead row {r}"
-        assert (found.path_RD[r] == -1).all() and trees.node_V[r] == -1, f"dead row {r}"
-    assert [
-        tuple(pair) for pair in np.stack([trees.root_E, trees.count_E], 1)[: len(entries)].tolist()
-    ] == entries, "root_E and count_E"
-    assert trees.sample_row_S[:decode_rows].tolist() == [
-        *range(len(expected)),
-        *([-1] * (decode_rows - len(expected))),
-    ], "sample_row_S"
+        path = row["path"] + [-1] * (path_depth - len(row["path"]))
+        assert found.path_RD[r].tolist() == path, f"path_RD[{r}]"
+        node = row["request"] * columns + row["column"] if row["column"] >= 0 else -1
+        assert trees.node_V[r] == node, f"node_V[{r}]"
+    check_dead(found, range(len(expected), decode_rows), batch_slots)
+    assert (trees.node_V[len(expected) : decode_rows] == -1).all()
+    pairs = zip(trees.root_E.tolist(), trees.count_E.tolist(), strict=True)
+    assert [*pairs][: len(entries)] == entries, "root_E and count_E"
+    dead = [-1] * (decode_rows - len(expected))
+    assert trees.sample_row_S[:decode_rows].tolist() == [*range(len(expected)), *dead]
+
+
+def check_dead(found: Any, rows: range, batch_slots: BatchSlots) -> None:
+    part = slice(rows.start, rows.stop)
+    assert (found.position_R[part] == -1).all()
+    assert (found.kv_slot_R[part] == TRASH).all()
+    assert (found.batch_slot_R[part] == batch_slots.idle).all()
+    assert (found.base_R[part] == 0).all()
+    assert (found.path_RD[part] == -1).all()
 
 
 def select_and_check(
@@ -110,9 +103,8 @@ def select_and_check(
     rng = np.random.default_rng(seed)
     batch_slots = make_batch_slots(rng, requests + 3, 70)
     host = numpy_of(batch_slots)
-    batch_slot_B = np.append(
-        rng.permutation(requests + 2)[: requests - 1], batch_slots.idle
-    ).astype(np.int32)
+    chosen = rng.permutation(requests + 2)[: requests - 1]
+    batch_slot_B = np.append(chosen, batch_slots.idle).astype(np.int32)
     nodes, tables = random_nodes(rng, requests, columns, depth, levels=levels)
     for b, q in enumerate(batch_slot_B):
         if host.done_Q[q] or not with_nodes:
@@ -121,19 +113,12 @@ def select_and_check(
     rows = RowTable.allocate(decode_rows, depth, device=DEVICE)
     trees = Trees.allocate(requests, 0, decode_rows, device=DEVICE)
     kept = KeptRows.allocate(requests, 0, decode_rows, 0, depth, device=DEVICE)
-    for group in (rows, trees, kept):
+    made = rows, trees, kept
+    for group in made:
         poison(group)
-    select_rows(
-        torch.from_numpy(batch_slot_B).to(DEVICE),
-        batch_slots,
-        nodes if with_nodes else None,
-        rows,
-        trees,
-        kept,
-        decode_rows=decode_rows,
-        scratch_start=SCRATCH,
-        trash=TRASH,
-    )
+    slot_B, found_nodes = torch.from_numpy(batch_slot_B).to(DEVICE), nodes if with_nodes else None
+    room = {"decode_rows": decode_rows, "scratch_start": SCRATCH, "trash": TRASH}
+    select_rows(slot_B, batch_slots, found_nodes, *made, **room)
     expected, entries = verified_rows(BatchSlots(*host), batch_slot_B, tables, decode_rows, SCRATCH)
     check_decode_rows(
         numpy_of(rows), numpy_of(trees), expected, entries, batch_slots, decode_rows, columns
@@ -185,42 +170,24 @@ def test_prefill_chunks_follow_the_decode_rows(
     batch_slot_W = rng.permutation(7)[:chunks].astype(np.int32)
     start_W = np.zeros(chunks, np.int32)
     for w, count in enumerate(counts):
-        batch_slots.length_Q[int(batch_slot_W[w])] = host.length_Q[batch_slot_W[w]] = min(
-            count + 20 + w % 2, 100
-        )
+        length = min(count + 20 + w % 2, 100)
+        batch_slots.length_Q[int(batch_slot_W[w])] = host.length_Q[batch_slot_W[w]] = length
         start_W[w] = 20 if count else 0  # every other chunk reaches its end
     rows = RowTable.allocate(decode_rows + prefill_rows, 2, device=DEVICE)
     trees = Trees.allocate(requests, chunks, decode_rows, device=DEVICE)
     kept = KeptRows.allocate(requests, chunks, decode_rows, prefill_rows, 2, device=DEVICE)
-    for group in (rows, trees, kept):
+    made = rows, trees, kept
+    for group in made:
         poison(group)
     if not requests:
-        select_rows(
-            torch.zeros(0, dtype=torch.int32, device=DEVICE),
-            batch_slots,
-            None,
-            rows,
-            trees,
-            kept,
-            decode_rows=0,
-            scratch_start=SCRATCH,
-            trash=TRASH,
-        )
+        none_B = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+        room = {"decode_rows": 0, "scratch_start": SCRATCH, "trash": TRASH}
+        select_rows(none_B, batch_slots, None, *made, **room)
         assert (rows.token_R == -77).all(), "rows were written without a request"
-    layout_prefill(
-        PrefillChunks._make(
-            torch.from_numpy(a).to(DEVICE)
-            for a in (batch_slot_W, start_W, np.array(counts, np.int32))
-        ),
-        batch_slots,
-        rows,
-        trees,
-        kept,
-        requests=requests,
-        decode_rows=decode_rows,
-        prefill_rows=prefill_rows,
-        trash=TRASH,
-    )
+    described_W = (batch_slot_W, start_W, np.array(counts, np.int32))
+    work = PrefillChunks._make(torch.from_numpy(each).to(DEVICE) for each in described_W)
+    sizes = {"requests": requests, "decode_rows": decode_rows, "prefill_rows": prefill_rows}
+    layout_prefill(work, batch_slots, *made, **sizes, trash=TRASH)
     found, described, page_R = numpy_of(rows), numpy_of(trees), kept.page_R.cpu().numpy()
     assert (found.token_R[:decode_rows] == -77).all(), "decode rows were written"
     r = decode_rows
@@ -244,15 +211,11 @@ def test_prefill_chunks_follow_the_decode_rows(
         samples = count > 0 and end == host.length_Q[q]
         assert described.root_E[requests + w] == (r - 1 if count else -1), f"root of work {w}"
         assert described.count_E[requests + w] == samples, f"count of work {w}"
-        assert described.sample_row_S[decode_rows + w] == (r - 1 if samples else -1), (
-            f"sample of work {w}"
-        )
-    assert (found.position_R[r:] == -1).all()
-    assert (found.kv_slot_R[r:] == TRASH).all()
-    assert (found.batch_slot_R[r:] == batch_slots.idle).all()
+        sampled = r - 1 if samples else -1
+        assert described.sample_row_S[decode_rows + w] == sampled, f"sample of work {w}"
+    check_dead(found, range(r, len(page_R)), batch_slots)
     assert (found.path_RD[decode_rows:] == -1).all()
     assert (page_R[r:] == -1).all()
-    assert (found.base_R[r:] == 0).all()
 
 
 @gpu

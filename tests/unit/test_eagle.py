@@ -17,12 +17,11 @@ from tlt_server.wire.records import Strategy
 
 
 def children_slowly(logits, target_ids, seed, position, temperature, count):
-    z = [
-        float(np.float32(q) / np.float32(temperature) + gumbel(seed, int(v), position))
-        if temperature
-        else float(q)
-        for q, v in zip(logits, target_ids, strict=True)
-    ]
+    def perturbed(q, v):
+        return np.float32(q) / np.float32(temperature) + gumbel(seed, int(v), position)
+
+    pairs = zip(logits, target_ids, strict=True)
+    z = [float(perturbed(q, v) if temperature else q) for q, v in pairs]
     order = sorted(range(len(z)), key=lambda i: (-z[i], i))[:count]
     return [int(target_ids[i]) for i in order], [z[i] for i in order]
 
@@ -31,9 +30,8 @@ def children_slowly(logits, target_ids, seed, position, temperature, count):
 @pytest.mark.parametrize("vocabulary", [3, 60, 5000])
 def test_children_are_the_best_of_the_perturbed_logits(temperature, vocabulary):
     random = np.random.default_rng(vocabulary)
-    logits = (random.standard_normal((6, vocabulary)) * random.uniform(0.1, 12, (6, 1))).astype(
-        np.float32
-    )
+    logits = random.standard_normal((6, vocabulary)) * random.uniform(0.1, 12, (6, 1))
+    logits = logits.astype(np.float32)
     ids = np.sort(random.choice(3 * vocabulary, vocabulary, replace=False)).astype(np.int64)
     seeds = random.integers(0, 2**64, 6, dtype=np.uint64)
     positions = random.integers(0, 10000, 6)
@@ -53,14 +51,8 @@ def tree_slowly(network, calibration, tokens, features, seed, temperature, depth
     def plant(path):
         survival = nodes[path][1] if path else 1.0
         logits = network.logits(network.hidden_of(tokens, features, path)[None])[0].numpy()
-        names, z = children_slowly(
-            logits,
-            network.target_ids.numpy(),
-            seed,
-            len(tokens) + len(path),
-            temperature,
-            max(width, 2),
-        )
+        ids, at = network.target_ids.numpy(), len(tokens) + len(path)
+        names, z = children_slowly(logits, ids, seed, at, temperature, max(width, 2))
         for rank in range(width):
             cell = calibration.cell(0 if not path else 1, rank, z[0] - z[max(rank, 1)])
             nodes[(*path, names[rank])] = (rank, survival * calibration.survival_K[cell])
@@ -68,11 +60,8 @@ def tree_slowly(network, calibration, tokens, features, seed, temperature, depth
     plant(())
     expanded = set()
     for _ in range(depth - 1):
-        ready = [
-            path
-            for path in nodes
-            if path not in expanded and len(path) < depth and nodes[path][1] > floor
-        ]
+        open_ones = [path for path in nodes if path not in expanded and len(path) < depth]
+        ready = [path for path in open_ones if nodes[path][1] > floor]
         for path in sorted(ready, key=lambda path: -nodes[path][1])[:width]:
             expanded.add(path)
             plant(path)
@@ -98,14 +87,8 @@ def assert_same_tree(found, expected):
 
 
 def build(engine, network, **options):
-    return Eagle(
-        network,
-        engine.cache,
-        Calibration(),
-        max_requests=4,
-        max_rows=options.pop("max_rows", 256),
-        **options,
-    )
+    options = {"max_requests": 4, "max_rows": 256} | options
+    return Eagle(network, engine.cache, Calibration(), **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -121,17 +104,9 @@ def test_tree_equals_the_twin_without_a_cache(temperature, depth, width):
         batch = engine.batch(names, temperature=temperature)
         candidates = eagle.propose(batch, Strategy("eagle", depth, width, 999))
         for b, name in enumerate(names):
-            expected = tree_slowly(
-                network,
-                eagle.calibration,
-                engine.tokens[name],
-                engine.features(engine.tokens[name]),
-                batch.seed_B[b],
-                temperature,
-                depth,
-                width,
-                eagle.floor,
-            )
+            text, how = engine.tokens[name], (temperature, depth, width, eagle.floor)
+            read = text, engine.features(text), batch.seed_B[b]
+            expected = tree_slowly(network, eagle.calibration, *read, *how)
             assert_same_tree(as_paths(candidates, b), expected)
             engine.extend(name, random.integers(0, VOCABULARY, int(random.integers(1, 7))).tolist())
 
@@ -174,17 +149,15 @@ def test_turning_on_late_equals_always_on():
     for _ in range(12):
         always.propose(engine.batch(names), strategy)
         for name in names:
-            engine.extend(
-                name, random.integers(0, VOCABULARY, int(random.integers(1, 90))).tolist()
-            )  # over one chunk in all
+            more = int(random.integers(1, 90))  # over one chunk in all
+            engine.extend(name, random.integers(0, VOCABULARY, more).tolist())
     batch = engine.batch(names)
     first, second = always.propose(batch, strategy), late.propose(batch, strategy)
     for b in range(2):
         assert_same_tree(as_paths(first, b), as_paths(second, b))
     certain = [(b, p) for b, p in late.network.stored if p < len(engine.tokens[names[b]])]
-    assert sorted(certain) == [
-        (b, p) for b in range(2) for p in range(1, len(engine.tokens[names[b]]))
-    ]  # each slot once
+    each = [(b, p) for b in range(2) for p in range(1, len(engine.tokens[names[b]]))]
+    assert sorted(certain) == each, "each slot once"
 
 
 def test_shared_prefix_pages_are_drafted_once():
@@ -205,9 +178,7 @@ def test_a_reused_page_is_drafted_again():
     engine.extend("new", list(range(30, 16, -1)))
     fresh = build(engine, FakeNetwork())
     batch = engine.batch(["new"])
-    assert_same_tree(
-        as_paths(reused.propose(batch, strategy), 0), as_paths(fresh.propose(batch, strategy), 0)
-    )
+    assert_same_tree(*(as_paths(e.propose(batch, strategy), 0) for e in (reused, fresh)))
 
 
 def test_new_drafter_weights_take_hold_by_forgetting():
@@ -218,10 +189,8 @@ def test_new_drafter_weights_take_hold_by_forgetting():
     eagle.propose(batch, strategy)
     other = FakeNetwork(seed=1)
     eagle.install(DraftWeights(other, Calibration()))
-    assert_same_tree(
-        as_paths(eagle.propose(batch, strategy), 0),
-        as_paths(build(engine, other).propose(batch, strategy), 0),
-    )
+    fresh = build(engine, other)
+    assert_same_tree(*(as_paths(e.propose(batch, strategy), 0) for e in (eagle, fresh)))
 
 
 def test_small_scratch_cuts_the_tree_instead_of_overrunning():
@@ -229,9 +198,8 @@ def test_small_scratch_cuts_the_tree_instead_of_overrunning():
     for name in "abcd":
         engine.extend(name, [1, 2, 3])
     for max_rows in (0, 1, 5, 13):
-        candidates = build(engine, network, max_rows=max_rows).propose(
-            engine.batch(list("abcd")), Strategy("eagle", 6, 4, 99)
-        )
+        eagle = build(engine, network, max_rows=max_rows)
+        candidates = eagle.propose(engine.batch([*"abcd"]), Strategy("eagle", 6, 4, 99))
         assert candidates.depth_N.max() <= 1 + max_rows // 4
         assert np.isfinite(candidates.survival_N).all()
 

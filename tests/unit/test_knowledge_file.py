@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,8 @@ def test_restart_keeps_estimates_of_earlier_weights(tmp_path: Path) -> None:
     second = before.record().learnt[-1]
     file.save(before)
 
-    for weights, expected in (
-        (WeightsInUse("t", "worse"), second),
-        (WeightsInUse("t", "d"), first),
-    ):
-        found = fresh(weights)
+    for drafter, expected in (("worse", second), ("d", first)):
+        found = fresh(WeightsInUse("t", drafter))
         assert file.load(found) and found.record().learnt[-1] == expected
     for earlier, expected in (("d", first), ("worse", second)):
         found.renew(WeightsInUse("t", earlier))
@@ -153,10 +151,8 @@ def test_the_profile_in_use_is_told_with_what_made_it(tmp_path: Path) -> None:
     assert profile_in(tmp_path) == f"none yet in {tmp_path}: measured at the next start"
     path = kept(tmp_path)
     os.utime(path, (0, 43200))
-    assert re.fullmatch(
-        rf"{path}, made 1970-01-0[12] \d\d:\d\d by one, two layers; used where .*",
-        profile_in(tmp_path),
-    )
+    made = rf"{path}, made 1970-01-0[12] \d\d:\d\d by one, two layers; used where .*"
+    assert re.fullmatch(made, profile_in(tmp_path))
     path.write_bytes(b"{")
     assert f"{path} cannot be read, and will be made again" in profile_in(tmp_path)
 
@@ -170,6 +166,11 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+_cost = partial(_set, "knowledge", "cost")
+_outlook = partial(_set, "knowledge", "learnt", 0, "outlooks", "eagle")
+_table = partial(_set, "knowledge", "learnt", 0, "tables", "eagle")
+
+
 def _as_before(content: dict[str, Any]) -> None:
     """Turn the content into that of earlier versions, which kept nothing of earlier weights."""
     knowledge = content["knowledge"]
@@ -181,22 +182,22 @@ def _as_before(content: dict[str, Any]) -> None:
     [
         (_set("made_by", "processor", value="another"), "processor 'another', now 'one'"),
         (_set("made_by", value={}), "processor 'unknown'"),
-        (_set("knowledge", "cost", "extend", value=[1.0]), "numbers of seconds"),
-        (_set("knowledge", "cost", "extend", value=[0.0] * len(KNOTS)), "take 0 seconds"),
-        (_set("knowledge", "cost", "extend", value=[*range(len(KNOTS), 0, -1)]), "falls with"),
-        (_set("knowledge", "cost", "start", "other", value=[0.1] * len(KNOTS)), "drafter there is"),
-        (_set("knowledge", "cost", "linear", value=[-1.0, 0.0, 0.0]), "numbers of seconds"),
+        (_cost("extend", value=[1.0]), "numbers of seconds"),
+        (_cost("extend", value=[0.0] * len(KNOTS)), "take 0 seconds"),
+        (_cost("extend", value=[*range(len(KNOTS), 0, -1)]), "falls with"),
+        (_cost("start", "other", value=[0.1] * len(KNOTS)), "drafter there is"),
+        (_cost("linear", value=[-1.0, 0.0, 0.0]), "numbers of seconds"),
         (_set("knowledge", "learnt", value=[]), "length >= 1"),
-        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "curves", value=[]), "outlook"),
-        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "depths", value=[9]), "outlook"),
-        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "ratio", value="a"), "float"),
-        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "ratio", value=9.0), "outlook"),
-        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "rate", value=1.0), "outlook"),
-        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "curves", 1, value=99.0), "outlook"),
-        (_set("knowledge", "learnt", 0, "tables", "eagle", "hits", value=[1]), "counts of a table"),
-        (_set("knowledge", "learnt", 0, "tables", "eagle", "hits", 3, value=9), "counts of a tabl"),
-        (_set("knowledge", "learnt", 0, "tables", "eagle", "trials", 3, value=1e9), "counts of a "),
-        (_set("knowledge", "learnt", 0, "tables", "eagle", "trials", 3, value=None), "float"),
+        (_outlook("curves", value=[]), "outlook"),
+        (_outlook("depths", value=[9]), "outlook"),
+        (_outlook("ratio", value="a"), "float"),
+        (_outlook("ratio", value=9.0), "outlook"),
+        (_outlook("rate", value=1.0), "outlook"),
+        (_outlook("curves", 1, value=99.0), "outlook"),
+        (_table("hits", value=[1]), "counts of a table"),
+        (_table("hits", 3, value=9), "counts of a tabl"),
+        (_table("trials", 3, value=1e9), "counts of a "),
+        (_table("trials", 3, value=None), "float"),
         (_as_before, "unknown field `outlooks`"),
         (_set("other", value=1), "unknown field"),
     ],

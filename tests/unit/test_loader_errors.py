@@ -45,10 +45,8 @@ def directory(tmp_path):
         save_file({name: tensors[name] for name in members}, tmp_path / shard)
     weight_map = {name: shard for shard, members in shards.items() for name in members}
     assert weight_map[Q_PROJ] == SECOND
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_json(tmp_path, {"metadata": {}, "weight_map": weight_map})
+    write_json(tmp_path, CONFIG, "config.json")
     return tmp_path
 
 
@@ -68,17 +66,18 @@ def rewrite(path, **changes: torch.Tensor | None) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
-def reconfigure(directory, **changes) -> None:
-    raw = {**CONFIG, **changes}
-    (directory / "config.json").write_text(
-        json.dumps({key: value for key, value in raw.items() if value is not ...})
-    )
+def write_json(directory, content, name="model.safetensors.index.json") -> None:
+    (directory / name).write_text(json.dumps(content))
+
+
+def index(directory):
+    return json.loads((directory / "model.safetensors.index.json").read_text())
 
 
 def test_a_sound_directory_loads(directory):
     model = load(directory)
     assert model.eos_token_ids == (1, 2)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    write_json(directory, {"eos_token_id": 3}, "generation_config.json")
     assert load(directory).eos_token_ids == (3,)
 
 
@@ -93,36 +92,40 @@ def test_tensor_missing_from_its_shard(directory):
 
 
 def test_tensor_missing_from_the_index(directory):
-    index = directory / "model.safetensors.index.json"
-    raw = json.loads(index.read_text())
+    raw = index(directory)
     del raw["weight_map"][Q_PROJ]
-    index.write_text(json.dumps(raw))
+    write_json(directory, raw)
     fails(directory, Q_PROJ, "missing", "[16, 16]", "download")
 
 
-def test_wrong_shape(directory):
-    rewrite(directory / SECOND, **{Q_PROJ: torch.zeros(8, 16)})
-    fails(directory, SECOND, Q_PROJ, "[8, 16]", "[16, 16]", "config.json")
+def one_value(value):
+    found = torch.zeros(16, 16)
+    found[3, 4] = value
+    return found
 
 
-def test_wrong_dtype(directory):
-    rewrite(directory / SECOND, **{Q_PROJ: torch.zeros(16, 16, dtype=torch.int8)})
-    fails(directory, SECOND, Q_PROJ, "torch.int8", "bfloat16", "convert")
+NOT_FINITE = ("1 NaN or infinite values of 256", "earlier checkpoint")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_value_that_is_not_finite(directory, value):
-    bad = torch.zeros(16, 16)
-    bad[3, 4] = value
-    rewrite(directory / SECOND, **{Q_PROJ: bad})
-    fails(directory, SECOND, Q_PROJ, "1 NaN or infinite values of 256", "earlier checkpoint")
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.zeros(8, 16), ("[8, 16]", "[16, 16]", "config.json")),
+        (torch.zeros(16, 16, dtype=torch.int8), ("torch.int8", "bfloat16", "convert")),
+        (one_value(float("nan")), NOT_FINITE),
+        (one_value(float("inf")), NOT_FINITE),
+    ],
+)
+def test_wrong_tensor(directory, tensor, words):
+    rewrite(directory / SECOND, **{Q_PROJ: tensor})
+    fails(directory, SECOND, Q_PROJ, *words)
 
 
 def test_tensor_of_another_architecture(directory):
     rewrite(directory / SECOND, **{"model.layers.1.self_attn.q_norm.weight": torch.ones(8)})
-    raw = json.loads((directory / "model.safetensors.index.json").read_text())
+    raw = index(directory)
     raw["weight_map"]["model.layers.1.self_attn.q_norm.weight"] = SECOND
-    (directory / "model.safetensors.index.json").write_text(json.dumps(raw))
+    write_json(directory, raw)
     fails(directory, SECOND, "q_norm", "architectures")
 
 
@@ -142,9 +145,7 @@ def test_bad_json(directory, name):
 
 
 def test_index_may_not_lead_out_of_the_directory(directory):
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {Q_PROJ: "../elsewhere.safetensors"}})
-    )
+    write_json(directory, {"weight_map": {Q_PROJ: "../elsewhere.safetensors"}})
     fails(directory, "weight_map", "file name in this directory")
 
 
@@ -158,6 +159,9 @@ def test_no_weights_at_all(directory):
 
 def test_missing_directory(tmp_path):
     fails(tmp_path / "nowhere", "config.json", "missing", "Hugging Face")
+
+
+PARTLY_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -184,27 +188,19 @@ def test_missing_directory(tmp_path):
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             ("original_max_position_embeddings", "None"),
         ),
-        (
-            {
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "partial_rotary_factor": 0.5,
-                }
-            },
-            ("partial_rotary_factor", "0.5"),
-        ),
+        ({"rope_parameters": PARTLY_ROTATED}, ("partial_rotary_factor", "0.5")),
         ({"architectures": []}, ("architectures", "[]")),
         ({"vocab_size": 1}, ("vocab_size", "at least 2")),
     ],
 )
 def test_config_fields(directory, changes, words):
-    reconfigure(directory, **changes)
+    raw = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
+    write_json(directory, raw, "config.json")
     fails(directory, "config.json", *words)
 
 
 def test_unknown_architecture_names_the_nearest(directory):
-    reconfigure(directory, architectures=["LlamaForCausualLM"])
+    write_json(directory, CONFIG | {"architectures": ["LlamaForCausualLM"]}, "config.json")
     with pytest.raises(StartupError, match=re.escape("did you mean 'LlamaForCausalLM'?")):
         load(directory)
 
@@ -221,9 +217,8 @@ def test_qwen_window_that_is_switched_off_is_accepted():
 
 def test_old_and_new_rope_fields_mean_the_same():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    old = ModelConfig.parse(
-        {**CONFIG, "rope_theta": 5e5, "rope_scaling": {"type": "yarn", **scaling}}, ""
-    )
+    before = {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **scaling}}
+    old = ModelConfig.parse({**CONFIG, **before}, "")
     new = ModelConfig.parse({**CONFIG, "rope_parameters": {"rope_theta": 5e5, **scaling}}, "")
     assert old.rope == new.rope and old.rope.theta == 5e5 and old.rope.factor == 4.0
 
