@@ -160,7 +160,7 @@ def test_the_order_of_openrlhf_with_rollouts_running(
     async def trained() -> None:
         actor = RolloutActor(running.url, executor=Executor())
         port = free_port()
-        name = f"{trainer.__name__}-{steps}"
+        name = f"{trainer.__name__}-{steps}-{port}"  # torch knows a name once in a process
         _, broadcast = await meanwhile(
             actor.init_process_group(HOST, port, 1, 2, name, backend="gloo", use_ray=False),
             lambda: trainer(port, name),
@@ -172,7 +172,7 @@ def test_the_order_of_openrlhf_with_rollouts_running(
         ]
         await asyncio.to_thread(await_four, running.url)
         for step in range(1, steps + 1):
-            sent = weights(step + 10 * steps + 100 * len(name))
+            sent = weights(step + 10 * steps + 100 * len(trainer.__name__))
             await actor.pause_generation()
             assert actor.get_num_unfinished_requests() == 4
             await actor.reset_prefix_cache()
