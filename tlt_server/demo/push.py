@@ -7,7 +7,6 @@ would be. No torch.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tlt_client import Client, ItemResult
+from tlt_client.channels.files import opened
 from tlt_client.wire import Choice, Token
 from tlt_server.demo.rounds import DemoSize, batch
 from tlt_server.demo.task import Exercise
@@ -69,12 +69,12 @@ def perturbed_copy(model: Path, directory: Path, seed: int = 0) -> Path:
     directory.mkdir(parents=True)
     draw = np.random.default_rng(seed)
     for file in model.glob("*.safetensors"):
-        data = bytearray(file.read_bytes())
-        start = 8 + int.from_bytes(data[:8], "little")  # a length, a JSON header, then the tensors
-        for name, entry in json.loads(data[8:start]).items():
-            if name != "__metadata__" and entry["dtype"] in KINDS:
-                first, last = (start + offset for offset in entry["data_offsets"])
-                data[first:last] = _perturbed(bytes(data[first:last]), entry["dtype"], draw)
+        with opened(file) as whole:
+            data, start, tensors = bytearray(whole.data), whole.start, whole.tensors
+        for entry in tensors.values():
+            if entry.dtype in KINDS:
+                first, last = (start + offset for offset in entry.data_offsets)
+                data[first:last] = _perturbed(bytes(data[first:last]), entry.dtype, draw)
         (directory / file.name).write_bytes(data)
     for name in ("config.json", "model.safetensors.index.json"):
         if (model / name).exists():

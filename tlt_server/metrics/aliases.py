@@ -87,7 +87,16 @@ ABORTED = {"abort": "abort", "abandoned": "abort"}
 FINISHED = {"stop": "stop", "length": "length"} | ABORTED
 KV_USAGE = Computed("Share of the KV pages that are in use.", _kv_usage)
 
+BOTH: Mapping[str, Alias] = {
+    "prompt_tokens": Summed("tlt_prompt_tokens"),
+    "generation_tokens": Summed("tlt_generated_tokens"),
+    "time_to_first_token_seconds": Summed("tlt_time_to_first_token_seconds"),
+    "inter_token_latency_seconds": Summed("tlt_inter_token_seconds"),
+    "time_per_output_token_seconds": Summed("tlt_inter_token_seconds"),
+    "e2e_request_latency_seconds": Summed("tlt_end_to_end_seconds"),
+}
 VLLM: Mapping[str, Alias] = {
+    **BOTH,
     "num_requests_running": Summed("tlt_running_sequences"),
     "num_requests_waiting": Summed("tlt_waiting_sequences"),
     "kv_cache_usage_perc": KV_USAGE,
@@ -97,14 +106,8 @@ VLLM: Mapping[str, Alias] = {
     "gpu_prefix_cache_queries": Summed("tlt_prompt_tokens"),
     "gpu_prefix_cache_hits": Summed("tlt_cached_tokens"),
     "num_preemptions": Summed("tlt_preemptions"),
-    "prompt_tokens": Summed("tlt_prompt_tokens"),
-    "generation_tokens": Summed("tlt_generated_tokens"),
     "request_success": Summed("tlt_sequences", "result", "finished_reason", FINISHED.get),
     "request_queue_time_seconds": Summed("tlt_queue_seconds"),
-    "time_to_first_token_seconds": Summed("tlt_time_to_first_token_seconds"),
-    "inter_token_latency_seconds": Summed("tlt_inter_token_seconds"),
-    "time_per_output_token_seconds": Summed("tlt_inter_token_seconds"),
-    "e2e_request_latency_seconds": Summed("tlt_end_to_end_seconds"),
     "spec_decode_num_drafts": Summed(
         "tlt_decodes", "strategy", theirs=lambda name: None if name == "off" else name
     ),
@@ -115,6 +118,7 @@ VLLM: Mapping[str, Alias] = {
     ),
 }
 SGLANG: Mapping[str, Alias] = {
+    **BOTH,
     "num_running_reqs": Summed("tlt_running_sequences"),
     "num_queue_reqs": Summed("tlt_waiting_sequences"),
     "token_usage": KV_USAGE,
@@ -134,16 +138,10 @@ SGLANG: Mapping[str, Alias] = {
         lambda values: values.ratio("tlt_sd_accepted_tokens", "tlt_sd_drafted_tokens"),
     ),
     "num_retracted_requests": Summed("tlt_preemptions"),
-    "prompt_tokens": Summed("tlt_prompt_tokens"),
-    "generation_tokens": Summed("tlt_generated_tokens"),
     "cached_tokens": Summed("tlt_cached_tokens"),
     "num_requests": Summed("tlt_sequences"),
     "num_aborted_requests": Summed("tlt_sequences", "result", theirs=ABORTED.get),
     "queue_time_seconds": Summed("tlt_queue_seconds"),
-    "time_to_first_token_seconds": Summed("tlt_time_to_first_token_seconds"),
-    "inter_token_latency_seconds": Summed("tlt_inter_token_seconds"),
-    "time_per_output_token_seconds": Summed("tlt_inter_token_seconds"),
-    "e2e_request_latency_seconds": Summed("tlt_end_to_end_seconds"),
 }
 
 
