@@ -35,7 +35,7 @@ class Capturing(Pushable):
             )
         )
         self._ring = RingConsumer(directory / "states")
-        self.capture = getattr(self.engine.runner, "_capture", None)  # of a GPU
+        self.capture = getattr(self.engine.runner, "_capture", None)  # None on a CPU
 
     def taken(self) -> dict[bytes, Captured]:
         if self.capture is not None:
