@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 from tests.waiting import in_loop
-from tlt_server.frontend.dialects.events import changes
+from tlt_server.frontend.dialects.operate import changes
 from tlt_server.frontend.link.answers import Changes
 
 

@@ -3,8 +3,11 @@ server-sent events as items finish.
 
 A JSON reply has one entry per item, in the order of the request: a result or an error. If no item
 succeeded, its status is that of the first error. The events are `token`, `result` or `error` (one
-per item), and a last `done`. A batch that is detached, or has an Idempotency-Key, runs as a
-rollout. A body in SGLang's form is handed to `sglang.generate`.
+per item), and a last `done`. A body in SGLang's form is handed to `sglang.generate`.
+
+A batch that is detached, or has an Idempotency-Key, runs as a rollout, which the routes `ROLLOUTS`
+follow, fetch, list and delete. None of these needs the engine, so results can be fetched while it
+restarts.
 """
 
 from __future__ import annotations
@@ -18,13 +21,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_client import wire
-from tlt_client.wire import Done, Reply, RolloutStatus, Token
+from tlt_client.wire import (
+    Done,
+    Progress,
+    Reply,
+    RolloutList,
+    RolloutReply,
+    RolloutStatus,
+    RolloutSummary,
+    Token,
+)
 from tlt_server.errors import (
     Conflict,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     NotFinite,
+    NotFound,
     Overloaded,
     Poisoned,
     QueueFull,
@@ -52,9 +65,10 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import digest
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.parameters import HEADER
 from tlt_server.frontend.http.parsing import Forms
-from tlt_server.frontend.http.replies import Refusal, json_response
+from tlt_server.frontend.http.replies import Refusal, json_response, sliced_response
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
@@ -237,3 +251,82 @@ def _stream(service: Service, batch: RequestBatch, generation: Generation) -> Ev
         yield event_frame(footer(service, usage), "done")
 
     return EventStream(frames(), generation, failed, end=b"")
+
+
+MAX_WAIT_S = 60.0
+RolloutId = Annotated[str, "the id in the reply to the request that started the rollout"]
+WaitForEnd = Annotated[
+    float, "the longest time to wait for the end of the rollout", Meta(ge=0, le=MAX_WAIT_S)
+]
+
+
+ROLLOUTS = Routes()
+
+
+@ROLLOUTS.get("/rollouts", needs="data")
+async def every(service: Service, caller: Caller) -> RolloutList:
+    """List the kept rollouts that this key started, oldest first, without prompts and results.
+
+    A key with the scope operate gets all of them.
+    """
+    return RolloutList(
+        [
+            RolloutSummary(
+                rollout.header.id,
+                rollout.status,
+                rollout.header.detached,
+                rollout.header.created_s,
+                rollout.done_s,
+                rollout.bytes,
+                _progress(rollout),
+                rollout.header.owner,
+            )
+            for rollout in service.rollouts
+            if caller.sees(rollout.header.owner)
+        ]
+    )
+
+
+@ROLLOUTS.get("/rollouts/{id}", needs="data", raises=(NotFound,))
+async def fetch(
+    service: Service, request: Request, id: RolloutId, wait_s: WaitForEnd = 0
+) -> Annotated[Response, RolloutReply]:
+    """Fetch the results of a rollout so far, and whether it is done.
+
+    With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching
+    changes nothing, so it may be repeated. Once a finished rollout was fetched, it may be forgotten
+    early to make room for new ones.
+    """
+    caller = caller_of(request)
+    rollout = service.rollouts.find(id, caller)
+
+    async def when_done() -> Response:
+        if wait_s and rollout.done_s is None:
+            await rollout.wait(wait_s)
+        turn = service.generations.share.of(caller.name)
+        ended = await EndedItems.of(await service.rollouts.results(rollout), turn)
+        results = ended.content(service, ended.by_id)
+        return sliced_response(
+            {
+                "id": rollout.header.id,
+                "status": rollout.status,
+                "progress": _progress(rollout),
+                **results,
+            },
+            turn,
+        )
+
+    return await while_connected(request, when_done())
+
+
+@ROLLOUTS.delete("/rollouts/{id}", needs="data", changes=True, raises=(NotFound,))
+async def delete(service: Service, id: RolloutId, caller: Caller) -> RolloutStatus:
+    """Abort the sequences of a rollout that still run, and forget it."""
+    rollout = service.rollouts.find(id, caller)
+    service.rollouts.delete(rollout)
+    return RolloutStatus(rollout.header.id, "deleted")
+
+
+def _progress(rollout: KeptRollout) -> Progress:
+    items_ended, tokens = rollout.count()
+    return Progress(len(rollout.item_ids), items_ended, tokens)

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from tlt_server.frontend.dialects.events import changes
+from tlt_server.frontend.dialects.operate import changes
 from tlt_server.frontend.link.answers import Changes
 from tlt_server.frontend.rpc.exchange import Context
 from tlt_server.frontend.rpc.methods import SERVICE

@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from tlt_client.rpc.rollout_pb2 import DESCRIPTOR
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.events import MAX_WAIT_S
+from tlt_server.frontend.dialects.operate import MAX_WAIT_S
 from tlt_server.frontend.http.arrival import Arrived
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.slices import json_slices
