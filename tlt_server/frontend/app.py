@@ -25,8 +25,7 @@ from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.dialects.replies.errors import failure_naming
 from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival, Working
-from tlt_server.frontend.http.auth import Authentication, Gate, Terms, key_of
-from tlt_server.frontend.http.browsers import Origins
+from tlt_server.frontend.http.auth import Authentication, Gate, Origins, Terms, key_of
 from tlt_server.frontend.http.connections import ProbesOnly
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.limits import BodyBudget, BodyLimits

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tlt_server.config import Config
 from tlt_server.errors import InvalidRequest, WrongHttpVersion
-from tlt_server.frontend.http.browsers import shown_to
+from tlt_server.frontend.http.auth import shown_to
 from tlt_server.frontend.http.connections import OpenConnections
 from tlt_server.frontend.http.limits import RESTS
 from tlt_server.frontend.http.replies import error_reply
