@@ -9,21 +9,22 @@ import os
 import time
 from pathlib import Path
 
-from tlt_server.engine.ranks.follower import Rank
-from tlt_server.engine.ranks.orders import Order
+from tlt_server.engine.ranks import follower
+from tlt_server.engine.ranks.follower import RankHalf
+from tlt_server.engine.ranks.orders import RankOrder
 from tlt_server.engine.ranks.rank import main
 
 kind, begun = os.environ["FAILING_ORDER"], Path(os.environ["FAILING_FROM"])
-follow = Rank.follow
+execute = follower.execute
 
 
-def failing(rank: Rank, order: Order) -> str:
+def failing(rank: RankHalf, order: RankOrder) -> str:
     if type(order).__name__ == kind and begun.exists():
         begun.write_text(str(time.monotonic()))
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    return follow(rank, order)
+    return execute(rank, order)
 
 
 if __name__ == "__main__":
-    Rank.follow = failing  # type: ignore[method-assign]
+    follower.execute = failing
     main()

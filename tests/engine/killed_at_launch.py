@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 from tlt_server.engine.process import main
 from tlt_server.engine.ranks.ranks import Ranks
 
 
-def killed(ranks: Ranks, what: str) -> None:
+def killed(ranks: Ranks[Any], what: str) -> None:
     print(*(process.pid for process in ranks._processes), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -30,9 +30,9 @@ from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
 from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_kernels.gpu import signals
 from tlt_server.engine.exchange.gathered import GatheredPeers
+from tlt_server.engine.gpu.link import GpuLink
+from tlt_server.engine.gpu.orders import RunStep
 from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.ranks.orders import RunStep
-from tlt_server.engine.gpu.ranks.ranks import GpuRanks
 from tlt_server.engine.gpu.start import preparing
 from tlt_server.engine.gpu.steps.drafts import DraftPass
 from tlt_server.engine.gpu.steps.drafts.eagle import EagleDrafts
@@ -40,6 +40,8 @@ from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey, Reported
 from tlt_server.engine.gpu.steps.ring import PinnedBuffer
 from tlt_server.engine.gpu.steps.structured import StructureMasks
 from tlt_server.engine.ranks.arena import Arena
+from tlt_server.engine.ranks.orders import RankOrder
+from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.gpu.sums import RankSums
@@ -143,7 +145,7 @@ def test_two_ranks_have_the_bits_of_one(
     # Idle time may find no memory for a graph, on any rank.
     monkeypatch.setattr(preparing, "_capture_later", out_of_memory)
     runner: Any = shared.engine.runner
-    assert runner.graphs._drain == runner.followers.drain
+    assert runner.graphs._drain == runner._waits.drain
     runner.record(ExtendKey(1, 1))
     looked: list[Tensor] = []  # buffers that were waited for with a bound
 
@@ -185,8 +187,8 @@ def test_ranks_that_gather_have_the_bits_of_one(
     expected = responses(one, None)
     engine = Pushable(replace(settings, tensor_parallel=2, exchange="nccl"))
     ranks = ranks_of(engine)
-    assert isinstance(ranks, GpuRanks) and isinstance(ranks.peers, GatheredPeers)
-    assert not ranks.peers.muted
+    assert isinstance(ranks.link, GpuLink) and isinstance(ranks.link.peers, GatheredPeers)
+    assert not ranks.link.peers.muted
     assert responses(engine, TREE) == expected
     target = engine.engine.pushes.transaction.versions.live.target.network
     target.peers[0].final_norm_H[3] += 2**-10  # type: ignore[union-attr]
@@ -241,18 +243,20 @@ def test_late_rank_ends_epoch_naming_the_step(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 does not come to the exchanges of the second step's reports."""
-    run_step, steps, clock = GpuRanks.run_step, list[int](), time.monotonic_ns
+    send, steps, clock = Ranks.order, list[int](), time.monotonic_ns
 
-    def withheld(ranks: GpuRanks, *keys: Any, reported: Reported, **how: Any) -> RunStep:
-        if len(steps) == 1:
-            reported, fast = Reported(), SimpleNamespace(monotonic_ns=lambda: 20 * clock())
-            monkeypatch.setattr(signals, "time", fast)
-        steps.append(ranks._step)
-        return run_step(ranks, *keys, reported=reported, **how)
+    def withheld(ranks: Ranks[Any], order: RankOrder, *, wait: bool = False) -> None:
+        if isinstance(order, RunStep):
+            if len(steps) == 1:
+                order = msgspec.structs.replace(order, reported=Reported())
+                fast = SimpleNamespace(monotonic_ns=lambda: 20 * clock())
+                monkeypatch.setattr(signals, "time", fast)
+            steps.append(ranks.sent)
+        send(ranks, order, wait=wait)
 
     with two_ranks(settings, drafter="none") as engine:
         choose(engine, None)
-        monkeypatch.setattr(GpuRanks, "run_step", withheld)
+        monkeypatch.setattr(Ranks, "order", withheld)
         late = r"rank 0 waited 10 s for rank 1 in exchange \d+, in order (\d+) or before"
         with pytest.raises(EngineFailed, match=late) as raised:
             engine.run(request(0, 5, 5, logprobs=2, raw_logprobs=True))

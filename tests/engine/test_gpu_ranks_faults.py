@@ -24,18 +24,28 @@ from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import SharedGpuMemory
 from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_server.engine.exchange.meeting import Meeting
+from tlt_server.engine.gpu import link
+from tlt_server.engine.gpu.device import CudaDevice
 from tlt_server.engine.gpu.flight import Flight, newest_tokens
+from tlt_server.engine.gpu.link import GpuLink
 from tlt_server.engine.gpu.memory.graphs import GraphPool
+from tlt_server.engine.gpu.orders import Begin, ListKernels, LoadKernels, ReportMemory, Settle
 from tlt_server.engine.gpu.passes import Rehearsed
-from tlt_server.engine.gpu.ranks import ranks
-from tlt_server.engine.gpu.ranks.orders import Begin, GpuOrder, LoadKernels, ReportMemory, Settle
-from tlt_server.engine.gpu.ranks.ranks import GpuRanks
 from tlt_server.engine.gpu.steps.agreement import WORDS, Agreement
 from tlt_server.engine.gpu.steps.ring import PinnedBuffer
 from tlt_server.engine.ranks import follower
 from tlt_server.engine.ranks.answers import RankAnswers
 from tlt_server.engine.ranks.arena import Arena
-from tlt_server.engine.ranks.orders import Drop, Envelope, RankAnswer, RankStart, encoded
+from tlt_server.engine.ranks.orders import (
+    Drop,
+    Envelope,
+    NoRanks,
+    RankAnswer,
+    RankOrder,
+    RankStart,
+    encoded,
+)
+from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.ranks.shared_models import SharedSplit
 from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.models.config import ModelConfig
@@ -48,20 +58,21 @@ from tlt_server.weights.storage import ran_out
 WAIT_S = 0.5
 
 
-class Stepping(GpuRanks):
-    """Ranks of which rank 1 has died, differs, or has waited, while a step is in flight."""
+class Stepping(GpuLink):
+    """Rank 0, while a step is in flight in which rank 1 has died, differs or has waited."""
 
     words = 2 * WORDS
 
     def __init__(self, died: str, words: Sequence[int] = (1, 3, 0, 0)) -> None:
-        self._died, self._step = died, 7
+        def check_ended() -> None:
+            if died:
+                raise EngineFailed(died)
+
+        self.died, self._begun = died, True
+        self._ranks = SimpleNamespace(sent=7, check_ended=check_ended)  # type: ignore[assignment]
         self.agreement = agreement = Agreement(windows_of(2, SUM_FLOATS)[0])
         agreement.begin()
         agreement.found_TW.copy_(torch.tensor([[1, 2, 0, 0], words]))
-
-    def check_ended(self) -> None:
-        if self._died:
-            raise EngineFailed(self._died)
 
 
 class NeverPassed:
@@ -110,41 +121,55 @@ class Inbox:
         return msgspec.msgpack.encode(self.answers.pop(0))
 
 
-def test_kernels_of_other_ranks_are_not_waited_for() -> None:
-    ranks, inbox = Stepping(""), Inbox()
-    ranks._answers = RankAnswers(inbox, 1, lambda: None)  # type: ignore[arg-type]
-    ranks._lock, ranks._epoch, ranks._sent = threading.RLock(), "a", 0
-    ranks._orders, ranks._models, ranks._saved = [], deque(), deque()
-    ranks._freed, ranks._preparing = [], deque()
-    assert ranks.prepared()
-    ranks.list_kernels(Rehearsed(None, ()), first=True)
-    ranks.load_kernels(3, last=False)
-    assert not ranks.prepared()
+class Answering(Ranks[Any]):
+    """Rank 0 with the answers of rank 1 in an inbox."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._answers = RankAnswers(inbox, 1, lambda: None)  # type: ignore[arg-type]
+        self._lock, self._epoch, self.sent = threading.RLock(), "a", 0
+        self._orders, self._models, self._saved = [], deque(), deque()
+        self._freed, self._begun = [], deque()
+
+
+def test_orders_begun_are_done_once_all_ranks_have_answered() -> None:
+    inbox = Inbox()
+    ranks = Answering(inbox)
+    assert ranks.done()
+    ranks.begin(ListKernels(Rehearsed(None, ()), True))
+    ranks.begin(LoadKernels(3, False))
+    assert not ranks.done()
     inbox.answers.append(RankAnswer(1, 1))
-    assert not ranks.prepared()
+    assert not ranks.done()
     inbox.answers.append(RankAnswer(1, 2))
-    assert ranks.prepared()
-    for _ in range(2):
-        ranks.load_kernels(3, last=False)
-    inbox.answers += [RankAnswer(1, number, refused="no room") for number in (3, 4)]
+    assert ranks.done()
+
+
+def test_refused_orders_are_forgotten_once_finished() -> None:
+    """A later preparation is not told of an earlier one's refusal."""
+    inbox = Inbox()
+    ranks = Answering(inbox)
+    for _ in range(3):
+        ranks.begin(LoadKernels(3, False))
+    inbox.answers += [RankAnswer(1, number, refused="no room") for number in (1, 2, 3)]
     with pytest.raises(Unavailable, match="rank 1: no room"):
-        ranks.prepared()
-    ranks.drop_kernels()
-    assert ranks.prepared(), "a later preparation was told of an earlier one's refusal"
+        ranks.done()
+    with pytest.raises(Unavailable, match="rank 1: no room"):
+        ranks.finish()
+    assert ranks.done()
 
 
 class Lacking:
     """A rank that cannot load a kernel, its inbox and its outbox."""
 
-    orders = GpuOrder
     error = Unavailable("kernel grow of this policy is not loaded")
 
     def __init__(self, *asks: bool) -> None:
         order = LoadKernels(1, True)
         self.sent = [encoded(Envelope("a", n, each, order)) for n, each in enumerate(asks, 1)]
         self.answers: list[RankAnswer] = []
+        self.handlers = {LoadKernels: self.refuse}
 
-    def follow(self, order: object) -> str:
+    def refuse(self, order: object) -> str:
         raise self.error
 
     def recv(self) -> bytes:
@@ -176,6 +201,13 @@ def test_a_rank_that_refuses_kernels_answers_so_and_goes_on(
         served(Lacking(False), monkeypatch)
 
 
+def test_order_before_what_it_needs_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = Lacking(False)
+    early.handlers.clear()
+    with pytest.raises(EngineFailed, match=r"\(LoadKernels\): LoadKernels came before what it"):
+        served(early, monkeypatch)
+
+
 def newest_of(group: Stepping, event: Any) -> dict[Any, list[int]]:
     """Wait for a step in flight as the next step of a structured output does."""
     buffer = PinnedBuffer(torch.zeros(8, dtype=torch.int32), event, group.wait)
@@ -190,8 +222,8 @@ def test_structured_outputs_wait_for_a_step_no_longer_than_a_rank_lives(
     began_s = time.monotonic()
     with pytest.raises(EngineFailed, match="rank 1 ended"):
         newest_of(Stepping("rank 1 ended"), NeverPassed())
-    assert time.monotonic() - began_s < ranks.STEP_S
-    monkeypatch.setattr(ranks, "STEP_S", 0.3)
+    assert time.monotonic() - began_s < link.STEP_S
+    monkeypatch.setattr(link, "STEP_S", 0.3)
     with pytest.raises(EngineFailed, match=r"waited 0.3 s for the GPUs to end order 7"):
         newest_of(Stepping(""), NeverPassed())
 
@@ -225,7 +257,7 @@ def test_pages_are_not_saved_after_an_awaited_rank_dies() -> None:
         (Stepping("rank 1 ended"), NeverPassed()),
     ):
         save = group.drained(stream, saved.append)  # type: ignore[arg-type]
-        with pytest.raises(EngineFailed, match="rank 1 ended") if group._died else nullcontext():
+        with pytest.raises(EngineFailed, match="rank 1 ended") if group.died else nullcontext():
             save([3])
     assert saved == [[3]]
 
@@ -234,35 +266,36 @@ def test_ranks_begin_once_no_signal_of_any_is_on_its_way() -> None:
     """A late signal of a rehearsal would satisfy a wait of the first steps."""
     told: list[object] = []
 
-    class Beginning(GpuRanks):
-        def __init__(self) -> None:
-            self._equipping = 3
-            self.peers = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
-            self.agreement = SimpleNamespace(begin=lambda: told.append("rank 0"))  # type: ignore[assignment]
+    class Beginning:
+        def finish(self) -> None:
+            told.append("finish")
 
-        def answered(self, number: int) -> list[str]:
-            told.append(number)
-            return []
-
-        def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
+        def order(self, order: RankOrder, *, wait: bool = False) -> None:
             assert wait, "each rank follows before the next order"
             told.append(type(order))
 
-    Beginning().begin()
-    assert told == [3, Settle, Begin, "rank 0"]
+    beginning = Stepping("")
+    beginning._ranks = Beginning()  # type: ignore[assignment]
+    beginning.peers = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
+    beginning.agreement = SimpleNamespace(begin=lambda: told.append("rank 0"))  # type: ignore[assignment]
+    beginning.begin()
+    assert told == ["finish", Settle, Begin, "rank 0"]
 
 
 def test_free_memory_is_counted_once_dropped_models_are_freed() -> None:
     asked: list[type] = []
 
-    class Told(GpuRanks):
-        def __init__(self) -> None: ...
+    class Told(NoRanks):
+        def order(self, order: RankOrder, *, wait: bool = False) -> None:
+            assert wait
+            asked.append(type(order))
 
-        def ask(self, order: msgspec.Struct) -> list[str]:
+        def ask(self, order: RankOrder) -> list[str]:
             asked.append(type(order))
             return ["7 9", "5 9"]
 
-    assert Told().free() == (5, 9)
+    device: Any = SimpleNamespace(_ranks=Told())
+    assert CudaDevice._free_of_others(device) == [(7, 9), (5, 9)]
     assert asked == [Drop, ReportMemory]
 
 
@@ -306,12 +339,14 @@ class Made(Arena):
         self.freed.append(len(self.content))
 
 
-class Sharing(GpuRanks):
+class Sharing(Ranks[Any]):
     """Ranks of which one has no room for a shard, or cannot make one of it."""
+
+    moves = True
 
     def __init__(self, full: int, mute: bool) -> None:
         self._full, self._mute, self._keys, self._lock = full, mute, 0, threading.RLock()
-        self._models, self._closers = deque(), []
+        self._models, self._closers, self.link = deque(), [], self
 
     def arena(self, rank: int, make: Callable[[], object]) -> Arena | None:
         if rank == self._full:

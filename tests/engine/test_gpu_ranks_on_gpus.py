@@ -27,7 +27,7 @@ from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.devices.sizing import MIB
 from tlt_server.engine.exchange.gathered import GatheredPeers
-from tlt_server.engine.gpu.ranks import ranks
+from tlt_server.engine.gpu import link
 from tlt_server.engine.gpu.steps import windows
 from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
@@ -75,10 +75,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
 @pytest.fixture(params=["nvlink", "nccl"])
 def doomed(
     request: pytest.FixtureRequest, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Pushable, Ranks]]:
+) -> Iterator[tuple[Pushable, Ranks[Any]]]:
     """An engine for one fault, whose first rank waits for two seconds, or three by NCCL."""
     monkeypatch.setattr(windows, "WAIT_S", 2.0)
-    monkeypatch.setattr(ranks, "STEP_S", 3.0)
+    monkeypatch.setattr(link, "STEP_S", 3.0)
     with two_ranks(settings, drafter="none", exchange=request.param) as engine:
         yield engine, ranks_of(engine)
     gc.collect()
@@ -116,7 +116,7 @@ def test_two_gpus_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
 def test_gpus_that_gather_have_the_bits_of_one(one: Pushable, settings: EngineSettings) -> None:
     engine = Pushable(replace(settings, tensor_parallel=2, exchange="nccl"))
     group = ranks_of(engine)
-    assert isinstance(group, ranks.GpuRanks) and isinstance(group.peers, GatheredPeers)
+    assert isinstance(group.link, link.GpuLink) and isinstance(group.link.peers, GatheredPeers)
     expected = responses(one, None)
     for strategy in ARMS[:2]:
         assert responses(engine, strategy) == expected, strategy
@@ -157,7 +157,7 @@ def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
 )
 @pytest.mark.parametrize("kind", [{}, {"structured_outputs": WORDS}])
 def test_a_rank_that_stops_or_dies_is_one_error(
-    sent: signal.Signals, why: str, kind: dict[str, Any], doomed: tuple[Pushable, Ranks]
+    sent: signal.Signals, why: str, kind: dict[str, Any], doomed: tuple[Pushable, Ranks[Any]]
 ) -> None:
     engine, group = doomed
     [process] = group._processes

@@ -15,8 +15,8 @@ import torch
 
 from tlt_kernels.gpu.exchange import PeerWindows, WindowSizes
 from tlt_server.engine.exchange.gathered import GatheredPeers
-from tlt_server.engine.gpu.ranks import joining
-from tlt_server.engine.gpu.ranks.joining import FileWindows, JoinedRank, RankGroup, join
+from tlt_server.engine.gpu import joining
+from tlt_server.engine.gpu.joining import FileWindows, JoinedRank, RankGroup, join
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.settings.server import ExchangeName
 

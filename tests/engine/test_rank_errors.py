@@ -21,7 +21,7 @@ from tlt_server.wire.commands import Sleep, WakeUp
 __all__ = ["root", "settings"]  # fixtures
 
 ORDERS = {
-    "loading": ("LoadShard", "CheckNumerics", "Install", "Allocate", "ExtendRows"),
+    "loading": ("LoadShard", "CheckNumerics", "Allocate", "ExtendRows"),
     "serving": ("ExtendRows", "LoadShard", "Install", "Save", "FreePages"),
     "waking": ("ReclaimPages", "Restore"),
 }

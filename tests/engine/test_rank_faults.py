@@ -23,6 +23,8 @@ from tests.engine.two_ranks import give_up_soon, ranks_of
 from tests.mostly_long import mostly_long
 from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.channels.checksums import mix64
+from tlt_server.engine.cpu import device as cpu_device
+from tlt_server.engine.cpu import link as cpu_link
 from tlt_server.engine.ranks import ranks
 from tlt_server.engine.ranks.answers import START_S
 from tlt_server.engine.ranks.ranks import Ranks
@@ -47,7 +49,7 @@ FAULTS = {
 }
 
 
-def hit(engine: Ranks, number: int, patch: pytest.MonkeyPatch) -> None:
+def hit(engine: Ranks[Any], number: int, patch: pytest.MonkeyPatch) -> None:
     """Send a signal to rank 1, and return once it has ended or is stopped. A silent rank is given
     up after a second from now on.
     """
@@ -77,13 +79,13 @@ def hit_before(patch: pytest.MonkeyPatch, holder: Any, name: str, hit: Callable[
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks[Any]]]:
     """Yield the ranks of all engines. At the end none may be left."""
     monkeypatch.setattr(ranks, "BEAT_S", 0.3)
-    found: list[Ranks] = []
+    found: list[Ranks[Any]] = []
     launch = Ranks._launch
 
-    def noted(self: Ranks, *given: Any) -> None:
+    def noted(self: Ranks[Any], *given: Any) -> None:
         found.append(self)
         launch(self, *given)
 
@@ -94,17 +96,24 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks]]:
         assert all(process.returncode == -signal.SIGKILL for process in each._processes)
 
 
-@pytest.mark.parametrize("moment", mostly_long(["join", "hand_over", "test"], "hand_over"))
+LOADING: dict[str, tuple[Any, str]] = {
+    "join": (cpu_link, "GlooExchange"),
+    "hand_over": (Ranks, "hand_over"),
+    "test": (cpu_device, "check_numerics"),
+}
+
+
+@pytest.mark.parametrize("moment", mostly_long(LOADING, "hand_over"))
 @pytest.mark.parametrize("fault", mostly_long(FAULTS, "killed"))
 def test_a_rank_lost_while_an_engine_loads_is_one_error(
     settings: EngineSettings,
-    launched: list[Ranks],
+    launched: list[Ranks[Any]],
     monkeypatch: pytest.MonkeyPatch,
     moment: str,
     fault: str,
 ) -> None:
     hit_before(
-        monkeypatch, Ranks, moment, lambda: hit(launched[0], FAULTS[fault].signal, monkeypatch)
+        monkeypatch, *LOADING[moment], lambda: hit(launched[0], FAULTS[fault].signal, monkeypatch)
     )
     began_s = time.monotonic()
     with pytest.raises(EngineFailed, match=FAULTS[fault].error):
@@ -129,7 +138,7 @@ PUSH_MOMENTS = ("while it is staged", "once it is staged", "at install")
 )
 def test_rank_lost_in_a_push_leaves_one_version_after_restart(
     settings: EngineSettings,
-    launched: list[Ranks],
+    launched: list[Ranks[Any]],
     root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -24,8 +24,9 @@ from tests.engine.two_ranks import give_up_soon, one, ranks_of, shared, two_rank
 from tests.waiting import until
 from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.channels.checksums import mix64
+from tlt_server.engine.cpu.link import CpuLink
 from tlt_server.engine.ranks.answers import START_S
-from tlt_server.engine.ranks.ranks import Ranks, _ended
+from tlt_server.engine.ranks.ranks import _ended
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.decoder import Decoder
@@ -234,7 +235,7 @@ def test_an_idle_engine_notices_that_a_rank_is_stopped(
 def test_an_idle_engine_asks_where_an_answer_may_take_as_long_as_a_start(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ranks, "answer_s", START_S)
+    monkeypatch.setattr(CpuLink, "answer_s", START_S)
     monkeypatch.setattr("tlt_server.engine.ranks.ranks.BEAT_S", 0.1)
     with two_ranks(settings) as engine:
         steps_until(engine, lambda: ranks_of(engine)._beaten)

@@ -29,7 +29,7 @@ from tlt_server.engine.gpu.memory.refusals import (
     exhausted,
     widen,
 )
-from tlt_server.engine.gpu.ranks.window_sizes import exchange_bytes
+from tlt_server.engine.gpu.memory.window_sizes import exchange_bytes
 from tlt_server.engine.gpu.steps.buckets import Shapes
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError, StartupError

@@ -15,6 +15,7 @@ import torch
 
 from tests.waiting import until
 from tlt_kernels.gpu.variants import Variant
+from tlt_server.engine.gpu.orders import DropKernels, ListKernels, LoadKernels
 from tlt_server.engine.gpu.passes import Rehearsed
 from tlt_server.engine.gpu.start import preparing
 from tlt_server.engine.gpu.start.compiling import Compiled
@@ -23,6 +24,7 @@ from tlt_server.engine.gpu.start.strategy_kernels import KernelPreparation, Stra
 from tlt_server.engine.gpu.steps.buckets import MIN_DEPTH, Shapes
 from tlt_server.engine.gpu.steps.drafts import DraftKey
 from tlt_server.engine.gpu.steps.extend import ExtendKey
+from tlt_server.engine.ranks.orders import RankOrder
 from tlt_server.errors import Unavailable
 from tlt_server.speculation.policies.pinned import Pinned
 from tlt_server.wire.records import OFF, Pin, Strategy, parse_strategy
@@ -31,12 +33,12 @@ CHAIN, TREE = parse_strategy("eagle:4x1x4"), parse_strategy("eagle:4x2x8")
 
 
 class Gpu:
-    """A runner, its passes, graphs and followers, the kernels of its start, and a compiler, which
+    """A runner, its passes, graphs and other ranks, the kernels of its start, and a compiler, which
     note what is asked of them in order. Each draft needs two kernels that are not loaded.
     """
 
     def __init__(self) -> None:
-        self.passes = self.graphs = self.followers = self
+        self.passes = self.graphs = self.ranks = self
         self.shapes, self.quiet = Shapes(2, MIN_DEPTH), True
         self.stream, self.made, self.run_first = None, set[object](), False
         self.recorded: dict[DraftKey | ExtendKey, None] = {}
@@ -75,19 +77,24 @@ class Gpu:
     def drop(self, made: set[object]) -> None:
         self.asked.append("drop")
 
-    def list_kernels(self, passes: Rehearsed, *, first: bool) -> None:
-        assert first == (not self.listed)
+    def begin(self, order: RankOrder) -> None:
+        match order:
+            case ListKernels(_, first):
+                assert first == (not self.listed)
+            case LoadKernels(count, last):
+                self.asked.append(f"others load {count}{' and the rest' if last else ''}")
 
-    def load_kernels(self, count: int, *, last: bool) -> None:
-        self.asked.append(f"others load {count}{' and the rest' if last else ''}")
-
-    def drop_kernels(self) -> None:
+    def order(self, order: RankOrder) -> None:
+        assert isinstance(order, DropKernels)
         self.asked.append("others drop")
 
-    def prepared(self) -> bool:
+    def done(self) -> bool:
         if self.others_fail:
             raise Unavailable("rank 1: the GPU has no room for the kernels of this policy")
         return self.others_ready
+
+    def finish(self) -> None:
+        self.done()
 
     def compiler(self, variants: Sequence[Variant]) -> Gpu:
         self.asked.append(f"compile {len(variants)}")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.rows import RowLayout, layout_rows
 from tlt_server.attention.rows import KVCache, Rows
-from tlt_server.engine.ranks.orders import ExtendRows
+from tlt_server.engine.cpu.orders import ExtendRows
 from tlt_server.engine.schedule.batch import Batch, Chunk
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.wire.records import DraftLimits

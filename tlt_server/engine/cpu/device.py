@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.compiled import MODULES
 from tlt_server.attention.rows import KVCache
+from tlt_server.engine.cpu.link import CpuLink, check_numerics
+from tlt_server.engine.cpu.orders import Install
 from tlt_server.engine.cpu.runner import CpuRunner
 from tlt_server.engine.devices import Equipped, Memory, Quiet, compiled
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.devices.sizing import kv_pages, training_share
 from tlt_server.engine.phases import OnProgress
-from tlt_server.engine.ranks.orders import Allocate, FreePages, Install
-from tlt_server.engine.ranks.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on
+from tlt_server.engine.ranks.orders import NO_RANKS, Allocate, FreePages, RankOrders
+from tlt_server.engine.ranks.ranks import Ranks, reclaim_on
 from tlt_server.engine.ranks.shared_models import key_of
 from tlt_server.engine.record.hidden_states import CachedStates, describe_states
 from tlt_server.engine.schedule.sequence import Sequence
@@ -84,11 +86,12 @@ class CpuDevice:
                 with torch.device("meta"):
                     empty = loader.empty(directory, empty_target(*make.args, **make.keywords))
                 check_own_head(empty, directory)
-            ranks = self._ranks = Ranks(settings, config)
+            ranks = self._ranks = Ranks(settings, config, CpuLink)
             split = ranks.split(Split(settings.reduction_leaves, 0, settings.tensor_parallel))
-        target = make(split=split, random=settings.random_weights)
-        if isinstance(self._ranks, Ranks):
-            self._ranks.test(target)
+            target = make(split=split, random=settings.random_weights)
+            check_numerics(ranks, target)
+        else:
+            target = make(split=split, random=settings.random_weights)
         version = settings.weight_version
         live = Live(Target.loaded(version, target, settings.checkpoint))
         if loader is None or directory is None:
@@ -106,8 +109,7 @@ class CpuDevice:
         bytes_per_page = make(1, scratch=0).bytes_per_kv_slot * settings.page_size
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         cache = make(pages, scratch=settings.max_draft_rows)
-        self._ranks.order(Install(key_of(model)), wait=True)
-        self._ranks.order(Allocate(pages, max_model_len), wait=True)
+        self._ranks.order(Allocate(key_of(model), 0, pages, max_model_len), wait=True)
         save, restore = self._ranks.copiers(cache.save, cache.restore)
         memory = Memory(pages, cache.reuse, save, restore, cache)
         if not captures or live.drafter is None:

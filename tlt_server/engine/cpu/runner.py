@@ -20,8 +20,9 @@ from torch import Tensor
 from tlt_kernels.cpu.elementwise import copy_kv_slots
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.cpu.batching import LaidOut, draft_batch, extend, lay_out
-from tlt_server.engine.ranks.orders import Keep
-from tlt_server.engine.ranks.ranks import NO_RANKS, RankOrders
+from tlt_server.engine.cpu.orders import Keep
+from tlt_server.engine.exchange.gloo import sum_of_states
+from tlt_server.engine.ranks.orders import NO_RANKS, RankOrders
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sampling.sampler import Sampled, prompt_logprobs, sample
 from tlt_server.engine.schedule.batch import Batch
@@ -151,7 +152,8 @@ class CpuRunner:
     def _sample(self, batch: Batch, step: LaidOut, forward: Forward) -> tuple[Sampled, Walk]:
         layout = step.layout
         states = [chunk.sequence.state for chunk in batch.chunks]
-        check = self.ranks.sum_of(forward.hidden_RH, step.rows)
+        shared = self.model.split.of > 1
+        check = sum_of_states(forward.hidden_RH, step.rows) if shared else 0
         hidden_SH = forward.hidden_RH[torch.from_numpy(step.sampled_R)]
         logits_SV = self.model.logits(hidden_SH, check)
         sampled = self.sample(

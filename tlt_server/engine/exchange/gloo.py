@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from tlt_kernels.cpu.checksums import mixed_sum
+from tlt_server.attention.rows import Rows
 from tlt_server.errors import EngineFailed
 from tlt_server.models.split import folded
 
@@ -90,6 +92,14 @@ class GlooExchange:
     def _others(self) -> str:
         others = [str(rank) for rank in range(self.ranks) if rank != self.rank]
         return f"rank {' or '.join(others)}"
+
+
+def sum_of_states(hidden_RH: Tensor, rows: Rows) -> int:
+    """Return a 64-bit sum over what every rank holds alike after a step, to be compared in `join`:
+    the last normed rows, and the layout of the rows that gave them.
+    """
+    laid_out = torch.cat([rows.token_R, rows.position_R, rows.kv_slot_R, rows.request_R])
+    return (mixed_sum(hidden_RH)[0] + 3 * mixed_sum(laid_out)[0]) % 2**64
 
 
 def _first(error: RuntimeError) -> str:

@@ -7,7 +7,7 @@ staged copy then holds the version before. `interpreter.py` is the same engine w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,14 +25,13 @@ from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
 from tlt_server.engine.gpu.equipment import GpuEquipment
 from tlt_server.engine.gpu.idle import IdleRecorder
+from tlt_server.engine.gpu.link import ALONE, GpuLink, StepWaits
 from tlt_server.engine.gpu.memory.budget import MemoryPlan
-from tlt_server.engine.gpu.memory.graphs import synchronize
 from tlt_server.engine.gpu.memory.hidden_states import StateCapture, describe, make_states
 from tlt_server.engine.gpu.memory.kv import GpuKV
 from tlt_server.engine.gpu.memory.refusals import check_plan, exhausted, widen
-from tlt_server.engine.gpu.ranks.followed import NO_FOLLOWERS, Followers
-from tlt_server.engine.gpu.ranks.ranks import GpuRanks
-from tlt_server.engine.gpu.ranks.window_sizes import window_sizes
+from tlt_server.engine.gpu.memory.window_sizes import window_sizes
+from tlt_server.engine.gpu.orders import Equip, ReportMemory
 from tlt_server.engine.gpu.runner import RING, GpuRunner
 from tlt_server.engine.gpu.start.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.start.maker import GpuMaker, Lent
@@ -44,8 +43,8 @@ from tlt_server.engine.gpu.steps.drafts import DraftKey
 from tlt_server.engine.gpu.steps.extend import ExtendKey
 from tlt_server.engine.gpu.steps.texts import Texts
 from tlt_server.engine.phases import OnProgress
-from tlt_server.engine.ranks.orders import Allocate, Install
-from tlt_server.engine.ranks.ranks import NO_RANKS, RankOrders
+from tlt_server.engine.ranks.orders import NO_RANKS, Allocate, Drop, RankOrders
+from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.ranks.shared_models import key_of
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
@@ -59,7 +58,7 @@ from tlt_server.models.split import Split
 from tlt_server.process.machine import host_memory
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import Reach
-from tlt_server.weights.parts import Drafter, DrafterNetwork, Live, Target
+from tlt_server.weights.parts import Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free
 from tlt_server.wire.fingerprint import Fingerprint
 
@@ -80,7 +79,8 @@ class CudaDevice:
         self._maker = GpuMaker(settings, self.device, self.prompts)
         self.sizes = self._maker.sizes
         self._kernels: KernelStart | None = None  # where launches are captured at start
-        self._ranks: GpuRanks | None = None
+        self._ranks: RankOrders = NO_RANKS
+        self._waits: StepWaits = ALONE
         self._split: Split = WHOLE
         self._wider: list[DecidedSettings] = []  # with larger widths that work for the model
         self._adapters: GpuAdapterSlots | None = None
@@ -93,10 +93,6 @@ class CudaDevice:
     @property
     def fingerprint(self) -> Fingerprint:
         return of_gpu(self._settings, self.device)
-
-    @property
-    def _orders(self) -> RankOrders:
-        return self._ranks or NO_RANKS
 
     def compile(self, on_progress: OnProgress) -> str:
         """Make the checksums of weights that are staged in the host's memory ready; the kernels of
@@ -132,23 +128,25 @@ class CudaDevice:
         """Start the other ranks."""
         settings = self._settings
         sizes = window_sizes(settings, config, self.sizes)
+        connect = partial(GpuLink, device=self.device, sizes=sizes, by=settings.exchange)
         with self._memory("the windows of ranks"):
-            ranks = self._ranks = GpuRanks(settings, config, self.device, sizes)
-        self._maker.share(ranks.peers, ranks.agreement)
+            ranks = Ranks(settings, config, connect)
+        self._ranks, self._waits = ranks, ranks.link
+        self._maker.share(ranks.link.peers, ranks.link.agreement)
         self._split = ranks.split(self._split)
 
     def free(self) -> Free:
         """Return the room for a staged version. Each rank has as much for its slice."""
-        free, _ = self._usable()
-        if self._ranks is not None:
-            free = self._settings.tensor_parallel * min(free, self._ranks.free()[0])
+        least = min([self._usable()[0], *(free for free, _ in self._free_of_others())])
+        free = self._settings.tensor_parallel * least
         return Free(free, host_memory().available, disk_free(self._settings.state_dir))
 
     def allocate(self, live: Live, max_model_len: int) -> Memory:
         assert isinstance(live.target.network, GpuDecoder)
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
-        self._install(model, network)
+        if network is not None:
+            network.follow(model)  # a restart may have loaded another before
         if settings.max_loras:
             with self._memory(f"{settings.max_loras} LoRA adapters"):
                 self._adapters = GpuAdapterSlots(
@@ -156,9 +154,7 @@ class CudaDevice:
                 )
                 for adapter in live.adapters.values():
                     self._adapters.fill(adapter.slot, adapter.network)
-        room = self._free()
-        if self._ranks is not None:
-            room = min(room, self._ranks.free())
+        room = min([self._free(), *self._free_of_others()])
         needs = needs_of(settings, self.sizes, model, network)
         plan = MemoryPlan(settings, needs, max_model_len, *room)
         check_plan(plan, partial(needs_wider, settings, model.config, self.sizes))
@@ -167,27 +163,17 @@ class CudaDevice:
             streams = self._maker.stream is not None
             states = make_states(plan, model, self._maker.placement, streams=streams)
             kv = self._maker.kv(plan, pages, model, network, states)
-            self._orders.order(Allocate(pages, max_model_len), wait=True)
+            models = key_of(model), key_of(network) if network else 0
+            self._ranks.order(Allocate(*models, pages, max_model_len), wait=True)
         cache = kv.cache
-        own: Callable[[list[int]], object] = kv.save
-        if self._ranks is not None and kv.stream is not None:
-            own = self._ranks.drained(kv.stream, own)
-        save, restore = self._orders.copiers(own, kv.restore)
+        own = self._waits.drained(kv.stream, kv.save)
+        save, restore = self._ranks.copiers(own, kv.restore)
         memory = Memory(pages, cache.reuse, save, restore, kv)
         if states is None or network is None:
             return memory
         cache.on_reuse.append(states.reuse)
         detail = describe(plan) + describe_share(settings, network)
         return replace(memory, states=states, detail=detail)
-
-    def _install(self, target: GpuDecoder, drafter: DrafterNetwork | None) -> None:
-        """Let all ranks compute with these: a restart may have loaded others before."""
-        self._orders.order(Install(key_of(target)), wait=True)
-        if drafter is None:
-            return
-        drafter.follow(target)
-        if self._ranks is not None:
-            self._orders.order(Install(key_of(drafter)), wait=True)
 
     def equip(
         self,
@@ -212,19 +198,18 @@ class CudaDevice:
                 kv,
                 live.drafter,
                 quiet=quiet,
-                drain=self._ranks.drain if self._ranks is not None else synchronize,
+                drain=self._waits.drain,
                 followers=[capture] if capture else [],
             )
             texts = Texts.of(state.batch_slots, kept=bool(passes.drafters))
-            followers: Followers = NO_FOLLOWERS if self._ranks is None else self._ranks
-            runner = GpuRunner(passes, texts, capture=capture, followers=followers)
+            runner = GpuRunner(passes, texts, capture=capture, ranks=self._ranks, waits=self._waits)
             # What the runner's stream will read was written on another.
             self._maker.synchronize()
             keys = self.sizes.at_start(settings.max_rows, reach)
             self._prepare(runner, live, keys, pages_per_sequence, on_progress)
         graphs = runner.graphs
         self.recordings.follow(graphs)
-        equipment = GpuEquipment(runner, self._orders, Lent(passes, kv), self._maker.synchronize)
+        equipment = GpuEquipment(runner, self._ranks, Lent(passes, kv), self._maker.synchronize)
         taken = (
             f"{len(graphs.bytes)} graphs, {graphs.total_bytes // 2**20} MiB, "
             f"{sum(graphs.seconds.values()):.1f} s"
@@ -233,7 +218,7 @@ class CudaDevice:
         ahead = f", {compiled} kernels compiled ahead" if compiled else ""
         detail = f"{taken}{ahead}" if graphs.captures else "launched kernel by kernel"
         part = live.drafter.network.part if live.drafter else None
-        if self._ranks is not None and part is not None:
+        if settings.tensor_parallel > 1 and part is not None:
             shared = part.split.of > 1
             detail += f"; the drafter is {'shared by' if shared else 'whole on'} all ranks"
         dtype, intermediate = self._maker.placement.dtype, model.own_config.intermediate_size
@@ -252,9 +237,9 @@ class CudaDevice:
             idle,
             StrategyKernels(runner, self._kernels, keys) if self._kernels else lambda reach: None,
             idle.prepared,
-            self._orders.ready,
-            self._orders.confirm,
-            self._orders.pids,
+            self._ranks.ready,
+            self._ranks.confirm,
+            self._ranks.pids,
         )
 
     def _prepare(
@@ -266,16 +251,25 @@ class CudaDevice:
         on_progress: OnProgress,
     ) -> None:
         """Prepare all ranks. The others find compiled kernels in Triton's cache."""
-        ranks = self._ranks
-
-        def equip() -> None:
-            if ranks is not None:
-                ranks.equip(pages_per_sequence, keys)
-
+        drafts = [key for key in keys if isinstance(key, DraftKey)]
+        extends = [key for key in keys if isinstance(key, ExtendKey)]
+        order = Equip(pages_per_sequence, drafts, extends)
         networks = [part.network for part in live.by_role.values()]
-        self._maker.prepare(runner, self._kernels, networks, keys, on_progress, on_compiled=equip)
-        if ranks is not None:
-            ranks.begin()
+        self._maker.prepare(
+            runner,
+            self._kernels,
+            networks,
+            keys,
+            on_progress,
+            on_compiled=lambda: self._ranks.begin(order),
+        )
+        self._waits.begin()
+
+    def _free_of_others(self) -> list[tuple[int, int]]:
+        """Return the bytes of the GPU of each other rank: free, and in all."""
+        self._ranks.order(Drop([], []), wait=True)  # frees what has been dropped
+        texts = self._ranks.ask(ReportMemory())
+        return [(int(free), int(total)) for free, total in (text.split() for text in texts)]
 
     def _usable(self) -> tuple[int, int]:
         """Return the bytes of the device: free, or cached by the allocator; and in all."""

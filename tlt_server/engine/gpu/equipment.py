@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tlt_server.engine.gpu.ranks.orders import SetDrafterTable, Settle, SwapModels
+from tlt_server.engine.gpu.orders import SetDrafterTable, Settle, SwapModels
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.start.maker import Lent
-from tlt_server.engine.ranks.orders import FreePages
-from tlt_server.engine.ranks.ranks import RankOrders, reclaim_on
+from tlt_server.engine.ranks.orders import FreePages, RankOrders
+from tlt_server.engine.ranks.ranks import reclaim_on
 from tlt_server.engine.ranks.shared_models import key_of
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.swapping import swap_networks

@@ -15,15 +15,26 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
+from tlt_server.engine.gpu.link import ALONE, StepWaits
 from tlt_server.engine.gpu.memory.hidden_states import StateCapture
+from tlt_server.engine.gpu.orders import (
+    FinishStep,
+    ForgetTexts,
+    RecordStep,
+    RenewTable,
+    RunStep,
+    TakeOver,
+    UploadWords,
+    WriteTable,
+)
 from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.ranks.followed import NO_FOLLOWERS, Followers
 from tlt_server.engine.gpu.start.preparing import record
 from tlt_server.engine.gpu.steps.asked import edits_of, limits_rows
 from tlt_server.engine.gpu.steps.drafts import DraftKey, drafters_of
@@ -34,6 +45,7 @@ from tlt_server.engine.gpu.steps.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.steps.structured import StructureMasks
 from tlt_server.engine.gpu.steps.texts import SentText, Texts
 from tlt_server.engine.gpu.steps.tree_samples import TreeSample, TreeSampler, read
+from tlt_server.engine.ranks.orders import NO_RANKS, RankOrders
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.schedule.batch import Batch, Chunk
 from tlt_server.engine.schedule.sequence import Emission, Sequence
@@ -65,19 +77,25 @@ class GpuRunner:
         texts: Texts,
         *,
         capture: StateCapture | None = None,
-        followers: Followers = NO_FOLLOWERS,
+        ranks: RankOrders = NO_RANKS,
+        waits: StepWaits = ALONE,
     ) -> None:
-        """`capture`: takes the states of recorded sequences; None: they are not captured.
-        `followers`: the further ranks, which launch what this one does.
+        """`capture`: takes the states of recorded sequences; None: they are not captured. `ranks`:
+        the other ranks, which launch what this one does; they are told before it does.
         """
         self.passes, self.state, self.graphs = passes, passes.state, passes.graphs
-        self.shapes, self.stream, self.followers = passes.shapes, passes.stream, followers
+        self.shapes, self.stream, self.ranks, self._waits = (
+            passes.shapes,
+            passes.stream,
+            ranks,
+            waits,
+        )
         self.learns = True
         state, pinned = self.state, passes.pinned
-        wait = followers.wait
+        wait = waits.wait
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned, wait=wait)
         entries = self.shapes.max_running + state.layout.chunks
-        words = entries * fields(state.depth) + followers.words
+        words = entries * fields(state.depth) + waits.words
         self._outcomes = PinnedRing(RING, words, pinned=pinned, wait=wait)
         self._trees = TreeSampler(RING, pinned=pinned)
         self._masks = StructureMasks(state, pinned=pinned, wait=wait)
@@ -95,7 +113,16 @@ class GpuRunner:
         found: dict[str, DeviceTable] = {}
         for drafter in self.passes.drafters.values():
             found |= drafter.tables(self.stream)
-        return {name: self.followers.table(name, table) for name, table in found.items()}
+        for name, table in found.items():
+            self._tell_others(name, table)
+        return found
+
+    def _tell_others(self, name: str, table: DeviceTable) -> None:
+        """Let the other ranks take part in each change of a table."""
+        table.on_write = lambda survival_K, hits_K, trials_K: self.ranks.order(
+            WriteTable(name, survival_K.view(np.int32), hits_K, trials_K)
+        )
+        table.on_renew = lambda: self.ranks.order(RenewTable(name))
 
     @property
     def in_flight(self) -> int:
@@ -110,7 +137,7 @@ class GpuRunner:
     def forget(self) -> None:
         """Draft no more from the text of sequences that have ended, unless their prompt runs."""
         slots = self.texts.forget()
-        self.followers.forget(slots)
+        self.ranks.order(ForgetTexts(slots))
         self.passes.forget(slots)
 
     def copy_all_trees(self) -> None:
@@ -124,7 +151,7 @@ class GpuRunner:
 
     def collect(self, *, busy: bool) -> Finished | None:
         """Return the oldest step in flight; while `busy`, only if another was launched since."""
-        self.followers.check()
+        self.ranks.check()
         if len(self._flights) <= int(busy):
             return None
         flight = self._flights.popleft()
@@ -157,7 +184,10 @@ class GpuRunner:
         run, no request may run.
         """
         with self.at_rest():
-            self.followers.record(key)
+            if isinstance(key, DraftKey):
+                self.ranks.order(RecordStep(key, None))
+            else:
+                self.ranks.order(RecordStep(None, key))
             record(self.passes, key)
 
     @contextmanager
@@ -198,9 +228,8 @@ class GpuRunner:
         learns = self.learns and not key.plain
         entries = entries_of(decoding, prompts, key.batch)
         asked = AskedReports.of(entries, key.decode_rows)
-        order = self.followers.run_step(
-            name, key, capped=capped, learns=learns, reported=asked.reported
-        )
+        step = RunStep(name, capped, key, learns, asked.reported)
+        self.ranks.order(step)
         drafted = passes.run_draft(name, capped=capped) if name else None
         passes.select(extend, drafted)
         trees: TreeSample | None = None
@@ -214,7 +243,7 @@ class GpuRunner:
         passes.run_extend(extend)
         if key.structured:
             newest = newest_tokens(self._flights, self.state.depth)
-            self.followers.finish_step(order, self._masks.upload(extend, entries, newest))
+            self.ranks.order(FinishStep(self._masks.upload(extend, entries, newest), step))
             passes.run_second(extend)
         if self._capture and captured:
             self._capture.launched(captured)
@@ -224,7 +253,7 @@ class GpuRunner:
         used = extend.outcome_EF.numel()
         buffer.tensor[:used].copy_(extend.outcome_EF.view(-1), non_blocking=True)
         reports = self._reporter.launch(extend, asked)
-        outcome = self.followers.copy_sums(buffer)
+        outcome = self._waits.copy_sums(buffer)
         buffer.mark()
         self._flights.append(
             Flight(batch, strategy, key, decoding, prompts, outcome, reports, trees, captured)
@@ -284,7 +313,7 @@ class GpuRunner:
         """Put a change into the upload; what is in it goes first when there is no room."""
         if not write(self._open().upload):
             self._send()
-            self.followers.take_over()
+            self.ranks.order(TakeOver())
             self.passes.take_over()
             assert write(self._open().upload), "one sequence does not fit an empty upload"
 
@@ -297,7 +326,7 @@ class GpuRunner:
 
     def _send(self) -> None:
         upload, buffer = self._open()
-        self.followers.upload(buffer.array[: upload.used])
+        self.ranks.order(UploadWords(buffer.array[: upload.used]))
         self.passes.send(buffer, upload.used)
         self._writing, self._last_batch = None, None
 

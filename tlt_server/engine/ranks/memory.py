@@ -1,5 +1,5 @@
-"""The memory of a rank other than 0: models and saved pages, by the keys that rank 0 names them by,
-and the pages themselves.
+"""The memory of a rank other than 0: models and saved pages, by the keys that rank 0 names them
+by.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from tlt_server.engine.ranks.orders import (
     FreePages,
     LoadShard,
     MapShard,
-    MemoryOrder,
+    RankOrder,
     ReclaimPages,
     Restore,
     Save,
     UnmapShard,
 )
 from tlt_server.errors import EngineFailed
+
+# How a rank follows each kind of order, and the text of its answer, if it has one.
+Handlers = dict[type[RankOrder], Callable[[Any], str | None]]
 
 
 class Pages(Protocol):
@@ -53,57 +56,63 @@ class RankMemory:
         self.models: dict[int, Any] = {}
         self._arenas: dict[int, Arena] = {}
         self._saved: dict[int, object] = {}
-        self.pages: Pages | None = None
-        self.slept: Freed | None = None  # what a sleep takes, but models
+        self.handlers: Handlers = {
+            LoadShard: self._load,
+            UnmapShard: self._unmap,
+            MapShard: self._map,
+            Drop: self._drop,
+            Beat: lambda order: None,
+        }
 
-    def follow(self, order: MemoryOrder) -> None:
-        match order:
-            case LoadShard(key, target):
-                self._load(key, self.models[target] if target else None)
-            case UnmapShard(key):
-                self._settle()
-                self._arenas[key].let_go()
-            case MapShard(key):
-                arena = self._received(key)
-                self._arenas[key].move(arena)
-                arena.close()
-            case Drop(models, saved):
-                self._drop(models, saved)
-            case Save(key, pages):
-                assert self.pages is not None
-                self._saved[key] = self.pages.save(pages)
-            case Restore(key, pages):
-                assert self.pages is not None
-                self.pages.restore(self._saved[key], pages)
-            case FreePages():
-                assert self.slept is not None
-                self._settle()
-                self.slept.free()
-            case ReclaimPages():
-                assert self.slept is not None
-                self.slept.reclaim()
-            case Beat():
-                pass
+    def handlers_of(self, pages: Pages, slept: Freed) -> Handlers:
+        """Return the handlers of orders about these pages. `slept`: all that a sleep takes, but
+        models.
+        """
 
-    def _load(self, key: int, target: Any) -> None:
-        arena = self._received(key)
+        def save(order: Save) -> None:
+            self._saved[order.key] = pages.save(order.pages)
+
+        def restore(order: Restore) -> None:
+            pages.restore(self._saved[order.key], order.pages)
+
+        def free(order: FreePages) -> None:
+            self._settle()
+            slept.free()
+
+        def reclaim(order: ReclaimPages) -> None:
+            slept.reclaim()
+
+        return {Save: save, Restore: restore, FreePages: free, ReclaimPages: reclaim}
+
+    def _load(self, order: LoadShard) -> None:
+        arena = self._received(order.key)
         try:
-            self.models[key] = arena.fill(partial(self._make, target))
+            target = self.models[order.target] if order.target else None
+            self.models[order.key] = arena.fill(partial(self._make, target))
         except BaseException:
             arena.free()
             raise
         finally:
             arena.close()
-        self._arenas[key] = arena
+        self._arenas[order.key] = arena
 
-    def _drop(self, models: list[int], saved: list[int]) -> None:
-        if models:
+    def _unmap(self, order: UnmapShard) -> None:
+        self._settle()
+        self._arenas[order.key].let_go()
+
+    def _map(self, order: MapShard) -> None:
+        arena = self._received(order.key)
+        self._arenas[order.key].move(arena)
+        arena.close()
+
+    def _drop(self, order: Drop) -> None:
+        if order.models:
             self._settle()
-        for key in models:
+        for key in order.models:
             if key in self.models:  # else it could not be made
                 del self.models[key]
                 self._arenas.pop(key).free()
-        for key in saved:
+        for key in order.saved:
             del self._saved[key]
 
     def _received(self, key: int) -> Arena:

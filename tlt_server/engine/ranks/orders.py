@@ -1,14 +1,18 @@
-"""Orders of rank 0 to the other ranks of its target: everything that a rank does not decide.
+"""Orders of rank 0 to the other ranks of its target: everything that a rank does not decide. Here
+are those that a rank of any device follows; `cpu/orders.py` and `gpu/orders.py` have the others.
 
 An order travels in an envelope with its number and the epoch that it belongs to, so one that is
-lost, repeated or of another epoch is refused. Arrays travel as their bytes.
+lost, repeated or of another epoch is refused. Arrays travel as their bytes. `RankOrders` sends
+them; it is `NO_RANKS` for a target that this process has alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import cache, reduce
+from operator import or_
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,30 +27,11 @@ Array = np.ndarray[Any, Any]
 DTYPES = ("<i4", "<i8")
 
 
-class ExtendRows(Struct, frozen=True, tag="extend"):
-    """Extend sequences by the rows of a step (`attention.rows.Rows`), and take part in their
-    logits: those of `sampled_R`, then of each range of rows.
-    """
-
-    token_R: Array
-    position_R: Array
-    kv_slot_R: Array
-    request_R: Array
-    base_B: Array
-    page_table_BP: Array
-    path_RD: Array
-    sampled_R: Array
-    scored: list[tuple[int, int]]
+class RankOrder(Struct, frozen=True, tag=True):
+    """Base of all orders, each of which travels under the name of its class."""
 
 
-class Keep(Struct, frozen=True, tag="keep"):
-    """Copy the KV of accepted draft rows."""
-
-    source_A: Array
-    target_A: Array
-
-
-class LoadShard(Struct, frozen=True, tag="load"):
+class LoadShard(RankOrder, frozen=True):
     """Make a model on the memory that comes by the side channel under this key. `target`: the key
     of a drafter's target; 0: the model is a target.
     """
@@ -62,76 +47,61 @@ class LoadShard(Struct, frozen=True, tag="load"):
         return self.target > 0
 
 
-class UnmapShard(Struct, frozen=True, tag="unmap"):
+class UnmapShard(RankOrder, frozen=True):
     """Let go of the memory of the model of this key, which is about to be freed."""
 
     key: int
 
 
-class MapShard(Struct, frozen=True, tag="map"):
+class MapShard(RankOrder, frozen=True):
     """Let the model of this key lie in the memory that comes by the side channel."""
 
     key: int
     waits: ClassVar[bool] = True
 
 
-class CheckNumerics(Struct, frozen=True, tag="check"):
-    """Test the numerics on the model of this key, and answer with the method of matmuls."""
-
-    key: int
-
-
-class Install(Struct, frozen=True, tag="install"):
-    """Compute with the target, or draft with the drafter, of this key from the next step on."""
-
-    key: int
-
-
-class Drop(Struct, frozen=True, tag="drop"):
+class Drop(RankOrder, frozen=True):
     """Forget models and saved pages, by key."""
 
     models: list[int]
     saved: list[int]
 
 
-class Allocate(Struct, frozen=True, tag="allocate"):
-    """Make KV pages for sequences of up to `max_model_len` tokens."""
+class Allocate(RankOrder, frozen=True):
+    """Compute with these models from now on, and make KV pages for sequences of up to
+    `max_model_len` tokens. `drafter`: 0 where the rank has none.
+    """
 
+    target: int
+    drafter: int
     pages: int
     max_model_len: int
 
 
-class Save(Struct, frozen=True, tag="save"):
+class Save(RankOrder, frozen=True):
     """Copy pages under a key."""
 
     key: int
     pages: list[int]
 
 
-class Restore(Struct, frozen=True, tag="restore"):
+class Restore(RankOrder, frozen=True):
     """Write what was saved under a key into these pages."""
 
     key: int
     pages: list[int]
 
 
-class FreePages(Struct, frozen=True, tag="sleep"):
+class FreePages(RankOrder, frozen=True):
     """Give the memory of pages back."""
 
 
-class ReclaimPages(Struct, frozen=True, tag="wake"):
+class ReclaimPages(RankOrder, frozen=True):
     """Take it again."""
 
 
-class Beat(Struct, frozen=True, tag="beat"):
+class Beat(RankOrder, frozen=True):
     """Answer."""
-
-
-# Orders that every kind of rank follows alike.
-MemoryOrder = (
-    LoadShard | UnmapShard | MapShard | Drop | Save | Restore | FreePages | ReclaimPages | Beat
-)
-Order = ExtendRows | Keep | CheckNumerics | Install | Allocate | MemoryOrder
 
 
 class Envelope(Struct, Generic[AnyOrder], frozen=True):
@@ -171,11 +141,9 @@ def encoded(envelope: Envelope[Any]) -> bytes:
     return msgspec.msgpack.encode(envelope, enc_hook=_packed)
 
 
-def decoded(data: bytes, epoch: str, number: int, kind: Any = Order) -> Envelope[Any]:
-    """Return the envelope. `EngineFailed` unless it is the one with this number, of this epoch.
-    `kind`: the orders that the rank follows.
-    """
-    envelope = _decoder(kind).decode(data)
+def decoded(data: bytes, epoch: str, number: int) -> Envelope[Any]:
+    """Return the envelope. `EngineFailed` unless it is the one with this number, of this epoch."""
+    envelope = _decoder(tuple(RankOrder.__subclasses__())).decode(data)
     if envelope.epoch != epoch:
         raise EngineFailed(f"an order of the epoch {envelope.epoch!r} came in the epoch {epoch!r}")
     if envelope.number != number:
@@ -185,8 +153,8 @@ def decoded(data: bytes, epoch: str, number: int, kind: Any = Order) -> Envelope
 
 
 @cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Envelope[Any]]:
-    return msgspec.msgpack.Decoder(Envelope[kind], dec_hook=_unpacked)
+def _decoder(kinds: tuple[type[RankOrder], ...]) -> msgspec.msgpack.Decoder[Envelope[Any]]:
+    return msgspec.msgpack.Decoder(Envelope[reduce(or_, kinds)], dec_hook=_unpacked)  # type: ignore[misc, arg-type]
 
 
 def _packed(array: Any) -> Any:
@@ -200,3 +168,72 @@ def _unpacked(kind: type, packed: Any) -> NDArray[Any]:
     if name not in DTYPES:
         raise ValueError(f"an order has an array of {name!r}; use {' or '.join(DTYPES)}")
     return np.frombuffer(bytearray(data), name).reshape(shape)
+
+
+Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
+
+
+class RankOrders(Protocol):
+    """Everything that rank 0 tells the others, and their state."""
+
+    @property
+    def pids(self) -> list[int]: ...
+
+    def order(self, order: RankOrder, *, wait: bool = False) -> None:
+        """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not,
+        `torch.OutOfMemoryError` where it had no room.
+        """
+
+    def ask(self, order: RankOrder) -> list[str]:
+        """Send an order, and return the answers of all ranks. Errors as of `order`."""
+
+    def begin(self, order: RankOrder) -> None:
+        """Send an order whose answers are awaited later, by `done` or `finish`."""
+
+    def done(self) -> bool:
+        """Return True once all have followed what was begun, without a wait. `Unavailable` where
+        one could not.
+        """
+
+    def finish(self) -> None:
+        """Wait until all have followed what was begun, with the errors of `order`."""
+
+    def confirm(self) -> None:
+        """Wait until all have followed every order so far, with the errors of `order`."""
+
+    def check(self) -> None:
+        """`EngineFailed` where a rank has ended, or is silent."""
+
+    def ready(self) -> None:
+        """Wait less from now on: all have warmed up, and compile nothing more."""
+
+    def copiers(self, *own: *Copiers) -> Copiers:
+        """Return what saves and restores pages on all ranks, from what does on this one."""
+
+
+class NoRanks:
+    pids: list[int] = []
+
+    def order(self, order: RankOrder, *, wait: bool = False) -> None: ...
+
+    def ask(self, order: RankOrder) -> list[str]:
+        return []
+
+    def begin(self, order: RankOrder) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None: ...
+
+    def confirm(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def ready(self) -> None: ...
+
+    def copiers(self, *own: *Copiers) -> Copiers:
+        return own
+
+
+NO_RANKS = NoRanks()

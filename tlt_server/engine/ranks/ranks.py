@@ -1,8 +1,8 @@
 """The ranks of a target that several processes share, as rank 0 sees them.
 
-`Ranks` starts the others, sends them orders, and notices their death; `NoRanks` is the one of a
-target that this process has alone. A rank that dies, falls silent or differs ends the epoch with
-one error: the supervisor starts the next one, and requests go on with the same tokens.
+`Ranks` starts the others, sends them orders, and notices their death; a device's `RankLink`
+exchanges with them. A rank that dies, falls silent or differs ends the epoch with one error: the
+supervisor starts the next one, and requests go on with the same tokens.
 """
 
 from __future__ import annotations
@@ -18,86 +18,50 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import torch
 import zmq
-from torch import Tensor
 
-from tlt_server.attention.rows import Rows
-from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.exchange.meeting import meeting_folder
 from tlt_server.engine.ranks import orders
 from tlt_server.engine.ranks import processes as rank_processes
-from tlt_server.engine.ranks.agreement import sum_of_states
 from tlt_server.engine.ranks.answers import POLL_S, RankAnswers
-from tlt_server.engine.ranks.arena import Arena, arena_bytes, layout
-from tlt_server.engine.ranks.orders import Envelope, RankStart
-from tlt_server.engine.ranks.shared_models import SharedSplit, key_of
+from tlt_server.engine.ranks.arena import Arena
+from tlt_server.engine.ranks.orders import Copiers, Envelope, RankOrder, RankOrders, RankStart
+from tlt_server.engine.ranks.shared_models import ShardMemory, SharedSplit
 from tlt_server.engine.settings import DecidedSettings, encode_settings
-from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.decoder import Decoder
 from tlt_server.models.environment import NO_MULTICAST
-from tlt_server.models.split import Alone, RankExchange, Split
+from tlt_server.models.split import RankExchange, Split
 
 Taken = TypeVar("Taken")
 RANK = "tlt_server.engine.ranks.rank"
 SEND_S = 10.0  # for room in a rank's socket
 BEAT_S = 3.0  # between two looks whether idle ranks live
 
-Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
 
+class RankLink(ShardMemory, Protocol):
+    """A device's part of `Ranks`: how this rank, which has joined the others, exchanges with
+    them.
+    """
 
-class RankOrders(Protocol):
-    """Everything that rank 0 tells the others, and their state."""
+    answer_s: float  # an answer is awaited so long once all are ready
 
     @property
-    def pids(self) -> list[int]: ...
-
-    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
-        """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not,
-        `torch.OutOfMemoryError` where it had no room.
-        """
-
-    def confirm(self) -> None:
-        """Wait until all have followed every order so far, with the errors of `order`."""
-
-    def check(self) -> None:
-        """`EngineFailed` where a rank has ended, or is silent."""
+    def exchange(self) -> RankExchange: ...
 
     def ready(self) -> None:
-        """Wait less from now on: all have warmed up, and compile nothing more."""
+        """Wait less from now on."""
 
-    def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
-        """Return `sum_of_states`, which all ranks compare; 0 where there is one."""
-
-    def copiers(self, *own: *Copiers) -> Copiers:
-        """Return what saves and restores pages on all ranks, from what does on this one."""
+    def close(self) -> None:
+        """Free what the others read, once they have ended."""
 
 
-class NoRanks:
-    pids: list[int] = []
-
-    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None: ...
-
-    def confirm(self) -> None: ...
-
-    def check(self) -> None: ...
-
-    def ready(self) -> None: ...
-
-    def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
-        return 0
-
-    def copiers(self, *own: *Copiers) -> Copiers:
-        return own
-
-
-NO_RANKS = NoRanks()
+Link = TypeVar("Link", bound=RankLink)
 
 
 class SavedOnRanks:
@@ -107,14 +71,18 @@ class SavedOnRanks:
         self.key, self.own = key, own
 
 
-class Ranks:
-    moves = False  # whether a sleep takes memory of shards that is then at another address
-    answer_s = 10.0  # an answer is awaited so long once all are ready
-
-    def __init__(self, settings: DecidedSettings, config: ModelConfig) -> None:
-        """Start the other ranks. `EngineFailed` if one cannot start, or not in time."""
-        self._count, self._threads = settings.tensor_parallel, settings.rank_threads
-        self._epoch, self._sent = secrets.token_hex(8), 0
+class Ranks(Generic[Link]):
+    def __init__(
+        self,
+        settings: DecidedSettings,
+        config: ModelConfig,
+        connect: Callable[[Ranks[Any], Path], Link],
+    ) -> None:
+        """Start the other ranks, and join them by `connect`, as they do: they meet in a directory.
+        `EngineFailed` if one cannot start, or not in time.
+        """
+        self.count, self._threads = settings.tensor_parallel, settings.rank_threads
+        self._epoch, self.sent = secrets.token_hex(8), 0  # the number of the newest order
         self._lock = threading.RLock()  # the staging thread sends, too
         # Keys of models to be dropped, each with what frees its memory; garbage of any thread.
         self._models: deque[tuple[int, Callable[[], None]]] = deque()
@@ -126,29 +94,22 @@ class Ranks:
         self._sockets: list[socket.socket | zmq.Socket[bytes]] = []
         self._sides: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._on_ready: Callable[[], None] = lambda: None
-        self.exchange: RankExchange = Alone()
+        self._begun: deque[int] = deque()  # orders whose answers are awaited later
         self._closers: list[Callable[[], None]] = []  # free the memory that the other ranks read
         self._end = weakref.finalize(
             self, _ended, self._processes, self._sockets, self._context, self._closers
         )
         with meeting_folder(settings.directory) as directory:
-            others = range(1, self._count)
+            others = range(1, self.count)
             self._orders = [self._bound(zmq.PUSH, directory / str(rank)) for rank in others]
             inbox = self._bound(zmq.PULL, directory / "0")
-            self._answers = RankAnswers(inbox, self._count - 1, self.check_ended)
+            self._answers = RankAnswers(inbox, self.count - 1, self.check_ended)
             for rank in others:
                 self._launch(settings, config, directory, rank)
             self._met("begin")  # so the exchange waits for none that cannot
-            self.join(directory)
+            self.link = connect(self, directory)
+            self._closers.append(self.link.close)
             self._met("join")  # so none reads the directory any more
-
-    def join(self, directory: Path) -> None:
-        """Get ready to exchange with the others, which do so, too."""
-        store, place = directory / "store", lambda: f" after order {self._sent}"
-        left = partial(self.check_ended, left=True)
-        gloo = GlooExchange(store, 0, self._count, left=left, place=place)
-        self._on_ready, self.exchange = gloo.ready, gloo
 
     def _met(self, what: str) -> None:
         """Wait until all have come so far."""
@@ -176,7 +137,7 @@ class Ranks:
         start = RankStart(
             epoch=self._epoch,
             rank=rank,
-            ranks=self._count,
+            ranks=self.count,
             device=settings.device,
             directory=str(directory),
             # No settings may name the device of tests, so it is told apart.
@@ -205,22 +166,36 @@ class Ranks:
 
     # -- orders ------------------------------------------------------------------------------------
 
-    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
+    def order(self, order: RankOrder, *, wait: bool = False) -> None:
         self.ask(order) if wait else self._send(order, asks=False)
 
     def confirm(self) -> None:
         self.ask(orders.Beat())
 
-    def free_dropped(self) -> None:
-        """Free the memory of all models that have been dropped."""
-        self.ask(orders.Drop([], []))
-
-    def ask(self, order: msgspec.Struct) -> list[str]:
-        """Send an order, and return the answers of all ranks."""
+    def ask(self, order: RankOrder) -> list[str]:
         with self._lock:
             return self.answered(self._send(order, asks=True))
 
-    def _send(self, order: msgspec.Struct, *, asks: bool) -> int:
+    def begin(self, order: RankOrder) -> None:
+        self._begun.append(self._send(order, asks=True))
+
+    def done(self) -> bool:
+        with self._lock:
+            while self._begun and self._answers.complete(self._begun[0]):
+                self.answered(self._begun.popleft())
+        return not self._begun
+
+    def finish(self) -> None:
+        refused: Unavailable | None = None
+        while self._begun:
+            try:
+                self.answered(self._begun.popleft())
+            except Unavailable as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    def _send(self, order: RankOrder, *, asks: bool) -> int:
         with self._lock:
             if self._models or self._saved:
                 models = _taken(self._models)
@@ -229,22 +204,22 @@ class Ranks:
                 self._freed += [(number, free) for _, free in models]
             return self._post(order, asks=asks)
 
-    def _post(self, order: msgspec.Struct, *, asks: bool) -> int:
-        self._sent += 1
+    def _post(self, order: RankOrder, *, asks: bool) -> int:
+        self.sent += 1
         if asks:
-            self._answers.expect(self._sent, type(order).__name__)
-        data = orders.encoded(Envelope(self._epoch, self._sent, asks, order))
+            self._answers.expect(self.sent, type(order).__name__)
+        data = orders.encoded(Envelope(self._epoch, self.sent, asks, order))
         for rank, each in enumerate(self._orders, 1):
             until_s = time.monotonic() + SEND_S
             while not each.poll(int(1000 * POLL_S), zmq.POLLOUT):
                 self.check_ended()
                 if time.monotonic() > until_s:
                     raise EngineFailed(
-                        f"rank {rank} did not take order {self._sent} ({type(order).__name__}) in "
+                        f"rank {rank} did not take order {self.sent} ({type(order).__name__}) in "
                         f"{SEND_S:g} s: its socket is full"
                     )
             each.send(data)
-        return self._sent
+        return self.sent
 
     def answered(self, number: int) -> list[str]:
         """Return the texts of all ranks' answers to this order. Errors as of `RankOrders.order`."""
@@ -257,8 +232,8 @@ class Ranks:
 
     def ready(self) -> None:
         self._starting, self._looked_s = False, time.monotonic()
-        self._answers.patience_s = self.answer_s
-        self._on_ready()
+        self._answers.patience_s = self.link.answer_s
+        self.link.ready()
 
     def check(self) -> None:
         self.check_ended()
@@ -281,30 +256,19 @@ class Ranks:
         elif self._answers.complete(self._beaten):
             self.answered(self._beaten)  # frees what was dropped before it
             self._beaten, self._quiet_s = 0, 0.0
-        elif self._quiet_s > self.answer_s - BEAT_S:
-            self._answers.give_up(self._beaten, self.answer_s - BEAT_S)
+        elif self._quiet_s > self.link.answer_s - BEAT_S:
+            self._answers.give_up(self._beaten, self.link.answer_s - BEAT_S)
 
     def check_ended(self, *, left: bool = False) -> None:
         """Errors as of `rank_processes.check`."""
         rank_processes.check(self._processes, left=left)
 
-    def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
-        return sum_of_states(hidden_RH, rows)
-
     # -- models and pages --------------------------------------------------------------------------
 
     def split(self, split: Split) -> Split:
         """Return rank 0's split, whose models have the shards of all ranks."""
-        given = split.leaves, 0, self._count, self.exchange, split.whole, split.token_block
+        given = split.leaves, 0, self.count, self.link.exchange, split.whole, split.token_block
         return SharedSplit(*given, ranks=self)
-
-    def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
-        """Return memory for the model that `make` makes on the meta device, which the rank can map;
-        None: this rank's is no different from any other.
-        """
-        with torch.device("meta"):
-            size = arena_bytes(make().own_parameters().values())
-        return Arena.file(size)
 
     def new_key(self) -> int:
         with self._lock:
@@ -335,19 +299,6 @@ class Ranks:
 
         closers.append(free)
         self._models.append((key, free))
-
-    def test(self, target: Decoder) -> None:
-        """Test the numerics of every rank. `StartupError` where they differ from rank 0's."""
-        key = key_of(target)
-        own = target.numerics.method.name
-        found = self.ask(orders.CheckNumerics(key))
-        for peer, text in zip(target.peers, found, strict=True):
-            method, _, lies = text.partition("; ")
-            if method != own or lies != layout(peer):
-                raise StartupError(
-                    f"rank {peer.split.rank} has {method} and another layout of its weights or "
-                    f"method than rank 0, which has {own}; start the same version on one machine"
-                )
 
     def copiers(self, *own: *Copiers) -> Copiers:
         own_save, own_restore = own

@@ -10,27 +10,36 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
 from tlt_server.engine.ranks.arena import Arena
-from tlt_server.engine.ranks.orders import LoadShard, MapShard, UnmapShard
+from tlt_server.engine.ranks.orders import LoadShard, MapShard, RankOrder, UnmapShard
 from tlt_server.models.split import Split
+
+
+class ShardMemory(Protocol):
+    """The memory of a device for shards."""
+
+    moves: bool  # whether a sleep takes memory of shards that is then at another address
+
+    def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
+        """Return memory for the model that `make` makes on the meta device, which the rank can map;
+        None: this rank's is no different from any other.
+        """
 
 
 class ModelRanks(Protocol):
     """The ranks as a shared model needs them; see `ranks.Ranks`."""
 
-    moves: bool
-
-    def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None: ...
+    @property
+    def link(self) -> ShardMemory: ...
 
     def new_key(self) -> int: ...
 
     def hand_over(self, arenas: Sequence[Arena], order: LoadShard | MapShard) -> None: ...
 
-    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None: ...
+    def order(self, order: RankOrder, *, wait: bool = False) -> None: ...
 
     def drop_model(self, key: int, arenas: Sequence[Arena]) -> None: ...
 
@@ -45,7 +54,7 @@ class SharedSplit(Split):
     @property
     def lent(self) -> HeldShards | None:
         """Return the memory that is at another address after a sleep."""
-        return self.held if self.ranks is not None and self.ranks.moves else None
+        return self.held if self.ranks is not None and self.ranks.link.moves else None
 
     def build(self, make: Callable[[Split], Any], target: Any = None) -> Any:
         """`target`: a drafter's."""
@@ -57,7 +66,7 @@ class SharedSplit(Split):
             for split in (own, *others):
                 given = split.leaves, split.rank, split.of, split.exchange, split.whole
                 plain = Split(*given, split.token_block)
-                arena = self.ranks.arena(split.rank, partial(make, plain))
+                arena = self.ranks.link.arena(split.rank, partial(make, plain))
                 arenas += [arena] if arena and split.rank else []
                 models.append(arena.fill(partial(make, split)) if arena else make(split))
         except Exception:  # memory may last for some ranks only

@@ -13,7 +13,7 @@ import torch
 from tlt_server.engine.devices.choice import gpu_split, wider_settings
 from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.memory.refusals import check_plan
-from tlt_server.engine.gpu.ranks.window_sizes import exchange_bytes
+from tlt_server.engine.gpu.memory.window_sizes import exchange_bytes
 from tlt_server.engine.gpu.steps.buckets import CAPTURED, MIN_DEPTH, PromptShape, Shapes
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig

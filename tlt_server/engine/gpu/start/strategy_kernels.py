@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import Thread
 from typing import Protocol
 
 from tlt_kernels.gpu.variants import Variant, loaded
 from tlt_server.engine.gpu.memory.graphs import GraphPool
+from tlt_server.engine.gpu.orders import DropKernels, ListKernels, LoadKernels
 from tlt_server.engine.gpu.passes import Passes, Rehearsed
-from tlt_server.engine.gpu.ranks.followed import Followers
 from tlt_server.engine.gpu.start.compiling import Compiled
 from tlt_server.engine.gpu.start.preparing import KernelList, Key, Keys, rehearsals
 from tlt_server.engine.gpu.steps.buckets import Shapes
 from tlt_server.engine.gpu.steps.drafts import DraftKey
 from tlt_server.engine.gpu.steps.extend import ExtendKey, unrecorded
+from tlt_server.engine.ranks.orders import RankOrders
 from tlt_server.errors import Unavailable
 from tlt_server.speculation.sizes import Reach
 from tlt_server.wire.records import Strategy
@@ -36,7 +38,7 @@ class Preparing(Protocol):
     passes: Passes
     shapes: Shapes
     graphs: GraphPool
-    followers: Followers
+    ranks: RankOrders
 
     def record(self, key: Key) -> None: ...
 
@@ -143,12 +145,12 @@ class KernelPreparation:
         runner = self._strategies.runner
         if not runner.graphs.quiet:  # loading may wait for all that the GPU does
             return False
-        followers, until_s = runner.followers, self._clock() + PART_S
+        ranks, until_s = runner.ranks, self._clock() + PART_S
         if not (
-            followers.prepared()
-            and self._list(followers, until_s)
+            ranks.done()
+            and self._list(ranks, until_s)
             and self._is_compiled()
-            and self._load(followers, until_s)
+            and self._load(ranks, until_s)
             and self._record()
         ):
             return False
@@ -156,13 +158,13 @@ class KernelPreparation:
         self._strategies.kernels.remember(self._hashes)
         return True
 
-    def _list(self, followers: Followers, until_s: float) -> bool:
+    def _list(self, ranks: RankOrders, until_s: float) -> bool:
         while self._rehearsed < len(self._lacking):
             if self._clock() >= until_s:
                 return False
             passes = self._lacking[self._rehearsed]
             self._rehearsed += 1
-            followers.list_kernels(passes, first=self._rehearsed == 1)
+            ranks.begin(ListKernels(passes, self._rehearsed == 1))
             self._kernels.add(passes)
         return True
 
@@ -180,7 +182,7 @@ class KernelPreparation:
             )
         return ended is not None
 
-    def _load(self, followers: Followers, until_s: float) -> bool:
+    def _load(self, ranks: RankOrders, until_s: float) -> bool:
         if not self._all_told:
             kernels, before = self._kernels, self._kernels.left
             with loaded() as hashes:
@@ -188,8 +190,8 @@ class KernelPreparation:
                     kernels.load(1, last=False)
             self._hashes |= hashes
             self._all_told = not kernels.left
-            followers.load_kernels(before - kernels.left, last=self._all_told)
-        return self._all_told and followers.prepared()
+            ranks.begin(LoadKernels(before - kernels.left, self._all_told))
+        return self._all_told and ranks.done()
 
     def _record(self) -> bool:
         """Record the next graph, while there is memory for it."""
@@ -207,7 +209,10 @@ class KernelPreparation:
         if self._compiling is not None:
             self._compiling.compiler.stop()
         if self._rehearsed:
-            self._strategies.runner.followers.drop_kernels()
+            ranks = self._strategies.runner.ranks
+            with suppress(Unavailable):
+                ranks.finish()  # they are a part late at most
+            ranks.order(DropKernels())
             self._kernels.drop()
 
 

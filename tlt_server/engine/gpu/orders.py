@@ -6,21 +6,17 @@ and tokens that it makes are those of every rank, because their inputs have equa
 
 from __future__ import annotations
 
-from msgspec import Struct
-
 from tlt_server.engine.gpu.passes import Rehearsed
 from tlt_server.engine.gpu.steps.drafts import DraftKey
 from tlt_server.engine.gpu.steps.extend import ExtendKey, Reported
-from tlt_server.engine.ranks.orders import Allocate, Array, Install, MemoryOrder
-
-Key = DraftKey | ExtendKey
+from tlt_server.engine.ranks.orders import Array, RankOrder
 
 
-class ReportMemory(Struct, frozen=True, tag="memory"):
+class ReportMemory(RankOrder, frozen=True):
     """Answer with the free bytes of the GPU and those in all."""
 
 
-class Equip(Struct, frozen=True, tag="equip"):
+class Equip(RankOrder, frozen=True):
     """Make state, drafters and passes, and prepare these steps."""
 
     pages_per_sequence: int
@@ -28,21 +24,21 @@ class Equip(Struct, frozen=True, tag="equip"):
     extends: list[ExtendKey]
 
 
-class Begin(Struct, frozen=True, tag="begin"):
+class Begin(RankOrder, frozen=True):
     """Exchange from here on: every rank is ready, and has settled."""
 
 
-class UploadWords(Struct, frozen=True, tag="upload"):
+class UploadWords(RankOrder, frozen=True):
     """Copy these words to the beginning of the upload buffer."""
 
     word_U: Array
 
 
-class TakeOver(Struct, frozen=True, tag="take"):
+class TakeOver(RankOrder, frozen=True):
     """Apply the upload, which had no room for all of a step's changes."""
 
 
-class RunStep(Struct, frozen=True, tag="step"):
+class RunStep(RankOrder, frozen=True):
     """Draft, verify, learn, and gather logits that are reported; where masks are awaited, up to the
     first half of the pass.
     """
@@ -54,21 +50,21 @@ class RunStep(Struct, frozen=True, tag="step"):
     reported: Reported = Reported()
 
 
-class FinishStep(Struct, frozen=True, tag="finish"):
+class FinishStep(RankOrder, frozen=True):
     """Run the second half of the step with these masks."""
 
     word_M: Array
     step: RunStep
 
 
-class RecordStep(Struct, frozen=True, tag="record"):
+class RecordStep(RankOrder, frozen=True):
     """Record a step of this key, if this rank has the memory: nothing is launched."""
 
     draft: DraftKey | None
     extend: ExtendKey | None
 
 
-class ListKernels(Struct, frozen=True, tag="list"):
+class ListKernels(RankOrder, frozen=True):
     """List the kernels of these passes that this rank has not loaded: nothing is launched. `first`:
     a preparation begins, so forget the list of one that was given up.
     """
@@ -77,7 +73,7 @@ class ListKernels(Struct, frozen=True, tag="list"):
     first: bool
 
 
-class LoadKernels(Struct, frozen=True, tag="kernels"):
+class LoadKernels(RankOrder, frozen=True):
     """Load the next of what was listed, which rank 0 has had compiled; at `last` all that is
     left.
     """
@@ -86,15 +82,15 @@ class LoadKernels(Struct, frozen=True, tag="kernels"):
     last: bool
 
 
-class DropKernels(Struct, frozen=True, tag="drop_kernels"):
+class DropKernels(RankOrder, frozen=True):
     """Give back what listing has made: the preparation was given up."""
 
 
-class ForgetTexts(Struct, frozen=True, tag="forget"):
+class ForgetTexts(RankOrder, frozen=True):
     slots: list[int]
 
 
-class WriteTable(Struct, frozen=True, tag="table"):
+class WriteTable(RankOrder, frozen=True):
     """Set what a table has learnt."""
 
     table: str
@@ -103,32 +99,25 @@ class WriteTable(Struct, frozen=True, tag="table"):
     trials_K: Array
 
 
-class RenewTable(Struct, frozen=True, tag="renew"):
+class RenewTable(RankOrder, frozen=True):
     """Put what a table has learnt in force."""
 
     table: str
 
 
-class SwapModels(Struct, frozen=True, tag="swap"):
+class SwapModels(RankOrder, frozen=True):
     """Let two models change places: graphs know the storage of `resident`. Keys name storage."""
 
     resident: int
     other: int
 
 
-class Settle(Struct, frozen=True, tag="settle"):
+class Settle(RankOrder, frozen=True):
     """Answer once everything before is done."""
 
 
-class SetDrafterTable(Struct, frozen=True, tag="drafter"):
+class SetDrafterTable(RankOrder, frozen=True):
     """Begin again with a drafter's table, for the network that has just been swapped in."""
 
     edge_G: Array  # the bits of float32
     survival_K: Array
-
-
-KernelOrder = ListKernels | LoadKernels | DropKernels
-LaunchOrder = UploadWords | TakeOver | RunStep | FinishStep | RecordStep | KernelOrder
-TableOrder = WriteTable | RenewTable | SetDrafterTable
-MakeOrder = ReportMemory | Allocate | Equip | Begin | Install | SwapModels
-GpuOrder = LaunchOrder | ForgetTexts | TableOrder | MakeOrder | Settle | MemoryOrder
