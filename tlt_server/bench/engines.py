@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_server.engine.devices import Device, Equipped, Memory, Quiet, make_device
+from tlt_server.engine.devices import Device, Equipment, Memory, Quiet, make_device
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.settings import DecidedSettings
@@ -99,7 +99,7 @@ class ReadyFor:
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
-    ) -> Equipped:
+    ) -> Equipment:
         def wider(requests: range, *, prompts: bool) -> Iterable[Strategy]:
             return (*reach(requests, prompts=prompts), *self._strategies)
 
@@ -137,11 +137,13 @@ class _Shared(ReadyFor):
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
-    ) -> Equipped:
-        equipped = super().equip(live, memory, reach, page_table_SP, on_progress, quiet)
+    ) -> Equipment:
+        equipment = super().equip(live, memory, reach, page_table_SP, on_progress, quiet)
+        install = equipment.install
 
-        def install(live: Live, changed: Changed) -> None:
+        def checked(live: Live, changed: Changed) -> None:
             assert changed.role == "adapter", "weights that engines share do not change"
-            equipped.install(live, changed)
+            install(live, changed)
 
-        return equipped._replace(install=install)
+        equipment.install = checked  # type: ignore[method-assign]
+        return equipment

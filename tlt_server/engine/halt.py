@@ -33,17 +33,14 @@ from tlt_server.wire.records import StepOutput
 ASLEEP: dict[Memory, Reason] = {"weights": Reason.WEIGHTS_ASLEEP, "kv_cache": Reason.KV_ASLEEP}
 
 
-class Equipment(Protocol):
-    """The memory of the device; see `devices.Equipped`."""
+class DeviceMemory(Protocol):
+    """The memory of the device; see `devices.Equipment`."""
 
-    @property
-    def free(self) -> Callable[[], None]: ...
+    def free(self) -> None: ...
 
-    @property
-    def reclaim(self) -> Callable[[], None]: ...
+    def reclaim(self) -> None: ...
 
-    @property
-    def forget(self) -> Callable[[], None]: ...
+    def forget(self) -> None: ...
 
 
 class Halt:
@@ -51,7 +48,7 @@ class Halt:
         self,
         gate: StepGate,
         scheduler: Scheduler,
-        device: Equipment,
+        device: DeviceMemory,
         pushes: WeightPushes,
         dormant: Dormant,
         settle: Callable[[], list[StepOutput]],

@@ -53,7 +53,7 @@ class Engine:
         structures: Structures,
         training: Callable[[], bool],
     ) -> None:
-        """`record`: see `devices.Equipped`. `recorder`: where sequences are kept for training.
+        """`record`: see `devices.Equipment`. `recorder`: where sequences are kept for training.
         `training`: whether a drafter is being trained now.
         """
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy

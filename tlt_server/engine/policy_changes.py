@@ -61,8 +61,8 @@ class PolicyChanges:
         faults: Containment,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`prepared`: see `devices.Equipped`. `may_prepare`: whether the device may be used between
-        two steps, that is while no memory sleeps and no push is under way.
+        """`prepared`: see `devices.Equipment`. `may_prepare`: whether the device may be used
+        between two steps, that is while no memory sleeps and no push is under way.
         """
         self._make_policy, self._prepare, self._prepared = make_policy, prepare, prepared
         self._may_prepare, self._faults, self._clock = may_prepare, faults, clock

@@ -25,7 +25,7 @@ Rows = NDArray[np.int64]
 
 class Limits(Protocol):
     sizes: Sizes
-    room: Callable[[int, int], int]  # as `Equipped.room`
+    room: Callable[[int, int], int]  # as `Equipment.room`
     late: bool  # results arrive one step late
 
     def of(self, strategy: Strategy, requests: int, live: int, *, prompts: bool) -> StepRows: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.engine.cpu.link import CpuLink, check_numerics
 from tlt_server.engine.cpu.orders import Install
 from tlt_server.engine.cpu.runner import CpuRunner
-from tlt_server.engine.devices import Equipped, Memory, Quiet, compiled
+from tlt_server.engine.devices import Equipment, Memory, Quiet, compiled
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.devices.sizing import kv_pages, training_share
 from tlt_server.engine.phases import OnProgress
@@ -130,7 +130,7 @@ class CpuDevice:
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
-    ) -> Equipped:
+    ) -> Equipment:
         assert isinstance(live.target.network, Decoder) and isinstance(memory.kv, KVCache)
         setup = DraftSetup(
             memory.kv,
@@ -155,19 +155,7 @@ class CpuDevice:
             self._ranks,
         )
         caches = (memory.kv, *(cache for drafter in drafters.values() for cache in drafter.caches))
-        equipment = CpuEquipment(runner, tuple(drafters.values()), caches)
-        return Equipped(
-            runner,
-            equipment.on_end,
-            equipment.install,
-            equipment.free,
-            equipment.reclaim,
-            equipment.forget,
-            runner.tables,
-            ready=self._ranks.ready,
-            confirm=self._ranks.confirm,
-            rank_pids=self._ranks.pids,
-        )
+        return CpuEquipment(runner, tuple(drafters.values()), caches)
 
     def _adapter_slots(self, live: Live) -> AdapterSlots | None:
         settings, network = self._settings, live.target.network
@@ -187,47 +175,50 @@ class CpuDevice:
         return Free(available, available, disk_free(self._settings.state_dir))
 
 
-@dataclass(frozen=True)
-class CpuEquipment:
+class CpuEquipment(Equipment):
     """The runner with all that pushes change and sleeps give back."""
 
     runner: CpuRunner
-    drafters: tuple[CpuDrafter, ...]
-    caches: tuple[Sleeper, ...]
+
+    def __init__(
+        self, runner: CpuRunner, drafters: tuple[CpuDrafter, ...], caches: tuple[Sleeper, ...]
+    ) -> None:
+        self.runner, self.ranks, self.tables = runner, runner.ranks, runner.tables
+        self._drafters, self._caches = drafters, caches
 
     def install(self, live: Live, changed: Changed) -> None:
         assert isinstance(live.target.network, Decoder)
-        self.runner.ranks.order(Install(key_of(live.target.network)), wait=True)
+        self.ranks.order(Install(key_of(live.target.network)), wait=True)
         self.runner.model = live.target.network
         if changed.adapter is not None:
             assert self.runner.adapters is not None
             adapter = live.adapters[changed.adapter.name]
             self.runner.adapters.fill(adapter.slot, adapter.network)
         weights = _draft_weights(live)
-        for drafter in self.drafters:
+        for drafter in self._drafters:
             drafter.install(weights)
 
     def free(self) -> None:
-        self.runner.ranks.order(FreePages(), wait=True)
+        self.ranks.order(FreePages(), wait=True)
         self._free_own()
 
     def _free_own(self) -> None:
-        for cache in self.caches:
+        for cache in self._caches:
             cache.free()
 
     def reclaim(self) -> None:
-        for cache in self.caches:
+        for cache in self._caches:
             cache.reclaim()
-        reclaim_on(self.runner.ranks, self._free_own)
+        reclaim_on(self.ranks, self._free_own)
 
     def forget(self) -> None:
-        for drafter in self.drafters:
+        for drafter in self._drafters:
             drafter.forget()
 
     def on_end(self, sequence: Sequence) -> None:
         if sequence.background:
             return  # its text is no response
-        for drafter in self.drafters:
+        for drafter in self._drafters:
             drafter.finish(
                 sequence.id,
                 sequence.request.group_id,

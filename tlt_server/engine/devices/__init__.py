@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.compiled import cache_directory, compile_all
 from tlt_server.engine.phases import OnProgress
-from tlt_server.engine.policy_changes import Prepare
+from tlt_server.engine.policy_changes import Preparation
+from tlt_server.engine.ranks.orders import RankOrders
 from tlt_server.engine.record.hidden_states import StateSource
 from tlt_server.engine.record.traces import HeldTable
 from tlt_server.engine.runner import Runner
@@ -54,33 +55,47 @@ class SurvivalTable(Learnt[TableRecord], HeldTable, Protocol):
     """Survivals of the nodes of one drafter."""
 
 
-class Equipped(NamedTuple):
+class Equipment(Protocol):
+    """The runner, and what a device does between its steps. A device overrides what it has."""
+
     runner: Runner
-    on_end: Callable[[Sequence], None]  # is to be told when a sequence has ended
-    # (live, changed): committed weights take over, between two steps.
-    install: Callable[[Live, Changed], None]
-    # Give back the pages' memory, and all that was recorded over it and over the weights.
-    free: Callable[[], None]
-    # Take it again, empty; `torch.OutOfMemoryError` and no change where there is no room.
-    reclaim: Callable[[], None]
-    forget: Callable[[], None]  # drop the text of requests that have ended
-    # Survivals of nodes, by drafter; `knowledge` holds what they learn.
-    tables: Mapping[str, SurvivalTable]
+    ranks: RankOrders
+    tables: Mapping[str, SurvivalTable]  # by drafter; `knowledge` holds what they learn
     detail: str = ""  # for the start-up report
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
-    # (decoding sequences, max rows) -> prompt rows that a step may read with them
-    room: Callable[[int, int], int] = unpadded
-    # Record one step that may come under a policy, while none runs; False: there is none to record.
-    record: Callable[[Reach], bool] = lambda reach: False
-    # Return how to prepare what a policy's steps launch; None where it is prepared.
-    prepare: Prepare = lambda reach: None
-    # Describe what the first steps under a policy find prepared.
-    prepared: Callable[[Reach], str] = lambda reach: "all of its kernels are compiled"
-    # The engine has warmed up: a rank that falls silent from now on compiles nothing.
-    ready: Callable[[], None] = lambda: None
-    # All ranks have what was staged; `EngineFailed` where one is gone or silent.
-    confirm: Callable[[], None] = lambda: None
-    rank_pids: list[int] = []  # processes of the other ranks
+
+    def install(self, live: Live, changed: Changed) -> None:
+        """Let committed weights take over, between two steps."""
+
+    def free(self) -> None:
+        """Give back the pages' memory, and all that was recorded over it and over the weights."""
+
+    def reclaim(self) -> None:
+        """Take it again, empty; `torch.OutOfMemoryError` and no change where there is no room."""
+
+    def forget(self) -> None:
+        """Drop the text of requests that have ended."""
+
+    def on_end(self, sequence: Sequence) -> None:
+        """Take note that a sequence has ended."""
+
+    def room(self, decoding: int, max_rows: int) -> int:
+        """Return how many prompt rows a step with these decoding sequences may read."""
+        return unpadded(decoding, max_rows)
+
+    def record(self, reach: Reach) -> bool:
+        """Record one step that may come under a policy, while none runs; False: there is none to
+        record.
+        """
+        return False
+
+    def prepare(self, reach: Reach) -> Preparation | None:
+        """Return how to prepare what a policy's steps launch; None where it is prepared."""
+        return None
+
+    def prepared(self, reach: Reach) -> str:
+        """Describe what the first steps under a policy find prepared."""
+        return "all of its kernels are compiled"
 
 
 @dataclass(frozen=True)
@@ -140,7 +155,7 @@ class Device(Protocol):
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
-    ) -> Equipped:
+    ) -> Equipment:
         """Return the runner with its drafters, and graphs captured of all that the policy may
         choose.
         """

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE
-from tlt_server.engine.devices import Equipped, Memory, Quiet, compiled
+from tlt_server.engine.devices import Equipment, Memory, Quiet, compiled
 from tlt_server.engine.devices.choice import gpu_split, wider_settings
 from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
@@ -183,7 +183,7 @@ class CudaDevice:
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
-    ) -> Equipped:
+    ) -> Equipment:
         assert isinstance(live.target.network, GpuDecoder) and isinstance(memory.kv, GpuKV)
         settings, model, kv = self._settings, live.target.network, memory.kv
         with self._memory("buffers and graphs", kv.plan):
@@ -209,7 +209,6 @@ class CudaDevice:
             self._prepare(runner, live, keys, pages_per_sequence, on_progress)
         graphs = runner.graphs
         self.recordings.follow(graphs)
-        equipment = GpuEquipment(runner, self._ranks, Lent(passes, kv), self._maker.synchronize)
         taken = (
             f"{len(graphs.bytes)} graphs, {graphs.total_bytes // 2**20} MiB, "
             f"{sum(graphs.seconds.values()):.1f} s"
@@ -222,24 +221,14 @@ class CudaDevice:
             shared = part.split.of > 1
             detail += f"; the drafter is {'shared by' if shared else 'whole on'} all ranks"
         dtype, intermediate = self._maker.placement.dtype, model.own_config.intermediate_size
-        idle = IdleRecorder(runner, self.recordings)
-        return Equipped(
+        return GpuEquipment(
             runner,
-            runner.texts.end,
-            equipment.install,
-            equipment.free,
-            equipment.reclaim,
-            runner.forget,
-            runner.tables,
+            Lent(passes, kv),
+            self._maker.synchronize,
+            IdleRecorder(runner, self.recordings),
+            StrategyKernels(runner, self._kernels, keys) if self._kernels else None,
             detail,
             gemm.in_use(dtype, self.device, intermediate),
-            self.sizes.room,
-            idle,
-            StrategyKernels(runner, self._kernels, keys) if self._kernels else lambda reach: None,
-            idle.prepared,
-            self._ranks.ready,
-            self._ranks.confirm,
-            self._ranks.pids,
         )
 
     def _prepare(

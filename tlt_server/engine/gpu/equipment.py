@@ -3,34 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from tlt_server.engine.devices import Equipment
+from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.orders import SetDrafterTable, Settle, SwapModels
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.start.maker import Lent
-from tlt_server.engine.ranks.orders import FreePages, RankOrders
+from tlt_server.engine.gpu.start.strategy_kernels import StrategyKernels
+from tlt_server.engine.policy_changes import Preparation
+from tlt_server.engine.ranks.orders import FreePages
 from tlt_server.engine.ranks.ranks import reclaim_on
 from tlt_server.engine.ranks.shared_models import key_of
+from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.swapping import swap_networks
+from tlt_server.speculation.sizes import Reach
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.parts import Changed, Drafter, Live
 
 
-@dataclass(frozen=True)
-class GpuEquipment:
+class GpuEquipment(Equipment):
     runner: GpuRunner
-    ranks: RankOrders
-    lent: Lent
-    synchronize: Callable[[], None]
+
+    def __init__(
+        self,
+        runner: GpuRunner,
+        lent: Lent,
+        synchronize: Callable[[], None],
+        idle: IdleRecorder,
+        kernels: StrategyKernels | None,
+        detail: str,
+        matmuls: str,
+    ) -> None:
+        """`kernels`: those of strategies, where they are compiled ahead."""
+        self.runner, self.ranks, self.tables = runner, runner.ranks, runner.tables
+        self.detail, self.matmuls, self._lent = detail, matmuls, lent
+        self._synchronize, self._idle, self._kernels = synchronize, idle, kernels
+
+    def forget(self) -> None:
+        self.runner.forget()
+
+    def on_end(self, sequence: Sequence) -> None:
+        self.runner.texts.end(sequence)
+
+    def room(self, decoding: int, max_rows: int) -> int:
+        return self.runner.shapes.room(decoding, max_rows)
+
+    def record(self, reach: Reach) -> bool:
+        return self._idle(reach)
+
+    def prepare(self, reach: Reach) -> Preparation | None:
+        return self._kernels(reach) if self._kernels else None
+
+    def prepared(self, reach: Reach) -> str:
+        return self._idle.prepared(reach)
 
     def install(self, live: Live, changed: Changed) -> None:
-        self.synchronize()  # staging copied on another stream
+        self._synchronize()  # staging copied on another stream
         with torch.cuda.stream(self.runner.stream):
             self._exchange(live, changed)
-        self.synchronize()  # before another stream fills what the old version gives back
+        self._synchronize()  # before another stream fills what the old version gives back
         self.ranks.order(Settle(), wait=True)
 
     def _exchange(self, live: Live, changed: Changed) -> None:
@@ -66,8 +100,8 @@ class GpuEquipment:
 
     def free(self) -> None:
         self.ranks.order(FreePages(), wait=True)
-        self.lent.free()
+        self._lent.free()
 
     def reclaim(self) -> None:
-        self.lent.reclaim()
-        reclaim_on(self.ranks, self.lent.free)
+        self._lent.reclaim()
+        reclaim_on(self.ranks, self._lent.free)

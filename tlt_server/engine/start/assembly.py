@@ -15,7 +15,7 @@ import msgspec
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
-from tlt_server.engine.devices import Device, Equipped, Memory, make_device
+from tlt_server.engine.devices import Device, Equipment, Memory, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, look
 from tlt_server.engine.devices.sizing import served_length
 from tlt_server.engine.gate import StepGate
@@ -119,7 +119,7 @@ def assemble(
         max_pages_per_sequence=-(-max_model_len // settings.page_size),
     )
     with phase("prepare runner") as detail:
-        equipped = device.equip(
+        equipment = device.equip(
             live,
             memory,
             policy.strategies,
@@ -127,9 +127,9 @@ def assemble(
             on_progress,
             lambda: not options.intake.groups.hold_gpu,
         )
-        matmuls = f"matmuls {equipped.matmuls}" if equipped.matmuls else ""
+        matmuls = f"matmuls {equipment.matmuls}" if equipment.matmuls else ""
         drafters = f"drafters: {', '.join(settings.drafters) or 'none'}"
-        described = (drafters, matmuls, equipped.detail)
+        described = (drafters, matmuls, equipment.detail)
         detail.append("; ".join(part for part in described if part))
     engine = _connect(
         settings,
@@ -139,7 +139,7 @@ def assemble(
         make_policy,
         running,
         memory,
-        equipped,
+        equipment,
         options,
         on_start,
         _made_by(settings, gpu, device, live),
@@ -159,10 +159,10 @@ def assemble(
                 pass
             engine.measure = None if policy.measures else profile.advance
             detail.append(f"{len(profile.measured)} steps")
-    equipped.ready()
+    equipment.ranks.ready()
     info = msgspec.structs.replace(
-        _describe(choice, gpu, device, live, memory, equipped, max_model_len, phase.seconds, lost),
-        prepared=equipped.prepared(policy.strategies),
+        _describe(choice, gpu, device, live, memory, equipment, max_model_len, phase.seconds, lost),
+        prepared=equipment.prepared(policy.strategies),
     )
     return engine, info
 
@@ -175,14 +175,14 @@ def _connect(
     make_policy: Callable[[SetPolicy], Policy],
     running: RunningSet,
     memory: Memory,
-    equipped: Equipped,
+    equipment: Equipment,
     options: Options,
     on_start: Callable[[list[str]], None],
     made_by: dict[str, str],
 ) -> Engine:
     """Make what decides about steps, pushes and pauses, around the runner."""
     vocab_size, eos_token_ids = live.target.network.vocab_size, live.target.network.eos_token_ids
-    recorder = recorder_of(settings, live.drafter_version, memory.states, equipped.tables)
+    recorder = recorder_of(settings, live.drafter_version, memory.states, equipment.tables)
 
     structures = Structures(Path(settings.model), vocab_size, eos_token_ids)
 
@@ -202,34 +202,34 @@ def _connect(
         max_rows=settings.max_rows,
         lookahead=settings.deepest,
         weight_version=live.target.version,
-        prompt_budget=equipped.room,
+        prompt_budget=equipment.room,
         on_start=on_start,
-        on_end=equipped.on_end,
+        on_end=equipment.on_end,
         save=memory.save,
         restore=memory.restore,
     )
     canary = Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary)
     switches = SwitchLog()
-    knowledge.weights, knowledge.tables = _in_use(live), equipped.tables
+    knowledge.weights, knowledge.tables = _in_use(live), equipment.tables
 
     def install(live: Live, changed: Changed) -> None:
-        knowledge.renew(_in_use(live), partial(equipped.install, live, changed))
+        knowledge.renew(_in_use(live), partial(equipment.install, live, changed))
         canary.renewed()
         switches.weights_changed()
         if recorder:
             recorder.installed(live.drafter_version)
 
-    in_flight = partial(settle, scheduler, equipped.runner)
+    in_flight = partial(settle, scheduler, equipment.runner)
     activity = ActivityReader(settings.activity) if settings.activity else None
     transaction = Transaction(live, options)
     pushes = WeightPushes(
-        gate, transaction, scheduler, install, in_flight, equipped.confirm, knowledge.costs
+        gate, transaction, scheduler, install, in_flight, equipment.ranks.confirm, knowledge.costs
     )
     dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
     return Engine(
         gate,
         scheduler,
-        equipped.runner,
+        equipment.runner,
         policy,
         canary,
         knowledge,
@@ -237,15 +237,15 @@ def _connect(
         switches,
         PolicyChanges(
             make_policy,
-            equipped.prepare,
-            equipped.prepared,
+            equipment.prepare,
+            equipment.prepared,
             lambda: not (gate.asleep or pushes.busy),
             scheduler.faults,
         ),
         make_sequence,
         pushes,
-        Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
-        equipped.record,
+        Halt(gate, scheduler, equipment, pushes, dormant, in_flight),
+        equipment.record,
         recorder,
         structures,
         lambda: activity is not None and activity.runs,
@@ -280,7 +280,7 @@ def _describe(
     device: Device,
     live: Live,
     memory: Memory,
-    equipped: Equipped,
+    equipment: Equipment,
     max_model_len: int,
     phases: dict[str, float],
     lost: dict[str, str],
@@ -307,13 +307,13 @@ def _describe(
         dtype=settings.dtype,
         device=device.name,
         gpu=gpu.description if device.name == "cuda" else "",
-        products=equipped.matmuls,  # the name on the wire
+        products=equipment.matmuls,  # the name on the wire
         graphs=settings.graphs,
         choices=choice.reasons,
         threads=settings.threads,
         phases=phases,
         pid=os.getpid(),
-        rank_pids=equipped.rank_pids,
+        rank_pids=equipment.ranks.pids,
         training_device=settings.drafter_training_device,
         spooled=bool(settings.state_dir),
         lost=lost,
