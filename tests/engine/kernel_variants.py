@@ -29,7 +29,7 @@ from tlt_server.engine.gpu.start.preparing import rehearse
 from tlt_server.engine.gpu.start.strategy_kernels import StrategyKernels
 from tlt_server.engine.gpu.steps.buckets import CAPTURED, Shapes
 from tlt_server.engine.gpu.steps.drafts import DraftKey
-from tlt_server.engine.gpu.steps.extend import ExtendKey
+from tlt_server.engine.gpu.steps.extend import ExtendKey, StructuredExtend
 from tlt_server.engine.gpu.steps.reports import MIN_BEST
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.start.assembly import assemble
@@ -148,7 +148,7 @@ def launch_all(passes: Passes, policy: Policy) -> None:
             passes.learn(extend, drafted)
         if key not in passed:
             passes.work(extend)()
-            if key.structured:
+            if isinstance(extend, StructuredExtend):
                 extend.run_second()
             for best in (0, MIN_BEST, 8 * MIN_BEST):
                 extend.report(torch.zeros(1, dtype=torch.int32), best, raw=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from tlt_kernels.gpu.caps import cap_rows
 from tlt_kernels.gpu.upload import apply
@@ -18,7 +17,13 @@ from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.memory.graphs import GraphPool
 from tlt_server.engine.gpu.steps.buckets import Shapes
 from tlt_server.engine.gpu.steps.drafts import DraftKey, DraftPass, Follower, GpuDrafter
-from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey, SecondHalf, graphs_of
+from tlt_server.engine.gpu.steps.extend import (
+    Extend,
+    ExtendKey,
+    SecondHalf,
+    StructuredExtend,
+    graphs_of,
+)
 from tlt_server.engine.gpu.steps.ring import PinnedBuffer
 from tlt_server.engine.gpu.steps.state import DeviceState
 
@@ -42,7 +47,6 @@ class Passes:
         *,
         shapes: Shapes,
         stream: torch.cuda.Stream | None,
-        page_hint_PH: Tensor | None,
         followers: Sequence[Follower] = (),
         run_first: bool = False,
     ) -> None:
@@ -50,7 +54,7 @@ class Passes:
         whether libraries of others get ready in a run, so that no pass is captured before one.
         """
         self.state, self.drafters, self.graphs, self.shapes = state, drafters, graphs, shapes
-        self.stream, self._attention, self._page_hint_PH = stream, attention, page_hint_PH
+        self.stream, self._attention = stream, attention
         self.run_first = run_first
         self._followers: list[Follower] = [*drafters.values(), *followers]
         self.extends: dict[ExtendKey, Extend] = {}
@@ -59,10 +63,6 @@ class Passes:
     @property
     def pinned(self) -> bool:
         return self.state.upload_U.device.type == "cuda"
-
-    @property
-    def has_hints(self) -> bool:
-        return self._page_hint_PH is not None
 
     def of(self, key: DraftKey | ExtendKey) -> DraftPass | Extend:
         return self.extend(key) if isinstance(key, ExtendKey) else self.draft(key)
@@ -73,7 +73,8 @@ class Passes:
         """
         extend = self.extends.get(key)
         if extend is None:
-            extend = Extend(key, self.state, self._attention, self._followers)
+            kind = StructuredExtend if key.structured else Extend
+            extend = kind(key, self.state, self._attention, self._followers)
             if self.shapes.keeps(key):
                 self.extends[key] = extend
         return extend
@@ -107,7 +108,8 @@ class Passes:
 
     def take_over(self) -> None:
         """Apply the upload, unless that has been done."""
-        apply(self.state.upload_U, self.state.layout, self.state.batch_slots, self._page_hint_PH)
+        state = self.state
+        apply(state.upload_U, state.layout, state.batch_slots, state.page_hint_PH)
 
     def work(self, part: DraftPass | Extend) -> Callable[[], None]:
         """Return the callable to run or capture. The first pass of a step also applies the upload,
@@ -143,7 +145,7 @@ class Passes:
     def run_extend(self, extend: Extend) -> None:
         self.graphs.run(extend.key, self.work(extend), keep=self.shapes.keeps(extend.key))
 
-    def run_second(self, extend: Extend) -> None:
+    def run_second(self, extend: StructuredExtend) -> None:
         keep = self.shapes.keeps(extend.key)
         self.graphs.run(SecondHalf(extend.key), extend.run_second, keep=keep)
 
@@ -170,5 +172,5 @@ class Passes:
         self.graphs.run(key, self.work(part), keep=self.keeps(key))
         if isinstance(key, DraftKey):
             self.cap_rows(key)
-        elif isinstance(part, Extend) and key.structured:
+        elif isinstance(part, StructuredExtend):
             self.run_second(part)

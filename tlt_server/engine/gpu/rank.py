@@ -51,7 +51,7 @@ from tlt_server.engine.gpu.start.preparing import KernelList, record
 from tlt_server.engine.gpu.steps.agreement import Agreement
 from tlt_server.engine.gpu.steps.drafts import DraftKey, DraftPass, GpuDrafter
 from tlt_server.engine.gpu.steps.drafts.tables import DeviceTable
-from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey, StructuredExtend
 from tlt_server.engine.gpu.steps.reports import REHEARSED, REHEARSED_KEYS
 from tlt_server.engine.gpu.steps.ring import PinnedRing
 from tlt_server.engine.ranks.memory import Handlers, RankMemory
@@ -158,7 +158,9 @@ class GpuSteps:
         """`models`: by the keys that rank 0 names their storage by."""
         self.passes, self._models, self._synchronize = passes, models, synchronize
         self._uploads = PinnedRing(UPLOADS, passes.state.layout.size, pinned=passes.pinned)
-        self._unfinished: deque[tuple[Extend, DraftPass | None]] = deque()  # steps without masks
+        self._unfinished: deque[tuple[StructuredExtend, DraftPass | None]] = (
+            deque()
+        )  # steps without masks
         self._kernels = KernelList(passes)  # for the policy under preparation
         launched: Handlers = {
             UploadWords: self._send,
@@ -193,7 +195,7 @@ class GpuSteps:
         drafted = passes.run_draft(step.draft, capped=step.capped) if step.draft else None
         passes.select(extend, drafted)
         passes.run_extend(extend)
-        if step.extend.structured:
+        if isinstance(extend, StructuredExtend):
             self._unfinished.append((extend, drafted))
         else:
             self._end(step, extend, drafted)

@@ -39,7 +39,7 @@ from tlt_server.engine.gpu.start.preparing import record
 from tlt_server.engine.gpu.steps.asked import edits_of, limits_rows
 from tlt_server.engine.gpu.steps.drafts import DraftKey, drafters_of
 from tlt_server.engine.gpu.steps.drafts.tables import DeviceTable
-from tlt_server.engine.gpu.steps.extend import ExtendKey
+from tlt_server.engine.gpu.steps.extend import ExtendKey, StructuredExtend
 from tlt_server.engine.gpu.steps.reports import REHEARSED_KEYS, AskedReports, Reporter
 from tlt_server.engine.gpu.steps.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.steps.structured import StructureMasks
@@ -238,13 +238,15 @@ class GpuRunner:
         captured = None
         if self._capture:
             captured = self._capture.choose(batch.chunks, self.state.depth if drafted else 0)
-        if key.structured:
-            self._masks.copy_trees(extend)
-        passes.run_extend(extend)
-        if key.structured:
+        if isinstance(extend, StructuredExtend):
+            verified = self._masks.copy_trees(extend)
+            passes.run_extend(extend)
             newest = newest_tokens(self._flights, self.state.depth)
-            self.ranks.order(FinishStep(self._masks.upload(extend, entries, newest), step))
+            words = self._masks.upload(extend, verified, entries, newest)
+            self.ranks.order(FinishStep(words, step))
             passes.run_second(extend)
+        else:
+            passes.run_extend(extend)
         if self._capture and captured:
             self._capture.launched(captured)
         if drafted and learns:
@@ -283,7 +285,7 @@ class GpuRunner:
         for text in shared.sent:
             self._change(partial(_send_text, text))
         limits = request.draft_limits
-        reads_page = self.passes.has_hints and start > 0 and start % size == 0
+        reads_page = self.state.page_hint_PH is not None and start > 0 and start % size == 0
         self._change(
             lambda upload: upload.admit(
                 sequence.batch_slot,

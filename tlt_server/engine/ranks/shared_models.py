@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,17 +48,16 @@ class ModelRanks(Protocol):
 class SharedSplit(Split):
     """Rank 0's split: what it builds has the shards of all ranks, on memory that they map."""
 
-    ranks: ModelRanks | None = None
+    ranks: ModelRanks = field(kw_only=True)
     held: HeldShards | None = None
 
     @property
     def lent(self) -> HeldShards | None:
         """Return the memory that is at another address after a sleep."""
-        return self.held if self.ranks is not None and self.ranks.link.moves else None
+        return self.held if self.ranks.link.moves else None
 
     def build(self, make: Callable[[Split], Any], target: Any = None) -> Any:
         """`target`: a drafter's."""
-        assert self.ranks is not None
         _, *others = self.all
         own = replace(self, held=None)  # else one model might keep the memory of another
         models, arenas = list[Any](), list[Arena]()

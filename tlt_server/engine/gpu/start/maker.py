@@ -140,6 +140,7 @@ class GpuMaker:
             hidden_RH,
             logits_SV,
             self.sizes.depth,
+            kv.page_hint_PH,
             adapters,
             self.agreement,
             self.head if len(model.head_WH) < model.vocab_size else None,
@@ -169,7 +170,6 @@ class GpuMaker:
             GraphPool(self.stream if captures else None, quiet=quiet, drain=drain),
             shapes=self.sizes,
             stream=self.stream,
-            page_hint_PH=kv.page_hint_PH,
             followers=followers,
             run_first=self.settings.numerics != "strict",
         )

@@ -19,7 +19,7 @@ from tlt_server.engine.gpu.memory.refusals import BUSY
 from tlt_server.engine.gpu.passes import Passes, Rehearsed
 from tlt_server.engine.gpu.start.kernel_start import KernelStart
 from tlt_server.engine.gpu.steps.drafts import DraftKey
-from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey, SecondHalf
+from tlt_server.engine.gpu.steps.extend import Extend, ExtendKey, SecondHalf, StructuredExtend
 from tlt_server.engine.phases import OnProgress
 from tlt_server.errors import Unavailable
 from tlt_server.models.gpu.swapping import Stored, compile_swaps
@@ -196,7 +196,7 @@ def _capture(passes: Passes, key: DraftKey | ExtendKey) -> None:
     """Capture a key without a run."""
     part = passes.of(key)
     passes.graphs.record(key, passes.work(part))
-    if isinstance(part, Extend) and part.key.structured:
+    if isinstance(part, StructuredExtend):
         passes.graphs.record(SecondHalf(part.key), part.run_second)
 
 
@@ -206,7 +206,7 @@ def _launch(passes: Passes, key: DraftKey | ExtendKey) -> None:
     if isinstance(part, Extend) and not part.key.plain:
         part.select(None)
     passes.work(part)()
-    if isinstance(part, Extend) and part.key.structured:
+    if isinstance(part, StructuredExtend):
         part.run_second()
     if isinstance(key, DraftKey):
         passes.cap_rows(key)

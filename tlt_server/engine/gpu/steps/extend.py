@@ -119,9 +119,6 @@ class Extend:
             dtype=torch.int32,
             device=state.upload_U.device,
         )
-        self._features_RF: Tensor | None = None  # kept between the halves
-        # A capture must not make them: each replay would lift all masks again.
-        self._masks = state.masks if key.structured else None
         self._adapted: Adapted | None = None
         if key.adapted:
             assert state.adapters is not None
@@ -159,20 +156,10 @@ class Extend:
         if self.key.edited:
             count_text(self.state.batch_slots)
             edit(logits_SV, self.trees.sample_row_S, self.rows, self.state.batch_slots)
-        if not self.key.structured:
-            self.finish(forwarded, self.sample(logits_SV))
-            return
-        if self._features_RF is None:
-            self._features_RF = torch.empty_like(forwarded.features_RF)
-        self._features_RF.copy_(forwarded.features_RF)
+        self._end_run(forwarded, logits_SV)
 
-    def run_second(self) -> None:
-        """Run the second half, once the masks are there."""
-        assert self._masks is not None and self._features_RF is not None
-        logits_SV = self._logits_SV
-        trees = self.trees
-        apply_masks(logits_SV, trees.sample_row_S, self._masks, self.rows.token_R, trees.count_E)
-        self.finish(Forward(self._hidden_RH, self._features_RF), self.sample(logits_SV))
+    def _end_run(self, forwarded: Forward, logits_SV: Tensor) -> None:
+        self.finish(forwarded, self.sample(logits_SV))
 
     def forward(self) -> Forward:
         """Run the target over all rows."""
@@ -320,3 +307,24 @@ class Extend:
             follower.follow(self.rows, self.kept, forwarded)
         if state.agreement is not None:
             state.agreement.add(forwarded.hidden_RH, self.rows, self.outcome_EF)
+
+
+class StructuredExtend(Extend):
+    """A pass of two halves, between which the host fills the masks of its samples."""
+
+    def __init__(
+        self, key: ExtendKey, state: DeviceState, attention: GpuAttention, followers: list[Follower]
+    ) -> None:
+        super().__init__(key, state, attention, followers)
+        # A capture must not make them: each replay would lift all masks again.
+        self._masks, model = state.masks, state.model
+        self._features_RF = model.placement.empty(len(self.rows.token_R), model.feature_width)
+
+    def _end_run(self, forwarded: Forward, logits_SV: Tensor) -> None:
+        self._features_RF.copy_(forwarded.features_RF)
+
+    def run_second(self) -> None:
+        """Run the second half, once the masks are there."""
+        logits_SV, trees = self._logits_SV, self.trees
+        apply_masks(logits_SV, trees.sample_row_S, self._masks, self.rows.token_R, trees.count_E)
+        self.finish(Forward(self._hidden_RH, self._features_RF), self.sample(logits_SV))

@@ -3,7 +3,7 @@ the pages.
 
 KV slots of both caches are numbered alike: [pages | verified draft rows | trash | the drafter's own
 tree rows], the last of which only the drafter's cache has. A row that does not count writes to the
-trash KV slot. Made by `devices/cuda.py`, read by everything that is captured.
+trash KV slot. Made by `start/maker.py`, read by everything that is captured.
 
 Legend: P pages, H hidden, U upload, R rows of a step at most, S sampled rows of a step at most, V
 vocabulary.
@@ -61,6 +61,8 @@ class DeviceState:
     # Its fp32 logits, edited. Reports are read from both after the step.
     logits_SV: Tensor
     depth: int  # longest draft path
+    # The hint after each page's last position; None without a drafter with a network.
+    page_hint_PH: Tensor | None
     adapters: GpuAdapterSlots | None = None  # None: the server takes no adapters
     agreement: Agreement | None = None  # None: there is one rank
     head: SharedHead | None = None  # None: this rank has all of it

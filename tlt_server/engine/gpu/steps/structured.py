@@ -10,7 +10,7 @@ sampler, which asks row by row. A row whose mask takes too long is left out of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,48 +35,49 @@ class StructureMasks:
     ) -> None:
         """The buffers are made by the first step that needs them. `wait`: as of `PinnedRing`."""
         self._state, self._ring = state, partial(PinnedRing, STEPS, pinned=pinned, wait=wait)
-        self._trees: PinnedRing | None = None
-        self._selected: PinnedBuffer | None = None
-        self._masks: PinnedRing | None = None
 
-    def copy_trees(self, extend: Extend) -> None:
+    @cached_property
+    def _trees(self) -> PinnedRing:
+        return self._ring(4 * len(self._state.logits_SV))
+
+    @cached_property
+    def _masks(self) -> PinnedRing:
+        return self._ring(len(self._state.masks.whole))
+
+    def copy_trees(self, extend: Extend) -> PinnedBuffer:
         """Queue a copy of the trees of a step, which were selected."""
         key, trees, rows = extend.key, extend.trees, extend.rows
-        if self._trees is None:
-            most = 4 * len(self._state.logits_SV)
-            self._trees = self._ring(most)
-        self._selected, at = self._trees.take(), 0
+        buffer, at = self._trees.take(), 0
         for values, count in (
             (trees.root_E, key.batch),
             (trees.count_E, key.batch),
             (rows.token_R, key.decode_rows),
             (rows.parent_R, key.decode_rows),
         ):
-            self._selected.tensor[at : at + count].copy_(values[:count], non_blocking=True)
+            buffer.tensor[at : at + count].copy_(values[:count], non_blocking=True)
             at += count
-        self._selected.mark()
+        buffer.mark()
+        return buffer
 
     def upload(
         self,
         extend: Extend,
+        trees: PinnedBuffer,
         entries: Sequence[tuple[int, Chunk]],
         newest: Mapping[EngineSequence, list[int]],
     ) -> NDArray[np.int32]:
-        """Fill the masks of the step whose trees were copied and whose first half runs, and queue
+        """Fill the masks of the step whose `trees` were copied and whose first half runs, and queue
         their upload. Return the words. `newest`: the tokens of steps whose outcome has not been
         committed.
         """
         device = self._state.masks
         samples, words = len(device.mask_S), device.mask_MW.shape[1]
-        if self._masks is None:
-            self._masks = self._ring(len(device.whole))
         buffer = self._masks.take()
         mask_S = buffer.array[:samples]
         mask_MW = buffer.array[samples:].reshape(samples, words)
         mask_S.fill(NO_MASK)
         used = 0
-        assert self._selected is not None
-        paths = _Paths(extend, self._selected)
+        paths = _Paths(extend, trees)
         for entry, work in entries:
             structure = work.sequence.state.structure
             if structure is None or not work.samples:
