@@ -26,9 +26,9 @@ from tlt_server.bench.padding.recipe import pad
 from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.devices.sizing import MIB
+from tlt_server.engine.exchange import windows
 from tlt_server.engine.exchange.gathered import GatheredPeers
 from tlt_server.engine.gpu import link
-from tlt_server.engine.gpu.steps import windows
 from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tlt_kernels.gpu.exchange import PeerWindows, WindowSizes
+from tlt_server.engine.exchange import joining
 from tlt_server.engine.exchange.gathered import GatheredPeers
-from tlt_server.engine.gpu import joining
-from tlt_server.engine.gpu.joining import FileWindows, JoinedRank, RankGroup, join
+from tlt_server.engine.exchange.joining import FileWindows, JoinedRank, RankGroup, join
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.settings.server import ExchangeName
 

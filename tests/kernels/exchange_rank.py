@@ -24,7 +24,7 @@ from tlt_kernels.gpu.exchange import PeerWindows, Way, WindowSizes, peer_windows
 from tlt_kernels.gpu.exchange_kernels import PROGRAMS
 from tlt_kernels.gpu.norm import add_rms_norm
 from tlt_server.engine.exchange.meeting import Meeting
-from tlt_server.engine.gpu.steps.windows import GroupWindows
+from tlt_server.engine.exchange.windows import GroupWindows
 
 RANKS, PARTS, HIDDEN, EPS = 2, 2, 256, 1e-6
 MOST = 4 if DEVICE == "cpu" else PROGRAMS.value  # the interpreter runs programs one by one

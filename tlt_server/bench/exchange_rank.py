@@ -29,7 +29,7 @@ from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.engine.exchange.gathered import GatheredPeers, rooms
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.exchange.nccl import NcclGathering
-from tlt_server.engine.gpu.steps.windows import GroupWindows
+from tlt_server.engine.exchange.windows import GroupWindows
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.sums import RankSums
 

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_kernels.gpu.exchange import WindowSizes
+from tlt_server.engine.exchange.joining import RankGroup, join
 from tlt_server.engine.gpu.flight import AwaitedOutcome
-from tlt_server.engine.gpu.joining import RankGroup, join
 from tlt_server.engine.gpu.memory.graphs import synchronize
 from tlt_server.engine.gpu.orders import Begin, Settle
 from tlt_server.engine.gpu.steps.agreement import WORDS, Agreement, differing, missed

@@ -21,7 +21,7 @@ import torch
 from tlt_kernels.gpu.upload import Upload
 from tlt_server.engine.devices import DEVICES
 from tlt_server.engine.devices.choice import gpu_split
-from tlt_server.engine.gpu.joining import RankGroup, join
+from tlt_server.engine.exchange.joining import RankGroup, join
 from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs
 from tlt_server.engine.gpu.memory.kv import GpuKV
 from tlt_server.engine.gpu.memory.window_sizes import window_sizes

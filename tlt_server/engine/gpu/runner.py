@@ -20,7 +20,7 @@ import torch
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields
 from tlt_kernels.gpu.rows import MAX_NODES
-from tlt_kernels.gpu.upload import Upload
+from tlt_kernels.gpu.upload import NO_EDITS, Edits, Upload
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
 from tlt_server.engine.gpu.link import ALONE, StepWaits
 from tlt_server.engine.gpu.memory.hidden_states import StateCapture
@@ -36,7 +36,6 @@ from tlt_server.engine.gpu.orders import (
 )
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.start.preparing import record
-from tlt_server.engine.gpu.steps.asked import edits_of, limits_rows
 from tlt_server.engine.gpu.steps.drafts import DraftKey, drafters_of
 from tlt_server.engine.gpu.steps.drafts.tables import DeviceTable
 from tlt_server.engine.gpu.steps.extend import ExtendKey, StructuredExtend
@@ -51,6 +50,7 @@ from tlt_server.engine.schedule.batch import Batch, Chunk
 from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.errors import NotFinite
 from tlt_server.wire.records import Cycle, Strategy
+from tlt_server.wire.tree_limits import MAX_ROWS
 
 RING = 8  # uploads, and outcomes, that may be on their way
 
@@ -224,7 +224,7 @@ class GpuRunner:
             adapted=batch.context.adapted,
         )
         passes, extend = self.passes, self.passes.extend(key)
-        capped = name is not None and any(limits_rows(work.sequence) for work in decoding)
+        capped = name is not None and any(_limits_rows(work.sequence) for work in decoding)
         learns = self.learns and not key.plain
         entries = entries_of(decoding, prompts, key.batch)
         asked = AskedReports.of(entries, key.decode_rows)
@@ -306,7 +306,7 @@ class GpuRunner:
                 group=shared.group,
                 first=shared.first,
                 hint_page=sequence.pages[start // size - 1] if reads_page else -1,
-                edits=edits_of(sequence),
+                edits=_edits_of(sequence),
                 adapter=sequence.slot,
             )
         )
@@ -362,3 +362,24 @@ class GpuRunner:
 
 def _send_text(text: SentText, upload: Upload) -> bool:
     return upload.keep_text(*text)
+
+
+def _limits_rows(sequence: Sequence) -> bool:
+    limits = sequence.request.draft_limits
+    return limits is not None and limits.max_rows < MAX_ROWS
+
+
+def _edits_of(sequence: Sequence) -> Edits:
+    """Return the edits of its logits in the form of an admission."""
+    state = sequence.state
+    if not state.edits:
+        return NO_EDITS
+    return Edits(
+        *state.penalties,
+        prompt=sequence.prompt_len,
+        masked_to=state.masked_to,
+        bias_ids=state.bias_ids,
+        bias=state.bias,
+        mask_ids=state.mask_ids,
+        allowed_ids=state.allowed_ids,
+    )

@@ -25,7 +25,7 @@ Key = DraftKey | ExtendKey
 class GraphRecordings:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
-        self._graphs: GraphPool | None = None
+        self._graphs = GraphPool(None)  # captures nothing; that of the runner follows
         self._answers: dict[tuple[object, ...], NDArray[np.int64]] = {}
         self._changes = -1  # number of changes of the graphs when the answers were found
         self._saved_s: dict[Key, float] = {}
@@ -42,7 +42,7 @@ class GraphRecordings:
         decode_rows: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         graphs = self._graphs
-        if graphs is None or not graphs.captures:
+        if not graphs.captures:
             return np.zeros((1, 1, 1), np.int64)
         if self._changes != graphs.changes or len(self._answers) > MAX_KEPT:
             self._answers, self._changes = {}, graphs.changes
@@ -69,7 +69,6 @@ class GraphRecordings:
 
     def want(self, context: StepContext, strategy: Strategy, saved_s: float) -> bool:
         graphs = self._graphs
-        assert graphs is not None, "nothing is missing before there are graphs"
         shape = self._shape(context, strategy)
         lacking = [key for key in (shape.draft, shape.extend) if key and self._lacking(key)]
         if len(self._saved_s) > MAX_KEPT:
@@ -87,12 +86,9 @@ class GraphRecordings:
 
     def _lacking(self, key: Key | None) -> int:
         """Return how many graphs of the key are not recorded and would be."""
-        graphs = self._graphs
-        if key is None or graphs is None:
+        if key is None or (isinstance(key, ExtendKey) and not self._shapes.keeps(key)):
             return 0
-        if isinstance(key, ExtendKey) and not self._shapes.keeps(key):
-            return 0
-        return unrecorded(key, graphs)
+        return unrecorded(key, self._graphs)
 
     def _step(
         self, context: StepContext, drafter: str, depth: int, width: int, rows: int

@@ -13,12 +13,12 @@ from torch import Tensor
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.nccl import new_id
 from tlt_kernels.gpu.exchange import PeerWindows, RankPeers, WindowSizes, peer_windows, window_bytes
+from tlt_server.engine.exchange import windows
 from tlt_server.engine.exchange.gathered import GatheredPeers, GatherLibrary, GlooGathering, rooms
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.exchange.nccl import NcclGathering
-from tlt_server.engine.gpu.steps import windows
-from tlt_server.engine.gpu.steps.windows import GroupWindows
+from tlt_server.engine.exchange.windows import GroupWindows
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.settings.server import ExchangeName
 
