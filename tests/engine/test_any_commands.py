@@ -54,7 +54,8 @@ from tlt_server.wire.records import GenerateRequest, Grammar, Sampling, StepOutp
 NAMES = tuple("abcdefghijkl")
 PATHS = ("base", "new", "newer", "none")
 ADAPTERS = ("x", "y")
-GRAMMARS = ("[a-e]{2,5}", "a{3}~", "[ab]c~", "([a-c]{1,3}){1,4}")  # no token has a tilde
+REGEXES = ("[a-e]{2,5}", "a{3}~", "[ab]c~", "([a-c]{1,3}){1,4}")  # no token has a tilde
+GRAMMARS = [Grammar(kind="regex", text=text) for text in REGEXES]
 KINDS: tuple[dict[str, Any], ...] = (
     {"max_tokens": 1},
     {"max_tokens": 6},
@@ -219,17 +220,10 @@ Act = Callable[[Driven], None]
 
 
 def request(id: str, kind: int, text: int, adapter: str = "", **fields: Any) -> GenerateRequest:
-    given = dict(KINDS[kind])
-    if grammar := given.pop("structured_outputs", None):
-        given["structured_outputs"] = Grammar(kind="regex", text=grammar)
-    sampling = msgspec.convert({"ignore_eos": True, **given}, Sampling)
+    sampling = Sampling(**{"ignore_eos": True, **KINDS[kind]})
+    token_ids, seed = prompt(text, 3 + 7 * text), 300 + text
     return GenerateRequest(
-        id=id,
-        token_ids=prompt(text, 3 + 7 * text),
-        sampling=sampling,
-        seed=300 + text,
-        lora=adapter,
-        **fields,
+        id=id, token_ids=token_ids, sampling=sampling, seed=seed, lora=adapter, **fields
     )
 
 

@@ -55,34 +55,24 @@ def record() -> Iterator[RolloutRecord]:
     """A rollout of the CPU engine. Its calibration stays as the drafter brings it, so that trees
     can be compared, too.
     """
+    sizes = {"threads": 2, "kv_memory_mb": 256, "max_running": 32, "max_model_len": 256}
     settings = EngineSettings(
-        model=TARGET,
-        drafter=str(DRAFTER),
-        policy="off",
-        device="cpu",
-        dtype="float32",
-        attention="cpu",
-        threads=2,
-        kv_memory_mb=256,
-        max_running=32,
-        max_model_len=256,
-        sd_canary=0.0,
+        model=TARGET, drafter=str(DRAFTER), policy="off", device="cpu", sd_canary=0.0, **sizes
     )
+    problems = problems_as_requests(TARGET, 16, group=2, seed=3, max_tokens=96)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Calibration, "observe", lambda *arguments: None)
-        yield recorded(
-            settings,
-            problems_as_requests(TARGET, 16, group=2, seed=3, max_tokens=96),
-            [parse_policy(name) for name in RUNS],
-            [],
-        )
+        yield recorded(settings, problems, [parse_policy(name) for name in RUNS], [])
 
 
 @pytest.fixture
 def target() -> Decoder:
-    config = ModelConfig.read(TARGET)
-    layers = find_loader(DRAFTER, "cpu").feature_layers(DRAFTER, config)
-    return load_target(TARGET, numerics=Numerics(threads=2), feature_layers=layers)
+    return target_of(TARGET, DRAFTER)
+
+
+def target_of(directory: Path, drafter: Path) -> Decoder:
+    layers = find_loader(drafter, "cpu").feature_layers(drafter, ModelConfig.read(directory))
+    return load_target(directory, numerics=Numerics(threads=2), feature_layers=layers)
 
 
 @pytest.fixture
@@ -176,25 +166,20 @@ def test_trees_compare_under_the_table_of_their_cycle(
     """The engine puts what it learns in force now and then, and names the table of every tree."""
     monkeypatch.setattr(traces, "TURN", 20)
     monkeypatch.setattr(Calibration, "observe", OnlineTable.observe)  # `record` takes it away
-    settings = replace(
-        drafting(on_cpu(checkpoints(tmp_path / "pair")), "eagle", 4, 2, 5), max_running=3
-    )
+    settings = drafting(on_cpu(checkpoints(tmp_path / "pair")), "eagle", 4, 2, 5)
     engine, samples = Recording(settings, tmp_path / "ring"), []
     for turn in range(3):
         engine.run(*asked(turn))
         samples += engine.taken().values()
     found = sample_set(samples, Identity("", ""), engine.info.vocab_size)
-    assert settings.drafter is not None
-    config, directory = ModelConfig.read(Path(settings.model)), Path(settings.drafter)
-    layers = find_loader(directory, "cpu").feature_layers(directory, config)
-    target = load_target(Path(settings.model), numerics=Numerics(threads=2), feature_layers=layers)
+    directory = Path(str(settings.drafter))
+    target = target_of(Path(settings.model), directory)
     drafter = ReplayedDrafter.load(directory, target)
 
     def check(tables: dict[str, NDArray[np.float32]]) -> SelfCheck:
         stage = ReplayStage(RecomputedFeatures(CpuPrefill(target)))
-        return self_check(
-            found, drafter, stage, version="initial", tables=tables, drafter_version="initial"
-        )
+        versions = {"version": "initial", "drafter_version": "initial"}
+        return self_check(found, drafter, stage, tables=tables, **versions)
 
     before = drafter.weights.calibration.survival_K.copy()
     tables = read_tables(table_file(tmp_path / "ring"))
@@ -216,12 +201,9 @@ def test_a_walk_as_recorded_visits_the_recorded_roots(
     verified, strategies = record.verified, record.header.legend.strategies
     drafts_V = np.array([each.drafter == "eagle" for each in strategies])[verified.strategy_V]
     mine = some(verified, (record.cycles.run_C[record.cycles.cycle_V] == 0) & drafts_V)
-    (walked,) = evaluate(
-        record.responses,
-        range(len(record.responses)),
-        [Task(drafter, RecordedPlan(strategies, mine, "eagle"))],
-        ReplayStage(RecomputedFeatures(CpuPrefill(target))),
-    )
+    stage = ReplayStage(RecomputedFeatures(CpuPrefill(target)))
+    task, every = Task(drafter, RecordedPlan(strategies, mine, "eagle")), range(16)
+    (walked,) = evaluate(record.responses, every, [task], stage)
     plain = [n for n in range(16) if not branched(mine, n)]
     assert len(plain) > 10
     for n in plain:
@@ -261,11 +243,8 @@ def test_walk_equals_drafting_from_all_positions_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage, walks = ReplayStage(RecomputedFeatures(CpuPrefill(target))), []
-    strategies = record.header.legend.strategies
-    plans = (
-        PinnedPlan(Strategy("eagle", 5, 3, 9)),
-        RecordedPlan(strategies, record.verified, "eagle"),
-    )
+    as_recorded = RecordedPlan(record.header.legend.strategies, record.verified, "eagle")
+    plans = (PinnedPlan(Strategy("eagle", 5, 3, 9)), as_recorded)
     for at_once in (False, True):
         monkeypatch.setattr(DraftReplay, "all_at_once", at_once)
         tasks = [Task(drafter, plan) for plan in plans]

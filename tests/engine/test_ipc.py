@@ -82,8 +82,15 @@ def received(
 
 
 def say(
-    *messages: bytes, grant: bytes, descriptors: Sequence[int] = ()
+    *messages: bytes,
+    memory: SharedMemory | None = None,
+    grant: bytes = b"",
+    descriptors: Sequence[int] = (),
 ) -> Callable[[socket.socket], None]:
+    """Grant this memory, or anything else, and send the messages."""
+    if memory is not None:
+        grant, descriptors = memory.grant.packed(), memory.descriptors
+
     def act(connection: socket.socket) -> None:
         socket.send_fds(connection, [grant], list(descriptors))
         for message in messages:
@@ -101,18 +108,13 @@ def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(
     acknowledged = []
 
     def act(connection: socket.socket) -> None:
-        say(
-            OFFER.pack(0, 7, 12),
-            OFFER.pack(1, 54, 10),
-            grant=memory.grant.packed(),
-            descriptors=memory.descriptors,
-        )(connection)
+        say(OFFER.pack(0, 7, 12), OFFER.pack(1, 54, 10), memory=memory)(connection)
         acknowledged.extend(DONE.unpack(connection.recv(100))[0] for _ in range(2))
         connection.shutdown(socket.SHUT_WR)
 
-    assert [
-        {name: tensor.tolist() for name, tensor in batch.items()} for batch in received(intake, act)
-    ] == [{"a": a.tolist()}, {"b": b.tolist()}]
+    first, second = received(intake, act)
+    assert first.keys() == {"a"} and torch.equal(first["a"], a)
+    assert second.keys() == {"b"} and torch.equal(second["b"], b)
     assert acknowledged == [0, 1]
 
 
@@ -131,14 +133,7 @@ def test_an_offer_of_something_else_is_refused(
     offers: list[tuple[int, int, int]], said: str, intake: Intake, memory: SharedMemory
 ) -> None:
     with pytest.raises(ContentRefused, match=said):
-        received(
-            intake,
-            say(
-                *[OFFER.pack(*offer) for offer in offers],
-                grant=memory.grant.packed(),
-                descriptors=memory.descriptors,
-            ),
-        )
+        received(intake, say(*[OFFER.pack(*offer) for offer in offers], memory=memory))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,7 @@ def test_a_message_of_another_length_breaks_the_push(
     message: bytes, said: str, intake: Intake, memory: SharedMemory
 ) -> None:
     with pytest.raises(ChannelLost, match=said):
-        received(intake, say(message, grant=memory.grant.packed(), descriptors=memory.descriptors))
+        received(intake, say(message, memory=memory))
 
 
 def resizable(size: int) -> int:
@@ -165,11 +160,7 @@ GRANTED = Grant(1, bytes(16), bytes(64), 64)
     ("grant", "make", "said"),
     [
         (GRANTED, lambda: [resizable(64)], "can still be resized"),
-        (
-            GRANTED,
-            lambda: [os.dup(share(32, CPU).descriptors[0])],
-            "32 bytes and was granted with 64",
-        ),
+        (GRANTED, lambda: [os.dup(share(32, CPU).descriptors[0])], "32 bytes .* granted with 64"),
         (GRANTED, lambda: [os.open("/dev/null", os.O_RDONLY)], "send one of a memory file"),
         (GRANTED, list, "0 descriptors"),
         (GRANTED._replace(kind=7), list, r"kind 7, known are \[1, 2\]"),
@@ -196,7 +187,7 @@ def test_a_grant_of_another_protocol_is_refused(intake: Intake) -> None:
 def test_silent_or_absent_trainer_is_given_up(intake: Intake, memory: SharedMemory) -> None:
     intake.groups.timeout_s = 0.5
     with pytest.raises(ChannelLost, match=r"0\.5 s passed"):
-        received(intake, say(grant=memory.grant.packed(), descriptors=memory.descriptors))
+        received(intake, say(memory=memory))
     receiver = IpcReceiver(PUSH, intake)
     with pytest.raises(ChannelLost, match="no trainer came"):
         next(receiver.batches())
@@ -259,29 +250,13 @@ def test_the_structs_have_no_gaps() -> None:
     assert struct.calcsize(GRANT.format) == GRANT.size
 
 
-@pytest.mark.parametrize(
-    "granted, fits",
-    [
-        ((1000, 96), True),
-        ((1000, 1), True),
-        ((1032, 64), True),
-        ((1000, 97), False),
-        ((1032, 65), False),
-        ((999, 8), False),
-        ((1096, 1), False),
-        ((1000, 0), False),
-        ((1000, 2**63), False),
-    ],
-)
-def test_granted_gpu_range_must_lie_inside_its_allocation(
-    granted: tuple[int, int], fits: bool
-) -> None:
-    with (
-        nullcontext()
-        if fits
-        else pytest.raises(ContentRefused, match="grant no more than is allocated")
-    ):
-        check_inside(cuda.Range(*granted), cuda.Range(1000, 96))
+def test_granted_gpu_range_must_lie_inside_its_allocation() -> None:
+    allocated = cuda.Range(1000, 96)
+    for granted in ((1000, 96), (1000, 1), (1032, 64)):
+        check_inside(cuda.Range(*granted), allocated)
+    for granted in ((1000, 97), (1032, 65), (999, 8), (1096, 1), (1000, 0), (1000, 2**63)):
+        with pytest.raises(ContentRefused, match="grant no more than is allocated"):
+            check_inside(cuda.Range(*granted), allocated)
 
 
 @pytest.mark.parametrize(
@@ -300,17 +275,11 @@ def test_gpu_memory_smaller_than_its_grant_is_closed_unread(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    for name, standin in (
-        ("opened", lambda handle: 4096),
-        ("allocation", allocation),
-        ("close", closed.append),
-    ):
-        monkeypatch.setattr(cuda, name, standin)
+    monkeypatch.setattr(cuda, "opened", lambda handle: 4096)
+    monkeypatch.setattr(cuda, "allocation", allocation)
+    monkeypatch.setattr(cuda, "close", closed.append)
     monkeypatch.setattr(memories, "_uuid", lambda index: bytes(16))
-    with pytest.raises(
-        ChannelError,
-        match="65 bytes of a GPU's memory were granted.*has 64|"
-        "cuMemGetAddressRange failed.*another channel",
-    ):
+    said = "65 bytes of a GPU's memory were granted.*has 64|AddressRange failed.*another channel"
+    with pytest.raises(ChannelError, match=said):
         opened(Grant(SharedGpuMemory.kind, bytes(16), bytes(64), 65), [])
     assert closed == [4096]

@@ -23,6 +23,8 @@ from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer
 
 from tests.engine.families import ALPHABET, CASES, write_family
+from tests.engine.gpu_engine import bits as of_tokens
+from tests.engine.gpu_engine import joined
 from tests.engine.pushing import Pushable
 from tests.engine.schemas import Schemas
 from tests.engine.tiny import EOS
@@ -83,12 +85,8 @@ def engine(settings: EngineSettings) -> Iterator[Pushable]:
 def request(i: int, grammar: Grammar | None, **sampling: Any) -> GenerateRequest:
     given: dict[str, Any] = {"max_tokens": 60, **sampling}
     tokens = np.random.default_rng(i).integers(0, EOS, 6 + i % 5).tolist()
-    return GenerateRequest(
-        id=f"r{i}",
-        token_ids=tokens,
-        seed=70 + i,
-        sampling=Sampling(structured_outputs=grammar, **given),
-    )
+    sampled = Sampling(structured_outputs=grammar, **given)
+    return GenerateRequest(id=f"r{i}", token_ids=tokens, seed=70 + i, sampling=sampled)
 
 
 def asked() -> list[GenerateRequest]:
@@ -123,14 +121,10 @@ def text(engine: Pushable, id: str) -> str:
 def bits(engine: Pushable, requests: list[GenerateRequest]) -> dict[str, Any]:
     return {
         r.id: [
-            (output.finish_reason, output.token_ids and None, output.error)
-            for output in engine.said[r.id][-1:]
-        ]
-        + [
-            engine.tokens(r.id),
-            np.array(engine.logprobs(r.id), np.float32).tobytes(),
-            [top for output in engine.said[r.id] for top in output.top_logprobs or []],
-            [raw for output in engine.said[r.id] for raw in output.raw_logprobs or []],
+            engine.said[r.id][-1].error,
+            joined(engine.said[r.id], "top_logprobs"),
+            joined(engine.said[r.id], "raw_logprobs"),
+            of_tokens(engine, [r.id]),
         ]
         for r in requests
     }
@@ -150,9 +144,8 @@ def test_every_output_is_a_text_of_its_grammar(engine: Pushable, plain: dict[str
             continue
         found = text(engine, r.id)
         compiled = Compiler(*_model(engine)).compile(grammar)
-        assert compiled.consume_tokens(
-            [t for t in engine.tokens(r.id) if t != end_token(engine)]
-        ), found
+        inner = [token for token in engine.tokens(r.id) if token != end_token(engine)]
+        assert compiled.consume_tokens(inner), found
         assert compiled.is_accepting() or finish == "length"
         if finish == "stop":
             assert engine.tokens(r.id)[-1] == end_token(engine)
@@ -206,9 +199,8 @@ def test_a_request_alone_gives_the_same(engine: Pushable, plain: dict[str, Any])
 def test_a_preempted_or_resumed_request_gives_the_same(
     settings: EngineSettings, engine: Pushable, plain: dict[str, Any]
 ) -> None:
-    scarce = Pushable(
-        replace(settings, pages=12, max_model_len=96, policy="fixed", sd_strategy="eagle:3x2x6")
-    )
+    drafts = {"policy": "fixed", "sd_strategy": "eagle:3x2x6"}
+    scarce = Pushable(replace(settings, pages=12, max_model_len=96, **drafts))
     scarce.run(*asked())
     assert scarce.engine.gauges()["preemptions"] > 0
     assert bits(scarce, asked()) == plain
@@ -352,9 +344,8 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
                 slow = start.deep_copy()
                 assert slow.consume_tokens([*committed, *path])
                 bits = np.unpackbits(mask_W.view(np.uint8), count=vocab_size, bitorder="little")
-                expected = {
-                    id for id in range(vocab_size) if slow.deep_copy().consume_token(id)
-                } | (stops if slow.is_accepting() else set())
+                follow = [id for id in range(vocab_size) if slow.deep_copy().consume_token(id)]
+                expected = {*follow, *(stops if slow.is_accepting() else ())}
                 assert {*np.flatnonzero(bits).tolist()} == expected
                 if not expected - stops:
                     break
@@ -375,15 +366,10 @@ def test_outputs_of_generated_schemas_are_valid(
     count = int(os.environ.get("TLT_SCHEMAS", "24"))
     schemas = [Schemas(seed).whole() for seed in range(count)]
     engine.engine.send(SetPolicy("fixed", STRATEGIES[1]))
+    grammars = [grammar_of("json_schema", json.dumps(schema)) for schema in schemas]
+    given = {"max_tokens": 400, "logit_bias": {end_token(engine): 2.0}}
     batch = [
-        request(
-            i,
-            grammar_of("json_schema", json.dumps(schema)),
-            max_tokens=400,
-            temperature=float(i % 2),
-            logit_bias={end_token(engine): 2.0},
-        )
-        for i, schema in enumerate(schemas)
+        request(i, grammar, temperature=float(i % 2), **given) for i, grammar in enumerate(grammars)
     ]
     engine.run(*batch)
     ended = tokens = accepted = 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_target
+from tests.waiting import until
 from tlt_client.channels import Buffers, cuda
 from tlt_client.channels.disk import write
 from tlt_server.attention import backing
@@ -45,10 +47,8 @@ class Pins:
     def count(self, expected: int) -> bool:
         """Return True once exactly this many are held; a thread frees the dropped ones."""
         gc.collect()
-        give_up = time.monotonic() + 60
-        while len(self.held) != expected and time.monotonic() < give_up:
-            time.sleep(0.001)
-        return len(self.held) == expected
+        until(lambda: len(self.held) == expected, within_s=60)
+        return True
 
     def fail(self, pointer: int, size: int) -> None:
         raise RuntimeError("cudaHostRegister failed (out of memory)")
@@ -97,11 +97,17 @@ def test_places_with_room_are_tried_in_order_or_as_asked(
 def test_a_receivers_buffers_are_kept_free(
     device: str, buffers: Buffers, place: str, pins: Pins, tmp_path: Path
 ) -> None:
-    storage = Storage(
-        None, lambda: Free(10 * MIB, 20 * MIB, 30 * MIB), torch.device(device), tmp_path
-    )
+    storage = storage_with(Free(10, 20, 30), tmp_path, device=device)
     storage.make(10 * MIB, Buffers(*(MIB * n for n in buffers)), lambda: torch.empty(3))
     assert storage.place == place
+
+
+def storage_with(
+    free: Free, directory: Path | None, asked: Any = None, device: str = "cpu"
+) -> Storage:
+    """`free`: in MiB."""
+    found = Free(*(MIB * n for n in free))
+    return Storage(asked, lambda: found, torch.device(device), directory)
 
 
 V1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file")
@@ -132,9 +138,8 @@ def test_what_the_control_group_uses_is_not_available(
     (tmp_path / "meminfo").write_text(f"MemTotal: {200 * 1024} kB\nMemAvailable: {100 * 1024} kB\n")
     (tmp_path / files[0]).write_text(f"{limit}\n")
     (tmp_path / files[1]).write_text(f"{used * MIB}\n")
-    (tmp_path / files[1]).with_name("memory.stat").write_text(
-        f"anon 3\n{files[2]} {cached * MIB}\n"
-    )
+    statistics = f"anon 3\n{files[2]} {cached * MIB}\n"
+    (tmp_path / files[1]).with_name("memory.stat").write_text(statistics)
     monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
     assert machine.host_memory() == (left * MIB, (200 if left == 100 else 24) * MIB)
@@ -154,7 +159,7 @@ NO_ROOM = [
 def test_place_without_room_gives_way_to_the_next_and_says_so(
     error: Exception, pins: Pins, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage, made = Storage(None, lambda: Free(MIB, MIB, MIB), torch.device("cuda"), tmp_path), []
+    storage, made = storage_with(Free(1, 1, 1), tmp_path, device="cuda"), []
 
     def make() -> torch.Tensor:
         made.append(torch.empty(5))
@@ -165,11 +170,9 @@ def test_place_without_room_gives_way_to_the_next_and_says_so(
     assert storage.make(100, Buffers(), make) is made[2] and storage.place == "disk"
     assert pins.sizes == [20], "the second one was in the host's memory"
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(" after all: ")[2].partition(",")[0] for line in lines] == [
-        "device",
-        "host",
-    ]
-    storage = Storage("device", lambda: Free(MIB, MIB, MIB), torch.device("cuda"), tmp_path)
+    said = [line.partition(" after all: ")[2].partition(",")[0] for line in lines]
+    assert said == ["device", "host"]
+    storage = storage_with(Free(1, 1, 1), tmp_path, "device", "cuda")
     made.clear()
     with pytest.raises(PushFailed, match="could not be allocated.*--weight-staging none"):
         storage.make(100, Buffers(), make)
@@ -180,23 +183,17 @@ def test_another_error_than_of_room_is_told_as_it_is(tmp_path: Path) -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        Storage(None, lambda: Free(MIB, MIB, MIB), torch.device("cpu"), tmp_path).make(
-            1, Buffers(), make
-        )
+        storage_with(Free(1, 1, 1), tmp_path).make(1, Buffers(), make)
 
 
 def test_full_disk_is_reported_before_any_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        os,
-        "posix_fallocate",
-        lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")),
-    )
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    storage = storage_with(Free(0, 0, 1), tmp_path, "disk")
     with pytest.raises(PushFailed, match="could not be allocated"):
-        Storage("disk", lambda: Free(0, 0, MIB), torch.device("cpu"), tmp_path).make(
-            100, Buffers(), lambda: torch.zeros(3)
-        )
+        storage.make(100, Buffers(), lambda: torch.zeros(3))
 
 
 @pytest.mark.parametrize(
@@ -208,34 +205,24 @@ def test_refusal_without_room_says_how_much_is_missing_where(asked: str, free: F
 
 
 def test_storage_on_disk_is_mapped_files_without_names(tmp_path: Path) -> None:
-    storage = Storage("disk", lambda: Free(0, 0, MIB), torch.device("cpu"), tmp_path / "staged")
-    made = storage.make(
-        100,
-        Buffers(),
-        lambda: [
-            torch.zeros(3, 4),
-            torch.ones(5),
-            torch.empty((2, 2), dtype=torch.bfloat16),
-            torch.zeros(0),
-        ],
-    )
+    def make() -> list[torch.Tensor]:
+        halves = torch.empty((2, 2), dtype=torch.bfloat16)
+        return [torch.zeros(3, 4), torch.ones(5), halves, torch.zeros(0)]
+
+    made = storage_with(Free(0, 0, 1), tmp_path / "staged", "disk").make(100, Buffers(), make)
     assert [tuple(t.shape) for t in made] == [(3, 4), (5,), (2, 2), (0,)]
     assert made[2].dtype == torch.bfloat16
     assert made[0].sum() == 0 and made[1].sum() == 5 and list((tmp_path / "staged").iterdir()) == []
-    mapped = [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line
-    ]
-    assert len(mapped) >= 3, "it is not the process's own memory"
+    mapped = Path("/proc/self/maps").read_text().count(str(tmp_path))
+    assert mapped >= 3, "it is not the process's own memory"
     assert torch.zeros(2).sum() == 0, "outside, storage is ordinary"
 
 
 def test_pinned_memory_has_the_size_and_life_of_its_tensors(pins: Pins) -> None:
-    storage = Storage("host", lambda: Free(0, MIB, 0), torch.device("cuda"), None)
-    made = storage.make(
-        100,
-        Buffers(),
-        lambda: [torch.zeros(3, 4), torch.ones(1025, dtype=torch.bfloat16), torch.empty(0)],
-    )
+    def make() -> list[torch.Tensor]:
+        return [torch.zeros(3, 4), torch.ones(1025, dtype=torch.bfloat16), torch.empty(0)]
+
+    made = storage_with(Free(0, 1, 0), None, "host", "cuda").make(100, Buffers(), make)
     assert pins.sizes == [48, 2050, 1] and [tuple(t.shape) for t in made] == [(3, 4), (1025,), (0,)]
     assert made[0].sum() == 0 and made[1].sum() == 1025
     view = made[1][7:9]
@@ -323,11 +310,8 @@ def test_a_restart_finds_what_came_in_several_files(settings: EngineSettings) ->
 
 def test_in_place_push_continues_running_requests(settings: EngineSettings) -> None:
     engine = Pushable(replace(settings, weight_staging="none"))
-    engine.submit(
-        GenerateRequest(
-            id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=30, ignore_eos=True)
-        )
-    )
+    sampling = Sampling(max_tokens=30, ignore_eos=True)
+    engine.submit(GenerateRequest(id="r", token_ids=[5, 6, 7], seed=3, sampling=sampling))
     engine.step(8)
     assert engine.push("new", "v").result == "committed"
     engine.finish()
@@ -335,6 +319,5 @@ def test_in_place_push_continues_running_requests(settings: EngineSettings) -> N
     assert [version for version, _, _ in spans] == ["initial", "v"] and spans[-1][2] == 30
     assert engine.roll_back().result == "conflict", "what would be rolled back to was written over"
     refused = engine.push("new", "w", commit=False)
-    assert (
-        refused.result == "invalid_request" and refused.error and "commit true" in refused.error[1]
-    )
+    assert refused.result == "invalid_request"
+    assert refused.error and "commit true" in refused.error[1]
