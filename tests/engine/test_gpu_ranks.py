@@ -308,7 +308,7 @@ def flip_calibration(engine: Pushable, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("flip", [flip_residual, flip_tree, flip_calibration])
-def test_a_bit_that_flips_in_one_rank_ends_the_epoch(
+def test_flipped_bit_in_one_rank_ends_the_epoch(
     settings: EngineSettings,
     flip: Callable[[Pushable, pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -321,7 +321,7 @@ def test_a_bit_that_flips_in_one_rank_ends_the_epoch(
             engine.run(request(1, 7, 9))
 
 
-def test_a_split_that_would_cut_a_leaf_is_refused(settings: EngineSettings, root: Path) -> None:
+def test_split_through_a_leaf_is_refused(settings: EngineSettings, root: Path) -> None:
     write_target(root / "small", shape=replace(SHAPE, head_dim=64))
     small = replace(settings, model=root / "small", drafter="none", tensor_parallel=2)
     with pytest.raises(StartupError, match="a multiple of 128 inputs .*; use 1"):

@@ -23,7 +23,7 @@ __all__ = ["interpreted", "root", "settings"]
 
 
 @pytest.mark.long
-def test_a_restart_serves_the_committed_versions_on_both_ranks(
+def test_restart_serves_committed_versions_on_both_ranks(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     """A tied head is a part of the embedding, which moves when it sleeps."""

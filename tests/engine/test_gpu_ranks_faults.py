@@ -85,7 +85,7 @@ class NeverPassed:
         pytest.fail("a wait without an end")
 
 
-def test_a_step_is_awaited_while_another_thread_works() -> None:
+def test_waiting_for_a_step_lets_other_threads_work() -> None:
     """The thread that stages a push needs the interpreter's lock often, for a short time each."""
     waiting = Stepping("")
     end_s, turns = time.monotonic() + WAIT_S, 0
@@ -192,9 +192,7 @@ def served(rank: Lacking, monkeypatch: pytest.MonkeyPatch) -> list[RankAnswer]:
     return rank.answers[2:]
 
 
-def test_a_rank_that_refuses_kernels_answers_so_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rank_answers_a_refusal_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = [RankAnswer(1, number, refused=Lacking.error.message) for number in (1, 2)]
     assert served(Lacking(True, True), monkeypatch) == refused
     with pytest.raises(EngineFailed, match=r"order 1 \(LoadKernels\): kernel grow"):
@@ -216,7 +214,7 @@ def newest_of(group: Stepping, event: Any) -> dict[Any, list[int]]:
     return newest_tokens([flight], 0)
 
 
-def test_structured_outputs_wait_for_a_step_no_longer_than_a_rank_lives(
+def test_structured_outputs_wait_no_longer_than_a_rank_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     began_s = time.monotonic()
@@ -228,19 +226,19 @@ def test_structured_outputs_wait_for_a_step_no_longer_than_a_rank_lives(
         newest_of(Stepping(""), NeverPassed())
 
 
-def test_structured_outputs_read_no_token_of_ranks_that_differ() -> None:
+def test_structured_outputs_read_no_token_of_differing_ranks() -> None:
     with pytest.raises(EngineFailed, match="ranks differ after order 7: the states of rank 1 "):
         newest_of(Stepping(""), None)
 
 
-def test_a_step_in_which_another_rank_waited_in_vain_is_not_read() -> None:
+def test_step_with_a_timed_out_rank_is_not_read() -> None:
     """Rank 0 was held up, so its own waits were met, and all sums are alike."""
     waited = "rank 1 waited 10 s for rank 0 in exchange 27, in order 7 or before"
     with pytest.raises(EngineFailed, match=f"^{waited}"):
         newest_of(Stepping("", (1, 2, 1, 27)), None)
 
 
-def test_graphs_wait_for_steps_no_longer_than_a_rank_lives() -> None:
+def test_graphs_wait_no_longer_than_a_rank_lives() -> None:
     group, stream = Stepping("rank 1 ended"), NeverPassed()
     pool = GraphPool(None, drain=group.drain)
     pool._stream, pool._pool = stream, None  # type: ignore[assignment]
@@ -262,7 +260,7 @@ def test_pages_are_not_saved_after_an_awaited_rank_dies() -> None:
     assert saved == [[3]]
 
 
-def test_ranks_begin_once_no_signal_of_any_is_on_its_way() -> None:
+def test_ranks_settle_before_they_begin_to_exchange() -> None:
     """A late signal of a rehearsal would satisfy a wait of the first steps."""
     told: list[object] = []
 
@@ -282,7 +280,7 @@ def test_ranks_begin_once_no_signal_of_any_is_on_its_way() -> None:
     assert told == ["finish", Settle, Begin, "rank 0"]
 
 
-def test_free_memory_is_counted_once_dropped_models_are_freed() -> None:
+def test_dropped_models_are_freed_before_memory_is_counted() -> None:
     asked: list[type] = []
 
     class Told(NoRanks):
@@ -299,7 +297,7 @@ def test_free_memory_is_counted_once_dropped_models_are_freed() -> None:
     assert asked == [Drop, ReportMemory]
 
 
-def test_versions_of_a_model_share_one_rotary_table_on_a_device(tmp_path: Path) -> None:
+def test_versions_of_a_model_share_one_rotary_table(tmp_path: Path) -> None:
     """A rank builds a version between two steps, so it must not copy a table then."""
     write_target(tmp_path, shape=SMALLEST)
     placement = Placement(torch.device("meta"), torch.float32, MATMULS["strict"]())
@@ -310,7 +308,7 @@ def test_versions_of_a_model_share_one_rotary_table_on_a_device(tmp_path: Path) 
     assert id(device_table(made.config, of_rank)) == mine
 
 
-def test_ranks_that_meet_notice_the_death_of_one(tmp_path: Path) -> None:
+def test_meeting_ranks_notice_a_death(tmp_path: Path) -> None:
     def check() -> None:
         raise EngineFailed("rank 1 ended")
 
@@ -318,7 +316,7 @@ def test_ranks_that_meet_notice_the_death_of_one(tmp_path: Path) -> None:
         Meeting(tmp_path, 0, 2, 60, check).told("grants")
 
 
-def test_a_gpu_without_room_for_a_shard_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_without_room_is_a_memory_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another place for the weights, or less KV, helps: no trainer is to blame."""
 
     def short(size: int, device: torch.device) -> SharedGpuMemory:

@@ -123,9 +123,7 @@ def test_gpus_that_gather_have_the_bits_of_one(one: Pushable, settings: EngineSe
     group.close()
 
 
-def test_a_push_changes_both_gpus(
-    one: Pushable, shared: Pushable, settings: EngineSettings
-) -> None:
+def test_push_changes_both_gpus(one: Pushable, shared: Pushable, settings: EngineSettings) -> None:
     for engine in (one, shared):
         assert engine.push(Path(str(settings.weight_root)) / "new", "v1").result == "committed"
     assert one.checksums() == shared.checksums()
@@ -137,7 +135,7 @@ def test_a_push_changes_both_gpus(
     assert responses(shared, None) == responses(one, None) != expected
 
 
-def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
+def test_weights_sleep_and_wake_on_both_gpus(shared: Pushable) -> None:
     expected, sums = responses(shared, None), shared.checksums()
     everything, before = ("weights", "kv_cache"), free_bytes()
     done(shared, Sleep("s", everything))
@@ -156,7 +154,7 @@ def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [{}, {"structured_outputs": WORDS}])
-def test_a_rank_that_stops_or_dies_is_one_error(
+def test_stopped_or_dead_rank_is_one_error(
     sent: signal.Signals, why: str, kind: dict[str, Any], doomed: tuple[Pushable, Ranks[Any]]
 ) -> None:
     engine, group = doomed

@@ -55,7 +55,7 @@ def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileWindows, "open", refused)
 
 
-def test_ranks_that_can_map_memory_do(tmp_path: Path) -> None:
+def test_ranks_map_memory_where_they_can(tmp_path: Path) -> None:
     for by in ("auto", "nvlink"):
         (tmp_path / by).mkdir()
         for rank in joined(tmp_path / by, by):  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_ranks_that_can_map_memory_do(tmp_path: Path) -> None:
             rank.close()
 
 
-def test_all_ranks_gather_where_one_cannot_map_memory(
+def test_all_ranks_gather_if_one_cannot_map_memory(
     tmp_path: Path, no_peers: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = joined(tmp_path, "auto")
@@ -82,9 +82,7 @@ def test_all_ranks_gather_where_one_cannot_map_memory(
     assert [each.failure() for each in peers] == [""] * RANKS
 
 
-def test_ranks_that_are_to_map_memory_and_cannot_are_refused(
-    tmp_path: Path, no_peers: None
-) -> None:
+def test_nvlink_is_refused_where_memory_cannot_be_mapped(tmp_path: Path, no_peers: None) -> None:
     for error in joined(tmp_path, "nvlink"):
         assert isinstance(error, StartupError)
         assert "must be peers, or leave out --exchange nvlink" in error.message
@@ -123,7 +121,7 @@ def test_refusal_is_reported_even_if_another_rank_has_ended(
     assert ("leave out --exchange" if comes else "rank 1 ended") in first.message
 
 
-def test_where_neither_works_both_reasons_are_named(
+def test_failed_mapping_and_gathering_are_both_named(
     tmp_path: Path, no_peers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*args: object) -> None:
@@ -135,9 +133,7 @@ def test_where_neither_works_both_reasons_are_named(
         assert "cannot exchange by NCCL (NCCL: unhandled system error), and rank 1" in error.message
 
 
-def test_a_rank_that_does_not_come_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "JOIN_S", 0.1)
     alone = partial(join, RankGroup(tmp_path, 0, RANKS, torch.device("cpu")), SIZES, "auto")
     with pytest.raises(EngineFailed, match="rank 1 did not come to 'grants' in 0.1 s"):

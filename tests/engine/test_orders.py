@@ -70,7 +70,7 @@ def test_orders_about_kernels_arrive_as_they_were_sent(sent: RankOrder) -> None:
         ("a", 4, "order 4 came where order 5 was due: one came again"),
     ],
 )
-def test_orders_lost_repeated_or_of_another_epoch_are_refused(
+def test_order_out_of_turn_or_of_another_epoch_is_refused(
     epoch: str, number: int, why: str
 ) -> None:
     data = encoded(Envelope(epoch, number, False, KEEP))
@@ -78,7 +78,7 @@ def test_orders_lost_repeated_or_of_another_epoch_are_refused(
         decoded(data, "a", 5)
 
 
-def test_an_order_with_an_array_of_another_kind_is_refused() -> None:
+def test_array_of_an_unknown_dtype_is_refused() -> None:
     odd = Keep(np.array(["x"]), KEEP.target_A)
     with pytest.raises(ValueError, match="an order has an array of '<U1'"):
         decoded(encoded(Envelope("a", 1, False, odd)), "a", 1)
@@ -101,7 +101,7 @@ class OneRank(Ranks[Any]):
         self._context.destroy(linger=0)
 
 
-def test_a_full_socket_blocks_and_is_reported_and_no_order_is_dropped(
+def test_full_socket_blocks_then_fails_without_dropping_orders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(ranks, "SEND_S", 0.3)
@@ -129,7 +129,7 @@ def exchanges(tmp_path_factory: pytest.TempPathFactory) -> list[GlooExchange]:
         return list(pool.map(lambda rank: GlooExchange(store, rank, 4), range(4)))
 
 
-def test_every_rank_has_the_tree_of_all_parts(exchanges: list[GlooExchange]) -> None:
+def test_every_rank_adds_all_parts_as_one_tree(exchanges: list[GlooExchange]) -> None:
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(3, 50, generator=generator) * 10.0**rank for rank in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -138,9 +138,7 @@ def test_every_rank_has_the_tree_of_all_parts(exchanges: list[GlooExchange]) -> 
     assert not torch.equal(found[0], folded(parts[::2] + parts[1::2])), "the order is not seen"
 
 
-def test_columns_of_different_widths_are_joined_with_all_their_bits(
-    exchanges: list[GlooExchange],
-) -> None:
+def test_joined_columns_keep_their_bits_at_any_width(exchanges: list[GlooExchange]) -> None:
     widths = [3, 0, 2, 4]
     parts = [torch.full((2, width), float("nan")) for width in widths]
     parts[3][0] = torch.tensor([-0.0, 1e-45, float("inf"), 3.0])
@@ -150,7 +148,7 @@ def test_columns_of_different_widths_are_joined_with_all_their_bits(
     assert all(torch.equal(each.view(torch.int32), expected) for each in found)
 
 
-def test_a_rank_with_other_states_is_named_on_every_rank(exchanges: list[GlooExchange]) -> None:
+def test_every_rank_names_the_differing_rank(exchanges: list[GlooExchange]) -> None:
     def join(exchange: GlooExchange) -> str:
         try:
             exchange.join(torch.zeros(0, 1), [1] * 4, 5 + (exchange.rank == 2))
@@ -163,7 +161,7 @@ def test_a_rank_with_other_states_is_named_on_every_rank(exchanges: list[GlooExc
     assert len(found) == 1 and "the states of rank 2 are not those of rank 0" in found.pop()
 
 
-def test_a_rank_that_sends_nothing_is_an_error_in_time(
+def test_silent_rank_fails_the_exchange_within_its_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gloo, "FIRST_S", 0.3)
@@ -173,9 +171,7 @@ def test_a_rank_that_sends_nothing_is_an_error_in_time(
         two[0].add(torch.zeros(1))
 
 
-def test_a_rank_that_does_not_connect_is_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unconnected_rank_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "JOIN_S", 0.3)
     with pytest.raises(EngineFailed, match="rank 0 could not connect to rank 1 or 2 in 0.3 s"):
         GlooExchange(tmp_path / "store", 0, 3)

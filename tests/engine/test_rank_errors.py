@@ -29,7 +29,7 @@ CASES = [f"{stage} {order}" for stage, orders in ORDERS.items() for order in ord
 
 
 @pytest.mark.parametrize("case", mostly_long(CASES, "serving ExtendRows"))
-def test_a_device_that_fails_at_an_order_is_one_error(
+def test_device_failure_at_an_order_is_one_error(
     settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     failing, begun = case.split()[0], tmp_path / "begun"

@@ -105,7 +105,7 @@ LOADING: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("moment", mostly_long(LOADING, "hand_over"))
 @pytest.mark.parametrize("fault", mostly_long(FAULTS, "killed"))
-def test_a_rank_lost_while_an_engine_loads_is_one_error(
+def test_rank_lost_while_loading_is_one_error(
     settings: EngineSettings,
     launched: list[Ranks[Any]],
     monkeypatch: pytest.MonkeyPatch,

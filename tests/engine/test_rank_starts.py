@@ -101,7 +101,7 @@ def test_rank_ending_before_its_settings_is_one_error(
         Pushable(replace(settings, tensor_parallel=2))
 
 
-def test_a_rank_whose_parent_has_ended_imports_nothing() -> None:
+def test_orphaned_rank_ends_without_importing_torch() -> None:
     command = [
         sys.executable,
         "-P",
@@ -118,7 +118,7 @@ def test_a_rank_whose_parent_has_ended_imports_nothing() -> None:
     assert b"torch" not in imported
 
 
-def test_sockets_of_ranks_have_no_longer_paths_than_those_of_the_engine(tmp_path: Path) -> None:
+def test_rank_socket_paths_are_short_and_private(tmp_path: Path) -> None:
     with meeting_folder(tmp_path) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         assert len(str(folder / "63")) <= len(str(tmp_path / "commands"))

@@ -94,7 +94,7 @@ def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None
 
 
 @pytest.mark.contains_faults
-def test_a_contained_fault_is_rank_0s_alone(
+def test_contained_fault_stays_on_rank_0(
     one: Pushable, shared: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other rank never hears of it, and both go on with the same bits."""
@@ -159,7 +159,7 @@ def test_pushes_rollback_and_sleep_change_both_ranks(
     assert responses(shared) == first and one.checksums() == shared.checksums()
 
 
-def test_a_rank_forgets_versions_that_are_replaced(shared: Pushable, root: Path) -> None:
+def test_ranks_forget_replaced_versions(shared: Pushable, root: Path) -> None:
     for turn in range(3):
         path = root / ("new", "newer")[turn % 2]
         assert shared.push(path, f"turn {turn}").result == "committed"
@@ -177,7 +177,7 @@ def test_a_rank_forgets_versions_that_are_replaced(shared: Pushable, root: Path)
         (1, "model.embed_tokens.weight"),
     ],
 )
-def test_a_changed_slice_is_named_by_the_checksums(shared: Pushable, rank: int, name: str) -> None:
+def test_checksums_name_the_changed_slice(shared: Pushable, rank: int, name: str) -> None:
     network, before = target_of(shared), shared.checksums()
     view = (network, *network.peers)[rank].own_parameters()[name]
     kept = float(view[0, 0])
@@ -221,7 +221,7 @@ def steps_until(engine: Pushable, condition: Callable[[], object]) -> None:
     until(lambda: (engine.step(), condition())[1])
 
 
-def test_an_idle_engine_notices_that_a_rank_is_stopped(
+def test_idle_engine_notices_a_stopped_rank(
     doomed: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = ranks_of(doomed)
@@ -232,7 +232,7 @@ def test_an_idle_engine_notices_that_a_rank_is_stopped(
         steps_until(doomed, lambda: False)
 
 
-def test_an_idle_engine_asks_where_an_answer_may_take_as_long_as_a_start(
+def test_idle_engine_asks_ranks_even_with_a_long_answer_bound(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CpuLink, "answer_s", START_S)
@@ -270,7 +270,7 @@ def test_rank_stopped_in_sleep_is_one_error_within_its_bound(
         doomed.engine.halt.apply(Sleep("s", ("kv_cache",)))
 
 
-def test_an_idle_engine_notices_that_a_rank_ended(doomed: Pushable) -> None:
+def test_idle_engine_notices_an_ended_rank(doomed: Pushable) -> None:
     [process] = ranks_of(doomed)._processes
     os.kill(process.pid, signal.SIGKILL)
     process.wait(60)
@@ -315,7 +315,7 @@ def test_silent_rank_before_commit_keeps_the_old_version(
     assert Pushable(lasting).info.weight_version == before
 
 
-def test_a_rank_that_cannot_start_is_one_error(
+def test_rank_that_cannot_start_is_one_error(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt_server.engine.ranks.ranks.RANK", "tlt_server.engine.no_rank")

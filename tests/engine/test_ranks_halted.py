@@ -30,7 +30,7 @@ def short(settings: EngineSettings) -> Iterator[Pushable]:
             yield engine
 
 
-def test_a_rank_without_room_sleeps_on_with_the_others(short: Pushable) -> None:
+def test_all_ranks_sleep_on_if_one_has_no_room(short: Pushable) -> None:
     done(short, Sleep("s", ("kv_cache",)))
     report = send(short, WakeUp("w", ("kv_cache",)))
     assert report is not None and report.error is not None
@@ -52,7 +52,7 @@ def test_rank_lost_while_staging_ends_the_epoch(
     short.engine.pushes.transaction.close()
 
 
-def test_a_rank_that_dies_in_a_sleep_ends_the_epoch(short: Pushable) -> None:
+def test_rank_death_in_a_sleep_ends_the_epoch(short: Pushable) -> None:
     done(short, Sleep("s2", ("kv_cache",)))
     [process] = ranks_of(short)._processes
     os.kill(process.pid, signal.SIGKILL)

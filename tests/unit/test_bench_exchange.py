@@ -67,7 +67,7 @@ def test_what_is_there_is_kept(
     assert rows == [ROW] and missing.startswith(reason)
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_absent_rank_is_named(tmp_path: Path) -> None:
     (tmp_path / "grants.1").write_bytes(b"one")
     assert Meeting(tmp_path, 0, 2, 60).told("grants", b"zero") == [b"zero", b"one"]
     with pytest.raises(TimeoutError, match="rank 1 did not come to 'windows' in 0.1 s"):

@@ -69,7 +69,7 @@ OTHERS = (
 )
 
 
-def test_steps_with_filters_edits_and_structures_follow_a_start_largest_first() -> None:
+def test_variants_are_recorded_after_a_start_largest_first() -> None:
     runner = Recording().started(short)
     record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     extends = [key for key in runner.shapes.captured(short) if isinstance(key, ExtendKey)]
@@ -121,7 +121,7 @@ def test_description_of_a_policy_counts_passes_with_graphs() -> None:
     assert record.prepared(wide).startswith(f"{every} of {every} passes")
 
 
-def test_a_sleep_forgets_all_and_idle_time_records_all_again() -> None:
+def test_idle_time_records_all_again_after_a_sleep() -> None:
     runner = Recording().started(short)
     record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     while record(short):
@@ -133,7 +133,7 @@ def test_a_sleep_forgets_all_and_idle_time_records_all_again() -> None:
     assert {*runner.graphs._graphs} == everything
 
 
-def test_nothing_is_recorded_without_quiet_or_past_half_of_the_memory() -> None:
+def test_recording_needs_quiet_and_half_of_the_memory() -> None:
     runner = Recording().started(short)
     record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     runner.quiet = False

@@ -153,7 +153,7 @@ def rehearsed(preparation: KernelPreparation) -> KernelPreparation:
     return preparation
 
 
-def test_a_policy_of_the_start_lacks_nothing(gpu: Gpu) -> None:
+def test_starting_policy_lacks_no_kernel(gpu: Gpu) -> None:
     strategies = started(gpu, CHAIN, TREE)
     assert strategies(reaching(CHAIN)) is strategies(reaching(TREE)) is None
     assert strategies(reaching()) is None and not gpu.asked
@@ -228,7 +228,7 @@ def test_no_graph_is_recorded_where_steps_are_launched_first(
     assert "record" not in gpu.asked
 
 
-def test_a_policy_that_chooses_has_graphs_prepared_for_its_pins(gpu: Gpu) -> None:
+def test_choosing_policy_prepares_graphs_for_its_pins(gpu: Gpu) -> None:
     chooses = reaching(CHAIN, TREE)
     assert not [*decided(chooses, range(1, 3), prompts=False)]
     for pins in ((Pin(2, 2, CHAIN),), (Pin(1, 1, CHAIN), Pin(2, 2, TREE))):
@@ -256,7 +256,7 @@ def test_nothing_waits_for_the_device_while_it_is_not_quiet(gpu: Gpu) -> None:
     assert not preparation.advance() and gpu.asked == asked
 
 
-def test_no_part_begins_before_the_other_ranks_have_done_theirs(gpu: Gpu) -> None:
+def test_next_part_waits_for_the_other_ranks(gpu: Gpu) -> None:
     preparation = preparation_of(gpu, CHAIN)
     gpu.ended = Compiled(4, "")
     until(lambda: preparation.advance() or "others load 2" in gpu.asked)
@@ -266,7 +266,7 @@ def test_no_part_begins_before_the_other_ranks_have_done_theirs(gpu: Gpu) -> Non
     until(preparation.advance)
 
 
-def test_a_refusal_by_another_rank_drops_what_was_listed(gpu: Gpu) -> None:
+def test_refusal_by_another_rank_drops_the_list(gpu: Gpu) -> None:
     preparation = preparation_of(gpu, CHAIN)
     assert not preparation.advance()
     gpu.others_fail = True
@@ -276,12 +276,12 @@ def test_a_refusal_by_another_rank_drops_what_was_listed(gpu: Gpu) -> None:
     assert gpu.asked[-2:] == ["others drop", "drop"]
 
 
-def test_a_preparation_that_has_not_begun_drops_nothing(gpu: Gpu) -> None:
+def test_unbegun_preparation_drops_nothing(gpu: Gpu) -> None:
     preparation_of(gpu, CHAIN).stop()
     assert not gpu.asked
 
 
-def test_kernels_that_do_not_compile_refuse_the_policy(gpu: Gpu) -> None:
+def test_uncompilable_kernel_refuses_the_policy(gpu: Gpu) -> None:
     strategies = started(gpu)
     preparation = strategies(reaching(CHAIN))
     assert preparation is not None
@@ -301,7 +301,7 @@ def test_kernels_that_do_not_compile_refuse_the_policy(gpu: Gpu) -> None:
         (RuntimeError("CUDA error: an illegal address"), RuntimeError, "illegal address"),
     ],
 )
-def test_a_kernel_that_cannot_be_loaded_refuses_the_policy(
+def test_unloadable_kernel_refuses_the_policy(
     error: Exception,
     typed: type[Exception],
     message: str,
