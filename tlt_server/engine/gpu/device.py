@@ -76,7 +76,7 @@ class CudaDevice:
                 f"page_size is {settings.page_size}; the kernels of a GPU have pages of "
                 f"{PAGE_SIZE}: leave the setting out"
             )
-        self._maker = GpuMaker(settings, self.device, self.prompts)
+        self._maker = GpuMaker.of(settings, self.device, self.prompts)
         self.sizes = self._maker.sizes
         self._kernels: KernelStart | None = None  # where launches are captured at start
         self._ranks: RankOrders = NO_RANKS
@@ -132,7 +132,7 @@ class CudaDevice:
         with self._memory("the windows of ranks"):
             ranks = Ranks(settings, config, connect)
         self._ranks, self._waits = ranks, ranks.link
-        self._maker.share(ranks.link.peers, ranks.link.agreement)
+        self._maker = self._maker.shared(ranks.link.agreement)
         self._split = ranks.split(self._split)
 
     def free(self) -> Free:

@@ -78,14 +78,14 @@ class GpuRank:
             torch.cuda.set_device(device)
         config = replace(ModelConfig.read(Path(settings.model)), max_position=start.max_position)
         self._config = eos_token_ids(config, Path(settings.model))
-        self._maker = GpuMaker(settings, device, kind.prompts)
-        sizes = window_sizes(settings, config, self._maker.sizes)
+        maker = GpuMaker.of(settings, device, kind.prompts)
+        sizes = window_sizes(settings, config, maker.sizes)
         group = RankGroup(Path(start.directory), start.rank, start.ranks, device)
         self._joined = join(group, sizes, settings.exchange)  # keeps the memory mapped
         peers = self._joined.peers
         peers.mute()
         self._agreement = Agreement(peers)
-        self._maker.share(peers, self._agreement)
+        self._maker = maker.shared(self._agreement)
         self._split = gpu_split(settings, config, start.rank)
         self._memory = RankMemory(side, self._make, self._maker.synchronize)
         self.handlers: Handlers = {

@@ -5,11 +5,10 @@ ranks use the same one, so their passes have the same shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
 from tlt_kernels.gpu.upload_layout import UploadLayout
 from tlt_server.attention import GPU_BACKENDS
@@ -25,7 +24,13 @@ from tlt_server.engine.gpu.start.kernel_start import KernelStart
 from tlt_server.engine.gpu.start.planning import placement_on, shapes_of
 from tlt_server.engine.gpu.start.preparing import Keys, StepRunner, load_exchange, prepare
 from tlt_server.engine.gpu.steps.agreement import Agreement
-from tlt_server.engine.gpu.steps.buckets import MAX_VERIFIED, TREE_ROWS, PromptShape, sampled_rows
+from tlt_server.engine.gpu.steps.buckets import (
+    MAX_VERIFIED,
+    TREE_ROWS,
+    PromptShape,
+    Shapes,
+    sampled_rows,
+)
 from tlt_server.engine.gpu.steps.drafts import Follower, GpuDrafter, NetworkStorage
 from tlt_server.engine.gpu.steps.head import SharedHead
 from tlt_server.engine.gpu.steps.state import SCORED, DeviceState, KVSlots
@@ -35,6 +40,7 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums
 from tlt_server.registry import load_object
 from tlt_server.speculation.drafters import DRAFTERS
@@ -44,21 +50,25 @@ STOPS = 8  # stop ids per request that the device knows; the host sees to the ot
 EXTENSIONS = 4  # upload entries for new pages, per running sequence
 
 
+@dataclass(frozen=True)
 class GpuMaker:
-    def __init__(
-        self, settings: DecidedSettings, device: torch.device, prompts: PromptShape
-    ) -> None:
-        self.settings, self.device = settings, device
-        self.placement = placement_on(device, settings)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.sizes = shapes_of(settings, prompts)
-        self.agreement: Agreement | None = None
-        self.head: SharedHead | None = None
+    settings: DecidedSettings
+    device: torch.device
+    placement: Placement
+    sizes: Shapes
+    stream: torch.cuda.Stream | None
+    agreement: Agreement | None = None  # None: there is one rank
 
-    def share(self, peers: RankPeers, agreement: Agreement) -> None:
-        """Add up with the other ranks in the layers of targets that are made from now on."""
-        self.placement = replace(self.placement, sums=RankSums(peers))
-        self.agreement, self.head = agreement, SharedHead(peers)
+    @classmethod
+    def of(cls, settings: DecidedSettings, device: torch.device, prompts: PromptShape) -> GpuMaker:
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        placement, sizes = placement_on(device, settings), shapes_of(settings, prompts)
+        return cls(settings, device, placement, sizes, stream)
+
+    def shared(self, agreement: Agreement) -> GpuMaker:
+        """Return one whose targets add up with the other ranks in their layers."""
+        placement = replace(self.placement, sums=RankSums(agreement.peers))
+        return replace(self, placement=placement, agreement=agreement)
 
     def backend(self, config: ModelConfig) -> GpuAttention:
         return GPU_BACKENDS.resolve(self.settings.attention)(
@@ -143,7 +153,9 @@ class GpuMaker:
             kv.page_hint_PH,
             adapters,
             self.agreement,
-            self.head if len(model.head_WH) < model.vocab_size else None,
+            SharedHead(self.agreement.peers)
+            if self.agreement and len(model.head_WH) < model.vocab_size
+            else None,
         )
 
     def passes(

@@ -19,7 +19,7 @@ WORDS = 4
 
 class Agreement:
     def __init__(self, peers: RankPeers) -> None:
-        self._peers = peers
+        self.peers = peers
         # Between two steps' sums lie exchanges of layers, which prove that all have been read;
         # between the two gathers of one step, perhaps none.
         first, second = peers.room(0)[-SUM_FLOATS:].view(torch.int32).chunk(2)
@@ -29,24 +29,24 @@ class Agreement:
     def add(self, hidden_RH: Tensor, rows: RowTable, outcome_EF: Tensor) -> None:
         """Add a step, as part of its pass, and gather the sums of all ranks."""
         total = self._mine_W.view(torch.int64)
-        add_states(hidden_RH, rows, outcome_EF, self._peers.missed, total)
-        self._peers.gather(self._mine_W, self.found_TW)
+        add_states(hidden_RH, rows, outcome_EF, self.peers.missed, total)
+        self.peers.gather(self._mine_W, self.found_TW)
 
     def gather_again(self) -> None:
         """Gather once more, after exchanges that follow the step's pass."""
         self._again_W.copy_(self._mine_W)
-        self._again_W[2:].copy_(self._peers.missed)
-        self._peers.gather(self._again_W, self.found_TW)
+        self._again_W[2:].copy_(self.peers.missed)
+        self.peers.gather(self._again_W, self.found_TW)
 
     def begin(self) -> None:
         """Begin with sums of zero, while no rank exchanges."""
         self._mine_W.zero_()
         self._again_W.zero_()
-        self._peers.reset()
+        self.peers.reset()
 
     def failure(self, missed_T: Sequence[Sequence[int]]) -> str:
         """Return what `RankPeers.failure` does."""
-        return self._peers.failure(missed_T)
+        return self.peers.failure(missed_T)
 
 
 def differing(words: Sequence[int]) -> list[int]:
