@@ -39,9 +39,9 @@ from tlt_server.engine.ranks.arena import Arena
 from tlt_server.engine.ranks.orders import (
     Drop,
     Envelope,
-    NoRanks,
     RankAnswer,
     RankOrder,
+    RankOrders,
     RankStart,
     encoded,
 )
@@ -283,7 +283,7 @@ def test_ranks_settle_before_they_begin_to_exchange() -> None:
 def test_dropped_models_are_freed_before_memory_is_counted() -> None:
     asked: list[type] = []
 
-    class Told(NoRanks):
+    class Told(RankOrders):
         def order(self, order: RankOrder, *, wait: bool = False) -> None:
             assert wait
             asked.append(type(order))

@@ -21,7 +21,7 @@ from tlt_server.engine.devices.sizing import kv_pages, training_share
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.ranks.orders import NO_RANKS, Allocate, FreePages, RankOrders
 from tlt_server.engine.ranks.ranks import Ranks, reclaim_on
-from tlt_server.engine.ranks.shared_models import key_of
+from tlt_server.engine.ranks.shared_models import key_of, share
 from tlt_server.engine.record.hidden_states import CachedStates, describe_states
 from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
@@ -87,7 +87,7 @@ class CpuDevice:
                     empty = loader.empty(directory, empty_target(*make.args, **make.keywords))
                 check_own_head(empty, directory)
             ranks = self._ranks = Ranks(settings, config, CpuLink)
-            split = ranks.split(Split(settings.reduction_leaves, 0, settings.tensor_parallel))
+            split = share(ranks, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
             target = make(split=split, random=settings.random_weights)
             check_numerics(ranks, target)
         else:

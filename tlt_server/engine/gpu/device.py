@@ -45,7 +45,7 @@ from tlt_server.engine.gpu.steps.texts import Texts
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.ranks.orders import NO_RANKS, Allocate, Drop, RankOrders
 from tlt_server.engine.ranks.ranks import Ranks
-from tlt_server.engine.ranks.shared_models import key_of
+from tlt_server.engine.ranks.shared_models import key_of, share
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -133,7 +133,7 @@ class CudaDevice:
             ranks = Ranks(settings, config, connect)
         self._ranks, self._waits = ranks, ranks.link
         self._maker = self._maker.shared(ranks.link.agreement)
-        self._split = ranks.split(self._split)
+        self._split = share(ranks, self._split)
 
     def free(self) -> Free:
         """Return the room for a staged version. Each rank has as much for its slice."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +34,10 @@ STEP_S = 14.0
 Save = Callable[[list[int]], object]
 
 
-class StepWaits(Protocol):
-    """The waits of rank 0 for steps."""
+class StepWaits:
+    """The waits of rank 0 for steps: here, of one GPU."""
 
-    words: int  # int32 at the end of an outcome, for the sums of all ranks
+    words = 0  # int32 at the end of an outcome, for the sums of all ranks
 
     def begin(self) -> None:
         """Begin to exchange, once all ranks are prepared and quiet."""
@@ -47,40 +47,28 @@ class StepWaits(Protocol):
         that the step launches. Return what waits for it: `EngineFailed` where a rank has ended, is
         stopped, was waited for in vain, or differs.
         """
+        return outcome
 
     @property
     def wait(self) -> Callable[[PinnedBuffer], None] | None:
         """Return the `wait` of rings: `EngineFailed` where a rank has ended, or is stopped. None
         where this rank waits for no other.
         """
+        return None
 
     def drain(self, stream: torch.cuda.Stream) -> None:
         """Wait for all that a stream of this GPU does. Errors as of `wait`."""
-
-    def drained(self, stream: torch.cuda.Stream | None, save: Save) -> Save:
-        """Return `save`, which copies to the host, with a bounded wait for the step in flight."""
-
-
-class OneGpu:
-    words = 0
-    wait = None
-
-    def begin(self) -> None: ...
-
-    def copy_sums(self, outcome: PinnedBuffer) -> AwaitedOutcome:
-        return outcome
-
-    def drain(self, stream: torch.cuda.Stream) -> None:
         synchronize(stream)
 
     def drained(self, stream: torch.cuda.Stream | None, save: Save) -> Save:
+        """Return `save`, which copies to the host, with a bounded wait for the step in flight."""
         return save
 
 
-ALONE = OneGpu()
+ALONE = StepWaits()
 
 
-class GpuLink:
+class GpuLink(StepWaits):
     moves, answer_s = True, 14.0  # longer than kernels that signal wait
     exchange = Alone()  # layers add up by `peers`
 
@@ -127,9 +115,13 @@ class GpuLink:
         outcome.tensor[-self.words :].copy_(found, non_blocking=True)
         return SharedOutcome(outcome, self._ranks.sent, self)
 
-    def wait(self, buffer: PinnedBuffer, step: int = 0) -> None:
-        """Wait for a copy from this GPU. `step`: the last order of its step, if not the newest."""
-        self._poll(lambda: buffer.arrived, step or self._ranks.sent)
+    @property
+    def wait(self) -> Callable[[PinnedBuffer], None]:
+        return lambda buffer: self.wait_for(buffer, self._ranks.sent)
+
+    def wait_for(self, buffer: PinnedBuffer, step: int) -> None:
+        """Wait for a copy from this GPU. `step`: the last order of its step."""
+        self._poll(lambda: buffer.arrived, step)
 
     def drain(self, stream: torch.cuda.Stream) -> None:
         if self._begun:
@@ -192,6 +184,6 @@ class SharedOutcome:
     def wait(self) -> None:
         if self._compared:
             return
-        self._link.wait(self._buffer, self._step)
+        self._link.wait_for(self._buffer, self._step)
         self._link.compare(self._buffer.array[-self._link.words :].tolist(), self._step)
         self._compared = True

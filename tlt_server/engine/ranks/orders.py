@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, reduce
 from operator import or_
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -173,11 +173,14 @@ def _unpacked(kind: type, packed: Any) -> NDArray[Any]:
 Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
 
 
-class RankOrders(Protocol):
-    """Everything that rank 0 tells the others, and their state."""
+class RankOrders:
+    """Everything that rank 0 tells the other ranks, and their state: here, of a target that this
+    process has alone. `ranks.Ranks` has others.
+    """
 
     @property
-    def pids(self) -> list[int]: ...
+    def pids(self) -> list[int]:
+        return []
 
     def order(self, order: RankOrder, *, wait: bool = False) -> None:
         """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not,
@@ -186,6 +189,7 @@ class RankOrders(Protocol):
 
     def ask(self, order: RankOrder) -> list[str]:
         """Send an order, and return the answers of all ranks. Errors as of `order`."""
+        return []
 
     def begin(self, order: RankOrder) -> None:
         """Send an order whose answers are awaited later, by `done` or `finish`."""
@@ -194,6 +198,7 @@ class RankOrders(Protocol):
         """Return True once all have followed what was begun, without a wait. `Unavailable` where
         one could not.
         """
+        return True
 
     def finish(self) -> None:
         """Wait until all have followed what was begun, with the errors of `order`."""
@@ -209,31 +214,7 @@ class RankOrders(Protocol):
 
     def copiers(self, *own: *Copiers) -> Copiers:
         """Return what saves and restores pages on all ranks, from what does on this one."""
-
-
-class NoRanks:
-    pids: list[int] = []
-
-    def order(self, order: RankOrder, *, wait: bool = False) -> None: ...
-
-    def ask(self, order: RankOrder) -> list[str]:
-        return []
-
-    def begin(self, order: RankOrder) -> None: ...
-
-    def done(self) -> bool:
-        return True
-
-    def finish(self) -> None: ...
-
-    def confirm(self) -> None: ...
-
-    def check(self) -> None: ...
-
-    def ready(self) -> None: ...
-
-    def copiers(self, *own: *Copiers) -> Copiers:
         return own
 
 
-NO_RANKS = NoRanks()
+NO_RANKS = RankOrders()

@@ -31,12 +31,11 @@ from tlt_server.engine.ranks import processes as rank_processes
 from tlt_server.engine.ranks.answers import POLL_S, RankAnswers
 from tlt_server.engine.ranks.arena import Arena
 from tlt_server.engine.ranks.orders import Copiers, Envelope, RankOrder, RankOrders, RankStart
-from tlt_server.engine.ranks.shared_models import ShardMemory, SharedSplit
 from tlt_server.engine.settings import DecidedSettings, encode_settings
 from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.environment import NO_MULTICAST
-from tlt_server.models.split import RankExchange, Split
+from tlt_server.models.split import RankExchange
 
 Taken = TypeVar("Taken")
 RANK = "tlt_server.engine.ranks.rank"
@@ -44,15 +43,21 @@ SEND_S = 10.0  # for room in a rank's socket
 BEAT_S = 3.0  # between two looks whether idle ranks live
 
 
-class RankLink(ShardMemory, Protocol):
+class RankLink(Protocol):
     """A device's part of `Ranks`: how this rank, which has joined the others, exchanges with
     them.
     """
 
+    moves: bool  # whether a sleep takes memory of shards that is then at another address
     answer_s: float  # an answer is awaited so long once all are ready
 
     @property
     def exchange(self) -> RankExchange: ...
+
+    def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
+        """Return memory for the model that `make` makes on the meta device, which the rank can map;
+        None: this rank's is no different from any other.
+        """
 
     def ready(self) -> None:
         """Wait less from now on."""
@@ -71,7 +76,7 @@ class SavedOnRanks:
         self.key, self.own = key, own
 
 
-class Ranks(Generic[Link]):
+class Ranks(RankOrders, Generic[Link]):
     def __init__(
         self,
         settings: DecidedSettings,
@@ -264,11 +269,6 @@ class Ranks(Generic[Link]):
         rank_processes.check(self._processes, left=left)
 
     # -- models and pages --------------------------------------------------------------------------
-
-    def split(self, split: Split) -> Split:
-        """Return rank 0's split, whose models have the shards of all ranks."""
-        given = split.leaves, 0, self.count, self.link.exchange, split.whole, split.token_block
-        return SharedSplit(*given, ranks=self)
 
     def new_key(self) -> int:
         with self._lock:

@@ -8,47 +8,22 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt_server.engine.ranks.arena import Arena
-from tlt_server.engine.ranks.orders import LoadShard, MapShard, RankOrder, UnmapShard
+from tlt_server.engine.ranks.orders import LoadShard, MapShard, UnmapShard
+from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.models.split import Split
-
-
-class ShardMemory(Protocol):
-    """The memory of a device for shards."""
-
-    moves: bool  # whether a sleep takes memory of shards that is then at another address
-
-    def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
-        """Return memory for the model that `make` makes on the meta device, which the rank can map;
-        None: this rank's is no different from any other.
-        """
-
-
-class ModelRanks(Protocol):
-    """The ranks as a shared model needs them; see `ranks.Ranks`."""
-
-    @property
-    def link(self) -> ShardMemory: ...
-
-    def new_key(self) -> int: ...
-
-    def hand_over(self, arenas: Sequence[Arena], order: LoadShard | MapShard) -> None: ...
-
-    def order(self, order: RankOrder, *, wait: bool = False) -> None: ...
-
-    def drop_model(self, key: int, arenas: Sequence[Arena]) -> None: ...
 
 
 @dataclass(frozen=True)
 class SharedSplit(Split):
     """Rank 0's split: what it builds has the shards of all ranks, on memory that they map."""
 
-    ranks: ModelRanks = field(kw_only=True)
+    ranks: Ranks[Any] = field(kw_only=True)
     held: HeldShards | None = None
 
     @property
@@ -79,12 +54,18 @@ class SharedSplit(Split):
         return first
 
 
+def share(ranks: Ranks[Any], split: Split) -> SharedSplit:
+    """Return rank 0's split, whose models have the shards of all ranks."""
+    given = split.leaves, 0, ranks.count, ranks.link.exchange, split.whole, split.token_block
+    return SharedSplit(*given, ranks=ranks)
+
+
 class HeldShards:
     """The memory of the other ranks' shards of one model. It lives as long as the model's storage
     is used: models may exchange it.
     """
 
-    def __init__(self, ranks: ModelRanks, arenas: Sequence[Arena]) -> None:
+    def __init__(self, ranks: Ranks[Any], arenas: Sequence[Arena]) -> None:
         self._ranks, self._arenas, self.key = ranks, arenas, ranks.new_key()
         weakref.finalize(self, ranks.drop_model, self.key, arenas)
 
