@@ -30,6 +30,11 @@ def checkpoints(root: Path) -> EngineSettings:
     write_target(root / "base", shape=SMALLEST)
     write_eagle(root / "drafter", shape=SMALLEST, draft_vocab=40)
     perturbed(root / "base", root / "new", 1, scale=0.05)
+    return interpreted(root)
+
+
+def interpreted(root: Path) -> EngineSettings:
+    """Settings of an engine that serves the base and the drafter there."""
     return EngineSettings(
         model=str(root / "base"),
         drafter=str(root / "drafter"),

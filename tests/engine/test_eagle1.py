@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from tests.engine.fast_interpreter import patched_once
-from tests.engine.gpu_engine import bits, drafting, on_cpu, request
+from tests.engine.gpu_engine import bits, drafting, interpreted, on_cpu, request
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_eagle, write_eagle1, write_target
 from tests.rows_of_one import Sequence, certain_rows
@@ -57,19 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def settings(root: Path) -> Iterator[EngineSettings]:
     with patched_once():
-        yield EngineSettings(
-            model=str(root / "base"),
-            drafter=str(root / "drafter"),
-            policy="off",
-            device="interpreter",
-            dtype="float32",
-            attention="triton",
-            pages=24,
-            max_model_len=64,
-            max_running=3,
-            max_rows=32,
-            weight_root=str(root),
-        )
+        yield replace(interpreted(root), max_rows=32)
 
 
 def twin(w: dict[str, torch.Tensor], embedded_TH, state_TH) -> torch.Tensor:
@@ -77,9 +65,8 @@ def twin(w: dict[str, torch.Tensor], embedded_TH, state_TH) -> torch.Tensor:
     first row stands at position 1.
     """
     layer = {name.removeprefix("layers.0."): value for name, value in w.items()}
-    x_TH = functional.linear(
-        torch.cat([embedded_TH, state_TH], dim=1), w["fc.weight"], w.get("fc.bias")
-    )
+    both_TX = torch.cat([embedded_TH, state_TH], dim=1)
+    x_TH = functional.linear(both_TX, w["fc.weight"], w.get("fc.bias"))
     table = rotary_table(Rope(), D, 64)
     cos, sin = (part[1 : len(x_TH) + 1, None] for part in table)
 
@@ -90,19 +77,14 @@ def twin(w: dict[str, torch.Tensor], embedded_TH, state_TH) -> torch.Tensor:
         low, high = x_TND.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
-    q, k, v = (
-        x.transpose(0, 1)[None] for x in (rotated(heads("q")), rotated(heads("k")), heads("v"))
-    )
+    each = rotated(heads("q")), rotated(heads("k")), heads("v")
+    q, k, v = (x.transpose(0, 1)[None] for x in each)
     attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    h_TH = x_TH + functional.linear(
-        attended[0].transpose(0, 1).flatten(1), layer["self_attn.o_proj.weight"]
-    )
-    normed = functional.rms_norm(
-        h_TH, h_TH.shape[1:], layer["post_attention_layernorm.weight"], eps=1e-6
-    )
-    gate, up = (
-        functional.linear(normed, layer[f"mlp.{part}_proj.weight"]) for part in ("gate", "up")
-    )
+    joined_TX = attended[0].transpose(0, 1).flatten(1)
+    h_TH = x_TH + functional.linear(joined_TX, layer["self_attn.o_proj.weight"])
+    norm_H = layer["post_attention_layernorm.weight"]
+    normed = functional.rms_norm(h_TH, h_TH.shape[1:], norm_H, eps=1e-6)
+    gate, up = (functional.linear(normed, layer[f"mlp.{p}_proj.weight"]) for p in ("gate", "up"))
     return h_TH + functional.linear(functional.silu(gate) * up, layer["mlp.down_proj.weight"])
 
 
@@ -273,12 +255,9 @@ def test_a_restart_serves_the_pushed_drafter(root: Path, tmp_path: Path, layout:
         pushed, drafter = perturbed(before, tmp_path / "pushed", 3), tmp_path / "drafter"
         drafter.mkdir()
         export(before, root / "base", layout, drafter, base="base", card=Card())
-    settings = EngineSettings(
-        model=str(root / "base"),
+    settings = replace(
+        on_cpu(interpreted(root)),
         drafter=str(drafter),
-        policy="off",
-        device="cpu",
-        pages=24,
         weight_root=str(tmp_path if layout == "speculators" else root),
         state_dir=str(tmp_path / "state"),
     )
@@ -307,9 +286,8 @@ def test_a_gpu_joins_as_a_cpu_does(
     network = GpuEagle3(describe(directory, on_gpu), on_gpu)
     fill_drafter(network, directory)
     token_R, g_RH = torch.tensor([3, 9, 63]), torch.randn(3, SMALLEST.hidden)
-    expected = Eagle3.load(directory, target).join(
-        certain_rows(token_R, 1, torch.zeros(1), 16), g_RH
-    )
+    certain = certain_rows(token_R, 1, torch.zeros(1), 16)
+    expected = Eagle3.load(directory, target).join(certain, g_RH)
     residual_RH = g_RH.clone()
     rows = RowTensors(token_R.int(), torch.arange(1, 4).int(), torch.arange(1, 4).int())
     torch.testing.assert_close(network.join(rows, residual_RH), expected.input_RX)

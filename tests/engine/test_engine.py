@@ -56,28 +56,17 @@ def prompt(i: int) -> list[int]:
     return draw.integers(0, VOCAB - 1, 5 + 11 * (i % 4)).tolist()
 
 
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+REPORTS = {"logprobs": 4, "raw_logprobs": True, "prompt_logprobs": 2}
 SAMPLINGS = {
     "sampled": Sampling(max_tokens=40),
     "cold": Sampling(max_tokens=40, temperature=0.4),
     "greedy": Sampling(max_tokens=40, temperature=0.0),
     "filtered": Sampling(max_tokens=40, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
     "penalised": Sampling(
-        max_tokens=40,
-        temperature=0.5,
-        repetition_penalty=1.3,
-        presence_penalty=0.4,
-        frequency_penalty=0.2,
-        min_tokens=12,
-        logit_bias={3: 2.0, 7: -50.0},
+        max_tokens=40, temperature=0.5, min_tokens=12, logit_bias={3: 2.0, 7: -50.0}, **PENALTIES
     ),
-    "reported": Sampling(
-        max_tokens=24,
-        temperature=0.5,
-        logprobs=4,
-        raw_logprobs=True,
-        prompt_logprobs=2,
-        ignore_eos=True,
-    ),
+    "reported": Sampling(max_tokens=24, temperature=0.5, ignore_eos=True, **REPORTS),
 }
 
 
@@ -139,31 +128,22 @@ def reference(base: EngineSettings) -> dict[str, tuple[object, ...]]:
     return alone
 
 
+def fixed(name: str, **others: object) -> dict[str, object]:
+    return {"policy": "fixed", "sd_strategy": name, **others}
+
+
 CHANGES: dict[str, dict[str, object]] = {
     "batched": {},
     "small chunks": {"max_rows": 3},
     "few pages": {"pages": 9},
-    "eagle small": {"policy": "fixed", "sd_strategy": Strategy("eagle", 2, 2, 4).name},
-    "eagle large": {"policy": "fixed", "sd_strategy": Strategy("eagle", 6, 4, 24).name},
-    "eagle, few pages, small chunks": {
-        "policy": "fixed",
-        "sd_strategy": Strategy("eagle", 4, 3, 9).name,
-        "pages": 9,
-        "max_rows": 5,
-    },
-    "history": {"policy": "fixed", "sd_strategy": Strategy("history", 6, 3, 12).name},
+    "eagle small": fixed("eagle:2x2x4"),
+    "eagle large": fixed("eagle:6x4x24"),
+    "eagle, few pages, small chunks": fixed("eagle:4x3x9", pages=9, max_rows=5),
+    "history": fixed("history:6x3x12"),
     "beg": {"policy": "beg"},
     "goodput": {"policy": "goodput"},
-    "page of 1": {
-        "page_size": 1,
-        "policy": "fixed",
-        "sd_strategy": Strategy("eagle", 3, 2, 6).name,
-    },
-    "page of 64": {
-        "page_size": 64,
-        "policy": "fixed",
-        "sd_strategy": Strategy("history", 3, 2, 6).name,
-    },
+    "page of 1": fixed("eagle:3x2x6", page_size=1),
+    "page of 64": fixed("history:3x2x6", page_size=64),
     "one thread": {"threads": 1},
 }
 
@@ -216,8 +196,7 @@ def test_a_request_is_drafted_for_within_its_own_limits(
 ) -> None:
     of = {f"r{i}": LIMITS[name] for i, name in enumerate(2 * [*LIMITS])}
     batch = [msgspec.structs.replace(each, sd=of[each.id][0]) for each in requests()]
-    strategy = Strategy("eagle", 4, 3, 24)
-    said, _ = run(replace(base, policy="fixed", sd_strategy=strategy.name), batch)
+    said, _ = run(replace(base, **fixed("eagle:4x3x24")), batch)
     assert bits(said) == reference
     for id, outputs in said.items():
         drafted = [output.drafted for output in outputs]
@@ -227,12 +206,9 @@ def test_a_request_is_drafted_for_within_its_own_limits(
 
 def test_steps_in_which_no_request_takes_drafts_are_plain(base: EngineSettings) -> None:
     """Else their time would teach that drafting costs nothing."""
-    engine, _ = assemble(replace(base, policy="fixed", sd_strategy="eagle:4x1x5"))
-    engine.send(
-        Submit(
-            [msgspec.structs.replace(requests(1, "greedy")[0], sd=DraftLimits(drafter="history"))]
-        )
-    )
+    engine, _ = assemble(replace(base, **fixed("eagle:4x1x5")))
+    limits = DraftLimits(drafter="history")
+    engine.send(Submit([msgspec.structs.replace(requests(1, "greedy")[0], sd=limits)]))
     cycles = []
     while not engine.idle:
         engine.step()
@@ -244,9 +220,7 @@ def test_steps_in_which_no_request_takes_drafts_are_plain(base: EngineSettings) 
 def test_history_is_accepted_where_text_repeats(base: EngineSettings) -> None:
     greedy = requests(6, "greedy")
     plain, plain_counts = run(base, greedy)
-    drafted, counts = run(
-        replace(base, policy="fixed", sd_strategy=Strategy("history", 6, 3, 12).name), greedy
-    )
+    drafted, counts = run(replace(base, **fixed("history:6x3x12")), greedy)
     assert bits(drafted) == bits(plain)
     assert counts["accepted"] > 0 and counts["passes"] < plain_counts["passes"]
     outputs = [output for said in drafted.values() for output in said]
@@ -257,13 +231,9 @@ def test_resubmitting_a_partial_output_continues_the_same_stream(base: EngineSet
     request = requests(1, "sampled")[0]
     whole = bits(run(base, [request])[0])[request.id][0]
     assert isinstance(whole, list) and len(whole) > 10
-    rest = msgspec.structs.replace(
-        request,
-        token_ids=request.token_ids + whole[:7],
-        sampling=msgspec.structs.replace(
-            request.sampling, max_tokens=request.sampling.max_tokens - 7
-        ),
-    )
+    left = msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - 7)
+    tokens = request.token_ids + whole[:7]
+    rest = msgspec.structs.replace(request, token_ids=tokens, sampling=left)
     assert bits(run(base, [rest])[0])[request.id][0] == whole[7:]
 
 
@@ -318,9 +288,8 @@ def test_step_reports_the_context_of_its_strategy_choice(base: EngineSettings) -
     engine.send(Submit(requests(3)))
     while not engine.idle:
         engine.step()
-        assert engine.last_cycle is None or engine.last_cycle.context is seen[-1], (
-            "it was worked out twice"
-        )
+        cycle = engine.last_cycle
+        assert cycle is None or cycle.context is seen[-1], "it was worked out twice"
     assert {context.decoding for context in seen} > {0, 3}
 
 
@@ -353,12 +322,8 @@ def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(
     expected = bits(run(base, full)[0])
     for i, request in enumerate(full):
         [output] = said[f"s{i}"]
-        assert (output.token_ids, output.logprobs, output.finish_reason, output.drafted) == (
-            [],
-            [],
-            "length",
-            0,
-        )
+        assert output.token_ids == output.logprobs == []
+        assert (output.finish_reason, output.drafted) == ("length", 0)
         assert bits(said)[f"s{i}"][4] == expected[request.id][4]
         assert len(output.prompt_logprobs or []) == len(request.token_ids)
     assert [o.prompt_logprobs for o in said["one"]] == [[None]]
@@ -389,9 +354,8 @@ def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSett
     big = msgspec.structs.replace(requests(1)[0], id="big", sampling=Sampling(max_tokens=500))
     engine.send(Submit([*requests(2), big]))
     outputs = engine.step()
-    assert [(o.id, o.finish_reason, o.error and o.error[0]) for o in outputs] == [
-        (i, "error", "invalid_request") for i in ("r0", "r1", "big")
-    ]
+    ends = {o.id: (o.finish_reason, o.error and o.error[0]) for o in outputs}
+    assert ends == dict.fromkeys(("r0", "r1", "big"), ("error", "invalid_request"))
     assert engine.idle
 
 
@@ -412,9 +376,8 @@ def test_a_request_the_sampler_cannot_take_ends_alone(base: EngineSettings) -> N
     engine, _ = assemble(base)
     good = requests(2)
     engine.send(Submit(good))
-    engine.send(
-        Submit([msgspec.structs.replace(good[0], id="bad", sampling=Sampling(top_k=2**40))])
-    )
+    bad = msgspec.structs.replace(good[0], id="bad", sampling=Sampling(top_k=2**40))
+    engine.send(Submit([bad]))
     ended = [o for o in engine.step() if o.finish_reason]
     assert [(o.id, o.error and o.error[0]) for o in ended] == [("bad", "engine_failed")]
     while not engine.idle:
@@ -500,20 +463,11 @@ def test_an_engine_says_what_it_chose(base: EngineSettings) -> None:
         engine, info = assemble(
             settings, lambda name, seconds, detail: phases.append((name, detail))
         )
-    assert (info.device, info.gpu, info.dtype, info.attention, info.graphs) == (
-        "cpu",
-        "",
-        "float32",
-        "cpu",
-        False,
-    )
-    assert (
-        info.max_running,
-        info.max_rows,
-        engine.scheduler.running.max_running,
-        engine.scheduler.max_rows,
-    ) == (64, 512, 64, 512)
+    assert (info.device, info.gpu, info.dtype, info.attention) == ("cpu", "", "float32", "cpu")
+    assert info.graphs is False
+    scheduler = engine.scheduler
+    assert info.max_running == scheduler.running.max_running == 64
+    assert info.max_rows == scheduler.max_rows == 512
     assert info.choices == {"device": "cpu: torch finds no GPU"}
-    assert [detail for name, detail in phases if name == "choose device"] == [
-        "cpu, float32, attention cpu, up to 64 sequences | device cpu: torch finds no GPU"
-    ]
+    why = "cpu, float32, attention cpu, up to 64 sequences | device cpu: torch finds no GPU"
+    assert ("choose device", why) in phases

@@ -165,6 +165,10 @@ def attend(backend: object, step: Step, prompt_rows: int, first: int = 0) -> Ten
     return layers[0]
 
 
+def by_flash(step: Step, first: int = 0) -> Tensor:
+    return attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE, first)
+
+
 def assert_same_live_rows(name: str, found: Tensor, expected: Tensor, step: Step) -> None:
     alive_R = step.rows.position_R >= 0
     assert_same_bits(name, found[alive_R].float(), expected[alive_R].float())
@@ -181,36 +185,28 @@ def assert_like_the_twin(found: Tensor, step: Step, first: int, tolerance: float
 @pytest.mark.parametrize("shape", [SHAPES[0], pytest.param(SHAPES[1], marks=pytest.mark.long)])
 def test_a_large_step_matches_the_twin_and_reads_nothing_invisible(library, shape, first):
     step = a_mixed_step(shape, torch.float16)
-    assert_like_the_twin(
-        attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE, first), step, first, 1e-3
-    )
+    assert_like_the_twin(by_flash(step, first), step, first, 1e-3)
     assert library.calls == [(len(PROMPTS), sum(max(known - first, 0) for known, _ in PROMPTS))] * 2
 
 
 def test_a_step_of_prompts_alone_needs_no_other_rows(library):
     step = a_mixed_step(SHAPES[1], torch.bfloat16, decoding=[])
-    assert_like_the_twin(
-        attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), step, 0, 6e-3
-    )
+    assert_like_the_twin(by_flash(step), step, 0, 6e-3)
 
 
 def test_keys_are_gathered_for_a_few_requests_at_a_time(library, monkeypatch):
     step = a_mixed_step(SHAPES[1], torch.float16, decoding=[])
-    together = attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE)
+    together = by_flash(step)
     # 280 keys and values of 2 heads of 16 in two bytes.
     monkeypatch.setattr(flash, "GATHERED", 280 * 2 * 2 * 16 * 2)
     library.calls.clear()
-    assert_same_live_rows(
-        "out_RND", attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), together, step
-    )
+    assert_same_live_rows("out_RND", by_flash(step), together, step)
     assert library.calls == [(1, 300), (2, 87), (1, 200)] * 2
 
 
 def test_a_rehearsed_step_has_no_live_prompt_row_and_calls_nothing(library):
     step = a_mixed_step(SHAPES[1], torch.float16, prompts=[], dead=PROMPT_ROWS_HERE)
-    assert_like_the_twin(
-        attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), step, 0, 1e-3
-    )
+    assert_like_the_twin(by_flash(step), step, 0, 1e-3)
     assert not library.calls
 
 
@@ -219,9 +215,8 @@ def test_what_may_be_captured_is_the_triton_kernels_to_the_bit(library):
     assert LARGE >= PROMPT_SIZES[-1]  # a captured plan could not wait for the device
     step = a_mixed_step(SHAPES[1], torch.float16, prompts=[(40, -20)], dead=0)
     expected = attend(TritonPaged(**arguments(step)), step, 20)
-    assert_same_live_rows(
-        "out_RND", attend(FlashPaged(**arguments(step)), step, 20), expected, step
-    )
+    found = attend(FlashPaged(**arguments(step)), step, 20)
+    assert_same_live_rows("out_RND", found, expected, step)
     assert not library.calls
 
 
@@ -271,9 +266,5 @@ def test_an_engine_is_refused_before_its_weights_are_read(tmp_path):
 @pytest.mark.parametrize("shape", [(28, 4, 128), (32, 8, 64)])
 def test_on_the_gpu_the_real_library_matches_the_twin(shape):
     step = a_mixed_step(shape, torch.bfloat16)
-
-    def found(first: int) -> Tensor:
-        return attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE, first)
-
     for first in (0, 180):
-        assert_like_the_twin(found(first), step, first, 5e-3)
+        assert_like_the_twin(by_flash(step, first), step, first, 5e-3)

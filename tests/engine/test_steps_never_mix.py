@@ -31,19 +31,8 @@ from tlt_server.wire.commands import Manifest, TensorEntry
 NAMES = ("a", "b", "c", "d")
 Fate = str
 FATES = (
-    "fine",
-    "fine",
-    "fine",
-    "not finite",
-    "broken",
-    "asleep",
-    "not read",
-    "never sent",
-    "late",
-    "aborted",
-    "repeated",
-    "meanwhile",
-    "another meanwhile",
+    *("fine", "fine", "fine", "not finite", "broken", "asleep", "not read", "never sent"),
+    *("late", "aborted", "repeated", "meanwhile", "another meanwhile"),
 )
 
 
@@ -101,11 +90,8 @@ class Receiving:
         storage = Storage(place, lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
         groups: Any = self.groups
         live = Live(Target("v0", Network(), {}))  # type: ignore[arg-type]
-        self.transaction = Transaction(
-            live,
-            Options(("broadcast",), Intake(groups=groups), storage=storage),
-            clock=lambda: self.now,
-        )
+        options = Options(("broadcast",), Intake(groups=groups), storage=storage)
+        self.transaction = Transaction(live, options, clock=lambda: self.now)
 
     def join(self, group: str = "g") -> None:
         """Join as a trainer does that begins a step and finds its group left."""
@@ -118,22 +104,16 @@ class Receiving:
     ) -> list[str]:
         if "g" not in self.groups or self.groups["g"].broken:
             self.join()
-        return [
-            self.part(names, number, fate, **fields)
-            for names, fate in zip(parts, fates, strict=False)
-        ]
+        pairs = zip(parts, fates, strict=False)
+        return [self.part(names, number, fate, **fields) for names, fate in pairs]
 
     def part(self, names: tuple[str, ...], value: float, fate: Fate = "fine", **fields: Any) -> str:
         """Send a part; return the state of the push after it."""
         if fate == "never sent":
             return fate
-        manifest = Manifest(
-            channel="broadcast",
-            packed=False,
-            partial=True,
-            **{"group": "g"} | fields,
-            tensors=[TensorEntry(name=name, dtype="float32", shape=[4]) for name in names],
-        )
+        tensors = [TensorEntry(name=name, dtype="float32", shape=[4]) for name in names]
+        fields = {"channel": "broadcast", "partial": True, "group": "g"} | fields
+        manifest = Manifest(packed=False, **fields, tensors=tensors)
         wire = self.groups.get(manifest.group, Wire())
         other = replace(manifest, version="another", partial=False)
         wire.sent += [float("nan") if fate == "not finite" else value] * len(names)
@@ -155,9 +135,8 @@ class Receiving:
             self.transaction.refuse(asked)
         self.now += 20 if fate == "late" else 0
         said = self.settle(committing=manifest.commit)
-        assert said != "committed" or self.live["a"].tolist() == [value] * 4, (
-            "another step's under this one's name"
-        )
+        if said == "committed":
+            assert self.live["a"].tolist() == [value] * 4, "another step's under this one's name"
         if fate == "aborted" and self.transaction.push is not None:
             self.transaction.abort(self.transaction.push.version)
             return self.settle(committing=True)
@@ -181,9 +160,8 @@ class Receiving:
         return push.state.name if push is not None else "gathering"
 
     def check(self) -> None:
-        assert len({value for tensor in self.live.values() for value in tensor.tolist()}) == 1, (
-            f"a mixture: {self.live}"
-        )
+        values = {value for tensor in self.live.values() for value in tensor.tolist()}
+        assert len(values) == 1, f"a mixture: {self.live}"
 
     @property
     def live(self) -> dict[str, torch.Tensor]:
@@ -224,34 +202,26 @@ def test_what_is_committed_is_one_step(
         # What never comes at all is a step that was given up at its start.
         if fates[0] == "never sent":
             continue
-        receiving.step(
-            float(number),
-            cuts(parts),
-            fates,
-            version=f"{version} {number}" if version == "whole step" else version,
-        )
+        named = f"{version} {number}" if version == "whole step" else version
+        receiving.step(float(number), cuts(parts), fates, version=named)
         receiving.now += 1
     said = receiving.step(99.0, cuts(4), ["fine"] * 4)
     assert said == ["gathering"] * 3 + ["committed"] and receiving.live["d"].tolist() == [99.0] * 4
 
 
+PARTS = st.tuples(st.integers(0, 3), st.sampled_from(FATES))
+
+
 @settings(max_examples=100, deadline=None)
-@given(
-    sessions=st.lists(
-        st.lists(st.tuples(st.integers(0, 3), st.sampled_from(FATES)), max_size=6),
-        min_size=1,
-        max_size=4,
-    )
-)
+@given(st.lists(st.lists(PARTS, max_size=6), min_size=1, max_size=4))
 def test_session_takes_only_its_own_parts_in_any_order(
     sessions: list[list[tuple[int, Fate]]],
 ) -> None:
     receiving = Receiving("device")
     for number, sent in enumerate(sessions, 1):
         for place, fate in sent:
-            receiving.step(
-                float(number), [cuts(4)[place]], [fate], session=str(number), commit=False
-            )
+            fields = {"session": str(number), "commit": False}
+            receiving.step(float(number), [cuts(4)[place]], [fate], **fields)
         push = receiving.transaction.push
         if push is not None and isinstance(push.state, Staged):
             assert push.manifest.session == str(number)
@@ -270,9 +240,7 @@ def test_without_a_version_all_comes_through_one_group() -> None:
     assert receiving.transaction.push.manifest.group == "g"
     receiving.part(("b", "c"), 1.0)
     assert receiving.part(("d",), 1.0) == "committed"
-    assert "h" not in receiving.groups, (
-        "what it brought of the part that was refused is not another push's"
-    )
+    assert "h" not in receiving.groups, "what it brought of a refused part is no other push's"
     receiving.join("h")
     for group, names in (("g", "ab"), ("h", "cd")):
         said = receiving.part(tuple(names), 2.0, group=group, version="two")
@@ -288,40 +256,27 @@ def test_rejoined_sender_may_begin_a_push_in_its_own_order() -> None:
     assert receiving.live["a"].tolist() == [2.0] * 4
     receiving.part(("a", "b"), 3.0, version="three")
     receiving.join()
-    assert receiving.part(("c", "d"), 3.0, version="three") == "committed", (
-        "a version's parts may come through several groups"
-    )
+    said = receiving.part(("c", "d"), 3.0, version="three")
+    assert said == "committed", "a version's parts may come through several groups"
 
 
 def test_part_after_a_refused_first_part_fails() -> None:
     receiving = Receiving("device")
     assert receiving.part(("c", "d"), 1.0, "asleep") == "gathering" and "g" not in receiving.groups
-    assert receiving.part(("a", "b"), 1.0) == "failed", (
-        "nothing comes through it until it is joined again"
-    )
+    said = receiving.part(("a", "b"), 1.0)
+    assert said == "failed", "nothing comes through it until it is joined again"
+    halves, both = [("a", "b"), ("c", "d")], ["gathering", "committed"]
     for number in (2.0, 3.0):
-        assert receiving.step(number, [("a", "b"), ("c", "d")], ["fine", "fine"]) == [
-            "gathering",
-            "committed",
-        ]
+        assert receiving.step(number, halves, ["fine", "fine"]) == both
     receiving.join()
     receiving.part(("a", "b"), 4.0, "not read")
     assert receiving.part(("c", "d"), 4.0) == "failed"
-    assert receiving.step(5.0, [("a", "b"), ("c", "d")], ["fine", "fine"]) == [
-        "gathering",
-        "committed",
-    ]
+    assert receiving.step(5.0, halves, ["fine", "fine"]) == both
 
 
 def test_senders_that_never_end_a_push_take_no_memory() -> None:
     receiving = Receiving("device")
+    part = Manifest(channel="broadcast", partial=True, tensors=[TensorEntry(name="a")])
     for number in range(REMEMBERED + 10):
-        receiving.transaction.refuse(
-            Manifest(
-                channel="broadcast",
-                partial=True,
-                version=str(number),
-                tensors=[TensorEntry(name="a")],
-            )
-        )
+        receiving.transaction.refuse(replace(part, version=str(number)))
     assert len(receiving.transaction._series._starts) == REMEMBERED

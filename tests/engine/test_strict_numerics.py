@@ -101,10 +101,9 @@ def test_company_does_not_change_a_bit(model):
     ]
     forward = model.forward(batch(parts), cache)
     found = torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1)
-    wanted = torch.cat(
-        [expected[length : length + len(part)] for length, part in zip(lengths, parts, strict=True)]
-    )
-    assert torch.equal(found, wanted)
+    pairs = zip(lengths, parts, strict=True)
+    wanted = [expected[length : length + len(part)] for length, part in pairs]
+    assert torch.equal(found, torch.cat(wanted))
 
 
 def test_threads_do_not_change_a_bit(model):
@@ -133,9 +132,8 @@ def test_drafted_rows_have_the_bits_of_committed_ones(model):
         path_RD=path_RD,
     )
     forward = model.forward(rows, sequence.cache)
-    assert torch.equal(
-        torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1), expected[62:69]
-    )
+    found = torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1)
+    assert torch.equal(found, expected[62:69])
 
 
 def test_fast_mode_is_never_tested_and_says_what_it_is():

@@ -191,9 +191,7 @@ def test_one_owner_holds_at_most_half_of_the_threads() -> None:
     jobs = [threads.submit(name[0], partial(work, name)) for name in go]
 
     def running(*names: str) -> None:
-        deadline = time.monotonic() + 60
-        while len(begun) < len(names) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: len(begun) >= len(names))
         assert sorted(begun) == sorted(names)
         assert max(threads.running.values()) <= threads.most == 2
 
@@ -206,10 +204,8 @@ def test_one_owner_holds_at_most_half_of_the_threads() -> None:
         event.set()
     for job in jobs:
         job.result(60)
-    deadline = time.monotonic() + 60
-    while threads.running and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not threads.running and sorted(begun) == sorted(go)
+    until(lambda: not threads.running)
+    assert sorted(begun) == sorted(go)
 
 
 def test_kept_grammars_are_bounded_by_bytes_and_per_owner(structures: Structures) -> None:
@@ -272,10 +268,8 @@ def ends_in_company(
     assert bool(waited) == (limit < LIMIT)
     lexers._clock = lambda: 1e9
     structures.prepare()
-    deadline = time.monotonic() + 60
-    while structures.gauges()["structures_bytes"]:  # threads are done with those given back
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    # Threads are done with those given back.
+    until(lambda: not structures.gauges()["structures_bytes"])
     return [found[at] for at in range(len(grammars))]
 
 
