@@ -20,18 +20,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
-from rich.console import Console
 
 from tlt_server.bench.columns import LOAD
-from tlt_server.bench.completions import completion, events
-from tlt_server.bench.load import Connections, RawReply
+from tlt_server.bench.load import Connections, RawReply, completion, events
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout_http import FIXED, set_policy
 from tlt_server.bench.settings import (
     at_most_what_it_takes,
-    described,
     fingerprint_of,
+    heading,
     serve_flags,
     served,
     settings_of,
@@ -99,17 +97,15 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(rounds):
             for command, way in product(commands, ways):
                 seen.setdefault(LoadRow(policy_name(command), *way), []).append(play(command, *way))
-        said = {
-            "bench": "load",
-            "quick": bool(args.quick),
-            "clients": count,
-            "max_tokens": tokens,
-            "rounds": rounds,
-            **described(settings, fingerprint_of(client)),
-            "max_running": args.max_running,
-        }
-    summary = {**said, **figures(seen)}
-    _print(console, summary)
+        summary = heading(args, "load", settings, fingerprint_of(client)) | figures(seen)
+    summary |= {"clients": count, "max_tokens": tokens, "rounds": rounds}
+    summary |= {"max_running": args.max_running}
+    title = (
+        f"tlt bench load: {count} requests of {tokens} tokens, sent at once by one client or by as "
+        "many"
+    )
+    show(console, title, {**LOAD, "log-probs": "{logprobs}"}, summary["rows"])
+    console.print(f"texts that differ from the batch's: {summary['texts_differing']}")
     finish(args, summary)
     return 1 if summary["texts_differing"] else 0
 
@@ -197,12 +193,3 @@ def _processor_s(pid: int) -> float:
             "run it on Linux"
         ) from None
     return (int(said[11]) + int(said[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _print(console: Console, summary: dict[str, Any]) -> None:
-    title = (
-        f"tlt bench load: {summary['clients']} requests of {summary['max_tokens']} tokens, "
-        "sent at once by one client or by as many"
-    )
-    show(console, title, {**LOAD, "log-probs": "{logprobs}"}, summary["rows"])
-    console.print(f"texts that differ from the batch's: {summary['texts_differing']}")

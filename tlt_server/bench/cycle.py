@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from tlt_server.bench.columns import CYCLE
 from tlt_server.bench.record import finish, wide_console
-from tlt_server.bench.settings import described, settings_of
+from tlt_server.bench.settings import heading, settings_of
 from tlt_server.bench.steps import PROBLEM, Row, StepCase, longest, measure
 from tlt_server.bench.tables import show
 from tlt_server.engine.settings import EngineSettings
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.capture:
         add_slowdown(rows)
     bench = "capture" if args.capture else "cycle"
-    figures = {"bench": bench, "quick": bool(args.quick), **described(settings), "rows": rows}
+    figures = heading(args, bench, settings) | {"rows": rows}
     title = "tlt bench cycle: draft, verify, accept; medians"
     show(wide_console(), title, BY_CAPTURE, rows)
     finish(args, figures)

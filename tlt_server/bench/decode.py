@@ -22,7 +22,7 @@ import torch
 from tlt_server.bench.columns import DECODE
 from tlt_server.bench.padding.shapes import SHAPES, write_config
 from tlt_server.bench.record import finish, wide_console
-from tlt_server.bench.settings import described, settings_of
+from tlt_server.bench.settings import heading, settings_of
 from tlt_server.bench.steps import PROMPT, Row, StepCase, longest, measure
 from tlt_server.bench.tables import show
 from tlt_server.engine.settings import EngineSettings
@@ -108,14 +108,8 @@ def _run(args: argparse.Namespace, settings: EngineSettings) -> int:
     names = [base.numerics, *([args.against] if args.against else [])]
     kinds = [({"numerics": name}, replace(base, numerics=name)) for name in names]
     rows, prefill = measure(args, kinds, cases, sizes if args.prefill or args.against else ())
-    figures: Row = {
-        "bench": "decode",
-        "quick": bool(args.quick),
-        **described(base),
-        "prompt": PROMPT,
-        "rows": rows,
-        "prefill": prefill,
-    }
+    figures = heading(args, "decode", base)
+    figures |= {"prompt": PROMPT, "rows": rows, "prefill": prefill}
     console = wide_console()
     show(console, "tlt bench decode: plain steps, medians", BY_NUMERICS, rows)
     if prefill:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import described, settings_of
+from tlt_server.bench.settings import heading, settings_of
 from tlt_server.bench.tables import show
 
 
@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     graph_bytes = [*pool.bytes.values()] if pool is not None else []
     capture_s = sum(pool.seconds.values()) if pool is not None else 0.0
     figures = {
-        "bench": "graphs",
-        "quick": bool(args.quick),
-        **described(replace(settings, max_running=info.max_running), info.fingerprint),
+        **heading(
+            args, "graphs", replace(settings, max_running=info.max_running), info.fingerprint
+        ),
         "default": args.max_running == 0,
         "graphs": len(graph_bytes),
         "graph_bytes": sum(graph_bytes),

@@ -27,7 +27,7 @@ from tlt_client.errors import Conflict
 from tlt_server.bench.goodput import percentile
 from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import described, fingerprint_of, served, settings_of
+from tlt_server.bench.settings import fingerprint_of, heading, served, settings_of
 from tlt_server.errors import StartupError
 from tlt_server.wire.records import GenerateRequest
 
@@ -74,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
     requests = problems_as_requests(
         settings.model, problems * GROUP, group=GROUP, seed=args.seed, max_tokens=ANSWER
     )
-    counts = (QUICK,) * 3 if args.quick else (REQUESTS, IDLE_REQUESTS, TIMED)
-    asked, idle, each = counts
+    asked, idle, each = (QUICK,) * 3 if args.quick else (REQUESTS, IDLE_REQUESTS, TIMED)
     with TemporaryDirectory(prefix="tlt-interrupt-") as state:
         flags = [
             *("--model", str(settings.model), "--drafter", settings.drafter),
@@ -92,15 +91,9 @@ def run(args: argparse.Namespace) -> int:
             felt = interrupted(client, probe, asked, idle, each)
             trainer, fingerprint = client.drafter()["trainer"], fingerprint_of(client)
             probe.close()
-    figures = {
-        "bench": "interrupt",
-        "quick": bool(args.quick),
-        **described(settings, fingerprint),
-        **felt.figures(),
-        "parkings": trainer["parkings"],
-        "trained_steps": trainer["steps"],
-    }
-    finish(args, figures)
+    figures = heading(args, "interrupt", settings, fingerprint) | felt.figures()
+    done = {"parkings": trainer["parkings"], "trained_steps": trainer["steps"]}
+    finish(args, figures | done)
     return 0
 
 
@@ -144,10 +137,7 @@ class Probe:
         """Return the time of a whole answer of `tokens` tokens; the bar shows the name."""
         self._step(name)
         content = msgspec.json.encode({"requests": [self.body(next(self._turns), tokens)]})
-        answer = self._runner.run(self._connections.post("/generate", content, time.perf_counter()))
-        if answer.status != 200:
-            raise StartupError(f"/generate answers {answer.status}: {answer.body[:300]!r}")
-        return answer.seconds
+        return self._runner.run(self._connections.asked("/generate", content)).seconds
 
     def close(self) -> None:
         self._connections.close()

@@ -2,7 +2,8 @@
 kept and used again.
 
 `closed_loop` keeps a number of requests open; `open_loop` sends at random moments (Poisson), even
-when the server is late. Every request sent gives one `Answer`.
+when the server is late. Every request sent gives one `Answer`. At the end are the fields that
+benches read of completions and metrics.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from tlt_client import Client
+from tlt_server.errors import StartupError
 
 ANSWER_S = 120.0
 IDLE_S = 2.0  # a connection is not used again after this long; the server may be about to close it
@@ -159,6 +167,13 @@ class Connections:
             reply = RawReply(0, b"", repr(error).encode(), ())
         return Answer(due_s, sent_s, time.perf_counter(), *reply)
 
+    async def asked(self, path: str, body: bytes) -> Answer:
+        """Return an answer of status 200, or raise `StartupError`."""
+        answer = await self.post(path, body, time.perf_counter())
+        if answer.status != 200:
+            raise StartupError(f"{path} answers {answer.status}: {answer.body[:300]!r}")
+        return answer
+
     async def send(self, path: str, body: bytes, key: str = "") -> Sequence[TimedChunk]:
         """Return the parts of a reply, which the caller parses when it has the time."""
         self._close_idle()
@@ -240,3 +255,35 @@ def arrivals(per_s: float, seconds: float, seed: int) -> Iterator[float]:
 def poisson(per_s: float, seed: int) -> Iterator[float]:
     draw = random.Random(seed)
     return itertools.accumulate(draw.expovariate(per_s) for _ in itertools.count())
+
+
+def samples(client: Client) -> Iterator[Sample]:
+    """Yield the samples of a server's metrics."""
+    for family in text_string_to_metric_families(client.metrics()):
+        yield from family.samples
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+
+
+class CompletionPart(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+
+
+def completion(content: bytes) -> CompletionPart:
+    return msgspec.json.decode(content, type=CompletionPart)
+
+
+def events(content: bytes) -> Iterator[CompletionPart]:
+    """Yield the events of a stream, or of a part of it, without its end."""
+    for line in content.split(b"\n"):
+        if line.startswith(b"data: {"):
+            yield completion(line.removeprefix(b"data: "))

@@ -23,7 +23,7 @@ from tlt_server.bench.columns import LORA
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.exact_plan import ADAPTERS
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.settings import at_most_what_it_takes, heading, settings_of
 from tlt_server.bench.steps import in_turns, random_requests, ratio
 from tlt_server.bench.tables import show
 from tlt_server.engine.loop import Engine
@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
                 rows.append({**named, **compared})
             del engine
             release()
-    figures = {"bench": "lora", "quick": bool(args.quick), **described(base)}
-    figures |= {"prompt": PROMPT, "new": new, "rows": rows}
+    figures = heading(args, "lora", base) | {"prompt": PROMPT, "new": new, "rows": rows}
     show(console, "tlt bench lora", LORA, rows)
     finish(args, figures)
     return 0

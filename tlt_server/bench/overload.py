@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from tlt_client import Client
 from tlt_server.bench.columns import OVERLOAD
 from tlt_server.bench.goodput import GoodputSize, LoadPhase, judge, percentile
-from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop
+from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop, samples
 from tlt_server.bench.record import finish, wide_console
 from tlt_server.bench.settings import served
 from tlt_server.bench.tables import show
@@ -162,21 +161,14 @@ class Counts(NamedTuple):
 def _counts(client: Client) -> Counts:
     give_up_s = time.monotonic() + 10
     while True:
-        samples = [
-            sample
-            for family in text_string_to_metric_families(client.metrics())
-            for sample in family.samples
-        ]
-        value = {sample.name: sample.value for sample in samples}
+        found = [*samples(client)]
+        value = {sample.name: sample.value for sample in found}
+        refused = [s for s in found if s.name == "tlt_requests_rejected_total"]
         counts = Counts(
             value["tlt_open_sequences"],
             value["tlt_pages"] - value["tlt_pages_free"],
-            {s.labels["result"]: s.value for s in samples if s.name == "tlt_sequences_total"},
-            {
-                s.labels["reason"]: s.value
-                for s in samples
-                if s.name == "tlt_requests_rejected_total"
-            },
+            {s.labels["result"]: s.value for s in found if s.name == "tlt_sequences_total"},
+            {s.labels["reason"]: s.value for s in refused},
         )
         if not (counts.open_sequences or counts.pages_held) or time.monotonic() > give_up_s:
             return counts

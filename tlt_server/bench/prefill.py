@@ -27,6 +27,7 @@ from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.attention.rows import KVCache
 from tlt_server.bench.micro import in_turns, measure
+from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import RowTensors
@@ -35,19 +36,7 @@ from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.numerics import Mode
 from tlt_server.models.split import GPU_LEAVES, auto_gpu_leaves
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "attention_bias": True,
-}
+SHAPE = SHAPES["qwen2.5-7b"]
 STEP_ROWS = 4096
 PROMPTS = ((1, 4096), (8, 2048))  # prompts, tokens of each
 REPEATS = 9
@@ -170,7 +159,7 @@ def times(count: int, run: Callable[[], None]) -> None:
 
 
 def decoder() -> GpuDecoder:
-    config = ModelConfig.parse(MODEL, "prefill")
+    config = ModelConfig.parse({**SHAPE.config("bfloat16"), "attention_bias": True}, "prefill")
     model = GpuDecoder(
         config, placement=Placement(torch.device("cuda"), torch.bfloat16, StrictMatmuls())
     )
@@ -215,5 +204,5 @@ def timed() -> Iterator[dict[str, Any]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    shape = {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]}
+    shape = {"layers": SHAPE.layers, "hidden": SHAPE.hidden}
     return measure(args, "prefill", timed(), shape=shape)

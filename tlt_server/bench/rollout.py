@@ -25,8 +25,8 @@ from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.rollout_http import RolloutRun, play
 from tlt_server.bench.settings import (
     at_most_what_it_takes,
-    described,
     fingerprint_of,
+    heading,
     serve_flags,
     served,
     settings_of,
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             found = play(*servers[arm.numerics], arm.policy, work.requests, work.running)
             seen.setdefault((workload, name), []).append(found)
             step(f"{workload}: {name}")
-        named = described(settings, fingerprint_of(strict[1]))
+        about = heading(args, "rollout", settings, fingerprint_of(strict[1]))
     differing = sum(
         own.digest != plain.digest
         for (workload, name), runs in seen.items()
@@ -100,9 +100,8 @@ def run(args: argparse.Namespace) -> int:
     rows = {f"{workload}/{name}": figures(seen, workload, name) for workload, name in seen}
     title = "tlt bench rollout: medians; speed-up against the faster of the two plain servers"
     show(console, title, ROLLOUT, ({"name": name, **row} for name, row in rows.items()))
-    about = {"bench": "rollout", "quick": bool(args.quick), "rounds": rounds}
-    about |= {"threads": settings.threads, **named}
-    finish(args, {**about, **rows, "responses_differing": differing})
+    about |= {"rounds": rounds, "threads": settings.threads, **rows}
+    finish(args, about | {"responses_differing": differing})
     return 1 if differing else 0
 
 

@@ -24,20 +24,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from tlt_client import Client
 from tlt_client.errors import InvalidRequest
 from tlt_client.wire import Reply
 from tlt_server.bench.columns import OVER_HTTP
-from tlt_server.bench.load import Connections
+from tlt_server.bench.load import Connections, samples
 from tlt_server.bench.record import finish, save, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.settings import (
     at_most_what_it_takes,
-    described,
     fingerprint_of,
+    heading,
     serve_flags,
     served,
     settings_of,
@@ -132,15 +131,9 @@ def run(args: argparse.Namespace) -> int:
     seen: dict[tuple[str, str], list[RolloutRun]] = {}
     total = len(plan.workloads) * len(plan.seeds) * len(plan.arms) + 2
     with served(console, flags) as (server, client), steps(console, total, "rollouts") as step:
-        said: dict[str, Any] = {
-            "bench": "rollout-http",
-            "quick": bool(args.quick),
-            "seeds": [],
-            "max_tokens": plan.max_tokens,
-            "penalties": bool(args.penalties),
-            **described(settings, fingerprint_of(client)),
-            "max_running": args.max_running,
-        }
+        said = heading(args, "rollout-http", settings, fingerprint_of(client))
+        said |= {"seeds": [], "max_tokens": plan.max_tokens, "penalties": bool(args.penalties)}
+        said |= {"max_running": args.max_running}
 
         def played(seed: int, workload: Workload, arm: str) -> RolloutRun:
             requests = _requests(settings.model, workload, seed, plan.max_tokens)
@@ -312,10 +305,7 @@ async def _sent(url: str, bodies: list[bytes], at_once: int) -> tuple[float, lis
 
     async def sender() -> None:
         for i, body in waiting:
-            answer = await connections.post("/generate", body, time.perf_counter())
-            if answer.status != 200:
-                raise StartupError(f"/generate answers {answer.status}: {answer.body[:300]!r}")
-            replies[i] = answer.body
+            replies[i] = (await connections.asked("/generate", body)).body
 
     senders: Iterator[Coroutine[Any, Any, None]] = (sender() for _ in range(at_once))
     started = time.perf_counter()
@@ -329,11 +319,10 @@ def _counted(client: Client) -> dict[str, dict[str, float]]:
     """Return the server's `COUNTERS` so far."""
     figures = {metric: (figure, label) for figure, (metric, label) in COUNTERS.items()}
     sums: dict[str, dict[str, float]] = {figure: {} for figure in COUNTERS}
-    for family in text_string_to_metric_families(client.metrics()):
-        for sample in family.samples:
-            if sample.name in figures:
-                figure, label = figures[sample.name]
-                sums[figure][sample.labels[label]] = sample.value
+    for sample in samples(client):
+        if sample.name in figures:
+            figure, label = figures[sample.name]
+            sums[figure][sample.labels[label]] = sample.value
     return sums
 
 

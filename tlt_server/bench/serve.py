@@ -21,9 +21,8 @@ import msgspec
 import uvloop
 
 from tlt_client.arguments import bearer
-from tlt_server.bench.completions import events
 from tlt_server.bench.goodput import percentile
-from tlt_server.bench.load import Answer, Connections, poisson, sent_at
+from tlt_server.bench.load import Answer, Connections, events, poisson, sent_at
 from tlt_server.bench.record import finish, wide_console
 from tlt_server.bench.tables import show
 from tlt_server.errors import StartupError

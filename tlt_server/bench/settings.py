@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -18,6 +19,13 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.settings.server import available_processors
 from tlt_server.wire.fingerprint import Fingerprint
+
+RANKS: dict[str, Any] = {  # flags of the ranks that share the target, and their defaults
+    "tensor_parallel": 1,
+    "reduction_leaves": None,
+    "exchange": "auto",
+    "drafter_parallel": "auto",
+}
 
 
 def settings_of(args: argparse.Namespace) -> EngineSettings:
@@ -36,10 +44,7 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
         attention="triton" if on_gpu else "cpu",
         numerics=args.numerics,
         kv_memory_mb=None if on_gpu else 2048,
-        tensor_parallel=getattr(args, "tensor_parallel", 1),
-        reduction_leaves=getattr(args, "reduction_leaves", None),
-        exchange=getattr(args, "exchange", "auto"),
-        drafter_parallel=getattr(args, "drafter_parallel", "auto"),
+        **{name: getattr(args, name, default) for name, default in RANKS.items()},
     )
 
 
@@ -47,17 +52,10 @@ def asked_of_ranks(args: argparse.Namespace) -> dict[str, str]:
     """Return the flags of `tlt serve` for the ranks that a bench's own flags ask for, and their
     values; none for what is the default.
     """
-    defaults = {
-        "tensor_parallel": 1,
-        "reduction_leaves": None,
-        "exchange": "auto",
-        "drafter_parallel": "auto",
-    }
-    asked = {name: getattr(args, name) for name in defaults}
     return {
-        f"--{name.replace('_', '-')}": str(value)
-        for name, value in asked.items()
-        if value != defaults[name]
+        f"--{name.replace('_', '-')}": str(getattr(args, name))
+        for name, default in RANKS.items()
+        if getattr(args, name) != default
     }
 
 
@@ -86,15 +84,9 @@ def at_most_what_it_takes(model: Path, tokens: int) -> int:
 
 def shape_of(model: Path) -> dict[str, int]:
     """Return the sizes of a model, which tell results of the same work."""
-    config = ModelConfig.read(model)
-    return {
-        "layers": config.layers,
-        "hidden": config.hidden_size,
-        "intermediate": config.intermediate_size,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "vocab": config.vocab_size,
-    }
+    config, names = ModelConfig.read(model), ("hidden", "intermediate", "vocab")
+    sizes = {name: getattr(config, name) for name in ("layers", "heads", "kv_heads")}
+    return sizes | {name: getattr(config, f"{name}_size") for name in names}
 
 
 def fingerprint_of(client: Client) -> Fingerprint:
@@ -109,17 +101,23 @@ def described(
     were measured, where they are of one kind.
     """
     named = {"fingerprint": msgspec.structs.asdict(fingerprint)} if fingerprint else {}
+    fields = ("device", "dtype", "attention", "numerics", "max_running", "tensor_parallel")
     return {
         **named,
         "shape": shape_of(settings.model),
         "drafter": next(iter(settings.drafters), "none"),
-        "device": settings.device,
-        "dtype": settings.dtype,
-        "attention": settings.attention,
-        "numerics": settings.numerics,
-        "max_running": settings.max_running,
-        "tensor_parallel": settings.tensor_parallel,
+        **{name: getattr(settings, name) for name in fields},
     }
+
+
+def heading(
+    args: argparse.Namespace,
+    bench: str,
+    settings: EngineSettings,
+    fingerprint: Fingerprint | None = None,
+) -> dict[str, Any]:
+    """Return the first figures of a bench of one engine."""
+    return {"bench": bench, "quick": bool(args.quick), **described(settings, fingerprint)}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import msgspec
 from tlt_server.bench.columns import STRUCTURES
 from tlt_server.bench.engines import LoadedOnce
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.settings import at_most_what_it_takes, heading, settings_of
 from tlt_server.bench.steps import in_turns, random_requests, ratio
 from tlt_server.bench.tables import show
 from tlt_server.engine.loop import Engine
@@ -70,12 +70,8 @@ def run(args: argparse.Namespace) -> int:
             requests = random_requests(batch, PROMPT, new, seed=args.seed)
             named = {"strategy": strategy.name, "batch": batch}
             rows.append({**named, **compared(engine, requests, strategy)})
-    figures = {
-        "bench": "structures",
-        "quick": bool(args.quick),
-        **described(settings, info.fingerprint),
-    }
     compiled_ms = compile_ms(Path(settings.model), info)
+    figures = heading(args, "structures", settings, info.fingerprint)
     figures |= {"prompt": PROMPT, "new": new, "compile_ms": compiled_ms, "rows": rows}
     show(console, "tlt bench structures", STRUCTURES, rows)
     console.print(f"a schema of {FIELDS} fields compiles in {compiled_ms:.1f} ms")

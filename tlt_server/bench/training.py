@@ -26,9 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt_server.bench.padding.shapes import SHAPES as LARGE
+from tlt_server.bench.padding.shapes import Shape
 from tlt_server.bench.record import finish
 from tlt_server.models import FAMILIES
-from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3, layers_within
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer.learning import checkpoint
@@ -51,10 +53,10 @@ from tlt_server.trainer.learning.step import Trainer
 from tlt_server.trainer.target.gpu_prefill import GpuPrefill
 from tlt_server.trainer.target.prefill import CpuPrefill, Prefill
 
-SHAPES = {  # the target's layers, then of both: hidden, MLP, heads, KV heads, vocabulary, draft's
-    "7b": (28, 3584, 18944, 28, 4, 152064, 32000),
-    "demo": (4, 256, 768, 2, 1, 512, 256),
-    "tiny": (3, 64, 96, 2, 1, 256, 128),
+SHAPES = {
+    "7b": LARGE["qwen2.5-7b"],
+    "demo": Shape("qwen2", 256, 768, 4, 2, 1, 512, 256, 4096),
+    "tiny": Shape("qwen2", 64, 96, 3, 2, 1, 256, 128, 4096, head_dim=32),
 }
 PROMPT, LONGEST, BATCH = 40, 2000, 8
 RUNS = {
@@ -63,7 +65,7 @@ RUNS = {
 }
 CLASSES = (64, 128, 256, 512, 1024, 2048)
 WARMING, REPEATS = 2, 5
-FAMILY = "Qwen2ForCausalLM"  # the target's
+POSITIONS = {"max_position_embeddings": 4096}
 
 
 class RandomDocuments:
@@ -87,33 +89,17 @@ class RandomDocuments:
 
 class TrainingBench:
     def __init__(self, args: argparse.Namespace) -> None:
-        layers, hidden, inner, heads, kv_heads, vocab, self.draft_vocab = SHAPES[args.shape]
-        self.layers, self.shape = layers, {"name": args.shape, "layers": layers, "hidden": hidden}
-        self.device = torch.device(args.device)
-        self.budget = args.budget
-        self.config = ModelConfig(
-            architecture=EAGLE3,
-            vocab_size=vocab,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            layers=1,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=min(128, hidden // heads),
-            max_position=4096,
-            norm_eps=1e-6,
-            rope=Rope(),
-            tied_embeddings=False,
-            attention_bias=False,
-            mlp_bias=False,
-            eos_token_ids=(),
-        )
+        shape = SHAPES[args.shape]
+        self.shape = {"name": args.shape, "layers": shape.layers, "hidden": shape.hidden}
+        self.device, self.budget = torch.device(args.device), args.budget
+        self.draft_vocab = shape.draft_vocab
+        self.target = ModelConfig.parse({**shape.config("bfloat16"), **POSITIONS}, "training")
+        self.config = replace(self.target, architecture=EAGLE3, layers=1)
         random = np.random.default_rng(0)
         drawn = PROMPT + np.exp(random.normal(np.log(72), 1.03, args.documents)).astype(int)
         lengths = np.clip(drawn, PROMPT + 3, LONGEST).tolist()
-        target = replace(self.config, layers=layers)
         self.sources = {
-            name: RandomDocuments(lengths, self.config, len(kind.features({}, target, "")))
+            name: RandomDocuments(lengths, self.config, len(kind.features({}, self.target, "")))
             for name, kind in ARCHITECTURES.items()
         }
 
@@ -134,6 +120,11 @@ class TrainingBench:
             torch.randn(network.draft_vocab_size, hidden, dtype=torch.bfloat16) * 0.02,
         )
         return Trainer(network, frozen, make_objective(objective))
+
+    def packed(self, trainer: Trainer) -> tuple[list[Placed], Pack]:
+        """Return the places of the first pack's documents, and the pack."""
+        placed = fit(self.pieces(trainer.objective.steps), self.budget)[0]
+        return placed, self.pack(trainer, placed, self.budget)
 
     def pieces(self, steps: int) -> list[Window]:
         return [
@@ -166,16 +157,14 @@ class TrainingBench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         trainer = self.trainer(name, architecture)
-        placed = fit(self.pieces(trainer.objective.steps), self.budget)[0]
-        pack = self.pack(trainer, placed, self.budget)
+        placed, pack = self.packed(trainer)
         step_s = self.median_s(lambda: trainer.step([pack]))
+        read_s = self.median_s(lambda: self.pack(trainer, placed, self.budget))
         parts = self.parts(trainer, pack)
         found = {
             "step_ms": round(step_s * 1e3, 3),
             "tokens_per_s": round(self.budget / self.with_reading_s(trainer)),
-            "read_ms": round(
-                1e3 * self.median_s(lambda: self.pack(trainer, placed, self.budget)), 3
-            ),
+            "read_ms": round(1e3 * read_s, 3),
             "segments": sum(map(len, parts.values())),
             "longest_segment_ms": round(max(map(max, parts.values())) * 1e3, 3),
             "parts_ms": _in_ms(parts),
@@ -212,18 +201,12 @@ class TrainingBench:
 
     def recomputed(self) -> dict[str, Any]:
         """Time steps of EAGLE-3 whose states are computed right before, on the same device."""
-        target_config = replace(self.config, architecture=FAMILY, layers=self.layers)
-        target = random_target(target_config, layers_within(self.layers), self.device)
+        target = random_target(self.target, layers_within(self.target.layers), self.device)
         trainer = self.trainer("eagle3")
-        placed = fit(self.pieces(trainer.objective.steps), self.budget)[0]
-        pack = self.pack(trainer, placed, self.budget)
-        texts = [
-            self.source(trainer)
-            .read(window.document, 0, window.stop)
-            .tokens_T.numpy()
-            .astype(np.int32)
-            for window, _ in placed
-        ]
+        placed, pack = self.packed(trainer)
+        source = self.source(trainer)
+        tokens = [source.read(window.document, 0, window.stop).tokens_T for window, _ in placed]
+        texts = [each.numpy().astype(np.int32) for each in tokens]
         before_N = feature_rows(placed, self.budget).to(self.device)
 
         def prefilled() -> Pack:
@@ -283,8 +266,7 @@ class TrainingBench:
 
     def checkpoints(self) -> dict[str, Any]:
         trainer = self.trainer("eagle")
-        placed = fit(self.pieces(1), self.budget)[0]
-        pack = self.pack(trainer, placed, self.budget)
+        _, pack = self.packed(trainer)
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             copy = trainer.state.host_copy()
@@ -363,17 +345,18 @@ def randomise(weights: Mapping[str, Tensor]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     bench = TrainingBench(args)
-    found: dict[str, Any] = {"objectives": {}}
-    for name, (objective, architecture) in RUNS.items():
-        found["objectives"][name] = bench.objective(objective, architecture)
-        print(f"{name:>8}: {found['objectives'][name]}", flush=True)
-    found["recomputed"] = {"eagle3": bench.recomputed()}
-    print(f"recomputed: {found['recomputed']}", flush=True)
-    found["layouts"] = bench.layouts()
-    for name, figures in found["layouts"].items():
-        print(f"{name:>14}: {figures}", flush=True)
-    found["checkpoint"] = bench.checkpoints()
-    print(f"checkpoint: {found['checkpoint']}", flush=True)
+    objectives = {}
+    for name, asked in RUNS.items():
+        objectives[name] = bench.objective(*asked)
+        print(f"{name:>8}: {objectives[name]}", flush=True)
+    found: dict[str, Any] = {"objectives": objectives}
+    for part, work in (
+        ("recomputed", lambda: {"eagle3": bench.recomputed()}),
+        ("layouts", bench.layouts),
+        ("checkpoint", bench.checkpoints),
+    ):
+        found[part] = work()
+        print(f"{part}: {found[part]}", flush=True)
     record = {"bench": "training", "shape": bench.shape, "budget": args.budget, **found}
     record["checkpoint_stall_ms"] = found["checkpoint"]["stall_ms"]
     finish(args, record)

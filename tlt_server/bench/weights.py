@@ -13,7 +13,6 @@ With `--channel ipc` or `nccl`, `--device cuda` and `--model DIR` instead: pushe
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -36,11 +35,13 @@ from tlt_client.channels.disk import write
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.wire import Token
+from tlt_server.bench.padding.shapes import Shape, write_config
 from tlt_server.bench.record import finish
 from tlt_server.bench.settings import asked_of_ranks
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
 
 HIDDEN, MLP = 1024, 4096
 LENGTH = 256  # tokens of prompt and answer
@@ -54,23 +55,11 @@ def random_checkpoint(directory: Path, gib: float) -> Path:
     from tlt_server.models.loader import empty_target
     from tlt_server.models.numerics import Numerics
 
-    directory.mkdir()
-    for file in TARGET.iterdir():
-        if file.suffix == ".json":
-            shutil.copy(file, directory)
-    config = json.loads((TARGET / "config.json").read_text())
+    shutil.copytree(TARGET, directory, ignore=shutil.ignore_patterns("*.safetensors"))
     per_layer = 4 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 4 + 3 * HIDDEN * MLP)
-    config |= {
-        "hidden_size": HIDDEN,
-        "intermediate_size": MLP,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": HIDDEN // 16,
-        "num_hidden_layers": max(1, round(gib * 2**30 / per_layer)),
-        "torch_dtype": "float32",
-    }
-    config.pop("layer_types", None)
-    (directory / "config.json").write_text(json.dumps(config))
+    layers, vocab = max(1, round(gib * 2**30 / per_layer)), ModelConfig.read(TARGET).vocab_size
+    shape = Shape("qwen2", HIDDEN, MLP, layers, 16, 4, vocab, 0, 4096, head_dim=HIDDEN // 16)
+    write_config(directory, shape, "float32")
     with torch.device("meta"):
         weights = empty_target(directory, numerics=Numerics("fast", threads=1)).parameters()
     scale = math.sqrt(HIDDEN)

@@ -51,6 +51,11 @@ class Shape:
     max_position: int
     head_dim: int = 128
 
+    def config(self, dtype: str) -> dict[str, Any]:
+        """Return the config.json of a target of this shape, whose weights are random."""
+        raw = {"architectures": FAMILIES[self.family]["architectures"], "rope_theta": 1e6}
+        return target_config(raw, self, 1e-6, dtype)
+
     @classmethod
     def read(cls, pair: Path) -> Shape:
         """Return the shape of a padded pair's directory."""
@@ -80,10 +85,7 @@ SHAPES = {
 
 def write_config(directory: Path, shape: Shape, dtype: str) -> None:
     """Write the config.json of a target of this shape, for an engine that draws its weights."""
-    [architecture] = FAMILIES[shape.family]["architectures"]
-    raw = {"architectures": [architecture], "rope_theta": 1e6}
-    config = target_config(raw, shape, 1e-6, dtype)
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(shape.config(dtype)))
 
 
 def check_fit(target: ModelConfig, drafter: ModelConfig, draft_vocab: int, shape: Shape) -> None:
