@@ -118,10 +118,7 @@ def test_plots_are_pictures(record: RolloutRecord, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = {CHAIN: Replay(record, parse_policy(CHAIN), judged=False).run()}
     files = draw(found, tmp_path / "plots")
-    assert [file.name for file in files] == [
-        "rollout-fixed-eagle-7x1x8.png",
-        "reliability-fixed-eagle-7x1x8.png",
-    ]
+    assert [file.name for file in files] == ["rollout-fixed-eagle-7x1x8.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 

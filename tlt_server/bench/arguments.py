@@ -170,8 +170,7 @@ BENCHES = {
             ),
             flag(
                 "--plots DIR",
-                "write plots (PNG) of each policy: the rollout's course, and predicted survivals "
-                "against what was accepted; needs matplotlib",
+                "write a plot (PNG) of the rollout's course under each policy; needs matplotlib",
             ),
             *JSON,
         ),

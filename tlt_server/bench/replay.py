@@ -88,7 +88,8 @@ def figures(replayed: ReplayResult) -> dict[str, Any]:
         "regret": round(regret_s(replayed) / seconds, 5),
         "expected_regret": round(expected_regret_s(replayed) / seconds, 5),
         "calibration_error": {
-            name: round(error, 5) for name, error in replayed.reliability.errors().items()
+            name: round(abs(known.ratio - 1), 5)
+            for name, known in replayed.knowledge.outlooks.items()
         },
         "share_of_time": {
             name: round(part / seconds, 4)

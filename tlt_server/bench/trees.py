@@ -120,20 +120,12 @@ class TreeBench:
         return tokens, z.contiguous()
 
     def grow(self) -> None:
-        case = self.case
-        roots(
-            self.batch_slot_B,
-            self.slots,
-            self.draft,
-            self.nodes,
-            depth=case.depth,
-            trash=self.trash,
-        )
-        for level, (tokens, z) in enumerate(self.levels):
+        case, batch = self.case, (self.batch_slot_B, self.slots)
+        roots(*batch, self.draft, self.nodes, depth=case.depth, trash=self.trash)
+        for level, drafted in enumerate(self.levels):
             grow(
                 level,
-                tokens,
-                z,
+                *drafted,
                 self.draft,
                 self.nodes,
                 self.calibration,
@@ -161,47 +153,22 @@ class TreeBench:
 
     def walk(self) -> None:
         self.slots.length_Q.copy_(self.length_Q)  # a walk moves it
-        accept(
-            self.batch_slot_B,
-            None,
-            self.samples,
-            self.slots,
-            self.rows,
-            self.trees,
-            self.kept,
-            self.outcome_EF,
-            decode_rows=self.case.rows,
-        )
+        table = self.rows, self.trees, self.kept, self.outcome_EF
+        batch = self.batch_slot_B, None, self.samples, self.slots
+        accept(*batch, *table, decode_rows=self.case.rows)
 
     def history(self) -> Call:
         case, width = self.case, max(self.columns, self.case.depth * self.case.width)
-        return partial(
-            history_nodes,
-            self.batch_slot_B,
-            self.slots,
-            Nodes.allocate(case.requests, width, device=self.device),
-            self.calibration,
-            workspace(case.requests, case.width, self.slots),
-            depth=case.depth,
-            width=case.width,
-        )
+        nodes = Nodes.allocate(case.requests, width, device=self.device)
+        room = workspace(case.requests, case.width, self.slots)
+        batch = self.batch_slot_B, self.slots, nodes, self.calibration, room
+        return partial(history_nodes, *batch, depth=case.depth, width=case.width)
 
     def branches(self) -> Call:
-        case = self.case
-        return partial(
-            graft,
-            self.batch_slot_B,
-            self.slots,
-            self.nodes,
-            self.calibration,
-            workspace(case.requests, MATCHES, self.slots),
-            depth=case.depth,
-            width=case.width,
-            drafters=1,
-            first_cell=CELLS,
-            lefts=LEFTS,
-            floor=FLOOR,
-        )
+        case, room = self.case, workspace(self.case.requests, MATCHES, self.slots)
+        batch = self.batch_slot_B, self.slots, self.nodes, self.calibration, room
+        tables = partial(graft, drafters=1, first_cell=CELLS, lefts=LEFTS, floor=FLOOR)
+        return partial(tables, *batch, depth=case.depth, width=case.width)
 
 
 def calls(case: TreeCase, *, layers: int = LAYERS, device: str = "cuda") -> dict[str, Call]:
@@ -220,23 +187,16 @@ def calls(case: TreeCase, *, layers: int = LAYERS, device: str = "cuda") -> dict
 def followed(rows: RowTable, count: int) -> Tensor:
     """Samples that agree with each row's first child."""
     parent_R, token_R = rows.parent_R[:count].tolist(), rows.token_R[:count].tolist()
-    child = {
-        parent: token
-        for parent, token in reversed(list(zip(parent_R, token_R, strict=True)))
-        if parent >= 0
-    }
-    return torch.tensor(
-        [child.get(row, 0) for row in range(count)], dtype=torch.int32, device=rows.token_R.device
-    )
+    child = dict(zip(reversed(parent_R), reversed(token_R), strict=True))
+    tokens = [child.get(row, 0) for row in range(count)]
+    return torch.tensor(tokens, dtype=torch.int32, device=rows.token_R.device)
 
 
 def cases() -> Iterator[Case]:
     torch.manual_seed(0)
     for shape in CASES:
-        yield Case(
-            shape._asdict(),
-            {f"{name}_us": each([call], CALLS) for name, call in calls(shape).items()},
-        )
+        timed = {f"{name}_us": each([call], CALLS) for name, call in calls(shape).items()}
+        yield Case(shape._asdict(), timed)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from tlt_server.bench.replaying.drafts import Drafts, drafts_of
 from tlt_server.bench.replaying.hindsight import Best, Hindsight, OpenStep
 from tlt_server.bench.replaying.limits import Limits, limits_of
-from tlt_server.bench.replaying.reliability import Reliability
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.gpu.steps.tree_samples import EVERY
 from tlt_server.engine.runner import Finished
@@ -64,7 +63,6 @@ class OpenCycle(NamedTuple):
 class ReplayResult(NamedTuple):
     cycles: list[ReplayedCycle]
     knowledge: Knowledge
-    reliability: Reliability
 
     @property
     def seconds(self) -> float:
@@ -92,7 +90,6 @@ class ReplayRunner:
         self._known_N = np.zeros(len(record.responses), np.int64)  # output tokens on the device
         self._deepest = max((trees.depth for trees in record.header.trees), default=0) + 16
         self._flights: deque[OpenCycle] = deque()
-        self.reliability = Reliability()
         self._drafted_steps = 0
 
     def step(self, batch: Batch) -> OpenStep:
@@ -121,7 +118,6 @@ class ReplayRunner:
             ranked_N = self._limits.ranked(candidates.survival_N)
             chosen_N, _, _ = select(replace(candidates, survival_N=ranked_N), live, rows.drafts)
             own_N = on_path(candidates, step.follow_BD)
-            self.reliability.add(rows.strategy.drafter, candidates, own_N)
             outcome_N = np.full(len(candidates), -1, np.int8)
             outcome_N[chosen_N] = own_N[chosen_N]
             drafter.observe(step.batch, candidates, outcome_N)
@@ -270,7 +266,7 @@ class Replay:
             if found is not None:
                 cycles.append(self._commit(found, bests.popleft()))
                 on_tokens(cycles[-1].cycle.emitted)
-        return ReplayResult(cycles, self.knowledge, self.runner.reliability)
+        return ReplayResult(cycles, self.knowledge)
 
     def _choose(self, step: OpenStep, best: Best | None) -> Strategy:
         if self.policy is not None:
