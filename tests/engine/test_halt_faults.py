@@ -25,7 +25,7 @@ from tests.engine.halting import (
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import request, root, settings
 from tlt_server.engine.gate import Reason
-from tlt_server.engine.halt import Equipment
+from tlt_server.engine.halt import DeviceMemory
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
 from tlt_server.wire.commands import ControlCommand, Pause, Resume, Sleep, WakeUp
@@ -105,7 +105,7 @@ def test_rank_lost_during_wake_up_is_not_asked_again(
 class Counted:
     """The memory of a device, with a record of the calls to it."""
 
-    def __init__(self, equipment: Equipment, told: list[str], *, fails: bool) -> None:
+    def __init__(self, equipment: DeviceMemory, told: list[str], *, fails: bool) -> None:
         self._equipment, self._told, self._fails = equipment, told, fails
 
     def reclaim(self) -> None:
