@@ -74,9 +74,8 @@ def test_failed_wake_up_stays_asleep_and_can_be_repeated(
     assert report.error is not None
     assert report.error[0] == "unavailable"
     assert "sleeps on" in report.error[1]
-    assert taken == (["reclaimed", "freed"] if place == "weights" else []), (
-        "what was taken is given back"
-    )
+    given_back = ["reclaimed", "freed"] if place == "weights" else []
+    assert taken == given_back, "what was taken is given back"
     assert engine.push("new", "v1").result == "conflict", "the weights still sleep"
     done(engine, WakeUp("w", ["weights", "kv_cache"]))
     engine.finish()
@@ -140,9 +139,8 @@ def test_draining_sleep_follows_the_last_running_request(
     engine.engine.send(WakeUp("w", ["kv_cache"]))
     engine.step()
     told = {report.id: report.error for report in engine.engine.control_reports()}
-    assert told["w"] is None and told["s"] is not None and told["s"][0] == "conflict", (
-        "it was woken before it slept"
-    )
+    assert told["w"] is None
+    assert told["s"] is not None and told["s"][0] == "conflict", "it was woken before it slept"
 
 
 def test_a_sleep_that_fails_aborts_nothing(engine: Pushable, root: Path, expected: object) -> None:
@@ -169,16 +167,10 @@ COMMANDS = st.one_of(
 )
 
 
-@given(
-    st.lists(
-        st.tuples(
-            COMMANDS,
-            st.sampled_from(["", "", "disk full", "no pages", "no room"]),
-            st.integers(0, 3),
-        ),
-        max_size=8,
-    )
-)
+FAULTS = st.sampled_from(["", "", "disk full", "no pages", "no room"])
+
+
+@given(st.lists(st.tuples(COMMANDS, FAULTS, st.integers(0, 3)), max_size=8))
 @hypothesis.settings(max_examples=20, deadline=None)
 def test_halts_match_their_answers_in_any_order_with_failures(
     one_engine: Pushable,
@@ -202,9 +194,8 @@ def test_halts_match_their_answers_in_any_order_with_failures(
         assert engine.engine.gate.by_operator == (paused or bool(asleep))
         assert engine.engine.gate.held_for(Reason.WEIGHTS_ASLEEP) == ("weights" in asleep)
 
-    for i, (command, failure, steps) in enumerate(
-        [*commands, (Resume(""), "", 1), (WakeUp("", ["weights", "kv_cache"]), "", 1)]
-    ):
+    ends = [(Resume(""), "", 1), (WakeUp("", ["weights", "kv_cache"]), "", 1)]
+    for i, (command, failure, steps) in enumerate([*commands, *ends]):
         sent[f"c{i}"] = msgspec.structs.replace(command, id=f"c{i}")
         with pytest.MonkeyPatch.context() as patched:
             if failure == "disk full":
@@ -218,9 +209,8 @@ def test_halts_match_their_answers_in_any_order_with_failures(
         told()
         engine.step(steps)
         told()
-    assert not sent and not paused and not asleep, (
-        "each is answered once, and the last two end every halt"
-    )
+    assert not sent, "each is answered once"
+    assert not paused and not asleep, "the last two end every halt"
     engine.finish()
     assert all(engine.said[id][-1].finish_reason in ("length", "abort") for id in expected)
     assert engine.run(*(request(i) for i in range(3))) == expected

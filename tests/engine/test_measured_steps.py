@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,21 +21,18 @@ from tlt_server.wire.commands import SetPolicy, Submit
 from tlt_server.wire.records import Cycle, GenerateRequest, Sampling, StepContext, Strategy
 
 
+def settings(policy: str = "off", **others: Any) -> EngineSettings:
+    sizes = {"kv_memory_mb": 64, "max_running": 8} | others
+    return EngineSettings(model=TARGET, drafter=str(DRAFTER), device="cpu", policy=policy, **sizes)
+
+
 def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: Path) -> None:
     details: list[str] = []
     learnt: list[list[LearntRecord]] = []
     for _ in range(2):
         phases: dict[str, str] = {}
         engine, _ = assemble(
-            EngineSettings(
-                model=TARGET,
-                drafter=str(DRAFTER),
-                device="cpu",
-                kv_memory_mb=64,
-                max_running=8,
-                policy="goodput",
-                state_dir=str(tmp_path),
-            ),
+            settings("goodput", state_dir=str(tmp_path)),
             lambda name, seconds, detail, phases=phases: phases.update({name: detail}),
         )
         details.append(phases["measure steps"])
@@ -59,17 +57,7 @@ def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: P
 
 
 def test_steps_are_measured_once_a_policy_needs_it(tmp_path: Path) -> None:
-    engine, _ = assemble(
-        EngineSettings(
-            model=TARGET,
-            drafter=str(DRAFTER),
-            device="cpu",
-            kv_memory_mb=64,
-            max_running=8,
-            policy="off",
-            state_dir=str(tmp_path),
-        )
-    )
+    engine, _ = assemble(settings(state_dir=str(tmp_path)))
     assert not engine.use_idle_time() and not engine.knowledge.cost.trained
     engine.knowledge.cost.observe(StepLoad("", 0, 0, 1, 1, 0, 8.0), 1e-3)
     engine.knowledge_file.save(engine.knowledge)
@@ -85,17 +73,7 @@ def test_steps_are_measured_once_a_policy_needs_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("longest", [2, 64])
 def test_an_engine_of_short_sequences_measures_its_steps_too(longest: int) -> None:
-    engine, info = assemble(
-        EngineSettings(
-            model=TARGET,
-            drafter=str(DRAFTER),
-            device="cpu",
-            kv_memory_mb=64,
-            max_running=8,
-            max_model_len=longest,
-            policy="goodput",
-        )
-    )
+    engine, info = assemble(settings("goodput", max_model_len=longest))
     assert info.max_model_len == longest
     assert engine.idle
     # A sequence of 2 tokens has none that is decoded.
@@ -112,15 +90,7 @@ def cached_tokens(engine: Engine, prompt: list[int]) -> int:
 
 
 def test_measuring_while_serving_keeps_cached_prefixes_and_judges_no_drafter() -> None:
-    settings = EngineSettings(
-        model=TARGET,
-        drafter=str(DRAFTER),
-        device="cpu",
-        kv_memory_mb=64,
-        max_running=8,
-        policy="off",
-    )
-    engine, prompt = assemble(settings)[0], [*range(3, 67)]
+    engine, prompt = assemble(settings())[0], [*range(3, 67)]
     assert cached_tokens(engine, prompt) == 0
     cached = engine.scheduler.pool.cached
     context = StepContext(decoding=8, prefill_rows=0, mean_context=9.0, speculable=8)
@@ -141,15 +111,7 @@ def test_measuring_while_serving_keeps_cached_prefixes_and_judges_no_drafter() -
 
 def test_slow_machine_still_measures_every_batch_and_large_steps() -> None:
     """A profile of few rows may tell that more rows cost nothing, which no small step mends."""
-    settings = EngineSettings(
-        model=TARGET,
-        drafter=str(DRAFTER),
-        device="cpu",
-        kv_memory_mb=256,
-        max_running=24,
-        policy="off",
-    )
-    engine = assemble(settings)[0]
+    engine = assemble(settings(kv_memory_mb=256, max_running=24))[0]
     profile = StepProfile(engine, 512, 1024, seconds=0.0)
     while profile.advance():
         pass

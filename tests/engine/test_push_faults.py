@@ -310,19 +310,24 @@ def no_thread(trainer: Trainer, patched: pytest.MonkeyPatch) -> None:
     patched.setattr(threading.Thread, "start", start)
 
 
+def refuses(said: str, entries: Callable[[Entries], Entries]) -> Case:
+    return Case("weights_refused", said, entries)
+
+
+def breaks(said: str, *given: Any) -> Case:
+    return Case("push_failed", said, around=fails(*given))
+
+
 FULL = OSError(28, "No space left on device")
+OF_GPU = torch.OutOfMemoryError("CUDA out of memory.\nand more")
+OF_HOST = RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: 8 bytes.")
+ROOM, AGAIN = "No space left.*make room", "cannot be recorded.*push again"
 OUT = "memory ran out.*bucket_bytes.*--memory-fraction.*--weight-staging host or disk"
 CASES = {
-    "a checksum of other bytes": Case(
-        "weights_refused", "checksum", first_with(checksum="xxh3:" + "0" * 32)
-    ),
-    "an unknown checksum": Case(
-        "weights_refused", "checksum", first_with(checksum="crc32:00000000")
-    ),
-    "another dtype": Case("weights_refused", "int32", first_with(dtype="int32")),
-    "a tensor twice": Case(
-        "weights_refused", "twice", lambda entries: [*entries, entries[0] | {"checksum": "xxh3:0"}]
-    ),
+    "a checksum of other bytes": refuses("checksum", first_with(checksum="xxh3:" + "0" * 32)),
+    "an unknown checksum": refuses("checksum", first_with(checksum="crc32:00000000")),
+    "another dtype": refuses("int32", first_with(dtype="int32")),
+    "a tensor twice": refuses("twice", lambda all: [*all, all[0] | {"checksum": "xxh3:0"}]),
     "trained for another target": Case(
         "conflict", "'v999'.*train it for that one", fields={"of": "v999"}
     ),
@@ -331,38 +336,13 @@ CASES = {
     "sleeping weights": Case("conflict", "the weights sleep; wake them first", around=asleep),
     "no thread": Case("unavailable", "can't start new thread.*pids limit", around=no_thread),
     "no room for a model": Case("push_failed", r"free are 0 MiB \(device\)", around=no_room),
-    "memory of Python ends": Case(
-        "push_failed", OUT, around=fails(arriving, "contents", MemoryError(), 2)
-    ),
-    "memory of a GPU ends": Case(
-        "push_failed",
-        OUT,
-        around=fails(
-            arriving, "contents", torch.OutOfMemoryError("CUDA out of memory.\nand more"), 2
-        ),
-    ),
-    "memory of the host ends": Case(
-        "push_failed",
-        OUT,
-        around=fails(
-            arriving,
-            "contents",
-            RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: 8 bytes."),
-            2,
-        ),
-    ),
-    "a disk full at the start": Case(
-        "push_failed", "No space left.*make room", around=fails(Spool, "begin", FULL)
-    ),
-    "a disk full halfway": Case(
-        "push_failed", "No space left.*make room", around=fails(spool, "private_file", FULL)
-    ),
-    "a disk full at the end": Case(
-        "push_failed", "No space left.*make room", around=fails(Spool, "prepare", FULL)
-    ),
-    "a commit that cannot be recorded": Case(
-        "push_failed", "cannot be recorded.*push again", around=fails(Spool, "commit", FULL)
-    ),
+    "memory of Python ends": breaks(OUT, arriving, "contents", MemoryError(), 2),
+    "memory of a GPU ends": breaks(OUT, arriving, "contents", OF_GPU, 2),
+    "memory of the host ends": breaks(OUT, arriving, "contents", OF_HOST, 2),
+    "a disk full at the start": breaks(ROOM, Spool, "begin", FULL),
+    "a disk full halfway": breaks(ROOM, spool, "private_file", FULL),
+    "a disk full at the end": breaks(ROOM, Spool, "prepare", FULL),
+    "a commit that cannot be recorded": breaks(AGAIN, Spool, "commit", FULL),
 }
 
 

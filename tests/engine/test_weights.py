@@ -21,27 +21,26 @@ def engine(settings: EngineSettings) -> Pushable:
     return Pushable(settings)
 
 
+def said(engine: Pushable, id: str) -> tuple[list[int], list[float]]:
+    return engine.tokens(id), engine.logprobs(id)
+
+
 def test_after_a_commit_new_requests_are_those_of_a_fresh_engine(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     asked = [request(i) for i in range(3)]
     before = engine.run(*asked)
     report = engine.push(root / "new", "v1")
-    assert (report.result, report.version, report.role, report.state.target) == (
-        "committed",
-        "v1",
-        "target",
-        "v1",
-    )
+    assert (report.result, report.role) == ("committed", "target")
+    assert report.version == report.state.target == "v1"
     assert set(report.phases) >= {"open", "read", "check", "fill", "wait", "commit"}
     assert 0 < report.pause_ms < 1000
     after = engine.run(*asked)
     assert after == fresh(settings, root / "new", *asked) != before
     assert all(engine.spans(r.id) == [("v1", 0, 40)] for r in asked)
-    assert engine.checksums() == {
-        **report.checksums,
-        **{k: v for k, v in engine.checksums().items() if k.startswith("draft.")},
-    }
+    found = engine.checksums()
+    drafts = {name: value for name, value in found.items() if name.startswith("draft.")}
+    assert found == report.checksums | drafts
 
 
 def test_continue_keeps_kv_and_marks_the_change_at_the_token(
@@ -62,9 +61,8 @@ def test_continue_keeps_kv_and_marks_the_change_at_the_token(
         assert engine.logprobs(r.id)[:change] == old[r.id][1][:change]
     restarted = {r.id: continued(r, engine.tokens(r.id)[: engine.spans(r.id)[1][1]]) for r in asked}
     recomputed = fresh(settings, root / "new", *restarted.values())
-    assert any(
-        recomputed[i][1] != engine.logprobs(i)[engine.spans(i)[1][1] :] for i in recomputed
-    ), "kept KV must be of the old version"
+    kept = {i: engine.logprobs(i)[engine.spans(i)[1][1] :] for i in recomputed}
+    assert any(recomputed[i][1] != kept[i] for i in kept), "kept KV must be of the old version"
 
 
 def test_recompute_continues_as_the_new_version_would(
@@ -101,9 +99,7 @@ def test_abort_returns_partial_results_and_waiting_ones_run(
         assert tokens == old[r.id][0][: len(tokens)]
         assert engine.spans(r.id) == [("initial", 0, len(tokens))]
     assert engine.spans("r2") == [("v1", 0, 60)]
-    assert (engine.tokens("r2"), engine.logprobs("r2")) == fresh(settings, root / "new", asked[2])[
-        "r2"
-    ]
+    assert said(engine, "r2") == fresh(settings, root / "new", asked[2])["r2"]
 
 
 def test_drain_finishes_running_requests_and_delays_new_ones(
@@ -121,12 +117,8 @@ def test_drain_finishes_running_requests_and_delays_new_ones(
     engine.finish()
     assert engine.report(id).result == "committed"
     assert engine.spans("r0") == [("initial", 0, 500)] and engine.spans("r1") == [("v1", 0, 10)]
-    assert (engine.tokens("r0"), engine.logprobs("r0")) == fresh(settings, root / "base", first)[
-        "r0"
-    ]
-    assert (engine.tokens("r1"), engine.logprobs("r1")) == fresh(settings, root / "new", second)[
-        "r1"
-    ]
+    assert said(engine, "r0") == fresh(settings, root / "base", first)["r0"]
+    assert said(engine, "r1") == fresh(settings, root / "new", second)["r1"]
 
 
 def test_draining_push_can_be_aborted(engine: Pushable, root: Path) -> None:
@@ -156,9 +148,7 @@ def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, 
     engine.finish()
     assert engine.report(id).result == "rolled_back"
     assert engine.spans("r0") == [("v1", 0, 30)] and engine.spans("r1") == [("initial", 0, 10)]
-    assert (engine.tokens("r1"), engine.logprobs("r1")) == fresh(
-        settings, root / "base", request(1, 10)
-    )["r1"]
+    assert said(engine, "r1") == fresh(settings, root / "base", request(1, 10))["r1"]
 
 
 def test_a_rollback_that_waits_can_be_aborted(engine: Pushable, root: Path) -> None:
@@ -200,20 +190,15 @@ def test_a_paused_engine_takes_weights(
 
 
 def test_drain_of_paused_requests_is_refused_unless_unchanged(engine: Pushable, root: Path) -> None:
-    sums = [
-        {"name": name, "checksum": value}
-        for name, value in engine.push(root / "new", "v0").checksums.items()
-    ]
+    found = engine.push(root / "new", "v0").checksums
+    sums = [{"name": name, "checksum": value} for name, value in found.items()]
     assert engine.push(root / "new", "v1", in_flight="drain", tensors=sums).result == "committed"
     engine.submit(request())
     engine.step(5)
     engine.engine.send(Pause("p"))
     refused = engine.push(root / "newer", "v2", in_flight="drain")
-    assert (
-        refused.result == "conflict"
-        and "resume it first" in refused.error[1]
-        and refused.state.open == {}
-    )  # type: ignore[index]
+    assert (refused.result, refused.state.open) == ("conflict", {})
+    assert "resume it first" in refused.error[1]  # type: ignore[index]
     assert engine.push(root / "new", "v1", in_flight="drain", tensors=sums).result == "unchanged"
     assert engine.push(root / "newer", "v2", in_flight="drain", commit=False).result == "staged"
     assert engine.commit("v2").result == "conflict"
@@ -224,9 +209,8 @@ def test_drain_of_paused_requests_is_refused_unless_unchanged(engine: Pushable, 
     engine.step(5)
     engine.engine.send(Pause("p"))
     assert engine.push(root / "newer", "v2", in_flight="drain").result == "conflict"
-    assert engine.commit("v2").result == "unchanged", (
-        "what was refused before anything came of it takes nothing away"
-    )
+    unchanged = engine.commit("v2").result
+    assert unchanged == "unchanged", "what was refused before it began takes nothing away"
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute", "abort", "drain"])
@@ -246,16 +230,15 @@ def test_the_prefix_index_is_never_stale(
     # Recompute reads the prompt again, so its pages are of the new version.
     if in_flight != "recompute":
         assert engine.said["same2"][0].cached_tokens == 0
-    assert (engine.tokens("same2"), engine.logprobs("same2")) == new
+    assert said(engine, "same2") == new
     engine.run(same[3])
     assert engine.said["same3"][0].cached_tokens > 0
-    assert (engine.tokens("same3"), engine.logprobs("same3")) == new
+    assert said(engine, "same3") == new
     assert engine.roll_back().result == "rolled_back"
     engine.run(same[4])
-    assert (engine.tokens("same4"), engine.logprobs("same4")) == old
-    assert engine.said["same4"][0].cached_tokens > 0, (
-        "pages of a version that is live again serve again"
-    )
+    assert said(engine, "same4") == old
+    cached = engine.said["same4"][0].cached_tokens
+    assert cached > 0, "pages of a version that is live again serve again"
 
 
 def test_mixed_version_kv_is_not_reused_after_a_rollback(
@@ -284,7 +267,7 @@ def test_preempted_mixed_version_sequence_gets_its_kv_back(
     """
     asked = [request(i, 70) for i in range(4)]
 
-    def run(pages: int) -> tuple[dict[str, list[int]], dict[str, list[float]], int]:
+    def run(pages: int) -> tuple[list[tuple[list[int], list[float]]], int]:
         engine = Pushable(replace(settings, pages=pages))
         assert engine.push(root / "new", "v1", commit=False).result == "staged"
         engine.submit(*asked)
@@ -294,13 +277,9 @@ def test_preempted_mixed_version_sequence_gets_its_kv_back(
         engine.finish()
         for r in asked:
             check_spans(engine, r.id, ["initial", "v1"])
-        return (
-            {r.id: engine.tokens(r.id) for r in asked},
-            {r.id: engine.logprobs(r.id) for r in asked},
-            engine.engine.scheduler.preemptions,
-        )
+        return [said(engine, r.id) for r in asked], engine.engine.scheduler.preemptions
 
-    *plenty, preempted = run(64)
+    plenty, preempted = run(64)
     assert preempted == 0
-    *few, preempted = run(14)
+    few, preempted = run(14)
     assert preempted > 0 and few == plenty
