@@ -11,11 +11,11 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,6 @@ from tlt_server.wire.records import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
-
-Compiled = TypeVar("Compiled")
 
 # Fuel of the library's lexer that one mask may take: about 5 ms.
 FUEL = 2**18
@@ -91,7 +89,12 @@ class Compiler:
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Return a matcher of whole texts. Raise `InvalidRequest` as `start` does."""
-        return _submit(self._thread, self._matcher, grammar).result()
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            matcher = self._thread.submit(self._matcher, grammar)  # the first one starts the thread
+        finally:
+            threading.stack_size(before)
+        return matcher.result()
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
@@ -168,16 +171,6 @@ def _phrased(grammar: Grammar) -> Iterator[None]:
         yield
     except (ValueError, RuntimeError, CannotFollow) as error:
         raise InvalidRequest(_phrase(grammar, str(error))) from None
-
-
-def _submit(
-    thread: ThreadPoolExecutor, work: Callable[[Grammar], Compiled], grammar: Grammar
-) -> Future[Compiled]:
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        return thread.submit(work, grammar)  # the first one starts the thread
-    finally:
-        threading.stack_size(before)
 
 
 def _phrase(grammar: Grammar, error: str) -> str:
