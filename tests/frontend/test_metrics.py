@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ItemResult
 from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_server import errors
+from tlt_server.frontend.http.loop_share import watch_turns
 from tlt_server.metrics import Metrics
 from tlt_server.metrics.steps import POSITIONS, STRATEGIES
 from tlt_server.wire.events import Outputs, WeightReport, WeightState
@@ -325,6 +327,25 @@ def test_an_engine_step_costs_the_frontend_little() -> None:
             metrics.engine.took(message)
         best = min(best, (time.thread_time() - started_s) / 20)
     assert best < 0.0005, f"{best * 1e6:.0f} us per step"
+
+
+def test_long_turn_is_measured() -> None:
+    metrics = Metrics()
+
+    async def main() -> None:
+        watching = asyncio.create_task(watch_turns(metrics))
+        await asyncio.sleep(0.02)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.06)
+        await asyncio.sleep(0.02)
+        watching.cancel()
+
+    asyncio.run(main())
+    value = metrics.registry.get_sample_value
+    assert 0.05 < (value("tlt_loop_held_longest_seconds") or 0) < 10
+    total, below = (
+        value("tlt_loop_held_seconds_bucket", {"le": le}) or 0.0 for le in ("+Inf", "0.05")
+    )
+    assert total > below
 
 
 def test_the_training_of_the_drafter() -> None:

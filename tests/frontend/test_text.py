@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tests.frontend.tiny_model import SPECIALS, byte_tokenizer, write_model
 from tests.processes import completed
 from tlt_server.errors import InvalidRequest, ModelError
 from tlt_server.frontend.generation.choice import GrowingChoice
-from tlt_server.frontend.generation.text import REPLACEMENT, Incremental, StopStrings, Text
+from tlt_server.frontend.generation.text import REPLACEMENT, Incremental, Pieces, StopStrings, Text
 from tlt_server.samples.identity import identity_of
 from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput
 
@@ -81,6 +81,39 @@ def test_long_garbage_stays_bounded() -> None:
     shown = "".join(incremental.push(0x80) for _ in range(2000)) + incremental.flush()
     assert shown == REPLACEMENT * 2000
     assert len(incremental._window) < 520
+
+
+PIECES = Pieces(TEXT)
+
+
+@given(st.text(alphabet="ab \u00e9\u20ac\U0001f680\n", max_size=30))
+def test_bytes_join_to_the_text_and_characters_add_up(text: str) -> None:
+    pieces = [PIECES[token] for token in TEXT.encode([text])[0]]
+    assert b"".join(piece.bytes for piece in pieces) == text.encode()
+    assert sum(piece.characters for piece in pieces) == len(text)
+
+
+def test_special_tokens_have_text_but_no_characters() -> None:
+    assert PIECES[256] == ("<|end|>", b"<|end|>", 0)
+    assert PIECES[10_000] == ("", b"", 0)
+
+
+def test_byte_fallback_tokenizers_give_bytes_and_spaces() -> None:
+    tokenizer = Tokenizer(
+        models.Unigram(
+            [("<0xE2>", 0.0), ("\u2581hi", 0.0), ("x", 0.0)], byte_fallback=True, unk_id=2
+        )
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_tokens([AddedToken("own", special=False)])
+    pieces = Pieces(Text(tokenizer))
+    assert [pieces[i] for i in (0, 1, 3)] == [
+        ("\ufffd", b"\xe2", 1),
+        (" hi", b" hi", 3),
+        ("own", b"own", 3),
+    ]
 
 
 SMALL = st.text(alphabet="ab", max_size=12)

@@ -25,6 +25,7 @@ from tlt_server.wire.commands import (
     RollbackWeights,
     TensorEntry,
 )
+from tlt_server.wire.events import WeightState
 
 
 @pytest.fixture
@@ -222,3 +223,21 @@ def test_engine_death_during_a_push_is_a_typed_error(client: Client, server: Liv
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "engine_failed" and answer.json()["error"]["retryable"]
     until(lambda: post(server, "/update_weights", {"version": "v", "path": "p"}).status_code == 200)
+
+
+def test_only_borrowed_replies_show_labels(model: Path) -> None:
+    name = "1~0123456789ab"
+    with live_server(model, engine={"weights": WeightState(target=name)}) as server:
+        for path in ("/weight_info", "/get_weight_version", "/model_info", "/server_info"):
+            assert httpx.get(server.url + path, timeout=10).json()["weight_version"] == "1", path
+        asked = {"input_ids": [65], "sampling_params": {"max_new_tokens": 1}}
+        meta = post(server, "/generate", asked).json()["meta_info"]
+        assert meta["weight_version"] == "1" and meta["weight_versions"][0]["version"] == name
+        assert httpx.get(server.url + "/weights", timeout=10).json()["target"] == name
+        disk = {"model_path": "p", "weight_version": name}
+        ended = post(server, "/update_weights_from_disk", disk).json()
+        assert ended["message"] == "committed: version 1" and ended["new_version"] == "1"
+        post(server, "/update_weights", {"weight_dir": "p", "weight_version": "2"})
+        post(server, "/update_weights", {"path": "p", "version": "3"})
+        pushed = [(each.version, each.labelled) for each in server.engine.manifests]
+        assert pushed == [(name, True), ("2", True), ("3", False)]
