@@ -142,34 +142,22 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(
     keyed: LiveServer, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = {"prompt": PROMPT, "sampling": {"max_tokens": 30, "stop": ["zzcanarystop"]}}
-    assert ask(keyed, {"requests": [prompt]}).status_code == 200
-    assert (
-        ask(
-            keyed,
-            {"requests": [prompt], "stream": True},
-            **{"x-forwarded-for": PROMPT, "user-agent": PROMPT},
-        ).status_code
-        == 200
-    )
-    assert ask(
-        keyed, {"model": "fake", "prompt": PROMPT}, "/v1/completions?api_key=canaryquery"
-    ).status_code in (200, 404)
-    assert (
-        ask(
-            keyed, {"messages": [{"role": "user", "content": PROMPT}]}, "/v1/chat/completions"
-        ).status_code
-        == 200
-    )
-    assert ask(keyed, {"requests": [{**prompt, PROMPT: 1}]}).status_code == 400
-    assert ask(keyed, '{"requests": "' + PROMPT).status_code == 400
-    assert ask(keyed, {"requests": [prompt]}, authorization=f"Bearer wrong{KEY}").status_code == 401
-    assert (
-        ask(
-            keyed, {"version": "v", "path": f"/{PROMPT}/hangs", "rol": "x"}, "/update_weights"
-        ).status_code
-        == 400
-    )
-    assert ask(keyed, {"requests": [{"token_ids": [*PROMPT.encode(), FAILS]}]}).status_code == 500
+    stream_ = {"requests": [prompt], "stream": True}
+    chat = {"messages": [{"role": "user", "content": PROMPT}]}
+    push = {"version": "v", "path": f"/{PROMPT}/hangs", "rol": "x"}
+    headers = {"x-forwarded-for": PROMPT, "user-agent": PROMPT}
+    for status, body, path, more in (
+        (200, {"requests": [prompt]}, "/generate", {}),
+        (200, stream_, "/generate", headers),
+        (404, {"model": "fake", "prompt": PROMPT}, "/v1/completions?api_key=canaryquery", {}),
+        (200, chat, "/v1/chat/completions", {}),
+        (400, {"requests": [{**prompt, PROMPT: 1}]}, "/generate", {}),
+        (400, '{"requests": "' + PROMPT, "/generate", {}),
+        (401, {"requests": [prompt]}, "/generate", {"authorization": f"Bearer wrong{KEY}"}),
+        (400, push, "/update_weights", {}),
+        (500, {"requests": [{"token_ids": [*PROMPT.encode(), FAILS]}]}, "/generate", {}),
+    ):
+        assert ask(keyed, body, path, **more).status_code == status, (body, path)
     slow_body(keyed)
 
     class Broken(Exception):

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
 
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.openai_calls import post
@@ -266,21 +265,6 @@ def test_a_structure_reaches_the_engine(server: LiveServer) -> None:
     assert server.engine.submitted[-1].sampling.structured_outputs is not None
     respond(server, CALL, tools=TOOLS, tool_choice={"type": "function", "name": "f"})
     assert server.engine.submitted[-1].sampling.structured_outputs is not None
-
-
-def test_the_sdk_reads_responses_and_streams(server: LiveServer) -> None:
-    sdk = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    tools: Any = TOOLS
-    whole = sdk.responses.create(input=f"so {CALL}", tools=tools, model="tiny")
-    assert whole.output_text == "so"
-    with sdk.responses.stream(input=f"so {CALL}", tools=tools, model="tiny") as stream:
-        kinds = {event.type for event in stream}
-        final = stream.get_final_response()
-    assert final.output_text == "so" and final.output[1].type == "function_call"
-    assert final.output[1].arguments == ARGUMENTS
-    assert {"response.output_text.delta", "response.function_call_arguments.done"} <= kinds
-    assert sdk.responses.retrieve(whole.id).output_text == "so"
-    sdk.responses.delete(whole.id)
 
 
 def test_kept_responses_are_bounded_and_belong_to_a_key() -> None:
