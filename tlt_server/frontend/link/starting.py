@@ -10,15 +10,17 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 from msgspec import Struct
 
-from tlt_server.config import ResolvedConfig
 from tlt_server.errors import EngineFailed
 from tlt_server.process.operator_lines import lasting
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.wire.events import CHECKED, EngineInfo, Phase, PhaseProgress
+
+if TYPE_CHECKING:  # the reading process needs no settings
+    from tlt_server.config import ResolvedConfig
 
 LAUNCHING = PhaseProgress("launch", 0, 0)  # until the engine process says what it does
 DOING = {
