@@ -108,44 +108,32 @@ def covers_every_row(step: Step, plan: AttentionPlan) -> None:
             assert not mine and not shared
             continue
         assert all(item[3] == int(step.rows.base_R[r]) for item in shared)
-        ranges = [
-            (begin, min(end, position + 1))
-            for begin, end in [item[4:6] for item in shared] + [item[3:5] for item in mine]
-        ]
-        keys = sorted((begin, end) for begin, end in ranges if begin < end)
+        ranges = [item[4:6] for item in shared] + [item[3:5] for item in mine]
+        ends = [(begin, min(end, position + 1)) for begin, end in ranges]
+        keys = sorted((begin, end) for begin, end in ends if begin < end)
         assert [begin for begin, _ in keys] == [0, *(end for _, end in keys[:-1])], (r, keys)
         assert keys[-1][1] == position + 1, (r, keys)
         states = {item[6] for item in shared} | {item[7] for item in mine}
-        assert len(states) == 1 or 0 not in states, (
-            r,
-            states,
-        )  # a tile's item carries the states of its first row
+        # A tile's item carries the states of its first row.
+        assert len(states) == 1 or 0 not in states, (r, states)
         if states == {0}:
             assert len(ranges) == 1
             continue
         first, folded = mine[0][8], mine[0][7]
         assert plan.state_R[r] == first
         assert all(item[6:9] == [len(mine), folded, first] for item in mine)
-        assert sorted(
-            [item[7] for item in shared] + [item[5] for item in mine if item[5] >= 0]
-        ) == list(range(folded))
+        own = [item[5] for item in mine if item[5] >= 0]
+        assert sorted([item[7] for item in shared] + own) == list(range(folded))
         assert taken.isdisjoint(range(first, first + folded)) and first + folded <= len(plan.top_WN)
         taken.update(range(first, first + folded))
 
 
+KNOWN = st.integers(1, 1700)
+EDGES = st.sampled_from([64, 127, 128, 129, 256, 1024, 1280, 3072, 3584])
 REQUEST = st.one_of(
-    st.tuples(st.integers(1, 1700), st.integers(1, 20)),
-    st.tuples(
-        st.one_of(st.integers(1, 1700), st.sampled_from([126, 1020])),
-        st.integers(2, 20),
-        st.just("chain"),
-    ),
-    st.tuples(
-        st.sampled_from([64, 127, 128, 129, 256, 1024, 1280, 3072, 3584]), st.integers(1, 20)
-    ),
-    st.integers(1, 1700).flatmap(
-        lambda known: st.tuples(st.just(known), st.integers(-min(known, 40), -1))
-    ),
+    st.tuples(st.one_of(KNOWN, EDGES), st.integers(1, 20)),
+    st.tuples(st.one_of(KNOWN, st.sampled_from([126, 1020])), st.integers(2, 20), st.just("chain")),
+    KNOWN.flatmap(lambda known: st.tuples(st.just(known), st.integers(-min(known, 40), -1))),
 )
 
 
@@ -160,9 +148,8 @@ def test_a_plan_covers_every_key_of_every_row_once(requests, programs, root_in_p
 
 @pytest.mark.parametrize("root_in_pages", [True, False])
 def test_tiles_are_done_with_prompts_and_chains(root_in_pages):
-    step = a_step(
-        (2, 1, 16), [(100, 8, "chain"), (60, 20, "chain"), (90, -40)], root_in_pages=root_in_pages
-    )
+    requests = [(100, 8, "chain"), (60, 20, "chain"), (90, -40)]
+    step = a_step((2, 1, 16), requests, root_in_pages=root_in_pages)
     plan = step.plan(tile=2 * TILE, programs=1)
     fill_plan(step.rows, plan)
     assert plan.count_2.tolist() == [0, 1 + 2 + 3]
@@ -186,16 +173,14 @@ def same_in_any_company(step: Step, first: int, chosen: list[int], **options) ->
     together = step.attend(first, **options)
     for tiles in (True, False):
         for r in chosen:
-            assert_same_bits(
-                f"row {r}, tiles {tiles}", step.only([r]).attend(first, tiles=tiles)[0], together[r]
-            )
+            alone = step.only([r]).attend(first, tiles=tiles)[0]
+            assert_same_bits(f"row {r}, tiles {tiles}", alone, together[r])
     for chunk in (5, 18):
         for rows in step.rows_of:
             for start in range(0, len(rows), chunk):
                 part = rows[start : start + chunk]
-                assert_same_bits(
-                    f"rows {part}", step.only(part).attend(first, **options), together[part]
-                )
+                found = step.only(part).attend(first, **options)
+                assert_same_bits(f"rows {part}", found, together[part])
 
 
 @pytest.mark.parametrize("first", [0, sampled((1,), kept=False)])
@@ -206,9 +191,8 @@ def test_a_row_has_the_same_bits_alone_in_company_and_in_any_chunk(first):
 
 @pytest.mark.parametrize("root_in_pages", [True, False])
 def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
-    step = a_step(
-        (7, 1, 32), [(126, 9), (250, 6), (128, 4), (252, 12, "chain")], root_in_pages=root_in_pages
-    )
+    requests = [(126, 9), (250, 6), (128, 4), (252, 12, "chain")]
+    step = a_step((7, 1, 32), requests, root_in_pages=root_in_pages)
     together = step.attend(tile=TILE)
     for r in (1, 5, 8, 9, 14, 16, 18, 20, 23, 25, 30):
         assert_same_bits(f"row {r}", committed(step, r).attend()[0], together[r])
@@ -217,11 +201,8 @@ def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
 def test_a_small_workspace_changes_no_bits():
     step = a_step((6, 2, 16), [(700, 1), (650, 9), (520, -30)])
     plan = step.plan(tile=TILE)
-    small = plan._replace(
-        top_WN=plan.top_WN[:48],
-        sum_WN=plan.sum_WN[:48],
-        acc_WND=plan.acc_WND[:48].fill_(float("nan")),
-    )
+    acc_WND = plan.acc_WND[:48].fill_(float("nan"))
+    small = plan._replace(top_WN=plan.top_WN[:48], sum_WN=plan.sum_WN[:48], acc_WND=acc_WND)
     assert_same_bits("out_RND", step.attend(plan=small), step.attend(plan=plan))
 
 
@@ -266,9 +247,8 @@ def test_on_the_gpu_attention_matches_its_twin_and_itself(shape, tile):
 def test_on_the_gpu_attention_without_an_order_of_splits_matches_its_twin():
     step = a_step((28, 4, 128), BIG, dtype=torch.bfloat16)
     chosen = [0, 7, 31, 32, 33, 41, 300, 741, 742, 871, 876, 883, 891]
-    assert_close(
-        "out_RND", step.attend(tile=64, strict=False)[chosen], step.only(chosen).expected(), 5e-3
-    )
+    found = step.attend(tile=64, strict=False)[chosen]
+    assert_close("out_RND", found, step.only(chosen).expected(), 5e-3)
 
 
 @gpu

@@ -52,12 +52,8 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     expected = x.double() @ weight.double().T
     assert linear(x, weight).dtype == dtype
     assert_close("product", linear(x, weight), expected, TOLERANCE[dtype])
-    assert_close(
-        "with bias",
-        linear(x, weight, bias, out_dtype=torch.float32),
-        expected + bias.double(),
-        1e-5,
-    )
+    exact = linear(x, weight, bias, out_dtype=torch.float32)
+    assert_close("with bias", exact, expected + bias.double(), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,23 +98,16 @@ class TestWhichKernel:
         assert in_use(torch.bfloat16, self.GPU, 18944) == "streaming"
 
     def test_portable_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert (
-            in_use(torch.float16, self.GPU, 64)
-            == "portable: the type is float16, and the streaming kernel is for bfloat16"
-        )
-        assert (
-            in_use(torch.bfloat16, torch.device("cpu"), 64)
-            == "portable: the device is cpu, and the streaming kernel is for a GPU"
-        )
-        assert (
-            in_use(torch.bfloat16, self.GPU, 100)
-            == "portable: the intermediate size 100 is no multiple of 8"
-        )
+        for dtype, device, width, why in (
+            (torch.float16, self.GPU, 64, "the type is float16, and the streaming kernel is for b"),
+            (torch.bfloat16, torch.device("cpu"), 64, "the device is cpu, and the streaming kerne"),
+            (torch.bfloat16, self.GPU, 100, "the intermediate size 100 is no multiple of 8"),
+        ):
+            assert in_use(dtype, device, width).startswith(f"portable: {why}")
         gemm._hindrance.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
-        assert "compute capability 10.3, and the streaming kernel is for 9.x" in in_use(
-            torch.bfloat16, self.GPU, 64
-        )
+        why = "compute capability 10.3, and the streaming kernel is for 9.x"
+        assert why in in_use(torch.bfloat16, self.GPU, 64)
 
     def test_a_triton_without_what_it_is_written_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "tlt_kernels.gpu.gemm_stream", None)
@@ -131,24 +120,15 @@ class TestWhichKernel:
     def test_what_is_said_is_what_runs(
         self, kind: Kind, width: int, streams: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ran = []
-        monkeypatch.setattr(
-            sys.modules["tlt_kernels.gpu.gemm_stream"],
-            "multiply",
-            lambda *_: ran.append("streaming"),
-            raising=False,
-        )
-        monkeypatch.setattr(
-            "tlt_kernels.gpu.gemm_stream", sys.modules["tlt_kernels.gpu.gemm_stream"], raising=False
-        )
-        monkeypatch.setattr(
-            "tlt_kernels.gpu.gemm_stream.multiprocessors", lambda device: 132, raising=False
-        )
+        ran: list[str] = []
+        stream: Any = sys.modules["tlt_kernels.gpu.gemm_stream"]
+        stream.multiply = lambda *_: ran.append("streaming")
+        stream.multiprocessors = lambda device: 132
+        monkeypatch.setattr("tlt_kernels.gpu.gemm_stream", stream, raising=False)
         monkeypatch.setattr(gemm_portable, "multiply", lambda *_: ran.append("portable"))
         monkeypatch.setattr(gemm, "_hindrance", lambda dtype, device: "")
-        gemm._multiply(
-            kind, torch.zeros(2, 16), torch.zeros(2 * width, 16), None, torch.zeros(2, width)
-        )
+        x, weight = torch.zeros(2, 16), torch.zeros(2 * width, 16)
+        gemm._multiply(kind, x, weight, None, torch.zeros(2, width))
         assert ran == ["streaming" if streams else "portable"]
 
 
@@ -162,12 +142,8 @@ def shared_bytes(tile: Tile) -> int:
     bytes a stage, and the room in which sums change their layout before they are stored (64 bytes a
     thread in float32, 16 in bfloat16).
     """
-    return (
-        (tile.rows + tile.columns) * tile.depth * 2 * tile.stages
-        + 16 * tile.stages
-        + 64 * 32 * tile.warps
-        + 128
-    )
+    ring = (tile.rows + tile.columns) * tile.depth * 2 * tile.stages
+    return ring + 16 * tile.stages + 64 * 32 * tile.warps + 128
 
 
 @pytest.mark.parametrize("tile", list(dict.fromkeys(tile for _, tile in TILES)), ids=str)
@@ -295,10 +271,8 @@ def test_both_kernels_give_the_same_bits(rows: int) -> None:
     x = draw(rows, 3584, dtype=torch.bfloat16)
     weight = draw(1200, 3584, dtype=torch.bfloat16, seed=1) * 0.02
     tile = portable_tile(rows, torch.bfloat16)
-    for name, found, is_gated in (
-        ("linear", linear(x, weight, out_dtype=torch.float32), False),
-        ("gated", gated_sums(x, weight), True),
-    ):
+    exact = linear(x, weight, out_dtype=torch.float32)
+    for name, found, is_gated in (("linear", exact, False), ("gated", gated_sums(x, weight), True)):
         other = torch.full_like(found, float("nan"))
         gemm_portable.multiply(tile, x, weight, None, other, 3584, 1, is_gated)
         assert_same_bits(f"{name} of {rows} rows", found, other)
@@ -331,9 +305,8 @@ def test_a_tile_stores_what_the_portable_kernel_stores(
     m = 2 * tile.rows + 5
     n = (3000 if ragged else 3008) if is_gated else (6001 if ragged else 6016)
     k = 552
-    if (
-        kernel := in_use(torch.bfloat16, torch.device(DEVICE), n if is_gated else 0)
-    ) != "streaming":
+    kernel = in_use(torch.bfloat16, torch.device(DEVICE), n if is_gated else 0)
+    if kernel != "streaming":
         pytest.skip(kernel)
     from tlt_kernels.gpu import gemm_stream
 
@@ -343,22 +316,13 @@ def test_a_tile_stores_what_the_portable_kernel_stores(
     weight = draw(2 * n if is_gated else n, k, dtype=torch.bfloat16, seed=1) * 0.2
     bias = draw(n, dtype=torch.bfloat16, seed=2) if kind is Kind.LINEAR else None
     dtype = torch.bfloat16 if kind in (Kind.LINEAR, Kind.GATED) else torch.float32
-    found, expected = (
-        torch.full((parts * m + 1, n), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)
-    )
+    found = torch.full((parts * m + 1, n), float("nan"), dtype=dtype, device=DEVICE)
+    expected, given = found.clone(), (x, weight, bias)
+    outs = [out[:-1].view(parts, m, n) for out in (found, expected)]
     stream = LastLaunched(gemm_stream._stream)
     monkeypatch.setattr(gemm_stream, "_stream", stream)
-    gemm_stream.multiply(tile, x, weight, bias, found[:-1].view(parts, m, n), leaf, fold, is_gated)
-    gemm_portable.multiply(
-        portable_tile(m, x.dtype),
-        x,
-        weight,
-        bias,
-        expected[:-1].view(parts, m, n),
-        leaf,
-        fold,
-        is_gated,
-    )
+    gemm_stream.multiply(tile, *given, outs[0], leaf, fold, is_gated)
+    gemm_portable.multiply(portable_tile(m, x.dtype), *given, outs[1], leaf, fold, is_gated)
     assert_same_bits(f"{kind.value}, {tile}", found[:-1], expected[:-1])
     assert found[-1].isnan().all(), "written past the last row"
     assert stream.compiled.metadata.shared <= shared_bytes(tile)

@@ -143,9 +143,8 @@ def test_a_group_that_may_be_out_of_step_is_made_anew(
 
 
 def test_receiver_of_a_silent_trainer_ends_its_own_wait(communicators: list[Communicator]) -> None:
-    group = WeightGroup(
-        Membership("g", "gloo", "127.0.0.1", 1, 0, 2, timeout_s=TIMEOUT_S), store=object()
-    )
+    membership = Membership("g", "gloo", "127.0.0.1", 1, 0, 2, timeout_s=TIMEOUT_S)
+    group = WeightGroup(membership, store=object())
     work = group.begin(torch.zeros(3))
     assert group.under_way == 1
     with pytest.raises(ChannelLost, match="takes no part"):
@@ -165,10 +164,8 @@ def port() -> int:
 
 def joined_in_time(port: int, timeout_s: float, said: str) -> None:
     started = time.monotonic()
-    with pytest.raises(
-        ChannelLost,
-        match=f"broke while joining, or {timeout_s:g} s passed .*{said}.*make the group again",
-    ):
+    why = f"broke while joining, or {timeout_s:g} s passed .*{said}.*make the group again"
+    with pytest.raises(ChannelLost, match=why):
         WeightGroup(Membership("g", "gloo", "127.0.0.1", port, 1, 2, timeout_s=timeout_s))
     assert timeout_s - 0.5 <= time.monotonic() - started < timeout_s + 15
 
@@ -215,9 +212,8 @@ def test_broadcast_has_its_full_time_after_a_late_join(
     joined = dict[int, WeightGroup]()
 
     def join(rank: int, store: Any = None) -> None:
-        joined[rank] = WeightGroup(
-            Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=600), store
-        )
+        membership = Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=600)
+        joined[rank] = WeightGroup(membership, store)
 
     follows = threading.Thread(target=join, args=(1,))
     follows.start()

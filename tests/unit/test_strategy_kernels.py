@@ -140,11 +140,15 @@ def started(gpu: Gpu, *strategies: Strategy) -> StrategyKernels:
     return StrategyKernels(gpu, gpu, keys)  # type: ignore[arg-type]
 
 
-def preparation_of(gpu: Gpu, *strategies: Strategy) -> KernelPreparation:
-    found = started(gpu)(reaching(*strategies))
+def prepared(gpu: Gpu, kernels: StrategyKernels, *strategies: Strategy) -> KernelPreparation:
+    found = kernels(reaching(*strategies))
     assert found is not None
     found._clock = lambda: gpu.now_s
     return found
+
+
+def preparation_of(gpu: Gpu, *strategies: Strategy) -> KernelPreparation:
+    return prepared(gpu, started(gpu), *strategies)
 
 
 def rehearsed(preparation: KernelPreparation) -> KernelPreparation:
@@ -161,9 +165,7 @@ def test_starting_policy_lacks_no_kernel(gpu: Gpu) -> None:
 
 def test_kernels_are_compiled_next_to_steps_then_loaded_in_parts(gpu: Gpu) -> None:
     strategies = started(gpu)
-    preparation = strategies(reaching(CHAIN))
-    assert preparation is not None
-    preparation._clock = lambda: gpu.now_s
+    preparation = prepared(gpu, strategies, CHAIN)
     assert preparation.stage.startswith("0 of ")
     assert not preparation.advance() and gpu.asked == ["list"] * 2, "a part takes 5 ms"
     rehearsed(preparation)
@@ -191,8 +193,7 @@ def test_kernels_are_compiled_next_to_steps_then_loaded_in_parts(gpu: Gpu) -> No
 
 def test_graphs_are_recorded_before_a_policy_is_active(gpu: Gpu) -> None:
     strategies = started(gpu)
-    preparation = strategies(reaching(CHAIN))
-    assert preparation is not None
+    preparation = prepared(gpu, strategies, CHAIN)
     gpu.ended, of_start = Compiled(4, ""), {*gpu.recorded}
     until(lambda: preparation.advance() or "record" in gpu.asked)
     assert preparation.stage == "1 graphs are recorded, and 8 are left"
@@ -283,8 +284,7 @@ def test_unbegun_preparation_drops_nothing(gpu: Gpu) -> None:
 
 def test_uncompilable_kernel_refuses_the_policy(gpu: Gpu) -> None:
     strategies = started(gpu)
-    preparation = strategies(reaching(CHAIN))
-    assert preparation is not None
+    preparation = prepared(gpu, strategies, CHAIN)
     gpu.ended = Compiled(1, "out of registers")
     with pytest.raises(Unavailable, match="3 of 4 kernels .*out of registers"):
         until(preparation.advance)
