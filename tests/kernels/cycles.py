@@ -79,61 +79,29 @@ class Cycle:
         roots(self.batch_slot_B, batch_slots, self.draft, self.nodes, depth=depth, trash=TRASH)
         for level in range(depth):
             token_ML, z_ML = children(rng, Draft.level(requests, width, level)[1], width)
-            grow(
-                level,
-                token_ML,
-                z_ML,
-                self.draft,
-                self.nodes,
-                calibration,
-                torch.from_numpy(EDGES).to(DEVICE),
-                requests=requests,
-                depth=depth,
-                width=width,
-                first_kv_slot=7000,
-                trash=TRASH,
-                idle=batch_slots.idle,
-            )
+            made, edges = (self.draft, self.nodes, calibration), torch.from_numpy(EDGES).to(DEVICE)
+            sizes = {"requests": requests, "depth": depth, "width": width}
+            slots = {"first_kv_slot": 7000, "trash": TRASH, "idle": batch_slots.idle}
+            grow(level, token_ML, z_ML, *made, edges, **sizes, **slots)
         prefill = 40 if chunks else 0
         self.rows = RowTable.allocate(decode_rows + prefill, depth, device=DEVICE)
         self.trees = Trees.allocate(requests, self.chunks, decode_rows, device=DEVICE)
-        self.kept = KeptRows.allocate(
-            requests, self.chunks, decode_rows, prefill, depth, device=DEVICE
-        )
-        for group in (self.rows, self.trees, self.kept):
+        sizes = (requests, self.chunks, decode_rows, prefill, depth)
+        self.kept = KeptRows.allocate(*sizes, device=DEVICE)
+        laid_out = self.rows, self.trees, self.kept
+        for group in laid_out:
             poison(group)
-        select_rows(
-            self.batch_slot_B,
-            batch_slots,
-            self.nodes,
-            self.rows,
-            self.trees,
-            self.kept,
-            decode_rows=decode_rows,
-            scratch_start=SCRATCH,
-            trash=TRASH,
-            own_columns=OWN_COLUMNS,
-        )
+        room = {"scratch_start": SCRATCH, "own_columns": OWN_COLUMNS}
+        bounds = {"decode_rows": decode_rows, "trash": TRASH}
+        select_rows(self.batch_slot_B, batch_slots, self.nodes, *laid_out, **bounds, **room)
         if chunks:
             length_W = batch_slots.length_Q[self.batch_slot_W.long()].cpu().numpy()
             start_W = np.maximum(length_W - 17, 0).astype(np.int32)
             count_W = (length_W - start_W - (0, 1)).astype(np.int32)
-            self.prefill = PrefillChunks(
-                self.batch_slot_W,
-                torch.from_numpy(start_W).to(DEVICE),
-                torch.from_numpy(count_W).to(DEVICE),
-            )
-            layout_prefill(
-                self.prefill,
-                batch_slots,
-                self.rows,
-                self.trees,
-                self.kept,
-                requests=requests,
-                decode_rows=decode_rows,
-                prefill_rows=prefill,
-                trash=TRASH,
-            )
+            read_W = (torch.from_numpy(each).to(DEVICE) for each in (start_W, count_W))
+            self.prefill = PrefillChunks(self.batch_slot_W, *read_W)
+            bounds |= {"requests": requests, "prefill_rows": prefill}
+            layout_prefill(self.prefill, batch_slots, *laid_out, **bounds)
         rows = numpy_of(self.rows)
         samples = decode_rows + self.chunks
         self.token_S = rng.integers(0, 60, samples, dtype=np.int32)
@@ -145,26 +113,12 @@ class Cycle:
         self.logprob_S[rng.random(samples) < broken] = np.nan
 
     def accept(self) -> Any:
-        self.outcome_EF = torch.full(
-            (len(self.batch_slot_B) + self.chunks, fields(self.depth)),
-            -77,
-            dtype=torch.int32,
-            device=DEVICE,
-        )
-        accept(
-            self.batch_slot_B,
-            self.prefill if self.chunks else None,
-            Samples(
-                torch.from_numpy(self.token_S).to(DEVICE),
-                torch.from_numpy(self.logprob_S).to(DEVICE),
-            ),
-            self.batch_slots,
-            self.rows,
-            self.trees,
-            self.kept,
-            self.outcome_EF,
-            decode_rows=self.decode_rows,
-        )
+        shape = len(self.batch_slot_B) + self.chunks, fields(self.depth)
+        self.outcome_EF = torch.full(shape, -77, dtype=torch.int32, device=DEVICE)
+        sampled = (torch.from_numpy(each).to(DEVICE) for each in (self.token_S, self.logprob_S))
+        work = self.batch_slot_B, self.prefill if self.chunks else None, Samples(*sampled)
+        made = self.batch_slots, self.rows, self.trees, self.kept, self.outcome_EF
+        accept(*work, *made, decode_rows=self.decode_rows)
         return parse(self.outcome_EF.cpu().numpy())
 
 
@@ -176,10 +130,7 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
     outcome = cycle.accept()
     after, kept = BatchSlots(*numpy_of(cycle.batch_slots)), numpy_of(cycle.kept)
     requests, rows_V = len(cycle.batch_slot_B), cycle.decode_rows
-    entries = [
-        (e, int(q))
-        for e, q in enumerate([*cycle.batch_slot_B.tolist(), *cycle.batch_slot_W.tolist()])
-    ]
+    entries = [*enumerate([*cycle.batch_slot_B.tolist(), *cycle.batch_slot_W.tolist()])]
     expected = BatchSlots(*(a.copy() for a in before))
     page_R = untouched_R.copy()
     total_accepted = ended = 0
@@ -233,12 +184,12 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
         moved = path[1:keep]
         total_accepted += len(moved)
         assert kept.count_B[e] == len(moved), f"count_B[{e}]"
-        assert kept.source_BD[e, : len(moved)].tolist() == [SCRATCH + r for r in moved], (
-            f"source_BD[{e}]"
+        source, target = (
+            each[e, : len(moved)].tolist() for each in (kept.source_BD, kept.target_BD)
         )
-        assert kept.target_BD[e, : len(moved)].tolist() == [
-            kv_slot_of(before, q, length + i) for i in range(len(moved))
-        ], f"target_BD[{e}]"
+        assert source == [SCRATCH + r for r in moved], f"source_BD[{e}]"
+        slots = [kv_slot_of(before, q, length + i) for i in range(len(moved))]
+        assert target == slots, f"target_BD[{e}]"
         for i, row in enumerate(path[:keep]):
             if (length - 1 + i) % 16 == 15:
                 page_R[row] = kv_slot_of(before, q, length - 1 + i) // 16

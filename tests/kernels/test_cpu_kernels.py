@@ -26,9 +26,8 @@ PAGE = 16
 
 
 def assert_close(name: str, found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
-    error = (
-        (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
-    ).item()
+    difference, norm = (found.double() - expected.double()).norm(), expected.double().norm()
+    error = (difference / norm.clamp_min(1e-30)).item()
     assert error <= tolerance, f"{name}: relative RMS error {error:.2e} over {tolerance:.0e}"
 
 
@@ -39,11 +38,8 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 48), (17, 131), (33, 256)])
 def test_norms_match_their_twins(rows, width):
     x_RH, weight_H = noise(rows, width) * 3, noise(width, seed=1)
-    assert_close(
-        "rms_norm",
-        elementwise.rms_norm(x_RH, weight_H, 1e-6),
-        reference.rms_norm(x_RH.double(), weight_H.double(), 1e-6),
-    )
+    twin = reference.rms_norm(x_RH.double(), weight_H.double(), 1e-6)
+    assert_close("rms_norm", elementwise.rms_norm(x_RH, weight_H, 1e-6), twin)
     residual_RH = noise(rows, width, seed=2)
     expected_residual_RH = residual_RH + x_RH
     out_RH = elementwise.add_rms_norm(x_RH, residual_RH, weight_H, 1e-6)
@@ -55,9 +51,8 @@ def test_norms_match_their_twins(rows, width):
 def test_gated_activation_matches_its_twin(rows, width):
     gate_up_RX = noise(rows, 2 * width) * 10
     gate_up_RX[0, :4] = torch.tensor([-200.0, 200.0, -0.0, 88.5])
-    assert_close(
-        "silu_mul", elementwise.silu_mul(gate_up_RX), reference.silu_mul(gate_up_RX.double())
-    )
+    twin = reference.silu_mul(gate_up_RX.double())
+    assert_close("silu_mul", elementwise.silu_mul(gate_up_RX), twin)
 
 
 def test_exponential_is_within_two_ulp_and_keeps_nan():
@@ -75,26 +70,15 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
     qkv_RX = noise(rows, (heads + 2 * kv_heads) * width)
     angle = noise(64, width // 2)
     position_R, kv_slot_R = torch.randint(0, 64, (rows,)), torch.randperm(kv_slots)[:rows]
-    weights = (
-        {"q_weight_D": noise(width, seed=4), "k_weight_D": noise(width, seed=5)}
-        if heads_norm
-        else {}
-    )
+    names = ("q_weight_D", "k_weight_D") if heads_norm else ()
+    weights = {name: noise(width, seed=seed) for seed, name in enumerate(names, 4)}
 
     def run(module, dtype):
         k_SKD, v_SKD = torch.full((2, kv_slots, kv_heads, width), float("nan"), dtype=dtype)
-        q_RND = module.rope_store(
-            qkv_RX.to(dtype),
-            position_R,
-            kv_slot_R,
-            angle.cos().to(dtype),
-            angle.sin().to(dtype),
-            k_SKD,
-            v_SKD,
-            heads=heads,
-            eps=1e-6,
-            **{name: weight.to(dtype) for name, weight in weights.items()},
-        )
+        rows, table = (position_R, kv_slot_R), (angle.cos().to(dtype), angle.sin().to(dtype))
+        norms = {name: weight.to(dtype) for name, weight in weights.items()}
+        given = (qkv_RX.to(dtype), *rows, *table, k_SKD, v_SKD)
+        q_RND = module.rope_store(*given, heads=heads, eps=1e-6, **norms)
         return q_RND, k_SKD, v_SKD
 
     found, expected = run(elementwise, torch.float32), run(reference, torch.float64)
@@ -126,29 +110,15 @@ class Step:
 
     def attend(self, first: int = 0, threads: int = 1) -> Tensor:
         heads, head_dim = self.q_RND.shape[1:]
-        backend = CpuPaged(
-            page_size=PAGE,
-            heads=heads,
-            kv_heads=self.k_SKD.shape[1],
-            head_dim=head_dim,
-            threads=threads,
-        )
+        shape = {"heads": heads, "kv_heads": self.k_SKD.shape[1], "head_dim": head_dim}
+        backend = CpuPaged(page_size=PAGE, threads=threads, **shape)
         return backend.attend(self.q_RND, self.k_SKD, self.v_SKD, self.rows, first)
 
     def only(self, chosen: list[int]) -> Step:
-        rows = self.rows
-        return replace(
-            self,
-            q_RND=self.q_RND[chosen].contiguous(),
-            rows=replace(
-                rows,
-                token_R=rows.token_R[chosen],
-                position_R=rows.position_R[chosen],
-                kv_slot_R=rows.kv_slot_R[chosen],
-                request_R=rows.request_R[chosen],
-                path_RD=rows.path_RD[chosen].contiguous(),
-            ),
-        )
+        names = ("token_R", "position_R", "kv_slot_R", "request_R", "path_RD")
+        fields = {name: getattr(self.rows, name)[chosen].contiguous() for name in names}
+        q_RND = self.q_RND[chosen].contiguous()
+        return replace(self, q_RND=q_RND, rows=replace(self.rows, **fields))
 
 
 def a_step(
@@ -165,13 +135,10 @@ def a_step(
     """
     pages = sum(-(-length // PAGE) for length in lengths)
     scratch = pages * PAGE
-    k_SKD, v_SKD = torch.full(
-        (2, scratch + len(lengths) * drafts + 3, kv_heads, width), float("nan")
-    )
+    slots = scratch + len(lengths) * drafts + 3
+    k_SKD, v_SKD = torch.full((2, slots, kv_heads, width), float("nan"))
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    table_BP = torch.full(
-        (len(lengths), max(-(-length // PAGE) for length in lengths)), -1, dtype=torch.int32
-    )
+    table_BP = torch.full((len(lengths), -(-max(lengths) // PAGE)), -1, dtype=torch.int32)
     position, kv_slot, request, path, taken = [], [], [], [], 0
     for b, length in enumerate(lengths):
         count = -(-length // PAGE)
@@ -179,10 +146,8 @@ def a_step(
         held = table_BP[b, torch.arange(length) // PAGE].long() * PAGE + torch.arange(length) % PAGE
         own = torch.arange(scratch + b * drafts, scratch + (b + 1) * drafts)
         for used in (held, own):
-            k_SKD[used], v_SKD[used] = (
-                noise(len(used), kv_heads, width, seed=b),
-                noise(len(used), kv_heads, width, seed=50 + b),
-            )
+            k_SKD[used] = noise(len(used), kv_heads, width, seed=b)
+            v_SKD[used] = noise(len(used), kv_heads, width, seed=50 + b)
         for p in range(max(0, length - certain), length + drafts):
             seen = own[: max(0, p - length + 1)].tolist()
             position.append(p)
@@ -225,9 +190,8 @@ def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first):
 def test_torch_backend_agrees_with_the_cpu_backend():
     step = a_step(4, 2, 32)
     twin = BACKENDS.resolve("torch")(page_size=PAGE, heads=4, kv_heads=2, head_dim=32)
-    assert_close(
-        "out_RND", step.attend(), twin.attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows)
-    )
+    expected_RND = twin.attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows)
+    assert_close("out_RND", step.attend(), expected_RND)
 
 
 @pytest.mark.parametrize(("width", "group"), [(10, 1), (37, 3), (64, 2), (128, 7)])

@@ -186,9 +186,8 @@ def node_key(survival: float, column: int, request: int) -> tuple[int, int, int]
     """Return a sort key, smaller = better: 11 bits per octave of survival, then the lower column,
     then the earlier request.
     """
-    octaves = (
-        int(np.float32(survival).view(np.int32)) - int(np.float32(2.0**-16).view(np.int32))
-    ) >> 12
+    bits, least = (int(np.float32(each).view(np.int32)) for each in (survival, 2.0**-16))
+    octaves = (bits - least) >> 12
     return -min(max(octaves, 0), 32766), column, request
 
 
@@ -217,18 +216,15 @@ def verified_rows(
             entries.append((-1, 0))
             continue
         root, length = len(rows), int(batch_slots.length_Q[q])
+        of_request = {"batch_slot": int(q), "base": length, "request": b}
         rows.append(
             {
                 "token": int(batch_slots.token_QT[q, length - 1]),
                 "position": length - 1,
                 "kv_slot": kv_slot_of(batch_slots, q, length - 1),
-                "batch_slot": int(q),
-                "base": length,
                 "path": [],
-                "parent": -1,
-                "node": -1,
-                "request": b,
-                "column": -1,
+                **dict.fromkeys(("parent", "node", "column"), -1),
+                **of_request,
             }
         )
         row_of = {-1: root}
@@ -242,13 +238,11 @@ def verified_rows(
                     "token": node["token"],
                     "position": length - 1 + node["depth"],
                     "kv_slot": kv_slot,
-                    "batch_slot": int(q),
-                    "base": length,
                     "path": above["path"] + [kv_slot],
                     "parent": row_of[node["parent"]],
                     "node": 0,
-                    "request": b,
                     "column": column,
+                    **of_request,
                 }
             )
         entries.append((root, len(rows) - root))

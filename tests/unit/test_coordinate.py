@@ -50,31 +50,32 @@ class Run:
         given |= {"hold_s": 60.0, **options}
         clients = {server.url: Client(server.url, timeout_s=30.0) for server in servers}
         self.peers = Peers(clients, self.lines.append, look_s)
+        asked, clock = argparse.Namespace(**given), lambda: self.now_s
         self.coordinator = Coordinator(
-            self.peers,
-            argparse.Namespace(**given),
-            lambda: self.now_s,
-            self._sleep,
-            self.lines.append,
-            act_s,
+            self.peers, asked, clock, self._sleep, self.lines.append, act_s
         )
-        self.on_round = lambda: None
+        self.trains: FakeServer | None = None  # it has a drafter as soon as it may train
+
+    def steps(self, *times_s: float) -> None:
+        for now_s in times_s:
+            self.now_s = now_s
+            self.coordinator.step()
 
     def _sleep(self, seconds: float) -> None:
         self.now_s += seconds
-        self.on_round()
+        if self.trains is not None and self.trains.state == "training" and self.trains.taken:
+            adopts(self.trains)
+
+
+def adopts(server: FakeServer) -> None:
+    server.drafter, server.adopted, server.file = NEW, 1, safetensors(7.0)
 
 
 def test_a_round_of_one_idle_server_ends_with_one_drafter_on_all(fleet: list[FakeServer]) -> None:
     for server in fleet[1:]:
         server.load = 2
     first, coordinated = fleet[0], Run(fleet)
-
-    def trained() -> None:
-        if first.state == "training" and first.taken:
-            first.drafter, first.adopted, first.file = NEW, 1, safetensors(7.0)
-
-    coordinated.on_round = trained
+    coordinated.trains = first
     assert coordinated.coordinator.run(once=True) == 0
     assert {server.drafter for server in fleet} == {NEW}
     assert {server.file for server in fleet} == {safetensors(7.0)}
@@ -87,14 +88,11 @@ def test_a_round_of_one_idle_server_ends_with_one_drafter_on_all(fleet: list[Fak
 
 def test_training_is_taken_back_and_a_lost_server_is_named_once(fleet: list[FakeServer]) -> None:
     coordinated = Run(fleet)
-    coordinated.coordinator.step()
-    coordinated.now_s = 6.0
-    coordinated.coordinator.step()
+    coordinated.steps(0.0, 6.0)
     assert fleet[0].state == "training"
     fleet[0].load = 1
     fleet[3].gone = True
-    for _ in range(3):
-        coordinated.coordinator.step()
+    coordinated.steps(6.0, 6.0, 6.0)
     assert fleet[0].state == "paused" and fleet[1].state == "training"
     assert sum("left out" in line for line in coordinated.lines) == 1
     fleet[3].gone = False
@@ -105,12 +103,7 @@ def test_training_is_taken_back_and_a_lost_server_is_named_once(fleet: list[Fake
 def test_server_unable_to_adopt_is_named(fleet: list[FakeServer]) -> None:
     coordinated, first = Run(fleet[:2]), fleet[0]
     fleet[1].refuses_push = True
-
-    def trained() -> None:
-        if first.state == "training":
-            first.drafter, first.adopted, first.file = NEW, 1, safetensors(7.0)
-
-    coordinated.on_round = trained
+    coordinated.trains = first
     assert coordinated.coordinator.run(once=True) == 1
     assert fleet[1].drafter == "d0"
     assert f"{fleet[1].url} cannot adopt {NEW}; it keeps its own" in coordinated.lines
@@ -120,8 +113,7 @@ def test_server_unable_to_adopt_is_named(fleet: list[FakeServer]) -> None:
 def test_pauses_are_renewed_and_an_operators_is_left_alone(fleet: list[FakeServer]) -> None:
     coordinated = Run(fleet[:3], hold_s=30.0)
     fleet[0].state, fleet[0].held_s = "paused", None
-    for coordinated.now_s in (0.0, 6.0, 8.0):
-        coordinated.coordinator.step()
+    coordinated.steps(0.0, 6.0, 8.0)
     assert (fleet[0].state, fleet[0].held_s) == ("paused", None)
     assert fleet[1].state == "training" and fleet[2].held_s == 30.0
     fleet[2].state, fleet[2].held_s = "idle", None  # its pause has ended, or it has restarted
@@ -143,8 +135,7 @@ def test_slow_or_forbidding_server_blocks_no_other(fleet: list[FakeServer]) -> N
     fleet[0].refusal = {"code": "forbidden", "message": "operate is needed", "retryable": False}
     fleet[1].delay_s = 1.5
     fleet[3].junk = True
-    for coordinated.now_s in (0.0, 6.0):
-        coordinated.coordinator.step()
+    coordinated.steps(0.0, 6.0)
     assert fleet[2].state == "training" and fleet[1].state == "idle"
     for server, why in ((0, "operate is needed"), (1, "no answer within 0.5 s"), (3, "KeyError")):
         [line] = [line for line in coordinated.lines if fleet[server].url in line]
@@ -154,10 +145,9 @@ def test_slow_or_forbidding_server_blocks_no_other(fleet: list[FakeServer]) -> N
 
 def test_a_slow_push_holds_up_no_other(fleet: list[FakeServer]) -> None:
     coordinated, first = Run(fleet[:3], act_s=0.3), fleet[0]
-    for coordinated.now_s in (0.0, 6.0):
-        coordinated.coordinator.step()
+    coordinated.steps(0.0, 6.0)
     assert first.state == "training"
-    first.drafter, first.adopted, first.file = NEW, 1, safetensors(7.0)
+    adopts(first)
     fleet[1].slow_push = threading.Event()
     coordinated.coordinator.step()
     assert [server.drafter for server in fleet[:3]] == [NEW, "d0", NEW]
@@ -178,8 +168,7 @@ def test_a_second_coordinator_is_named(fleet: list[FakeServer]) -> None:
     for now_s in (0.0, 6.0, 12.0, 18.0):
         fleet[0].load = int(now_s == 12.0)  # the first one moves on, and is held by the second
         for coordinated in both:
-            coordinated.now_s = now_s
-            coordinated.coordinator.step()
+            coordinated.steps(now_s)
     named = "against what it was asked here: another tlt drafter coordinate runs"
     assert any(f"{fleet[0].url} trains" in line and named in line for line in both[1].lines)
     for coordinated in both:
@@ -199,12 +188,7 @@ def test_one_coordinator_alone_names_no_other(fleet: list[FakeServer]) -> None:
 def test_a_server_of_another_target_is_named_and_gets_nothing(fleet: list[FakeServer]) -> None:
     coordinated, first = Run(fleet[:3]), fleet[0]
     fleet[2].target = "t1"
-
-    def trained() -> None:
-        if first.state == "training":
-            first.drafter, first.adopted, first.file = NEW, 1, safetensors(7.0)
-
-    coordinated.on_round = trained
+    coordinated.trains = first
     assert coordinated.coordinator.run(once=True) == 0
     assert [server.drafter for server in fleet[:3]] == [NEW, NEW, "d0"]
     [line] = [line for line in coordinated.lines if fleet[2].url in line]
@@ -217,15 +201,12 @@ def test_a_server_of_another_target_is_named_and_gets_nothing(fleet: list[FakeSe
 
 
 def test_unusable_flags_are_refused() -> None:
-    short = argparse.Namespace(servers=["http://a"], min_idle=0, hold_s=2.0, interval_s=1.0)
-    with pytest.raises(StartupError, match="longer than two intervals"):
-        run(short)
-    long = argparse.Namespace(servers=["http://a"], min_idle=0, hold_s=9e4, interval_s=1.0)
-    with pytest.raises(StartupError, match="at most 86400 s"):
-        run(long)
-    twice = argparse.Namespace(servers=["http://a", "http://a/"], min_idle=0)
-    with pytest.raises(StartupError, match="twice"):
-        run(twice)
-    none = argparse.Namespace(servers=["http://a"], min_idle=1)
-    with pytest.raises(StartupError, match="none could ever train"):
-        run(none)
+    good = {"servers": ["http://a"], "min_idle": 0, "hold_s": 30.0, "interval_s": 1.0}
+    for wrong, why in (
+        ({"hold_s": 2.0}, "longer than two intervals"),
+        ({"hold_s": 9e4}, "at most 86400 s"),
+        ({"servers": ["http://a", "http://a/"]}, "twice"),
+        ({"min_idle": 1}, "none could ever train"),
+    ):
+        with pytest.raises(StartupError, match=why):
+            run(argparse.Namespace(**good | wrong))

@@ -60,18 +60,23 @@ class Recording:
         return self
 
 
-OTHERS = (
-    ["filtered"],
-    ["edited"],
-    ["structured"],
-    ["filtered", "edited"],
-    ["filtered", "structured"],
-)
+def started() -> tuple[Recording, IdleRecorder]:
+    """Return a runner after its start with `short`, and what records in its idle time."""
+    runner = Recording().started(short)
+    return runner, IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
+
+
+def drain(record: IdleRecorder, reach: Any = short) -> None:
+    while record(reach):
+        pass
+
+
+ALONE = (["filtered"], ["edited"], ["structured"])
+OTHERS = (*ALONE, ["filtered", "edited"], ["filtered", "structured"])
 
 
 def test_variants_are_recorded_after_a_start_largest_first() -> None:
-    runner = Recording().started(short)
-    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
+    runner, record = started()
     extends = [key for key in runner.shapes.captured(short) if isinstance(key, ExtendKey)]
     for number in range(1, len(OTHERS) * len(extends) + 1):
         assert record(short) and len(runner.recorded) == number
@@ -84,26 +89,21 @@ def test_variants_are_recorded_after_a_start_largest_first() -> None:
 
 
 def test_half_recorded_pass_is_recorded_again() -> None:
-    runner = Recording().started(short)
-    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
-    while record(short):
-        pass
+    runner, record = started()
+    drain(record)
     halves = [key for key in runner.recorded if key.structured]
     runner.clear()
     runner.started(short)
     for key in halves:
         runner.graphs._graphs[key] = key  # type: ignore[assignment]
-    while record(short):
-        pass
+    drain(record)
     assert halves and {SecondHalf(key) for key in halves} <= {*runner.graphs._graphs}
 
 
 def test_another_policy_brings_its_own_steps_first() -> None:
-    runner = Recording().started(short)
-    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
+    runner, record = started()
     assert record(short) and runner.recorded.pop().filtered
-    while record(wide):
-        pass
+    drain(record, wide)
     known, plain = {*runner.shapes.captured(short)}, runner.shapes.captured(wide)
     first = [key for key in plain if key not in known]
     assert first and runner.recorded[: len(first)] == first
@@ -111,37 +111,30 @@ def test_another_policy_brings_its_own_steps_first() -> None:
 
 
 def test_description_of_a_policy_counts_passes_with_graphs() -> None:
-    runner = Recording().started(short)
-    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
+    runner, record = started()
     own, every = len(runner.shapes.captured(short)), len(runner.shapes.captured(wide))
     assert record.prepared(short).startswith(f"{own} of {own} passes")
     assert own < every and record.prepared(wide).startswith(f"{own} of {every} passes")
-    while record(wide):
-        pass
+    drain(record, wide)
     assert record.prepared(wide).startswith(f"{every} of {every} passes")
 
 
 def test_idle_time_records_all_again_after_a_sleep() -> None:
-    runner = Recording().started(short)
-    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
-    while record(short):
-        pass
+    runner, record = started()
+    drain(record)
     everything = {*runner.graphs._graphs}
     runner.clear()
-    while record(short):
-        pass
+    drain(record)
     assert {*runner.graphs._graphs} == everything
 
 
 def test_recording_needs_quiet_and_half_of_the_memory() -> None:
-    runner = Recording().started(short)
-    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
+    runner, record = started()
     runner.quiet = False
     assert not record(short) and not runner.recorded
     runner.quiet = True
     runner.graphs._most_bytes = 2 * (runner.graphs.total_bytes + 3)
-    while record(short):
-        pass
+    drain(record)
     assert len(runner.recorded) == 3
     runner.graphs._most_bytes *= 100
     assert record(short)
@@ -150,8 +143,7 @@ def test_recording_needs_quiet_and_half_of_the_memory() -> None:
 def test_memory_shortage_ends_recording_but_not_the_engine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    runner = Recording().started(short)
-    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
+    runner, record = started()
     runner.full = True
     assert record(short)
     assert "no room to record" in capsys.readouterr().err
