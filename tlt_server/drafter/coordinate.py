@@ -123,7 +123,7 @@ class Coordinator:
             self._sleep(self._options.interval_s)
 
     def step(self) -> list[Seen]:
-        """Look, decide and act once; return what was seen before."""
+        """Look, decide and act once; return the servers as seen before acting."""
         self._harvest()
         seen = self._peers.look()
         sources = [server.url for server in seen]
@@ -139,7 +139,7 @@ class Coordinator:
         return seen
 
     def _act_all(self, actions: Sequence[Action], sources: Sequence[str]) -> list[Done]:
-        """Carry out what is asked of one server."""
+        """Carry out the actions on one server."""
         done: list[Done] = []
         for action in actions:
             try:
@@ -149,7 +149,7 @@ class Coordinator:
         return done
 
     def _harvest(self) -> None:
-        """Take note of what was done."""
+        """Note the actions that have ended."""
         for url in [url for url, doing in self._asked.items() if doing.done()]:
             for action, result in self._asked.pop(url).result():
                 if isinstance(result, str):
@@ -177,7 +177,7 @@ class Coordinator:
                 self._say(f"{action.url} cannot adopt {action.version}; it keeps its own")
 
     def _tell(self, notes: Mapping[str, str], answered: Sequence[str]) -> None:
-        """Say of servers that answered what has changed."""
+        """Say which notes on answering servers changed."""
         for url in answered:
             note, before = notes.get(url, ""), self._notes.get(url, "")
             if note != before:
@@ -191,7 +191,7 @@ class Coordinator:
         self._files.cleanup()
 
     def _act(self, action: Action, sources: Sequence[str]) -> str:
-        """Ask it of the server, and return a line that says so; empty: nothing is new."""
+        """Carry out an action, and return a line that says so; empty: nothing is new."""
         if isinstance(action, LetTrain):
             moved = self._peers.gather(action.url, [*sources], self._options.gather_mb * 2**20)
             self._peers.train(action.url)

@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 
 
 class LetTrain(NamedTuple):
-    """Let this server train on what all have recorded."""
+    """Let this server train on the sequences of all."""
 
     url: str
     again: bool = False  # it was let, but has begun nothing yet
@@ -49,7 +49,7 @@ class StopTraining(NamedTuple):
 
 
 class GiveSamples(NamedTuple):
-    """Hand this server what the others recorded."""
+    """Hand this server the sequences of the others."""
 
     url: str
 
@@ -77,7 +77,7 @@ class Coordination:
     quiet_s: float = 5.0  # for which a server must be idle before it trains
     training: str = ""  # the server that trains; empty: none
     last: str = ""  # the one that trained last
-    shared: SharedDrafter | None = None  # what all are given
+    shared: SharedDrafter | None = None  # the drafter that all are given
     rounds: int = 0  # rounds ended at the training server since it began
     notes: dict[str, str] = field(default_factory=dict)  # server -> why it takes no part
     # Servers that something else has let train, or held, against what was asked here.
@@ -91,7 +91,7 @@ class Coordination:
     def decide(
         self, seen: Sequence[Seen], now_s: float, asked: Collection[str] = ()
     ) -> list[Action]:
-        """Return what to ask of the servers that answered, in order. `asked`: those that have not
+        """Return the actions on servers that answered, in order. `asked`: those that have not
         done yet what they were asked before.
         """
         target = _common_target(seen)

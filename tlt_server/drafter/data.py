@@ -177,7 +177,7 @@ def _document(line: DataLine, limits: TargetLimits, text: Text | None, place: st
 def _conversation(
     messages: Sequence[TextTurn], text: Text, place: str
 ) -> list[tuple[list[int], bool]]:
-    """Encode what comes before each answer and the answer apart, as a server meets them."""
+    """Encode each answer apart from the text before it, as a server meets them."""
     turns = [{"role": each.role, "content": each.content} for each in messages]
     parts: list[tuple[str, bool]] = []
     known = ""

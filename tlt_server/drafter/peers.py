@@ -153,7 +153,7 @@ def _judged(refused: Mapping[str, int]) -> int:
 
 
 def seen_of(url: str, load: int, drafter: Mapping[str, Any], weights: Mapping[str, Any]) -> Seen:
-    """Return what replies of `GET /load`, `/drafter` and `/weights` say together."""
+    """Return a server's state from replies of `GET /load`, `/drafter` and `/weights`."""
     trainer = drafter["trainer"]
     made_for = {served["weight_version"]: served["trained_for"] for served in drafter["drafters"]}
     return Seen(

@@ -35,7 +35,7 @@ class EvaluatedRecord(NamedTuple):
     refused: tuple[str, ...] = ()  # what was left out, and why
 
     def run(self, name: str | None, drafts_V: NDArray[np.bool_]) -> Verifications:
-        """Return what was verified under a policy; without a name under the last one that drafted.
+        """Return the verifications under a policy; without a name under the last one that drafted.
         `StartupError` if there is none.
         """
         named = [
@@ -74,7 +74,7 @@ class EvaluatedRecord(NamedTuple):
             )
 
     def head(self, responses: int | None) -> SampleSet:
-        """Return the record with what was verified of its first responses only."""
+        """Return the record with the verifications of its first responses only."""
         if responses is None:
             return self.samples
         verified = self.samples.verified

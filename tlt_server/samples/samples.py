@@ -21,7 +21,7 @@ from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 
 class Legend(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The names that indices of `SampleSet` stand for, and what the tokens belong to."""
+    """The names that indices of `SampleSet` stand for, and the model of its tokens."""
 
     vocab_size: int
     model: str = ""  # identity of the target without its weights, see `identity.py`

@@ -102,7 +102,7 @@ class Checkpoints:
         self._trainer.good = copy
 
     def close(self) -> None:
-        """Write what has begun, and wait for it."""
+        """Write the checkpoint that has begun, and wait for it."""
         self.settle()
         if self._writer is not None:
             self._writer.join()
@@ -134,7 +134,7 @@ def write(directory: Path, state: State, identity: Mapping[str, str]) -> Path:
 
 
 def newest(directory: Path, identity: Mapping[str, str]) -> tuple[Found | None, list[str]]:
-    """Return the newest whole checkpoint of a run, and what is wrong with those that are newer.
+    """Return the newest whole checkpoint of a run, and the faults of newer ones.
 
     `StorageFailed` where whole ones belong to another run only.
     """

@@ -134,7 +134,7 @@ class TrainableDrafter:
         raise NotImplementedError
 
     def join(self, embedded_NH: Tensor, g_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a slot's attention reads, and the start of its residual stream."""
+        """Return the input of a slot's attention, and the start of its residual stream."""
         raise NotImplementedError
 
     def logits(self, h_NH: Tensor, frozen: Frozen) -> Tensor:

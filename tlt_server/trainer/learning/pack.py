@@ -35,7 +35,7 @@ SMALL = ("token_N", "position_N", "root_N", "counted_N", "left_N")  # a pack's t
 
 
 class DocumentPart(NamedTuple):
-    """Consecutive tokens of a document with what the target says over them."""
+    """Consecutive tokens of a document with the target's states over them."""
 
     tokens_T: Tensor  # int64
     features_TF: Tensor  # inputs of the drafter's feature layers, side by side

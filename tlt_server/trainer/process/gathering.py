@@ -26,7 +26,7 @@ class NeedsFeatures(Protocol):
     """Work that reads features."""
 
     def lacking(self) -> Lacking:
-        """Return what the next round has no features of."""
+        """Return the sequences of the next round without features."""
 
     def ready(self) -> bool:
         """Return True if there are features to train on."""
@@ -35,12 +35,12 @@ class NeedsFeatures(Protocol):
 class FeatureGathering:
     def __init__(self, send: Callable[[Recompute], None], clock: Callable[[], float]) -> None:
         self._send, self._clock = send, clock
-        self._asked: Lacking | None = None  # what was asked for last
+        self._asked: Lacking | None = None  # the last request to the engine
         self._came = 0  # sequences of it that have features by now
         self._look_s = self._came_s = 0.0
 
     def begin_again(self) -> None:
-        """Wait no longer for what was asked for: other weights are in force."""
+        """Wait no longer for features: the weights changed."""
         self._asked = None
 
     def done(self, work: NeedsFeatures) -> bool:

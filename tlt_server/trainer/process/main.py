@@ -111,7 +111,7 @@ class Keeper:
         return BATCH
 
     def report(self) -> BufferReport | None:
-        """Return how it stands; None where nothing has changed, or too little time has passed."""
+        """Return the report; None where nothing has changed, or too little time has passed."""
         now_s = self._clock()
         if self._reported is not None and now_s < self._report_s:
             return None
@@ -160,7 +160,7 @@ class FrontendPipes:
         return msgspec.json.decode(line, type=TrainerSettings)
 
     def messages(self) -> list[ToTrainer]:
-        """Return what has come since."""
+        """Return the messages since the last call."""
         with contextlib.suppress(BlockingIOError):
             self._part += os.read(self._input, MAX_REPORT)
         *lines, self._part = self._part.split(b"\n")
@@ -235,7 +235,7 @@ def main() -> int:
         if not busy and stop.wait(POLL_S):
             break
     while keeper.take():
-        pass  # what the engine has offered last
+        pass  # the last sequences of the engine
     return 0
 
 

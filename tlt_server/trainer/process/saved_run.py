@@ -27,13 +27,13 @@ class SavedRun:
 
     @property
     def checkpoints(self) -> Checkpoints | None:
-        """Return what writes them; None while no state is trained."""
+        """Return the writer of checkpoints; None while no state is trained."""
         return self._checkpoints
 
     def newest(
         self, trainer: Trainer, lineage: Mapping[str, str]
     ) -> tuple[Found | None, list[str]]:
-        """Return the newest checkpoint under a lineage, if any, and what is wrong with others."""
+        """Return the newest checkpoint under a lineage, if any, and the faults of others."""
         directory, identity = self._place(trainer, lineage)
         return newest(directory, identity) if directory.is_dir() else (None, [])
 
@@ -76,7 +76,7 @@ class SavedRun:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _place(self, trainer: Trainer, lineage: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
-        """Return where the checkpoints of a lineage are, and what they name."""
+        """Return the directory of a lineage's checkpoints, and their identity."""
         identity = {
             **lineage,
             "weights": str(len(trainer.state.weight_P)),

@@ -56,7 +56,7 @@ class Schedule:
         self.recorded = 0
 
     def judged(self, *, gain: bool) -> None:
-        """Learn what a round was worth."""
+        """Learn whether a round gained."""
         self._misses = 0 if gain else self._misses + 1
         if gain:
             self.interval = self._first
@@ -65,7 +65,7 @@ class Schedule:
             self.interval = min(2 * self.interval, self._most)
 
     def renewed(self) -> None:
-        """Begin afresh: weights, or what they are asked, have changed."""
+        """Reset: the weights or the workload changed."""
         self.interval, self._misses = self._first, 0
 
 

@@ -66,7 +66,7 @@ class Work(NeedsFeatures, Protocol):
         """
 
     def round(self) -> Round:
-        """Train on what is recorded and judge the result, yielding the state after each segment.
+        """Train on recorded sequences and judge the result, yielding the state after each segment.
         `MemoryError` where memory ran out: the round is over.
         """
 
@@ -90,7 +90,7 @@ class SpotTrainer:
         clock: Callable[[], float] = time.monotonic,
         schedule: Schedule | None = None,
     ) -> None:
-        """`work` makes what does it on a device, once weights are here."""
+        """`work` makes the work on a device, once weights are handed over."""
         self.phases, self.schedule = StateMachine(clock), schedule or Schedule()
         self._make, self._send, self._clock = work, send, clock
         self._made: Work | None = None
@@ -310,7 +310,7 @@ class SpotTrainer:
     # -- reports -----------------------------------------------------------------------------------
 
     def report(self) -> SpotReport | None:
-        """Return what has changed; None where nothing has, or too little time has passed."""
+        """Return the report; None where nothing has changed, or too little time has passed."""
         state = self.state
         same = self._reported is not None and state == self._reported.state
         if same and self._clock() < self._report_s:

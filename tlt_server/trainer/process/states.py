@@ -1,4 +1,4 @@
-"""The states of the trainer, and the quiet time after which it goes on. No torch, and clocks are
+"""The states of the trainer, and the quiet time after which it continues. No torch, and clocks are
 passed in.
 
 `StateMachine` is asked between two segments. It parks as soon as the engine has work, keeps what is
@@ -85,7 +85,7 @@ class StateMachine:
         self.enter(TrainerState.PARKED)
 
     def pause(self, reason: str) -> None:
-        """Stop until `resume`; what is half done is kept."""
+        """Stop until `resume`, and keep a half-done round."""
         self.enter(TrainerState.PAUSED, reason)
 
     def resume(self) -> None:
@@ -96,7 +96,7 @@ class StateMachine:
             self.enter(TrainerState.IDLE)
 
     def drop(self) -> None:
-        """Forget what is half done: it was abandoned."""
+        """Forget the half-done round: it was abandoned."""
         self._half_done = None
         if self.state in WORKING or self.state in (TrainerState.PARKED, TrainerState.ADOPTING):
             self.enter(TrainerState.IDLE)

@@ -1,4 +1,4 @@
-"""The work of the spot trainer: rounds over what is recorded, each of which ends in a candidate
+"""The work of the spot trainer: rounds over recorded sequences, each of which ends in a candidate
 that is replayed against the drafter in force.
 
 A round draws sequences that have features in force, trains on them, and writes the candidate
@@ -80,7 +80,7 @@ class DrafterWork:
         self._trainer: Trainer | None = None
         self._saved = SavedRun(Path(settings.checkpoints), Path(settings.model))
         self._numbers = CandidateNumbers(self._directory.with_name(NUMBER))
-        self._wanted: list[Recorded] | None = None  # what the next round reads, for its features
+        self._wanted: list[Recorded] | None = None  # sequences of the next round
         self._longest = 0  # tokens of a sequence that the engine can compute again
         self._candidates = self._numbers.last  # number of the last one that was written
         self._rounds = 0
@@ -236,7 +236,7 @@ class DrafterWork:
         return outcome._replace(paid=self._spacing.judged(gain))
 
     def _with_features(self, entries: Sequence[Recorded], version: str) -> Strata:
-        """Return what may be trained on and has features, by stratum."""
+        """Return the sequences with features that may be trained on, by stratum."""
         strata = sampling.strata_of(entries, version)
         found: Strata = {}
         for stratum, those in strata.items():
@@ -273,7 +273,7 @@ class DrafterWork:
         except GeneratorExit:
             if last == "optimizer":
                 for _ in segments:
-                    pass  # what has begun to change weights ends
+                    pass  # a step that changes weights already runs to its end
             else:
                 trainer.abandon()
             raise
@@ -375,6 +375,6 @@ class DrafterWork:
         return outcome
 
     def _held_out(self, entries: list[Recorded], version: str) -> list[list[Recorded]]:
-        """Return the held-out prompts that judge, those of their sequences that have states."""
+        """Return the held-out prompts that judge, each with its sequences that have states."""
         held = self._states.having(version, sampling.evaluated(entries, version))
         return sampling.judging(held, JUDGED_GROUPS)

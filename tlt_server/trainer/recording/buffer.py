@@ -69,7 +69,7 @@ class SampleBuffer:
         bounds: BufferBounds,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read what the directory holds. Without one everything stays in memory."""
+        """Read the directory's segments. Without one everything stays in memory."""
         self.header, self.bounds = header, bounds
         self.refusals = Refusals()
         self.disk_error = ""  # why sequences are in memory only; empty: they are not
@@ -188,8 +188,8 @@ class SampleBuffer:
         return not (full or segment.bytes + entry.size > self.bounds.bytes // PARTS)
 
     def _write(self, path: Path, data: bytes) -> bool:
-        """Append to a file, and tell whether that was done. Where it fails, what the file has so
-        far is found again by the next process.
+        """Append to a file; False where that failed. The next process finds what was written
+        before.
         """
         try:
             append(path, data)

@@ -50,7 +50,7 @@ def steps_of(entries: Iterable[Recorded], in_force: str) -> list[str]:
 
 
 def strata_of(entries: Sequence[Recorded], in_force: str) -> dict[Stratum, list[Recorded]]:
-    """Return what may be trained on, by stratum."""
+    """Return the sequences that may be trained on, by stratum."""
     step_of = {version: step for step, version in enumerate(steps_of(entries, in_force))}
     found: dict[Stratum, list[Recorded]] = defaultdict(list)
     for entry in entries:

@@ -70,7 +70,7 @@ class FeatureSource(Protocol):
 
 
 class Task(NamedTuple):
-    """A drafter, and what is done at its roots."""
+    """A drafter, and the plan of its roots."""
 
     drafter: ReplayedDrafter
     plan: RootPlan

@@ -82,7 +82,7 @@ class GpuTrees:
         self._known = 0  # number of the staging whose keys and values are here
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
-        """Draft a whole tree from each root; without a budget also from what hardly survives."""
+        """Draft a tree from each root; without a budget also below nodes that hardly survive."""
         with torch.inference_mode():
             self._catch_up()
             return self._drafted(batch, strategy)
@@ -142,7 +142,7 @@ class GpuTrees:
         return candidates_of(columns, columns, *(part.flatten().cpu().numpy() for part in parts))
 
     def _of(self, requests: int, depth: int, width: int) -> DraftTrees:
-        """Return the buffers of a shape; those that were used last are kept."""
+        """Return the buffers of a shape. The last used ones are kept."""
         key = requests, depth, width
         trees = self._trees.pop(key, None) or DraftTrees(
             self._attention, *key, columns=growth.columns(depth, width), device=self._device.type

@@ -1,6 +1,6 @@
-"""Weights in force as a trainer has them: a directory that the engine writes, and what is made of
-it. The target is there with its embedding and the head's rows of the draft vocabulary only; on a
-GPU the trainer, and drafters that are replayed, share them.
+"""The active weights as a trainer reads them: a directory that the engine writes. The target is
+there with its embedding and the head's rows of the draft vocabulary only; on a GPU the trainer, and
+drafters that are replayed, share them.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class StagedResponses:
         self.cache.features_SF.numpy()[self.kv_slot_T] = features_TF.numpy()
 
     def batch(self, roots: Roots) -> DraftBatch:
-        """Return what a drafter sees."""
+        """Return the drafter's input at these roots."""
         return DraftBatch.of(
             self._responses,
             self._chosen_N[roots.response_B],

@@ -1,4 +1,4 @@
-"""A prefill of whole texts: what the target computes of recorded tokens, on any device.
+"""A prefill of whole texts: the target's states over recorded tokens, on any device.
 
 In strict numerics a row's bits depend on its prefix only, so large chunks, which may hold rows of
 several texts, give the bits that serving had on such a device.
