@@ -16,10 +16,7 @@ from tlt_server.trainer.exporting.export import export
 from tlt_server.trainer.exporting.export_layouts import Card
 from tlt_server.trainer.judging.figures import accept_length
 from tlt_server.trainer.replaying.evaluate import ReplayStage, Task, evaluate
-from tlt_server.trainer.replaying.plans import PinnedPlan
-from tlt_server.wire.records import Strategy
-
-REPLAYED = Strategy("eagle", 7, 4, 16)
+from tlt_server.trainer.replaying.plans import PinnedPlan, usual_tree
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,10 +46,11 @@ def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> st
     record.expect_one_version()
     responses = record.samples.responses
     source, drafters = loaded(arguments, record, [drafter, directory], "cpu")
+    tree = usual_tree(drafters[0].kind)
     mine, written = evaluate(
         responses,
         range(len(responses)),
-        [Task(each, PinnedPlan(REPLAYED)) for each in drafters],
+        [Task(each, PinnedPlan(tree)) for each in drafters],
         ReplayStage(source),
     )
     for name, found_C in vars(mine).items():
@@ -63,6 +61,6 @@ def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> st
             )
     return (
         f"{accept_length(mine):.3f} tokens per cycle over {len(responses)} recorded "
-        f"responses, replayed under {REPLAYED.name}; the export and its source accept the same in "
+        f"responses, replayed under {tree.name}; the export and its source accept the same in "
         f"each of {len(mine)} cycles."
     )

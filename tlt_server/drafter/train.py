@@ -33,7 +33,7 @@ from tlt_server.trainer.learning.objectives import make_objective
 from tlt_server.trainer.learning.pack import Cursor, Packer
 from tlt_server.trainer.learning.step import AdamWSettings, StepOutcome, Trainer, default_rate
 from tlt_server.trainer.replaying.evaluate import ReplayStage, Task, evaluate, fit_calibration
-from tlt_server.trainer.replaying.plans import PinnedPlan
+from tlt_server.trainer.replaying.plans import PinnedPlan, usual_tree
 from tlt_server.trainer.replaying.replay import ReplayedDrafter
 from tlt_server.trainer.target.prefill import Prefill, load_prefill
 from tlt_server.trainer.target.recompute import Document, Recomputed, RecomputedFeatures
@@ -41,7 +41,6 @@ from tlt_server.weights.checksums import checksum
 from tlt_server.wire.records import Strategy
 
 PLAIN_EVERY_S = 5.0
-FITTED = Strategy("eagle", 7, 4, 16)  # trees that a calibration is fitted to, as a server's own is
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,7 +121,8 @@ class _HeldOut:
     def calibrate(self, directory: Path) -> None:
         """Write the calibration of the drafter in a directory."""
         drafter = self._load(directory)
-        fit_calibration(drafter, self._responses, self._all, self._stage(), FITTED)
+        tree = usual_tree(drafter.kind)
+        fit_calibration(drafter, self._responses, self._all, self._stage(), tree)
         drafter.weights.calibration.save(directory)
 
     def _load(self, directory: Path) -> ReplayedDrafter:

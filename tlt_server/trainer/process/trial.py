@@ -38,15 +38,13 @@ from tlt_server.trainer.replaying.evaluate import (
     fit_calibration,
 )
 from tlt_server.trainer.replaying.handed import Handed, digest_of
-from tlt_server.trainer.replaying.plans import PinnedPlan
+from tlt_server.trainer.replaying.plans import PinnedPlan, usual_tree
 from tlt_server.trainer.replaying.replay import ReplayedDrafter
 from tlt_server.trainer.replaying.self_check import self_check
-from tlt_server.wire.records import Strategy
 from tlt_server.wire.training import Facts, Judged, Offer, TrainerState, version_of
 
 FITTED = 48  # sequences that a calibration is fitted to
 PART = 8  # prompts between two looks at the engine
-DEPTH, WIDTH, ROWS = 7, 4, 16  # the replay's tree
 
 
 class Trial:
@@ -69,7 +67,7 @@ class Trial:
         self._handed, self._directory, self._number = handed, directory, number
         self.digest = ""  # the candidate's; empty before it was read
         self._vocab_size, self._checked, self._tables = vocab_size, checked, tables
-        self._strategy = Strategy(handed.in_force.kind, DEPTH, WIDTH, ROWS)
+        self._strategy = usual_tree(handed.in_force.kind)
         source = CapturedFeatures(states, handed.target_version, handed.frame.feature_width)
         self._stage = ReplayStage(source)
         self._test = AdoptionTest(before)
@@ -171,7 +169,7 @@ class Trial:
             ms_per_cycle_before=ms_before.per_cycle,
             ms_per_token=ms.per_token,
             ms_per_token_before=ms_before.per_token,
-            accepted_at_depth=figures.by_depth(after, DEPTH),
+            accepted_at_depth=figures.by_depth(after, self._strategy.depth),
         )
         if refused:
             return RoundEnd(refused, judged)

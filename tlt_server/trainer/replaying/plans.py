@@ -20,6 +20,11 @@ from tlt_server.wire.records import Strategy
 _REQUEST = 1 << 32  # positions of one response, in a key of (response, position)
 
 
+def usual_tree(drafter: str) -> Strategy:
+    """Return the tree of trials, calibrations and exports."""
+    return Strategy(drafter, depth=7, width=4, rows=16)
+
+
 class PlannedRoots(NamedTuple):
     strategy_B: NDArray[np.int64]  # index into the plan's strategies
     rows_B: NDArray[np.int32]  # the drafter's own and the root; 0: it did not draft here
