@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.drafter.device import device_of, memory_refused
 from tlt_server.drafter.records import EvaluatedRecord, load_record
-from tlt_server.drafter.table import show
+from tlt_server.drafter.table import show_report
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         "self_check": _check_figures(check) if check else None,
         "rows": _rows(args, record, chosen, found),
     }
-    show(console, report)
+    show_report(console, report)
     if check is not None and check.different and not record.device:
         console.print(
             f"{args.record} does not say what recorded it, and only the same kind of device "

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+
+from tlt_server.bench.tables import show
 
 
-def show(console: Console, report: Mapping[str, Any]) -> None:
+def _saved(name: str) -> str:
+    value, low, high = (f"{{against_first[{name}][{i}]:+.1%}}" for i in range(3))
+    return f"{value} ({low} to {high})"
+
+
+DRAFTER = {"drafter": "{name}"}
+CYCLES = DRAFTER | {
+    "cycles": "{cycles}",
+    "accept length": "{accept_length:.3f}",
+    "coverage": "{coverage:.2%}",
+    "ms/cycle": "{ms_per_cycle:.3f}",
+    "ms/token": "{ms_per_token:.3f}",
+    "cycles saved": _saved("cycles_saved"),
+    "time saved": _saved("time_saved"),
+}
+
+
+def show_report(console: Console, report: Mapping[str, Any]) -> None:
     """Print the report of an evaluation."""
-    rows = report["rows"]
     check = report["self_check"]
     if check is not None:
         console.print(
@@ -24,74 +40,50 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
             console.print(f"  {said}", highlight=False, markup=False)
         for reason, count in check["not_compared"].items():
             console.print(f"  {count} not compared: {reason}", highlight=False, markup=False)
-    names = _short([row["drafter"] for row in rows])
-    _print(
-        console,
-        f"{report['responses']} responses, {report['strategy']}",
-        [
-            "cycles",
-            "accept length",
-            "coverage",
-            "ms/cycle",
-            "ms/token",
-            "cycles saved",
-            "time saved",
-        ],
-        names,
-        [
-            [
-                str(row["cycles"]),
-                f"{row['accept_length']:.3f}",
-                f"{row['coverage']:.2%}",
-                _number(row["ms_per_cycle"]),
-                _number(row["ms_per_token"]),
-                _interval(row, "cycles_saved"),
-                _interval(row, "time_saved"),
-            ]
-            for row in rows
-        ],
-    )
-    depth = max((len(row["accepted_at_depth"]) for row in rows), default=0)
+    names = _short([row["drafter"] for row in report["rows"]])
+    rows = [{**row, "name": name} for row, name in zip(report["rows"], names, strict=True)]
+    show(console, f"{report['responses']} responses, {report['strategy']}", CYCLES, rows)
+    depth = max(len(row["accepted_at_depth"]) for row in rows)
     _print(
         console,
         "share of cycles that accept at least this many drafts",
         [str(d + 1) for d in range(depth)],
-        names,
-        [[f"{share:.3f}" for share in row["accepted_at_depth"]] for row in rows],
+        rows,
+        lambda row: [f"{share:.3f}" for share in row["accepted_at_depth"]],
     )
-    if rows and rows[0]["by_length"]:
-        _print(
-            console,
-            "accept length by tenths of the responses, up to this many tokens",
-            [str(length) for length, _ in rows[0]["by_length"]],
-            names,
-            [[f"{found:.2f}" for _, found in row["by_length"]] for row in rows],
-        )
-    if rows and "by_kind" in rows[0]:
-        kinds = list(rows[0]["by_kind"])
-        _print(
-            console,
-            "accept length by kind",
-            kinds,
-            names,
-            [[_number(row["by_kind"].get(kind)) for kind in kinds] for row in rows],
-        )
+    _print(
+        console,
+        "accept length by tenths of the responses, up to this many tokens",
+        [f"{10 * (i + 1)} %: {most}" for i, (most, _) in enumerate(rows[0]["by_length"])],
+        rows,
+        lambda row: [f"{found:.2f}" for _, found in row["by_length"]],
+    )
+    kinds = [*rows[0].get("by_kind", ())]
+    _print(
+        console,
+        "accept length by kind",
+        kinds,
+        rows,
+        lambda row: [
+            f"{row['by_kind'][kind]:.3f}" if kind in row["by_kind"] else "" for kind in kinds
+        ],
+    )
 
 
 def _print(
     console: Console,
     title: str,
     headings: Sequence[str],
-    names: Iterable[str],
-    cells: Iterable[Sequence[str]],
+    rows: Sequence[Mapping[str, Any]],
+    cells: Callable[[Mapping[str, Any]], list[str]],
 ) -> None:
-    table = Table(title=title)
-    table.add_column("drafter")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for name, row in zip(names, cells, strict=True):
-        table.add_row(Text(name), *row)
-    console.print(table)
+    """Print a table with a column for each heading, if there is any."""
+    columns = {heading: f"{{cells[{i}]}}" for i, heading in enumerate(headings)}
+    none = [""] * len(headings)
+    if headings:
+        show(
+            console, title, DRAFTER | columns, [{**row, "cells": cells(row) + none} for row in rows]
+        )
 
 
 def _short(labels: Sequence[str]) -> list[str]:
@@ -102,15 +94,3 @@ def _short(labels: Sequence[str]) -> list[str]:
         if len(set(short)) == len(set(labels)):
             return short
     return list(labels)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _interval(row: Mapping[str, Any], name: str) -> str:
-    found = row.get("against_first", {}).get(name)
-    if found is None:
-        return ""
-    value, low, high = found
-    return f"{value:+.1%} ({low:+.1%} to {high:+.1%})"
