@@ -1,6 +1,7 @@
 """The optimizer's step: parking, faults, AdamW's equations, checkpoints and resuming."""
 
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -146,6 +147,21 @@ def test_packs_without_any_weight_are_no_failure():
     before = bits(trainer.state)
     outcome = trainer.step([pack])
     assert not outcome.applied and trainer.undone == 0 and same(before, bits(trainer.state))
+
+
+def test_last_state_is_written_after_a_slow_checkpoint(tmp_path, monkeypatch):
+    trainer, disk, write = build(), threading.Event(), checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *a: disk.wait(60) and write(*a))
+    checkpoints = Checkpoints(tmp_path, trainer, IDENTITY)
+    assert checkpoints.begin()
+    run(trainer, packer(), 1)  # hands the copy to the writer
+    ending = threading.Thread(target=checkpoints.finish)
+    ending.start()
+    ending.join(0.1)  # it waits for the disk
+    disk.set()
+    ending.join()
+    assert checkpoints.written == 2 and not checkpoints.skipped
+    assert newest(tmp_path, IDENTITY)[0].state.step == 1
 
 
 def test_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):

@@ -198,8 +198,7 @@ def _train(
             if looks and held_out is not None and held_out.stops(trainer):
                 break
     if checkpoints is not None:
-        checkpoints.begin()
-        checkpoints.close()
+        checkpoints.finish()
         if checkpoints.failure:
             _say(checkpoints.failure)
 

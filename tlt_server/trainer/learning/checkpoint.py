@@ -107,6 +107,12 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.join()
 
+    def finish(self) -> None:
+        """Write the last state, after a checkpoint that is still being written."""
+        self.close()
+        self.begin()
+        self.close()
+
     def _write(self, copy: State) -> None:
         try:
             private_directory(self.directory, parents=True, exist_ok=True)

@@ -63,9 +63,7 @@ class SavedRun:
     def end(self) -> None:
         """Write the last state and let go of it."""
         if self._checkpoints is not None:
-            self._checkpoints.close()  # one that is being written would let no other begin
-            self._checkpoints.begin()
-            self._checkpoints.close()
+            self._checkpoints.finish()
         self._checkpoints = None
 
     def forget(self) -> None:
