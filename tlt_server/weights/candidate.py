@@ -9,14 +9,12 @@ has left neither the old nor the new version, which `overwritten` says.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlt_client.arguments import UNSEEN
 from tlt_client.channels import Receiver, owner
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG
 from tlt_client.channels.checksums import digest
@@ -28,6 +26,7 @@ from tlt_server.weights.arriving import Arriving, Enter, check_config, check_dty
 from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Network, Target, TargetNetwork
 from tlt_server.weights.storage import Options, disk_is_full, ran_out
 from tlt_server.wire.commands import Manifest, TensorEntry
+from tlt_server.wire.labels import unnamed
 
 
 class Candidate:
@@ -142,8 +141,8 @@ class Candidate:
         if adapter is not None:
             return Changed(adapter=adapter).named(manifest.version or adapter.digest[:12])
         changed = Changed(target, drafter)
-        name = re.sub(f"[+{UNSEEN}]", "_", Path(manifest.path).name) or manifest.channel
-        version = self._version or manifest.version or f"{name}@{digest(changed.sums)[:8]}"
+        origin = Path(manifest.path).name or manifest.channel
+        version = self._version or manifest.version or unnamed(origin, digest(changed.sums))
         return changed.named(version)
 
     def _open(

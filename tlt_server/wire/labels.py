@@ -1,4 +1,5 @@
-"""Labels: version names of the borrowed dialects, which stand for what was pushed last under them.
+"""Names that the server gives to versions, and labels: version names of the borrowed dialects, each
+of which stands for what was pushed last under it.
 
 A version's own name stands for one content, on which caches, spans and restarts rest. So content
 whose label is the name of other content is called by the label and its digest. Replies in the words
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from tlt_client.arguments import MAX_VERSION
+from tlt_client.arguments import MAX_VERSION, UNSEEN
 
 DIGITS = 12  # hexadecimal digits of the digest in a name
 _APART = re.compile(rf"(.+)~[0-9a-f]{{{DIGITS}}}", re.DOTALL)
@@ -18,6 +19,11 @@ _APART = re.compile(rf"(.+)~[0-9a-f]{{{DIGITS}}}", re.DOTALL)
 def apart(label: str, digest: str) -> str:
     """Return the name of the content with this digest under a label that has other content."""
     return f"{label[: MAX_VERSION - DIGITS - 1]}~{digest[:DIGITS]}"
+
+
+def unnamed(origin: str, digest: str) -> str:
+    """Return the name of content that came from there without a version."""
+    return f"{re.sub(f'[+{UNSEEN}]', '_', origin)}@{digest[:8]}"
 
 
 def label_of(version: str) -> str:

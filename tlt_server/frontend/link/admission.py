@@ -112,13 +112,12 @@ class Admission:
         max_queue: int,
         max_queue_tokens: int,
         max_page_forecast: float,
-        forecast: Forecast | None = None,
         restart_window_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_queue, self.max_queue_tokens = max_queue, max_queue_tokens
         self.max_page_forecast = max_page_forecast
-        self.forecast, self.rests = forecast or Forecast(), Rests(restart_window_s)
+        self.forecast, self.rests = Forecast(), Rests(restart_window_s)
         self.engine: EngineInfo | None = None
         self.all = _Held()  # the sums over the open sequences
         self._open: dict[str, _Open] = {}
