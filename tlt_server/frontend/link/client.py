@@ -117,7 +117,9 @@ class EngineClient:
         """
         match event:
             case Outputs():
-                self._dispatch(event)
+                with self.faults.containing("the figures of a step"):
+                    self._count(event)
+                self._sequences.dispatch(event.outputs)
             case Phase() | PhaseProgress():
                 self.start.take(event)
             case Ready(info):
@@ -198,11 +200,6 @@ class EngineClient:
             self._sequences.resume()
         self.activity.set("engine", 0)
         self._started.set()
-
-    def _dispatch(self, message: Outputs) -> None:
-        with self.faults.containing("the figures of a step"):
-            self._count(message)
-        self._sequences.dispatch(message.outputs)
 
     def _count(self, message: Outputs) -> None:
         self._metrics.engine.took(message)
