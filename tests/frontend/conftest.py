@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, serving
 from tests.frontend.tiny_model import write_model
 from tlt_client import Client
 
@@ -17,10 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model) as running:
-        yield running
+server = serving()
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import uvloop
 from starlette.types import ASGIApp
 
@@ -220,3 +221,14 @@ def live_server(
             yield server
         finally:
             server.stop()
+
+
+def serving(*, scope: Literal["module", "function"] = "module", **options: Any) -> Any:
+    """Return a fixture: a live server with these options, for a file or for each of its tests."""
+
+    @pytest.fixture(scope=scope)
+    def serve(model: Path) -> Iterator[LiveServer]:
+        with live_server(model, **options) as running:
+            yield running
+
+    return serve

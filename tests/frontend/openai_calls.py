@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, serving
 
 USER = [{"role": "user", "content": "hi"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(
-        model,
-        served_model_name="tiny",
-        max_n=8,
-        max_batch_items=4,
-        max_logprobs=5,
-        max_stop_strings=2,
-    ) as running:
-        yield running
+server = serving(
+    served_model_name="tiny", max_n=8, max_batch_items=4, max_logprobs=5, max_stop_strings=2
+)
 
 
 def post(server: LiveServer, path: str, **body: Any) -> httpx.Response:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.waiting import until
 from tlt_client import AsyncClient, Client
 from tlt_client.errors import NotFound
@@ -21,10 +20,7 @@ CONFIG = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
 TENSORS = [{"name": "w", "dtype": "float32", "shape": [2], "checksum": "x"}]
 
 
-@pytest.fixture
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, served_model_name="tiny", max_loras=2, max_lora_rank=8) as running:
-        yield running
+server = serving(scope="function", served_model_name="tiny", max_loras=2, max_lora_rank=8)
 
 
 def post(server: LiveServer, route: str, **body: object) -> httpx.Response:

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tlt_client import Client
 from tlt_client.adapters.openrlhf import RolloutActor
 from tlt_server.frontend.rpc.methods import OPERATIONS
@@ -43,17 +42,11 @@ WHERE = {
 }
 
 
-@pytest.fixture(scope="module")
-def shared(model: Path) -> Iterator[LiveServer]:
-    """Return a server for tests that leave no weight update open."""
-    with live_server(model) as running:
-        yield running
+# For tests that leave no weight update open.
+shared = serving()
 
 
-@pytest.fixture
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model) as running:
-        yield running
+server = serving(scope="function")
 
 
 def post(server: LiveServer, path: str, body: Any = None, *, status: int = 200) -> Any:

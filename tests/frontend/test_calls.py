@@ -8,24 +8,20 @@ value of that type.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, serving
 
 CALLS = Path(__file__).parent / "calls"
 FAMILIES = {"trl", "prime_rl", "art", "skyrl", "slime", "miles", "areal"}
 TYPES = {f"<{kind.__name__}>": kind for kind in (int, float, str, list, dict)}
 
 
-@pytest.fixture
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model) as running:
-        yield running
+server = serving(scope="function")
 
 
 def test_there_is_a_file_for_every_family() -> None:

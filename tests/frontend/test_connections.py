@@ -24,7 +24,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.frontend.test_limits import LONG, connect, head, read_all
 from tests.frontend.test_supervisor import die
 from tests.frontend.test_tls import Issuer
@@ -108,12 +108,9 @@ def limited(free: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(
-        model, grpc_port=0, probe_port=0, max_connections=40, header_timeout_s=3.0, max_restarts=100
-    ) as running:
-        yield running
+server = serving(
+    grpc_port=0, probe_port=0, max_connections=40, header_timeout_s=3.0, max_restarts=100
+)
 
 
 def port_of(address: str) -> int:

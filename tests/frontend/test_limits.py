@@ -10,7 +10,6 @@ import json
 import select
 import socket
 import time
-from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.frontend.fake_engine import HANGS
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.waiting import until
 from tlt_client import Client
 from tlt_client.wire import Token
@@ -32,18 +31,14 @@ from tlt_server.frontend.http.limits import BodyBudget
 LONG = {"requests": [{"token_ids": [HANGS]}]}
 
 
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(
-        model,
-        max_body_mb=1,
-        body_timeout_s=2.0,
-        header_timeout_s=2.0,
-        send_timeout_s=2.0,
-        max_header_kb=4,
-        max_queue=10,
-    ) as running:
-        yield running
+server = serving(
+    max_body_mb=1,
+    body_timeout_s=2.0,
+    header_timeout_s=2.0,
+    send_timeout_s=2.0,
+    max_header_kb=4,
+    max_queue=10,
+)
 
 
 def connect(server: LiveServer) -> socket.socket:

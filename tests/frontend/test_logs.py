@@ -22,7 +22,7 @@ import pytest
 import structlog
 
 from tests.frontend.fake_engine import DIES, FAILS
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.waiting import until
 from tlt_server.frontend.http.logs import left_behind, write_logs
 
@@ -45,10 +45,7 @@ def stream() -> Iterator[io.StringIO]:
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
 
 
-@pytest.fixture
-def keyed(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, keys=KEY, body_timeout_s=1.0) as server:
-        yield server
+keyed = serving(scope="function", keys=KEY, body_timeout_s=1.0)
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import httpx
 import msgspec
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import tlt_server
 from tests.frontend.fake_engine import INFO
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tlt_client import Client, ItemResult
 from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_server import errors
@@ -182,10 +181,7 @@ def test_processes_and_disk(tmp_path: Path) -> None:
     assert 0 < found["tlt_disk_free_bytes"][()] <= found["tlt_disk_total_bytes"][()]
 
 
-@pytest.fixture
-def own(model: Path):
-    with live_server(model, engine={"step_s": 0.004}) as server:
-        yield server
+own = serving(scope="function", engine={"step_s": 0.004})
 
 
 def scraped(server: LiveServer) -> dict[str, dict[tuple[str, ...], float]]:

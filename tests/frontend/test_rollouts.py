@@ -5,7 +5,6 @@ from __future__ import annotations
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.frontend.fake_engine import FAILS, HANGS
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.waiting import meanwhile, until
 from tlt_client import Client, ServerError
 from tlt_server.frontend.http.keys import EVERYBODY
@@ -26,11 +25,8 @@ HANGING: dict[str, Any] = {"requests": [{"token_ids": [HANGS]}], "detach": True}
 QUICK: dict[str, Any] = {"requests": [{"prompt": "ab"}], "sampling": {"max_tokens": 4}}
 
 
-@pytest.fixture(scope="module")
-def slow(model: Path) -> Iterator[LiveServer]:
-    """A few steps are seen before a batch ends."""
-    with live_server(model, engine={"step_s": 0.02}) as running:
-        yield running
+# A few steps are seen before a batch ends.
+slow = serving(engine={"step_s": 0.02})
 
 
 def await_waiter(server: LiveServer, id: str) -> None:

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from tests.frontend.fake_engine import HANGS
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.frontend.test_metrics import series
 from tests.waiting import until
 from tlt_client.errors import Cancelled, InvalidRequest, ServerError, Unauthenticated, Unavailable
@@ -46,19 +46,15 @@ SHORT = GenerateRequest(
 )
 
 
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(
-        model,
-        grpc_port=0,
-        max_body_mb=1,
-        body_timeout_s=2.0,
-        send_timeout_s=2.0,
-        max_header_kb=4,
-        max_connections=5,
-        max_output_tokens=500,
-    ) as running:
-        yield running
+server = serving(
+    grpc_port=0,
+    max_body_mb=1,
+    body_timeout_s=2.0,
+    send_timeout_s=2.0,
+    max_header_kb=4,
+    max_connections=5,
+    max_output_tokens=500,
+)
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ the same words.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.frontend.fake_engine import HANGS
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, serving
 from tests.frontend.rpc_cases import CASES, ITEM, KEYS, Case, batch
 from tests.waiting import until
 from tlt_client.errors import ServerError
@@ -26,20 +24,15 @@ from tlt_client.rpc import RolloutServiceStub, error_of
 from tlt_server import errors
 from tlt_server.frontend.rpc.methods import OPERATIONS, SERVICE
 
-
-@pytest.fixture(scope="module")
-def keyed(model: Path) -> Iterator[LiveServer]:
-    with live_server(
-        model,
-        keys=KEYS,
-        grpc_port=0,
-        max_body_mb=1,
-        max_batch_items=8,
-        max_n=4,
-        max_queue=24,
-        max_batch_output_tokens=2000,
-    ) as server:
-        yield server
+keyed = serving(
+    keys=KEYS,
+    grpc_port=0,
+    max_body_mb=1,
+    max_batch_items=8,
+    max_n=4,
+    max_queue=24,
+    max_batch_output_tokens=2000,
+)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import UNPREPARED
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_server.frontend.dialects import strategy
@@ -21,11 +21,7 @@ from tlt_server.speculation.policies.arms import ladder
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.records import OFF, Arms, Pin, Strategy, Switch
 
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, engine={"drafter": "eagle+history"}) as running:
-        yield running
+server = serving(engine={"drafter": "eagle+history"})
 
 
 def test_a_fresh_server_shows_the_policy_it_was_started_with(model: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.waiting import meanwhile, until
 from tlt_client import Client, ServerError
 from tlt_server.frontend.link.submission import Submission
@@ -24,10 +23,7 @@ from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput
 OFTEN = {"max_restarts": 100, "restart_window_s": 1.0}
 
 
-@pytest.fixture
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, **OFTEN) as running:
-        yield running
+server = serving(scope="function", **OFTEN)
 
 
 def die(server: LiveServer, prompt: int = 65) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.frontend.openai_calls import CHAT, USER, chunks, done, post
 from tests.frontend.saying import EOS, write_saying
 from tests.mostly_long import mostly_long
@@ -40,10 +39,7 @@ def server(
         yield running
 
 
-@pytest.fixture(scope="module")
-def trusting(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, served_model_name="tiny", allow_chat_template=True) as running:
-        yield running
+trusting = serving(served_model_name="tiny", allow_chat_template=True)
 
 
 def says(text: str, **fields: Any) -> dict[str, Any]:

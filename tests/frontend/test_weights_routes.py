@@ -5,7 +5,6 @@ value, choice and remedy.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import DIES
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_client.arguments import VERSION_MUST
@@ -27,11 +26,7 @@ from tlt_server.wire.commands import (
 )
 from tlt_server.wire.events import WeightState
 
-
-@pytest.fixture
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model) as running:
-        yield running
+server = serving(scope="function")
 
 
 def post(server: LiveServer, path: str, body: object = None) -> httpx.Response:
