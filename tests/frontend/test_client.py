@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -369,6 +370,10 @@ def ask(url: str, asynchronous: bool, call: Callable[[Any], Any], retries: Retri
         return call(client)
 
 
+def generate(client: Any, **fields: Any) -> Any:
+    return client.generate(BATCH, sampling=SHORT, **fields)
+
+
 both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
@@ -379,11 +384,8 @@ def test_batch_runs_once_despite_drops_refusals_and_lost_replies(
 ) -> None:
     before = len(server.engine.submitted)
     with flaky(server.url, "drop", "refuse", "lose") as proxy:
-        reply = ask(
-            proxy.url,
-            asynchronous,
-            lambda client: client.generate(BATCH, sampling=SHORT, detach=detach),
-        )
+        call = partial(generate, detach=detach)
+        reply = ask(proxy.url, asynchronous, call)
         assert proxy.connections == 4
     assert detach or reply.results[0].choices[0].text == "abc"
     assert len(server.engine.submitted) == before + 1
@@ -402,19 +404,9 @@ def test_a_commit_without_a_reply_is_sent_again(server: LiveServer, asynchronous
 def test_without_retries_one_failure_is_the_end(server: LiveServer, asynchronous: bool) -> None:
     with flaky(server.url, "lose", "refuse") as proxy:
         with pytest.raises(ConnectionFailed):
-            ask(
-                proxy.url,
-                asynchronous,
-                lambda client: client.generate(BATCH, sampling=SHORT),
-                NEVER,
-            )
+            ask(proxy.url, asynchronous, generate, NEVER)
         with pytest.raises(Unavailable):
-            ask(
-                proxy.url,
-                asynchronous,
-                lambda client: client.generate(BATCH, sampling=SHORT),
-                NEVER,
-            )
+            ask(proxy.url, asynchronous, generate, NEVER)
         assert proxy.connections == 2
 
 
