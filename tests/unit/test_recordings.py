@@ -84,19 +84,19 @@ def test_goodput_takes_what_is_recorded_until_more_pays() -> None:
     pool = Pool()
     pool.add_step(OFF)
     world = World(gpu_seconds)
-    policy = Goodput(world.knowledge, sizes=SHAPES, recordings=following(pool))
+    world.policy = Goodput(world.knowledge, sizes=SHAPES, recordings=following(pool))
     steps = 0
-    while (strategy := world.step(policy, 8)) == OFF:
+    while (strategy := world.step(8)) == OFF:
         steps += 1
         assert steps < 100, "nothing is ever recorded"
     assert steps > 2
     pool.add_step(strategy)
     for _ in range(5):
-        used = world.step(policy, 8)
+        used = world.step(8)
         assert used.shape == strategy.shape or not used.drafter
 
 
 def test_without_any_graph_the_best_strategy_is_recorded_at_once() -> None:
     world = World(gpu_seconds)
-    policy = Goodput(world.knowledge, sizes=SHAPES, recordings=following(Pool()))
-    assert world.step(policy, 8) != OFF
+    world.policy = Goodput(world.knowledge, sizes=SHAPES, recordings=following(Pool()))
+    assert world.step(8) != OFF
