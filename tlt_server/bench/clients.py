@@ -26,14 +26,7 @@ from tlt_server.bench.load import Connections, RawReply, completion, events
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout_http import FIXED, set_policy
-from tlt_server.bench.settings import (
-    at_most_what_it_takes,
-    fingerprint_of,
-    heading,
-    serve_flags,
-    served,
-    settings_of,
-)
+from tlt_server.bench.settings import fingerprint_of, heading, serve_flags, served, settings_of
 from tlt_server.bench.tables import show
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
@@ -81,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     ways = [*product(WAYS, LOGPROBS)]
     console = wide_console()
-    flags = serve_flags(args, at_most_what_it_takes(settings.model, tokens + PROMPT_TOKENS))
+    flags = serve_flags(args, tokens + PROMPT_TOKENS)
     seen: dict[LoadRow, list[Sent]] = {}
     total = len(commands) * (1 + rounds * len(ways))
     with served(console, flags) as (server, client), steps(console, total) as step:

@@ -34,7 +34,7 @@ BY_CAPTURE = {**CYCLE, "captured": "{captured}"}
 def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON."""
     batches = args.batch or args.batches[args.quick]
-    settings = settings_of(args)
+    settings = settings_of(args, max_running=max(batches))
     if settings.drafter_directory is None:
         raise StartupError(
             f"--drafter is {settings.drafter}; cycles are timed with an EAGLE-3 drafter: "
@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
         )
     settings = replace(
         settings,
-        max_running=max(batches),
         max_model_len=longest(settings.model, args.context),
         max_rows=4096 if args.device == "cuda" else 512,
     )

@@ -38,7 +38,7 @@ from tlt_server.bench.exact_plan import (
 )
 from tlt_server.bench.exact_runs import Bits, ExactEngines, digest_of, rollout
 from tlt_server.bench.record import finish, progress_bar, wide_console
-from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.settings import described, settings_of
 from tlt_server.bench.tables import show
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
@@ -93,11 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
     plan = PLANS[args.device]
     size = plan.quick if args.quick else plan.full
-    base = settings_of(args)
+    base = settings_of(args, plan.max_model_len)
     if base.tensor_parallel > 1 and base.reduction_leaves is None:
         base = replace(base, reduction_leaves=leaves_of(base))
-    if plan.max_model_len:
-        base = replace(base, max_model_len=at_most_what_it_takes(base.model, plan.max_model_len))
     requests = [
         varied(with_length(request, i, size), i, adapters=base.tensor_parallel == 1)
         for i, request in enumerate(

@@ -23,7 +23,7 @@ from tlt_server.bench.columns import LORA
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.exact_plan import ADAPTERS
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import at_most_what_it_takes, heading, settings_of
+from tlt_server.bench.settings import heading, settings_of
 from tlt_server.bench.steps import in_turns, random_requests, ratio
 from tlt_server.bench.tables import show
 from tlt_server.engine.loop import Engine
@@ -40,10 +40,8 @@ def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON."""
     batches = args.batch or args.batches[args.quick]
     new = QUICK_NEW if args.quick else NEW
-    base = replace(
-        settings_of(args), policy="off", max_running=max(batches), max_loras=len(ADAPTERS) - 1
-    )
-    base = replace(base, max_model_len=at_most_what_it_takes(base.model, PROMPT + 2 * new))
+    sizes = {"max_running": max(batches), "max_loras": len(ADAPTERS) - 1}
+    base = settings_of(args, PROMPT + 2 * new, policy="off", **sizes)
     strategies = STRATEGIES if "eagle" in base.drafters else (OFF,)
     source, console, rows = LoadedOnce(strategies), wide_console(), list[dict[str, Any]]()
     with steps(console, len(args.rank) * (1 + len(batches) * len(strategies))) as step:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tlt_server.bench.record import finish, machine, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.playing import Played, WatchedRunner, play
-from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.settings import described, settings_of
 from tlt_server.bench.workloads import renamed
 from tlt_server.demo.workload import problems_as_requests
 from tlt_server.engine.loop import Engine
@@ -70,16 +70,10 @@ def run(args: argparse.Namespace) -> int:
         )
     requests, running = SIZES[args.device]
     requests = args.requests or (QUICK if args.quick else requests)
-    settings = replace(
-        settings_of(args),
-        max_running=args.running or min(running, requests),
-        policy="goodput",
-        sd_canary=0.0,
-    )
+    running = args.running or min(running, requests)
     max_tokens = args.max_tokens or (96 if args.quick else 2000)
-    settings = replace(
-        settings, max_model_len=at_most_what_it_takes(settings.model, max_tokens + 256)
-    )
+    changes = {"max_running": running, "policy": "goodput", "sd_canary": 0.0}
+    settings = settings_of(args, max_tokens + 256, **changes)
     work = problems_as_requests(
         settings.model, requests, group=args.group, seed=args.seed, max_tokens=max_tokens
     )
@@ -114,17 +108,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _default_policies(settings: EngineSettings) -> list[SetPolicy]:
     chains = [
-        Strategy(name, depth, 1, depth + 1)
+        SetPolicy("fixed", Strategy(name, depth, 1, depth + 1))
         for name in settings.drafters
         if DRAFTERS[name].needs_weights
         for depth in (2, 4, 7)
     ]
-    return [
-        SetPolicy("off"),
-        *(SetPolicy("fixed", chain) for chain in chains),
-        SetPolicy("beg"),
-        SetPolicy("goodput"),
-    ]
+    return [SetPolicy("off"), *chains, SetPolicy("beg"), SetPolicy("goodput")]
 
 
 def recorded(

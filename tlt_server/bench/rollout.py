@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,14 +22,7 @@ from tlt_server.bench import rollout_http
 from tlt_server.bench.columns import ROLLOUT
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.rollout_http import RolloutRun, play
-from tlt_server.bench.settings import (
-    at_most_what_it_takes,
-    fingerprint_of,
-    heading,
-    serve_flags,
-    served,
-    settings_of,
-)
+from tlt_server.bench.settings import fingerprint_of, heading, serve_flags, served, settings_of
 from tlt_server.bench.tables import show
 from tlt_server.bench.workloads import shortened
 from tlt_server.errors import StartupError
@@ -70,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         return rollout_http.run(args)
     check(args)
     args.max_running = RUNNING
-    settings, console = replace(settings_of(args), max_running=RUNNING), wide_console()
-    flags = serve_flags(args, at_most_what_it_takes(settings.model, MODEL_LEN))
+    settings, console = settings_of(args, max_running=RUNNING), wide_console()
+    flags = serve_flags(args, MODEL_LEN)
     flags += ["--kv-memory-mb", str(GPU_KV_MB)] if args.device == "cuda" else []
     rounds, arms = 1 if args.quick else ROUNDS, ARMS[args.device]
     workloads = workloads_of(settings.model, quick=args.quick, seed=args.seed)

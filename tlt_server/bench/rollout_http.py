@@ -33,14 +33,7 @@ from tlt_server.bench.columns import OVER_HTTP
 from tlt_server.bench.load import Connections, samples
 from tlt_server.bench.record import finish, save, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
-from tlt_server.bench.settings import (
-    at_most_what_it_takes,
-    fingerprint_of,
-    heading,
-    serve_flags,
-    served,
-    settings_of,
-)
+from tlt_server.bench.settings import fingerprint_of, heading, serve_flags, served, settings_of
 from tlt_server.bench.tables import show
 from tlt_server.bench.workloads import Workload, shortened
 from tlt_server.demo.server import ServerProcess
@@ -127,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             "keep: leave the flag out"
         )
     settings, plan, console = settings_of(args), RolloutPlan.of(args), wide_console()
-    flags = serve_flags(args, at_most_what_it_takes(settings.model, plan.max_tokens + 256))
+    flags = serve_flags(args, plan.max_tokens + 256)
     seen: dict[tuple[str, str], list[RolloutRun]] = {}
     total = len(plan.workloads) * len(plan.seeds) * len(plan.arms) + 2
     with served(console, flags) as (server, client), steps(console, total, "rollouts") as step:

@@ -92,11 +92,10 @@ class SamplingBench:
 
     def sample(self, name: str, count: int, filters: dict[str, float] | None = None) -> Case:
         rows = self.even_rows if name.endswith("even") else self.head_rows
-        index, table = self.index(count), self.row_table(count)
-        slots = self.batch_slots(count, **filters or {})
+        batch = self.index(count), self.row_table(count), self.batch_slots(count, **filters or {})
 
         def call(logits: Tensor) -> object:
-            return sample(logits, index, table, slots, filtered=filters is not None)
+            return sample(logits, *batch, filtered=filters is not None)
 
         return self.case(name, call, rows, count, self.vocabulary)
 

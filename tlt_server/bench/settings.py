@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ RANKS: dict[str, Any] = {  # flags of the ranks that share the target, and their
 }
 
 
-def settings_of(args: argparse.Namespace) -> EngineSettings:
-    """Return settings from the flags, with defaults that suit a bench. Callers choose lengths, no
-    larger than they need.
+def settings_of(args: argparse.Namespace, longest: int = 0, **changes: Any) -> EngineSettings:
+    """Return settings from the flags, with defaults that suit a bench and these changes. longest:
+    tokens of the longest request, which bound max_model_len [default: the model's own].
     """
     from tlt_server.demo.workload import DRAFTER, TARGET
 
     on_gpu = args.device == "cuda"
-    return EngineSettings(
+    found = EngineSettings(
         model=args.model or TARGET,
         drafter=str(args.drafter or DRAFTER),
         threads=args.threads or available_processors(),
@@ -46,6 +47,10 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
         kv_memory_mb=None if on_gpu else 2048,
         **{name: getattr(args, name, default) for name, default in RANKS.items()},
     )
+    found = replace(found, **changes)
+    if not longest:
+        return found
+    return replace(found, max_model_len=at_most_what_it_takes(found.model, longest))
 
 
 def asked_of_ranks(args: argparse.Namespace) -> dict[str, str]:
@@ -64,9 +69,12 @@ def rank_flags(args: argparse.Namespace) -> list[str]:
     return [word for pair in asked_of_ranks(args).items() for word in pair]
 
 
-def serve_flags(args: argparse.Namespace, max_model_len: int) -> list[str]:
-    """Return the flags of `tlt serve` for a server of its own that a bench measures."""
+def serve_flags(args: argparse.Namespace, longest: int) -> list[str]:
+    """Return the flags of `tlt serve` for a server of its own that a bench measures; longest: as
+    for `settings_of`.
+    """
     settings = settings_of(args)
+    max_model_len = at_most_what_it_takes(settings.model, longest)
     return [
         *("--model", str(settings.model), "--drafter", settings.drafter),
         *("--device", args.device, "--dtype", str(settings.dtype)),

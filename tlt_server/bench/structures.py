@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import msgspec
 from tlt_server.bench.columns import STRUCTURES
 from tlt_server.bench.engines import LoadedOnce
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import at_most_what_it_takes, heading, settings_of
+from tlt_server.bench.settings import heading, settings_of
 from tlt_server.bench.steps import in_turns, random_requests, ratio
 from tlt_server.bench.tables import show
 from tlt_server.engine.loop import Engine
@@ -57,10 +56,7 @@ SCHEMA = Grammar(
 def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON."""
     batches, new = args.batch or args.batches[args.quick], QUICK_NEW if args.quick else NEW
-    settings = replace(settings_of(args), policy="off", max_running=max(batches))
-    settings = replace(
-        settings, max_model_len=at_most_what_it_takes(settings.model, 2 * (PROMPT + NEW))
-    )
+    settings = settings_of(args, 2 * (PROMPT + NEW), policy="off", max_running=max(batches))
     console, rows = wide_console(), list[dict[str, Any]]()
     strategies = STRATEGIES[args.device] if "eagle" in settings.drafters else (OFF,)
     with steps(console, 1 + len(batches) * len(strategies)) as step:
