@@ -37,12 +37,8 @@ BITS = (
     "tests/kernels/test_gpu_leaves.py",
     "tests/kernels/test_gpu_attention.py",
 )
-ALONE = (
-    "-m",
-    "gpu",
-    "-n",
-    "0",
-)  # they fill a GPU's memory, and wait no longer than a server should take
+# They fill a GPU's memory, and wait no longer than a server should take.
+ALONE = ("-m", "gpu", "-n", "0")
 RUNS = {  # bits of kernels first: nothing counts before they are right
     "matmuls and attention": BITS,
     "other kernels": ("tests/kernels", *(f"--ignore={file}" for file in BITS)),
@@ -158,9 +154,8 @@ def record(plan: Plan, asked: argparse.Namespace, entry: dict[str, Any]) -> int:
         else:
             status, suites = tested(*how, *plan.runs[part], timeout_s=PART_S)
             mine[part] = counts(suites, status)
-        others, exact_before = (
-            recorded(plan, entry) if asked.part else ({}, {})
-        )  # read again: other GPUs may have added parts
+        # Read again: other GPUs may have added parts.
+        others, exact_before = recorded(plan, entry) if asked.part else ({}, {})
         parts = others | mine
         found = figures(plan, parts, exact if EXACT in mine else exact_before)
         write_entry(plan.record, entry | {"figures": found})

@@ -31,10 +31,9 @@ PARTS = ("rollout_s", "push_s", "drafter_push_s")
 RESAMPLES = 2000
 
 
-def made(flags: Sequence[str]) -> list[Path]:
+def made(asked: argparse.Namespace) -> list[Path]:
     """Run the steps once with each kind of speculation; return the directories."""
-    asked, runs = arguments().parse_args(flags), []
-    root, asked.resume = asked.out, True
+    root, runs, asked.resume = asked.out, [], True
     for asked.speculation in ADAPTATIONS:
         asked.out = root / asked.speculation
         print(f"speculation {asked.speculation}, into {asked.out}", flush=True)
@@ -81,20 +80,24 @@ def median(lines: Sequence[dict[str, Any]], name: str) -> float | None:
     return round(float(np.median(values)), 4) if values else None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.grpo.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parsed(flags: Sequence[str]) -> argparse.Namespace:
+    parser = arguments(needs_out=False)
+    parser.prog, parser.description = "python -m examples.grpo.compare", __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="[default: made here]")
     parser.add_argument("--from-step", type=int, default=0, help="first step that counts")
     parser.add_argument("--json", type=Path, help="also write a file like those of tlt bench")
     parser.add_argument("--commit", help="of the code that runs [default: what git says]")
     parser.add_argument("--note", help="what a reader has to know of the runs")
-    own = [*sys.argv[1:]]
-    asked, others = parser.parse_known_args(own)
-    runs = asked.runs or made(others)
+    asked = parser.parse_args(flags)
+    if bool(asked.runs) == bool(asked.out):
+        parser.error("name runs to compare, or a directory for new ones by --out")
+    return asked
+
+
+def main(flags: Sequence[str]) -> int:
+    asked = parsed(flags)
+    runs = asked.runs or made(asked)
     found = {run: differences(runs[0], run) for run in runs[1:]}
     for run, differing in found.items():
         print(f"{runs[0]} and {run}: {', '.join(differing[:8]) or 'the same bits'}")
@@ -103,12 +106,11 @@ def main() -> int:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if asked.json:
         figures = {"bench": "grpo", "first_step": asked.from_step, "rows": rows}
-        flags = map(without_folder, own)
-        command = shlex.join(["python", "-m", "examples.grpo.compare", *flags])
-        entry = entry_of(figures, command, on_gpu=True, commit=asked.commit)
+        words = ["python", "-m", "examples.grpo.compare", *map(without_folder, flags)]
+        entry = entry_of(figures, shlex.join(words), on_gpu=True, commit=asked.commit)
         write_entry(asked.json, entry | ({"note": asked.note} if asked.note else {}))
     return int(any(found.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

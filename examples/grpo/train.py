@@ -35,11 +35,11 @@ PADDED_FRACTION = "0.72"  # memory_fraction: the padded policy lies on the same 
 FIXED = ("seed", "prompts", "group", "max_tokens", "minibatches", "lr", "clip", "threads", "train")
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments(*, needs_out: bool = True) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.grpo.train", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--out", type=Path, required=True, help="the run's directory")
+    parser.add_argument("--out", type=Path, required=needs_out, help="the run's directory")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--steps", type=int, default=20, help="steps of the whole run")
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from examples.grpo.compare import times
+from examples.grpo.compare import main, parsed
 from examples.grpo.record import RunDirectory, differences, load_samples
 from examples.grpo.rollouts import KINDS, LARGER, draw_prompts, load_tokenizer
 from examples.grpo.train import arguments, train
@@ -81,11 +81,13 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(
     run(*pinned, "--steps", 1)
     run(*pinned, "--steps", 2, "--resume")
     assert differences(off, frozen) == []
-    rows = times([off, frozen], 1)
+    pair, file = [str(off), str(frozen)], tmp_path / "times.json"
+    assert main([*pair, "--from-step", "1", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["figures"]["rows"]
     assert [row["run"] for row in rows] == ["off", "frozen"]
     assert rows[0]["ratio"] == 1 and all(row["steps"] == 1 and row["ratio"] > 0 for row in rows)
     with pytest.raises(ValueError, match="steps from 9 on"):
-        times([off, frozen], 9)
+        main([*pair, "--from-step", "9"])
     plain, drafted = lines(off), lines(frozen)
     assert [line["accept_length"] for line in plain] == [None, None]
     assert all(line["accept_length"] > 2 and len(line["accepted_at_depth"]) > 1 for line in drafted)
@@ -168,6 +170,15 @@ def test_a_policy_is_pushed_inside_the_shapes_of_a_larger_one(tmp_path: Path) ->
     (line,) = map(json.loads, (tmp_path / "run" / "steps.jsonl").read_text().splitlines())
     assert line["logprob_difference"] < 1e-3 and line["accept_length"] > 2
     assert 0 < line["padding_s"] and 0 < line["push_s"] and 0 < line["drafter_push_s"]
+
+
+def test_runs_are_named_or_made(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = parsed(["--steps", "5", "--out", "build/grpo"])
+    assert (asked.steps, asked.out, asked.runs) == (5, Path("build/grpo"), [])
+    assert parsed(["a", "b", "--from-step", "2"]).runs == [Path("a"), Path("b")]
+    with pytest.raises(SystemExit):
+        parsed([])
+    assert "--out" in capsys.readouterr().err
 
 
 def test_a_changed_bit_is_found(tmp_path: Path) -> None:
