@@ -98,5 +98,5 @@ class HeldShards:
 
 def key_of(model: Any) -> int:
     """Return the key that orders name this model's storage by; 0 without other ranks."""
-    split = model.split
+    split = getattr(model, "split", None)  # a registered drafter may have none
     return split.held.key if isinstance(split, SharedSplit) and split.held else 0
