@@ -81,6 +81,21 @@ IdempotencyKey = Annotated[
     "name of the batch, so that it never runs twice: 1 to 256 printable characters",
     Meta(min_length=1, max_length=MAX_KEY, pattern="^[!-~]+$"),
 ]
+ROUTES = Routes()
+ITEM_ERRORS = (
+    *(QueueTimeout, DeadlineExceeded, EngineFailed, NotFinite, Poisoned, StructureFailed),
+    *(StorageFailed, Unavailable),
+)
+EXAMPLE = {
+    "requests": [{"prompt": "2+2=", "n": 2, "seed": 7}],
+    "sampling": {"max_tokens": 16, "temperature": 0.8},
+}
+MAX_WAIT_S = 60.0
+RolloutId = Annotated[str, "the id in the reply to the request that started the rollout"]
+WaitForEnd = Annotated[
+    float, "the longest time to wait for the end of the rollout", Meta(ge=0, le=MAX_WAIT_S)
+]
+ROLLOUTS = Routes()
 
 
 def _form(present: Mapping[str, bool]) -> type[NativeRequest] | type[GenerateFields]:
@@ -100,15 +115,6 @@ def _form(present: Mapping[str, bool]) -> type[NativeRequest] | type[GenerateFie
 
 
 FORMS = Forms(("requests", *BORROWED), _form)
-ROUTES = Routes()
-ITEM_ERRORS = (
-    *(QueueTimeout, DeadlineExceeded, EngineFailed, NotFinite, Poisoned, StructureFailed),
-    *(StorageFailed, Unavailable),
-)
-EXAMPLE = {
-    "requests": [{"prompt": "2+2=", "n": 2, "seed": 7}],
-    "sampling": {"max_tokens": 16, "temperature": 0.8},
-}
 
 
 @ROUTES.post(
@@ -251,16 +257,6 @@ def _stream(service: Service, batch: RequestBatch, generation: Generation) -> Ev
         yield event_frame(footer(service, usage), "done")
 
     return EventStream(frames(), generation, failed, end=b"")
-
-
-MAX_WAIT_S = 60.0
-RolloutId = Annotated[str, "the id in the reply to the request that started the rollout"]
-WaitForEnd = Annotated[
-    float, "the longest time to wait for the end of the rollout", Meta(ge=0, le=MAX_WAIT_S)
-]
-
-
-ROLLOUTS = Routes()
 
 
 @ROLLOUTS.get("/rollouts", needs="data")

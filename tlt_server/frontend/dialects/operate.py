@@ -30,6 +30,16 @@ from tlt_server.frontend.link.starting import UnderWay
 from tlt_server.frontend.service import Service
 from tlt_server.wire.events import Phase
 
+ROUTES = Routes()
+MAX_WAIT_S = 86400.0
+WaitForChanges = Annotated[
+    float,
+    "the longest time to wait for changes; 0: only the current state",
+    Meta(ge=0, le=MAX_WAIT_S),
+]
+State = TypeVar("State")
+EVENTS = Routes()
+
 
 class Startup(Struct, frozen=True):
     """The progress of the engine's start."""
@@ -37,9 +47,6 @@ class Startup(Struct, frozen=True):
     started: Annotated[bool, "whether the engine has been ready"]
     phases: Annotated[list[Phase], "phases that have ended, in order"]
     under_way: Annotated[UnderWay | None, "the phase of a start, or of a restart, that runs now"]
-
-
-ROUTES = Routes()
 
 
 @ROUTES.get("/health", needs="open")
@@ -90,16 +97,6 @@ async def info(
     return server_info(service, caller)
 
 
-MAX_WAIT_S = 86400.0
-WaitForChanges = Annotated[
-    float,
-    "the longest time to wait for changes; 0: only the current state",
-    Meta(ge=0, le=MAX_WAIT_S),
-]
-
-State = TypeVar("State")
-
-
 class ServerState(Struct, frozen=True):
     """The facts that decide whether and how requests are served."""
 
@@ -115,9 +112,6 @@ class ServerState(Struct, frozen=True):
     engine_pid: Annotated[
         int, "the engine's process, another one after a restart; 0 until the engine has been ready"
     ]
-
-
-EVENTS = Routes()
 
 
 @EVENTS.get("/events", needs="any", text="text/event-stream", streams=(("state", ServerState),))

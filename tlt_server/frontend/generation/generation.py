@@ -29,6 +29,13 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
 from tlt_server.wire.records import StepOutput, adapted_version
 
+log = structlog.get_logger()
+Keep = Callable[[list[StepOutput]], None]
+OUTPUT_BYTES = 512  # cost of an output without its tokens
+SHED_TOKENS = 512  # freed at once
+PATIENCE_S = 0.25  # time that outputs may lie before they are taken, where no reader waits
+VALUE_BYTES = 16  # about the JSON of one number: the id or log-prob of a token or alternative
+
 
 def repeated(names: Iterable[str]) -> str | None:
     """Return the first name that comes a second time, or None."""
@@ -71,15 +78,6 @@ class Named:
 
     def __len__(self) -> int:
         return len(self._owners)
-
-
-log = structlog.get_logger()
-
-Keep = Callable[[list[StepOutput]], None]
-OUTPUT_BYTES = 512  # cost of an output without its tokens
-SHED_TOKENS = 512  # freed at once
-PATIENCE_S = 0.25  # time that outputs may lie before they are taken, where no reader waits
-VALUE_BYTES = 16  # about the JSON of one number: the id or log-prob of a token or alternative
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 `http.parsing.parse` is the only way in; `validation.Validator` then applies the model's and the
 server's limits. A borrowed dialect declares structs of its own and translates them to
-`NativeRequest`.
+`NativeRequest`. A validated request is a `RequestBatch`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,21 @@ from tlt_server.wire.records import GenerateRequest, Sampling
 from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
+ITEMS = Limit("max_batch_items", "items", "split the batch", TooLarge)
+NAMES = Limit("max_batch_items", "names", "split the call")
+MAX_MESSAGES = 2**14  # limit on one conversation
+MAX_BAD_TOKENS = 4096  # limit on all words together
+FORMS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
+Truncation = Annotated[
+    Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None,
+    "keep this many last tokens of the prompt; -1: as many as fit",
+]
+TopK = Annotated[int, "0 or -1: all tokens", Meta(ge=-1, le=MAX_INT32)]
+# Seeds in the borrowed dialects, with or without a sign
+AnySeed = Annotated[
+    int, Meta(ge=-(2**63), extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})
+]
+PROMPTS = ("prompt", "token_ids", "messages")
 
 
 class RequestItem(NamedTuple):
@@ -73,11 +88,6 @@ class RequestBatch(NamedTuple):
         return {item.id: i for i, item in enumerate(self.items)}
 
 
-ITEMS = Limit("max_batch_items", "items", "split the batch", TooLarge)
-NAMES = Limit("max_batch_items", "names", "split the call")
-MAX_MESSAGES = 2**14  # limit on one conversation
-
-
 class _PromptLimit(Limit):
     def exceeded(self, where: str, count: int, limit: int) -> TltError:
         found = f"{where} has {count} {self.noun}"
@@ -85,17 +95,6 @@ class _PromptLimit(Limit):
 
 
 PromptIds = Annotated[PackedIds, Meta(extra={"limit": _PromptLimit("max_prompt_tokens", "ids")})]
-MAX_BAD_TOKENS = 4096  # limit on all words together
-FORMS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
-Truncation = Annotated[
-    Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None,
-    "keep this many last tokens of the prompt; -1: as many as fit",
-]
-TopK = Annotated[int, "0 or -1: all tokens", Meta(ge=-1, le=MAX_INT32)]
-# Seeds in the borrowed dialects, with or without a sign
-AnySeed = Annotated[
-    int, Meta(ge=-(2**63), extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})
-]
 
 
 class SharedSampling(fields.SharedSampling, frozen=True, kw_only=True):
@@ -137,7 +136,6 @@ class SdFields(fields.SdLimits, Strict, frozen=True, kw_only=True):
     ] = MAX_ROWS
 
 
-PROMPTS = ("prompt", "token_ids", "messages")
 PromptTokens = Annotated[PromptIds | None, "a text as the model's tokens"]
 Conversation = Annotated[
     Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None,

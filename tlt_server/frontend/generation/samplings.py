@@ -40,6 +40,8 @@ MAX_BYTES = 2**17  # limit on a schema or grammar
 # each other lane.
 COMPILE_S = 10.0
 MOST = 64  # structures of one request, so that a batch takes a compiler from no one else for long
+DEFAULTS = Sampling()
+MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 
 class Written(NamedTuple):
@@ -168,10 +170,6 @@ async def _compiled(asked: Written, info: EngineInfo) -> Grammar | str:
         return error.message
     assert isinstance(found, Grammar)
     return found
-
-
-DEFAULTS = Sampling()
-MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 
 class Samplings:

@@ -1,5 +1,5 @@
 """Text to token ids and back: the tokenizer and chat templates of a model directory, incremental
-text, stop strings. No torch.
+text, stop strings, and the bytes of single tokens. No torch.
 
 `Incremental` and `StopStrings` see one token's text at a time, so what they say does not depend on
 how the engine groups tokens into outputs: that changes with the speculation strategy, the reply

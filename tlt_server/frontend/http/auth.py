@@ -34,6 +34,7 @@ OWN_SITES = frozenset({"none", "same-origin"})  # typed by the user; a page of t
 PREFLIGHT_KEPT_S = 7200  # the longest that Chromium keeps one
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _ORIGIN = re.compile(r"(https?)://(.*)")
+ADMITTED = "admitted"  # key in the scope's state
 
 
 class Foreign(NamedTuple):
@@ -157,9 +158,6 @@ def _authority(text: str) -> _Authority | None:
 
 def _values(scope: Scope, wanted: bytes) -> list[str]:
     return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
-
-
-ADMITTED = "admitted"  # key in the scope's state
 
 
 class Terms(NamedTuple):

@@ -22,6 +22,11 @@ from tlt_server.frontend.http.limits import Refuse
 
 PROBES_ONLY = "probes_only"  # key in the scope's state: whether its port is the one for probes
 PROBES = 64  # connections for probes, in addition to all others
+RESERVE = 64  # pipes and sockets to one engine
+SPARE = 448  # libraries, model files, uploads, what a closed connection holds for a moment
+# gRPC's core accepts by itself: it closes connections above its limit, the newest first, and silent
+# ones after header_timeout_s. So it has more room.
+GRPC_SILENT = 3
 
 
 def max_open(max_connections: int) -> int:
@@ -98,13 +103,6 @@ class ProbesOnly:
             f"{', '.join(sorted(QUIET))}; ask the server's other port"
         )
         await self.refuse(path, error)(scope, receive, send)
-
-
-RESERVE = 64  # pipes and sockets to one engine
-SPARE = 448  # libraries, model files, uploads, what a closed connection holds for a moment
-# gRPC's core accepts by itself: it closes connections above its limit, the newest first, and silent
-# ones after header_timeout_s. So it has more room.
-GRPC_SILENT = 3
 
 
 def max_grpc_connections(config: Config) -> int:

@@ -20,6 +20,17 @@ from tlt_server.frontend.http.scalars import Wrong, must
 if TYPE_CHECKING:
     from tlt_server.config import ResolvedConfig
 
+# Limits on a value that may be any JSON: its members at all levels, and its levels.
+MAX_MEMBERS = 2**17
+MAX_DEPTH = 64
+SLICE_BYTES = 2**16
+STRUCTURE = b'"[]{},'
+_OTHERS = bytes(set(range(256)) - set(STRUCTURE))
+_EMPTY = re.compile(rb"[\[{][ \t\r\n]*[\]}]")
+_QUOTE, _COMMA = ord('"'), ord(",")
+_STEPS = np.zeros(256, np.int8)  # change of depth at a character
+_STEPS[[ord("["), ord("{")]], _STEPS[[ord("]"), ord("}")]] = 1, -1
+
 
 class Bounds(Struct, frozen=True):
     """The settings that bound a list or an object, under their own names."""
@@ -64,18 +75,6 @@ LIMITS = {
         Limit("max_logit_bias", "entries", "leave some out"),
     )
 }
-
-
-# Limits on a value that may be any JSON: its members at all levels, and its levels.
-MAX_MEMBERS = 2**17
-MAX_DEPTH = 64
-SLICE_BYTES = 2**16
-STRUCTURE = b'"[]{},'
-_OTHERS = bytes(set(range(256)) - set(STRUCTURE))
-_EMPTY = re.compile(rb"[\[{][ \t\r\n]*[\]}]")
-_QUOTE, _COMMA = ord('"'), ord(",")
-_STEPS = np.zeros(256, np.int8)  # change of depth at a character
-_STEPS[[ord("["), ord("{")]], _STEPS[[ord("]"), ord("}")]] = 1, -1
 
 
 class Members(NamedTuple):

@@ -24,6 +24,9 @@ from tlt_server.errors import (
 from tlt_server.frontend.http.auth import key_of
 
 STALLED_S = 1.0
+Refuse = Callable[[str, TltError], ASGIApp]  # (path, error) -> reply in the shape of the path
+DISCARD_S = 1.0
+RESTS = "rests"  # key in the scope's state: tells the port that only a discarded rest is to come
 
 
 class BodyOnItsWay(Protocol):
@@ -102,12 +105,6 @@ class BodyBudget:
         for held in self._held.values():
             times = [one.since_s for one in held.values()]
             assert times == sorted(times)
-
-
-Refuse = Callable[[str, TltError], ASGIApp]  # (path, error) -> reply in the shape of the path
-
-DISCARD_S = 1.0
-RESTS = "rests"  # key in the scope's state: tells the port that only a discarded rest is to come
 
 
 class Reading:

@@ -3,7 +3,8 @@ shared by key.
 
 A task asks before each slice of such work. A slice for which one pass has no room waits for the
 next ones, in turns by key, so one key with many streams cannot take the loop from another. Probes
-and small requests never ask, and wait for one pass at most.
+and small requests never ask, and wait for one pass at most. `watch_turns` samples how long a pass
+holds the loop: while it computes, nothing is answered, probes included.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PASS_BYTES = 64 * 1024
 FREED = 128  # members of a list that are freed at once, in about 1 ms on a slow core
 
 Turn = Callable[[int], Awaitable[None]]  # LoopShare.turn for one owner
+EVERY_S = 0.005
 
 
 async def emptied(members: list[Any], turn: Turn) -> None:
@@ -81,9 +83,6 @@ class LoopShare:
             if not line:
                 del self._lines[owner]
                 self._turns.leave(owner)
-
-
-EVERY_S = 0.005
 
 
 async def watch_turns(metrics: Metrics) -> NoReturn:

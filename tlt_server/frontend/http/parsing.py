@@ -55,6 +55,8 @@ from tlt_server.wire.packed import PackedIds
 
 ANY = JsonReader(Any)
 MAX_OFF_BYTES = 256  # no value that asks for nothing is as long
+_SPACE = re.compile(rb"[ \t\r\n]*")
+Body = TypeVar("Body", covariant=True)
 
 
 class Field(NamedTuple):
@@ -227,10 +229,6 @@ def _length(hint: Any, metas: tuple[Meta, ...], bounds: Bounds) -> Length:
 
 def _holds_any(hint: Any) -> bool:
     return hint is Any or any(_holds_any(part) for part in get_args(hint))
-
-
-_SPACE = re.compile(rb"[ \t\r\n]*")
-Body = TypeVar("Body", covariant=True)
 
 
 class Forms(NamedTuple, Generic[Body]):

@@ -1,5 +1,5 @@
 """The reader of a value, and that of texts, numbers, truth values and words: each turns the JSON
-text into the value, or says what it must be.
+text into the value, or says what it must be. `Wrong` carries that to the error, with the path.
 """
 
 from __future__ import annotations
@@ -17,6 +17,25 @@ from tlt_server.errors import InvalidRequest, TltError
 from tlt_server.frontend.http.fields import shown
 
 MAX_PATH = 200  # characters of a path that an error shows
+DIGITS = b"-0123456789"
+KINDS: Mapping[Any, tuple[bytes, str]] = {  # type -> first characters, requirement
+    str: (b'"', "be a string"),
+    int: (DIGITS, "be a whole number"),
+    float: (DIGITS, "be a number"),
+    bool: (b"tf", "be true or false"),
+}
+_BOUNDS = (  # constraint of `Meta`, whether a value keeps it, requirement
+    ("ge", lambda value, limit: value >= limit, "be at least {}"),
+    ("gt", lambda value, limit: value > limit, "be greater than {}"),
+    ("le", lambda value, limit: value <= limit, "be at most {}"),
+    ("lt", lambda value, limit: value < limit, "be less than {}"),
+)
+_LENGTHS = (
+    ("min_length", lambda value, limit: value >= limit, "have at least {} character{s}"),
+    ("max_length", lambda value, limit: value <= limit, "have at most {} character{s}"),
+)
+# Patterns that are better said in words
+_PATTERNS = {VERSION: VERSION_MUST, ADAPTER: ADAPTER_MUST, SEEN: SEEN_MUST}
 
 
 class Wrong(Exception):
@@ -68,27 +87,6 @@ def shown_text(text: memoryview) -> str:
     start = bytes(text[:400]).decode("utf-8", "replace")
     start = repr(start[1:]) if start.startswith('"') else start
     return start if len(start) <= 80 else start[:77] + "..."
-
-
-DIGITS = b"-0123456789"
-KINDS: Mapping[Any, tuple[bytes, str]] = {  # type -> first characters, requirement
-    str: (b'"', "be a string"),
-    int: (DIGITS, "be a whole number"),
-    float: (DIGITS, "be a number"),
-    bool: (b"tf", "be true or false"),
-}
-_BOUNDS = (  # constraint of `Meta`, whether a value keeps it, requirement
-    ("ge", lambda value, limit: value >= limit, "be at least {}"),
-    ("gt", lambda value, limit: value > limit, "be greater than {}"),
-    ("le", lambda value, limit: value <= limit, "be at most {}"),
-    ("lt", lambda value, limit: value < limit, "be less than {}"),
-)
-_LENGTHS = (
-    ("min_length", lambda value, limit: value >= limit, "have at least {} character{s}"),
-    ("max_length", lambda value, limit: value <= limit, "have at most {} character{s}"),
-)
-# Patterns that are better said in words
-_PATTERNS = {VERSION: VERSION_MUST, ADAPTER: ADAPTER_MUST, SEEN: SEEN_MUST}
 
 
 class ValueReader(ABC):

@@ -1,4 +1,8 @@
-"""The HTTP server: uvicorn's requests and replies, our own doors and connections."""
+"""The HTTP server: uvicorn's requests and replies, our own doors and connections.
+
+Connections are counted when they are accepted, before a TLS handshake. Each loop iteration accepts
+a few, so that the requests of those before are read in between.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,11 @@ from tlt_server.frontend.http.watched import Watched
 BACKLOG = 2048
 AT_ONCE = 16  # connections accepted in one iteration of the loop
 PAUSE_S = 0.1  # before the next accept when the process has no descriptor left
+# A silent connection may stay for longer than clients keep theirs (5 s to a minute): one that both
+# sides end at once costs the client a request of which it does not know whether it was served.
+KEEP_ALIVE_S = 75
+FLUSH_S = 5  # time that replies in progress have to go out
+POLL_S = 0.005
 
 
 class Door:
@@ -97,13 +106,6 @@ class Door:
                 connection.close()
         if not isinstance(error, OSError | None):
             self._loop.call_exception_handler({"exception": error, "task": task})
-
-
-# A silent connection may stay for longer than clients keep theirs (5 s to a minute): one that both
-# sides end at once costs the client a request of which it does not know whether it was served.
-KEEP_ALIVE_S = 75
-FLUSH_S = 5  # time that replies in progress have to go out
-POLL_S = 0.005
 
 
 class HttpServer:

@@ -1,4 +1,5 @@
-"""An answer as it comes: text in, pieces of reasoning, content and calls out.
+"""An answer as it comes: text in, pieces of reasoning, content and calls out, by the parsers that
+the settings name or that suit the model's chat template.
 
 White space next to a change from one of these to another belongs to the form in which models write
 them, and is left out. All else comes back, and the pieces do not depend on how the text is cut.
@@ -22,6 +23,15 @@ from tlt_server.frontend.parsers.pieces import (
 from tlt_server.frontend.parsers.thinking import Thinking
 
 SLICE_CHARS = 2**10  # taken in at once, in 2 ms on a slow core
+MAX_CALLS = 128  # read out of one answer
+PROMPT_END = 64  # characters of the prompt that say whether it opens the reasoning
+# What a template holds that asks for calls in some form, and what it holds if it means another one.
+_SIGNS = (
+    ("hermes", "<tool_call>", ("<function=", "<arg_key>")),
+    ("pythonic", "[func_name1(", ()),
+    ("llama3_json", '"parameters": dictionary', ()),
+    ("llama3_json", "<|python_tag|>", ()),
+)
 
 
 class AnswerReader:
@@ -80,17 +90,6 @@ class AnswerReader:
             if body:
                 self._kind = kind
                 yield self._run(body)
-
-
-MAX_CALLS = 128  # read out of one answer
-PROMPT_END = 64  # characters of the prompt that say whether it opens the reasoning
-# What a template holds that asks for calls in some form, and what it holds if it means another one.
-_SIGNS = (
-    ("hermes", "<tool_call>", ("<function=", "<arg_key>")),
-    ("pythonic", "[func_name1(", ()),
-    ("llama3_json", '"parameters": dictionary', ()),
-    ("llama3_json", "<|python_tag|>", ()),
-)
 
 
 class Parsers(NamedTuple):

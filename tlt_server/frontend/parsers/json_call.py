@@ -1,4 +1,8 @@
-"""One call as it comes: an object with the name of a function and its arguments."""
+"""One call as it comes: an object with the name of a function and its arguments.
+
+JSON is read as models write it, with raw line breaks and tabs in strings, and with a backslash
+before any letter; `JsonText.strict` gives the text as JSON.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,9 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WORDS = {word[0]: word for word in ("true", "false", "null")}
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrt')
+MAX_CALL = 2**20  # characters of one call; a longer one comes back as content
+ARGUMENTS = ("arguments", "parameters")
+SPACE = " \t\r\n"
 
 
 class JsonText:
@@ -155,11 +162,6 @@ class JsonText:
 
 def _escaped(letter: str) -> str:
     return json.dumps(letter, ensure_ascii=False)[1:-1]
-
-
-MAX_CALL = 2**20  # characters of one call; a longer one comes back as content
-ARGUMENTS = ("arguments", "parameters")
-SPACE = " \t\r\n"
 
 
 class JsonCall:

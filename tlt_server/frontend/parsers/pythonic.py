@@ -1,4 +1,6 @@
-"""Calls as Llama 3.2 and 4 models write them, in Python: `[name(key="value"), name()]`."""
+"""Calls as Llama 3.2 and 4 models write them, in Python: `[name(key="value"), name()]`. Nothing
+is evaluated: arguments are literals, by keyword.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,8 @@ _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", r
 _PLAIN = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "0": "\0"}
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 MAX_DIGITS = 400
+MAX_CALL = 2**16  # characters of one call; a longer one comes back as content
+_SIGN = re.compile(r"""["'\\()\[\]{}]""")
 
 
 class _NoCall(Exception):
@@ -169,10 +173,6 @@ def _json(value: Any) -> str:
     except UnicodeEncodeError:
         return json.dumps(value)
     return text
-
-
-MAX_CALL = 2**16  # characters of one call; a longer one comes back as content
-_SIGN = re.compile(r"""["'\\()\[\]{}]""")
 
 
 class Pythonic:

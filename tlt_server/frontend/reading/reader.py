@@ -32,6 +32,16 @@ from tlt_server.frontend.reading.renderer import Renderer
 
 FIRST_S, MAX_S = 0.25, 30.0
 CALM_S = 60.0  # without a failure, after which the next wait is the first again
+LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice in the others
+MEMORY_MB = 4096  # what the process may have in addition to what it has after its start
+HANG_S = 120.0  # time of one slice; the largest takes about 15 s
+TRIAL_S = 30.0  # likewise of a job on trial, for which all others wait
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # unit of a process's times
+# -P: a module in the current directory is none of ours.
+COMMAND = (sys.executable, "-P", "-m", "tlt_server.frontend.reading_process")
+# One thread per lane is all that it gets: the cores are the engine's.
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+log = structlog.get_logger()
 
 
 class DoublingWait:
@@ -45,19 +55,6 @@ class DoublingWait:
         self._wait_s = min(MAX_S, 2 * self._wait_s) if again else FIRST_S
         self._last_s = now_s
         return self._wait_s
-
-
-LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice in the others
-MEMORY_MB = 4096  # what the process may have in addition to what it has after its start
-HANG_S = 120.0  # time of one slice; the largest takes about 15 s
-TRIAL_S = 30.0  # likewise of a job on trial, for which all others wait
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # unit of a process's times
-# -P: a module in the current directory is none of ours.
-COMMAND = (sys.executable, "-P", "-m", "tlt_server.frontend.reading_process")
-# One thread per lane is all that it gets: the cores are the engine's.
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-
-log = structlog.get_logger()
 
 
 class Reader:

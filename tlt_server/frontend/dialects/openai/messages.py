@@ -1,4 +1,4 @@
-"""Messages of a chat, and how a template sees them."""
+"""Messages of a chat, how a template sees them, and the functions that a model may or must call."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ Tools = Annotated[
     "the chat template shows them to the model",
 ]
 Parallel = Annotated[bool, "false: at most one call is read out of the answer"]
+MAX_PARTS = 2**12  # limit on one message
 
 
 class NamedFunction(Tolerant, frozen=True, kw_only=True):
@@ -74,9 +75,6 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     """Return the function of a tool, which may also be the tool itself, as templates take it."""
     function = tool.get("function", tool)
     return function if isinstance(function, dict) else {}
-
-
-MAX_PARTS = 2**12  # limit on one message
 
 
 class Part(Tolerant, frozen=True, kw_only=True):

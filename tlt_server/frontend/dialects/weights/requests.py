@@ -38,6 +38,8 @@ else:
     ChannelName = Literal[tuple(CHANNELS)]
 
 ModuleName = Annotated[str, Meta(max_length=1024)]  # PEFT's: an end of a path, or a pattern
+OWN = ("path", "drafter_path", "group")  # each is for some channels only
+_NAMES = ("weight_dir", "update_info", "version")
 
 
 class TensorFields(Strict, frozen=True, kw_only=True):
@@ -159,9 +161,6 @@ class PushAbort(Strict, frozen=True, kw_only=True):
     upload_only: Annotated[bool, "end only what has come by http and is not being pushed"] = False
 
 
-OWN = ("path", "drafter_path", "group")  # each is for some channels only
-
-
 class OwnGroup(Struct, frozen=True):
     """The group that brings the tensors of a body, which may be wrong otherwise."""
 
@@ -198,7 +197,6 @@ def _form(
     return DirectoryFields if null.get("weight_dir") is False else ManifestFields
 
 
-_NAMES = ("weight_dir", "update_info", "version")
 ANNOUNCED = Forms(_NAMES, _announces)
 PUSH = Forms(_NAMES, _form)
 

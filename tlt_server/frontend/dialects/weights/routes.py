@@ -51,6 +51,11 @@ from tlt_server.wire.events import WeightReport, WeightState
 
 ROUTES = Routes()
 RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
+PART_PATH = "/weights/{version}/{part:file}"
+VersionInPath = Annotated[str, "the version that the part belongs to"]
+FileInPath = Annotated[str, "a file name: *.safetensors, or calibration.json"]
+ContentRange = Annotated[str, HEADER, "bytes FIRST-LAST/TOTAL; absent: the body is the whole part"]
+PushedVersion = Annotated[str, "the version that the push named"]
 
 
 class GroupsReply(Struct, frozen=True):
@@ -80,10 +85,6 @@ class FileNames(StringConvertor):
 
 
 register_url_convertor("file", FileNames())
-PART_PATH = "/weights/{version}/{part:file}"
-VersionInPath = Annotated[str, "the version that the part belongs to"]
-FileInPath = Annotated[str, "a file name: *.safetensors, or calibration.json"]
-ContentRange = Annotated[str, HEADER, "bytes FIRST-LAST/TOTAL; absent: the body is the whole part"]
 
 
 @ROUTES.put(
@@ -134,9 +135,6 @@ def checked(version: str) -> str:
     if not is_version(version):
         raise InvalidRequest(f"version is {shown(version)}; it must {VERSION_MUST}")
     return version
-
-
-PushedVersion = Annotated[str, "the version that the push named"]
 
 
 class WeightsReply(WeightState, frozen=True, kw_only=True):
