@@ -19,11 +19,11 @@ DIALECTS = Registry(
         "events": "tlt_server.frontend.dialects.operate:EVENTS",
         "operate": "tlt_server.frontend.dialects.operate:ROUTES",
         "page": "tlt_server.frontend.dialects.page:ROUTES",
-        "sglang": "tlt_server.frontend.dialects.sglang.routes:ROUTES",
+        "sglang": "tlt_server.frontend.dialects.sglang:ROUTES",
         "drafter": "tlt_server.frontend.dialects.drafter:ROUTES",
         "drafter_exchange": "tlt_server.frontend.dialects.drafter_exchange:ROUTES",
         "strategy": "tlt_server.frontend.dialects.strategy:ROUTES",
-        "vllm_rl": "tlt_server.frontend.dialects.vllm_rl.routes:ROUTES",
+        "vllm_rl": "tlt_server.frontend.dialects.vllm_rl:ROUTES",
         "weights": "tlt_server.frontend.dialects.weights.routes:ROUTES",
     },
 )

@@ -11,11 +11,10 @@ from itertools import combinations
 from typing import Annotated
 
 from msgspec import Meta, Struct
-from starlette.requests import Request
 
 from tlt_client.fields import MAX_INT32
 from tlt_server.errors import Conflict, InvalidRequest, StartupError
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import Routes, read_given, while_running
 from tlt_server.frontend.http.fields import Strict, shown
 from tlt_server.frontend.service import Service
 from tlt_server.settings.wording import nearest
@@ -121,9 +120,13 @@ async def look(service: Service) -> StrategyState:
 
 
 @ROUTES.put(
-    "/strategy", needs="operate", takes=PolicyFields, example={"policy": "off"}, raises=(Conflict,)
+    "/strategy",
+    needs="operate",
+    read=while_running(read_given),
+    example={"policy": "off"},
+    raises=(Conflict,),
 )
-async def replace(service: Service, request: Request) -> StrategyState:
+async def replace(service: Service, asked: PolicyFields) -> StrategyState:
     """Replace the policy, its arms and the pins between two steps; what is absent is unset.
 
     No token changes and no running request is disturbed: a strategy decides how many of the
@@ -132,8 +135,6 @@ async def replace(service: Service, request: Request) -> StrategyState:
     force, or after 30 s, or while memory sleeps at once, with `preparing`. 409: another policy was
     set meanwhile.
     """
-    service.engine.check_running()
-    asked = await service.bodies.read(PolicyFields, await request.body())
     policy = _parse(asked, service.running())  # again, since reading the body may take long
     await service.engine.set_policy(policy, PATIENCE_S)
     return _state(service)

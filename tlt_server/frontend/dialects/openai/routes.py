@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -146,8 +146,9 @@ async def render(
     text, [token_ids] = ready.text, ready.prompts
     if asked.input_ids is not None:
         text = await tokenizing.decode(service.text, asked.input_ids, special=True)
-    turn = service.generations.share.of(caller_of(request).name)
-    return sliced_response(
+    return _sliced(
+        service,
+        request,
         {
             "model": named(service, asked.model),
             "prompt": text,
@@ -155,7 +156,6 @@ async def render(
             "count": len(token_ids),
             "max_model_len": service.info.max_model_len,
         },
-        turn,
     )
 
 
@@ -184,10 +184,8 @@ async def tokenize(
         [tokens] = await service.validator.encode(
             ["prompt"], [asked.prompt], service.info, special=asked.add_special_tokens is not False
         )
-    return sliced_response(
-        {"tokens": tokens, "count": len(tokens), "max_model_len": service.info.max_model_len},
-        service.generations.share.of(caller_of(request).name),
-    )
+    content = {"tokens": tokens, "count": len(tokens), "max_model_len": service.info.max_model_len}
+    return _sliced(service, request, content)
 
 
 @ROUTES.get("/tokenizer_info", needs="data")
@@ -218,8 +216,11 @@ async def detokenize(
         )
     check_vocabulary("tokens", asked.tokens, service.info)
     text = await tokenizing.decode(service.text, asked.tokens, special=True)
-    turn = service.generations.share.of(caller_of(request).name)
-    return sliced_response({"prompt": text}, turn)
+    return _sliced(service, request, {"prompt": text})
+
+
+def _sliced(service: Service, request: Request, content: dict[str, Any]) -> Response:
+    return sliced_response(content, service.generations.share.of(caller_of(request).name))
 
 
 ROUTES += responses.ROUTES
