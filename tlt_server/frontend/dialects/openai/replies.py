@@ -19,6 +19,22 @@ from tlt_server.frontend.dialects.replies.logprobs import (
 )
 from tlt_server.frontend.dialects.replies.whole import OpenAIUsage
 
+# Fields of choices and replies of both kinds
+StopReason = Annotated[
+    int | str | None, "the stop token's id or the stop string; null for another end"
+]
+SpansOfVersions = Annotated[
+    list[VersionSpan] | UnsetType,
+    "which weights computed which tokens; with `return_weight_versions`",
+]
+PromptScores = Annotated[
+    PromptLogprobs | UnsetType, "per prompt token, null for the first; where asked for"
+]
+UsageOfAll = Annotated[
+    OpenAIUsage | None | UnsetType,
+    "tokens of the whole request; in chunks null except in the last one, with `include_usage`",
+]
+
 
 class Speculation(Struct, frozen=True):
     """The figures of speculation on one choice."""
@@ -47,20 +63,13 @@ class CompletionChoice(Struct, kw_only=True):
     finish_reason: Annotated[
         FinishReason | None, "what ended it; null in a chunk that does not"
     ] = None
-    stop_reason: Annotated[
-        int | str | None, "the stop token's id or the stop string; null for another end"
-    ] = None
+    stop_reason: StopReason = None
     token_ids: Annotated[list[int] | UnsetType, "the tokens; with `return_token_ids`"] = UNSET
     prompt_token_ids: Annotated[
         list[int] | UnsetType, "the prompt's tokens; with `return_token_ids`"
     ] = UNSET
-    prompt_logprobs: Annotated[
-        PromptLogprobs | UnsetType, "per prompt token, null for the first; where asked for"
-    ] = UNSET
-    weight_versions: Annotated[
-        list[VersionSpan] | UnsetType,
-        "which weights computed which tokens; with `return_weight_versions`",
-    ] = UNSET
+    prompt_logprobs: PromptScores = UNSET
+    weight_versions: SpansOfVersions = UNSET
     metrics: Annotated[RequestMetrics | UnsetType, "figures of its speculation"] = UNSET
 
 
@@ -101,17 +110,12 @@ class ChatChoice(Struct, kw_only=True):
         FinishReason | Literal["tool_calls"] | None,
         "what ended it, tool_calls: it stopped after calls; null in a chunk that does not end it",
     ] = None
-    stop_reason: Annotated[
-        int | str | None, "the stop token's id or the stop string; null for another end"
-    ] = None
+    stop_reason: StopReason = None
     token_ids: Annotated[list[int] | UnsetType, "the tokens; with `return_token_ids`"] = UNSET
     prompt_token_ids: Annotated[
         list[int] | UnsetType, "the conversation's tokens; with `return_prompt_token_ids`"
     ] = UNSET
-    weight_versions: Annotated[
-        list[VersionSpan] | UnsetType,
-        "which weights computed which tokens; with `return_weight_versions`",
-    ] = UNSET
+    weight_versions: SpansOfVersions = UNSET
     metrics: Annotated[RequestMetrics | UnsetType, "figures of its speculation"] = UNSET
     meta_info: Annotated[
         MetaInfo | UnsetType, "figures in SGLang's form, at the end; with `return_meta_info`"
@@ -128,10 +132,7 @@ class Completion(Struct, kw_only=True):
         "choices of all prompts; in a chunk those that gained something, and none in the last one "
         "with `usage`",
     ]
-    usage: Annotated[
-        OpenAIUsage | None | UnsetType,
-        "tokens of the whole request; in chunks null except in the last one, with `include_usage`",
-    ] = UNSET
+    usage: UsageOfAll = UNSET
     metrics: Annotated[RequestMetrics | UnsetType, "figures of a reply's only choice"] = UNSET
 
 
@@ -147,16 +148,11 @@ class ChatCompletion(Struct, kw_only=True):
         "choices of the conversation; in a chunk those that gained something, and none in the last "
         "one with `usage`",
     ]
-    usage: Annotated[
-        OpenAIUsage | None | UnsetType,
-        "tokens of the whole request; in chunks null except in the last one, with `include_usage`",
-    ] = UNSET
+    usage: UsageOfAll = UNSET
     prompt_token_ids: Annotated[
         list[int] | UnsetType, "the conversation's tokens; with `return_token_ids`"
     ] = UNSET
-    prompt_logprobs: Annotated[
-        PromptLogprobs | UnsetType, "per prompt token, null for the first; where asked for"
-    ] = UNSET
+    prompt_logprobs: PromptScores = UNSET
     metrics: Annotated[RequestMetrics | UnsetType, "figures of a reply's only choice"] = UNSET
 
 
