@@ -238,7 +238,11 @@ def check_versions(said: list[Said], versions: list[str], modes: list[str]) -> N
 
 @pytest.mark.parametrize("pushes", [4, pytest.param(12, marks=pytest.mark.long)])
 def test_pushes_land_while_batches_run(
-    pushes: int, pushable: ServerProcess, weight_root: Path, tmp_path: Path
+    pushes: int,
+    pushable: ServerProcess,
+    of_width: tuple[str, ...],
+    weight_root: Path,
+    tmp_path: Path,
 ) -> None:
     """Twelve are every way in flight by every channel."""
     base = load_file(TARGET / "model.safetensors")
@@ -279,7 +283,7 @@ def test_pushes_land_while_batches_run(
     shutil.copytree(TARGET, fresh)
     save_file(dict(sent), fresh / "model.safetensors")
     with (
-        ServerProcess("--model", str(fresh), *DRAFTING[2:]) as server,
+        ServerProcess("--model", str(fresh), *DRAFTING[2:], *of_width) as server,
         Client(server.url, timeout_s=60) as client,
     ):
         assert scored(client) == last, "the same tokens, and the same bits of their log-probs"
