@@ -454,16 +454,17 @@ def test_device_converts_the_allocators_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     from tlt_server.engine.gpu.interpreter import Interpreted
 
-    device = Interpreted(settings(device="interpreter", dtype="float32", attention="triton"))
+    given = settings(device="interpreter", attention="triton", model=TARGET, drafter="none")
+    device, config = Interpreted(replace(given, reduction_leaves=2)), ModelConfig.read(TARGET)
     monkeypatch.setattr(device, "_free", lambda: (3 * GIB, TOTAL))
     with pytest.raises(
         StartupError,
         match="no room for 77 KV pages: 20.00 GiB more were asked for and 3072 MiB of its 140.0 "
         "GiB are free",
     ):
-        with device._memory("77 KV pages"):
+        with device._memory("77 KV pages", config):
             raise torch.OutOfMemoryError(SAID)
-    with pytest.raises(ZeroDivisionError), device._memory("77 KV pages"):
+    with pytest.raises(ZeroDivisionError), device._memory("77 KV pages", config):
         raise ZeroDivisionError
 
 
@@ -475,12 +476,12 @@ def test_device_refuses_oversized_weights_unread(
     from tlt_server.engine.gpu.interpreter import Interpreted
 
     given = settings(device="interpreter", attention="triton", model=TARGET, drafter=drafter)
-    device = Interpreted(replace(given, reduction_leaves=2))
+    device, config = Interpreted(replace(given, reduction_leaves=2)), ModelConfig.read(TARGET)
     monkeypatch.setattr(device, "_free", lambda: (9 * MIB, TOTAL))
     with pytest.raises(StartupError, match="short of .* of weights, .*; end what else"):
-        device.load(ModelConfig.read(TARGET))
+        device.load(config)
     with pytest.raises(StartupError, match=f"; {SMALLER}, or set tensor_parallel to 2, on 2 GPUs"):
-        with device._memory("the weights"):
+        with device._memory("the weights", config):
             raise torch.OutOfMemoryError(SAID)
 
 

@@ -51,10 +51,8 @@ from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.loader import eos_token_ids, fill_target
 from tlt_server.models.shards import rank_config
-from tlt_server.models.split import Split
 from tlt_server.process.machine import host_memory
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import Reach
@@ -81,9 +79,6 @@ class CudaDevice:
         self._kernels: KernelStart | None = None  # where launches are captured at start
         self._ranks: RankOrders = NO_RANKS
         self._waits: StepWaits = ALONE
-        self._split: Split = WHOLE
-        self._wider: list[DecidedSettings] = []  # with larger widths that work for the model
-        self._adapters: GpuAdapterSlots | None = None
         self.recordings = GraphRecordings(self.sizes)
 
     @property
@@ -102,19 +97,18 @@ class CudaDevice:
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, Path(self._settings.model)
-        self._split = gpu_split(settings, config)
+        split = gpu_split(settings, config)
         # Refuses before anything is read.
-        attention = self._maker.backend(rank_config(config, self._split))
+        attention = self._maker.backend(rank_config(config, split))
         config = eos_token_ids(config, directory)
-        self._wider = wider_settings(settings, config)
         plan_start(settings, config, self.sizes, *self._usable())
         if self._maker.captures(attention):
             self._kernels = KernelStart(engine_digest(settings, config))
         if settings.tensor_parallel > 1:
-            self._share(config)
-        with self._memory("the weights"):
+            split = share(self._start_ranks(config), split)
+        with self._memory("the weights", config):
             placement = self._maker.placement
-            target, network = empty_networks(settings, config, placement, self._split)
+            target, network = empty_networks(settings, config, placement, split)
             fill_target(target.parameters(), config, settings.checkpoint)
             live = Live(Target.loaded(settings.weight_version, target, settings.checkpoint))
             if network is None or (drafter := settings.drafter_directory) is None:
@@ -124,16 +118,15 @@ class CudaDevice:
         version, calibration = settings.weight_version, loader.calibration(drafter)
         return replace(live, drafter=Drafter.loaded(version, network, calibration, drafter))
 
-    def _share(self, config: ModelConfig) -> None:
-        """Start the other ranks."""
+    def _start_ranks(self, config: ModelConfig) -> Ranks[GpuLink]:
         settings = self._settings
         sizes = window_sizes(settings, config, self.sizes)
         connect = partial(GpuLink, device=self.device, sizes=sizes, by=settings.exchange)
-        with self._memory("the windows of ranks"):
+        with self._memory("the windows of ranks", config):
             ranks = Ranks(settings, config, connect)
         self._ranks, self._waits = ranks, ranks.link
         self._maker = self._maker.shared(ranks.link.agreement)
-        self._split = share(ranks, self._split)
+        return ranks
 
     def free(self) -> Free:
         """Return the room for a staged version. Each rank has as much for its slice."""
@@ -147,22 +140,24 @@ class CudaDevice:
         network = live.drafter.network if live.drafter else None
         if network is not None:
             network.follow(model)  # a restart may have loaded another before
+        adapters: GpuAdapterSlots | None = None
         if settings.max_loras:
-            with self._memory(f"{settings.max_loras} LoRA adapters"):
-                self._adapters = GpuAdapterSlots(
+            with self._memory(f"{settings.max_loras} LoRA adapters", model.config):
+                adapters = GpuAdapterSlots(
                     model.config, settings.max_loras, settings.max_lora_rank, self._maker.placement
                 )
                 for adapter in live.adapters.values():
-                    self._adapters.fill(adapter.slot, adapter.network)
+                    adapters.fill(adapter.slot, adapter.network)
         room = min([self._free(), *self._free_of_others()])
         needs = needs_of(settings, self.sizes, model, network)
         plan = MemoryPlan(settings, needs, max_model_len, *room)
         check_plan(plan, partial(needs_wider, settings, model.config, self.sizes))
         pages = plan.pages
-        with self._memory(f"{pages} KV pages", plan):
+        with self._memory(f"{pages} KV pages", model.config, plan):
             streams = self._maker.stream is not None
             states = make_states(plan, model, self._maker.placement, streams=streams)
-            kv = self._maker.kv(plan, pages, model, network, states)
+            kv = self._maker.kv(plan, pages, model, network)
+            kv = replace(kv, states=states, adapters=adapters)
             models = key_of(model), key_of(network) if network else 0
             self._ranks.order(Allocate(*models, pages, max_model_len), wait=True)
         cache = kv.cache
@@ -186,9 +181,9 @@ class CudaDevice:
     ) -> Equipment:
         assert isinstance(live.target.network, GpuDecoder) and isinstance(memory.kv, GpuKV)
         settings, model, kv = self._settings, live.target.network, memory.kv
-        with self._memory("buffers and graphs", kv.plan):
+        with self._memory("buffers and graphs", model.config, kv.plan):
             pages_per_sequence = page_table_SP.shape[1]
-            state = self._maker.state(model, kv, pages_per_sequence, self._adapters)
+            state = self._maker.state(model, kv, pages_per_sequence)
             capture = None
             if kv.states is not None:
                 pinned = state.upload_U.device.type == "cuda"
@@ -273,7 +268,9 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.device)
 
     @contextmanager
-    def _memory(self, what: str, plan: MemoryPlan | None = None) -> Iterator[None]:
+    def _memory(
+        self, what: str, config: ModelConfig, plan: MemoryPlan | None = None
+    ) -> Iterator[None]:
         """Turn the allocator's error into one that names the remedy; `plan`: of KV, if it is
         made.
         """
@@ -281,7 +278,8 @@ class CudaDevice:
             yield
         except torch.OutOfMemoryError as error:
             free, total = self._free()
-            wider = widen(self._settings, self._wider[0]) if self._wider else ""
+            widths = wider_settings(self._settings, config)
+            wider = widen(self._settings, widths[0]) if widths else ""
             raise StartupError(
                 exhausted(plan, what, str(error), free=free, total=total, wider=wider)
             ) from error

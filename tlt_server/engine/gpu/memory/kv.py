@@ -1,5 +1,5 @@
-"""The KV on the device, from its allocation on: the target's pages, and what a drafter with a
-network keeps next to them.
+"""The KV on the device, from its allocation on: the target's pages, what a drafter with a network
+keeps next to them, and captured states and adapters, where there are any.
 
 Legend: P pages, H hidden.
 """
@@ -17,6 +17,7 @@ from tlt_server.engine.gpu.memory.budget import MemoryPlan
 from tlt_server.engine.gpu.memory.hidden_states.pages import PageStates
 from tlt_server.engine.gpu.steps.state import KVSlots
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.placement import Placement
 
 
@@ -37,6 +38,7 @@ class GpuKV:
     draft: DraftKV | None  # None without a drafter with a network
     stream: torch.cuda.Stream | None
     states: PageStates | None = None  # None: no states are captured
+    adapters: GpuAdapterSlots | None = None  # None: the server takes no adapters
 
     @property
     def caches(self) -> list[KVCache]:

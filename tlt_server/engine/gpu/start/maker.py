@@ -17,7 +17,6 @@ from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.gpu.memory.budget import MemoryPlan
 from tlt_server.engine.gpu.memory.graphs import GraphPool, synchronize
-from tlt_server.engine.gpu.memory.hidden_states.pages import PageStates
 from tlt_server.engine.gpu.memory.kv import DraftKV, GpuKV, make_cache
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.start.kernel_start import KernelStart
@@ -38,7 +37,6 @@ from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.sampling.sampler import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums
@@ -85,12 +83,7 @@ class GpuMaker:
         return self.settings.graphs and attention.capturable and self.stream is not None
 
     def kv(
-        self,
-        plan: MemoryPlan,
-        pages: int,
-        model: GpuDecoder,
-        network: DrafterNetwork | None,
-        states: PageStates | None = None,
+        self, plan: MemoryPlan, pages: int, model: GpuDecoder, network: DrafterNetwork | None
     ) -> GpuKV:
         slots = KVSlots(pages * PAGE_SIZE, max(MAX_VERIFIED, self.settings.max_running), TREE_ROWS)
         scratch, config = slots.verified + 1, model.own_config
@@ -102,15 +95,9 @@ class GpuMaker:
                 make_cache(own_config(network), pages, scratch + slots.tree, self.placement, 1),
                 torch.zeros(pages, hidden, dtype=self.placement.dtype, device=self.device),
             )
-        return GpuKV(plan, slots, cache, draft, self.stream, states)
+        return GpuKV(plan, slots, cache, draft, self.stream)
 
-    def state(
-        self,
-        model: GpuDecoder,
-        kv: GpuKV,
-        pages_per_sequence: int,
-        adapters: GpuAdapterSlots | None = None,
-    ) -> DeviceState:
+    def state(self, model: GpuDecoder, kv: GpuKV, pages_per_sequence: int) -> DeviceState:
         batch, tokens = self.sizes.max_running, pages_per_sequence * PAGE_SIZE
         layout = UploadLayout(
             batch=batch,
@@ -151,7 +138,7 @@ class GpuMaker:
             logits_SV,
             self.sizes.depth,
             kv.page_hint_PH,
-            adapters,
+            kv.adapters,
             self.agreement,
             SharedHead(self.agreement.peers)
             if self.agreement and len(model.head_WH) < model.vocab_size
