@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 from tlt_kernels.gpu import gemm, gemm_stream
 from tlt_kernels.gpu.variants import Variant, listed
 from tlt_server.demo.workload import DRAFTER, TARGET
-from tlt_server.engine.gpu.interpreter import Interpreted
+from tlt_server.engine.gpu.device import Interpreted
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.start import preparing

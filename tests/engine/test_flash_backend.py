@@ -26,7 +26,7 @@ from tlt_kernels.gpu.tensors import RowTable
 from tlt_server.attention import GPU_BACKENDS, flash
 from tlt_server.attention.flash import LARGE, FlashPaged, Run, parts_of, runs_of
 from tlt_server.attention.gpu import TritonPaged
-from tlt_server.engine.gpu.interpreter import Interpreted
+from tlt_server.engine.gpu.device import Interpreted
 from tlt_server.engine.gpu.steps.buckets import PROMPT_SIZES
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError

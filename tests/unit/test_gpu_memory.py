@@ -29,7 +29,7 @@ from tlt_server.engine.gpu.memory.refusals import (
     exhausted,
     widen,
 )
-from tlt_server.engine.gpu.memory.window_sizes import exchange_bytes
+from tlt_server.engine.gpu.start.planning import exchange_bytes
 from tlt_server.engine.gpu.steps.buckets import Shapes
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError, StartupError
@@ -452,7 +452,7 @@ def test_weights_out_of_memory_error_suggests_no_setting() -> None:
 
 def test_device_converts_the_allocators_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    from tlt_server.engine.gpu.interpreter import Interpreted
+    from tlt_server.engine.gpu.device import Interpreted
 
     given = settings(device="interpreter", attention="triton", model=TARGET, drafter="none")
     device, config = Interpreted(replace(given, reduction_leaves=2)), ModelConfig.read(TARGET)
@@ -473,7 +473,7 @@ def test_device_refuses_oversized_weights_unread(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    from tlt_server.engine.gpu.interpreter import Interpreted
+    from tlt_server.engine.gpu.device import Interpreted
 
     given = settings(device="interpreter", attention="triton", model=TARGET, drafter=drafter)
     device, config = Interpreted(replace(given, reduction_leaves=2)), ModelConfig.read(TARGET)

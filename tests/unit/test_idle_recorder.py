@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tlt_server.engine.gpu.idle import IdleRecorder
+from tlt_server.engine.gpu.equipment import IdleRecorder
 from tlt_server.engine.gpu.memory.graphs import GraphPool
 from tlt_server.engine.gpu.start.recordings import GraphRecordings
 from tlt_server.engine.gpu.steps.buckets import MIN_DEPTH, Shapes

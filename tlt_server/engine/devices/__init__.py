@@ -41,7 +41,7 @@ DEVICES = Registry(
     {
         "cpu": "tlt_server.engine.cpu.device:CpuDevice",
         "cuda": "tlt_server.engine.gpu.device:CudaDevice",
-        "interpreter": "tlt_server.engine.gpu.interpreter:Interpreted",
+        "interpreter": "tlt_server.engine.gpu.device:Interpreted",
     },
 )
 

@@ -2,7 +2,7 @@
 a step late.
 
 Pushed weights are exchanged with the live ones in place, because CUDA graphs hold addresses: the
-staged copy then holds the version before. `interpreter.py` is the same engine without a GPU.
+staged copy then holds the version before. `Interpreted` is the same engine without a GPU.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from tlt_server.engine.devices import Equipment, Memory, Quiet, compiled
 from tlt_server.engine.devices.choice import gpu_split, wider_settings
 from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
-from tlt_server.engine.gpu.equipment import GpuEquipment
-from tlt_server.engine.gpu.idle import IdleRecorder
+from tlt_server.engine.gpu.equipment import GpuEquipment, IdleRecorder
 from tlt_server.engine.gpu.link import ALONE, GpuLink, StepWaits
 from tlt_server.engine.gpu.memory.budget import MemoryPlan
 from tlt_server.engine.gpu.memory.hidden_states import StateCapture, describe, make_states
 from tlt_server.engine.gpu.memory.kv import GpuKV
 from tlt_server.engine.gpu.memory.refusals import check_plan, exhausted, widen
-from tlt_server.engine.gpu.memory.window_sizes import window_sizes
 from tlt_server.engine.gpu.orders import Equip, ReportMemory
 from tlt_server.engine.gpu.runner import RING, GpuRunner
 from tlt_server.engine.gpu.start.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.start.maker import GpuMaker, Lent
-from tlt_server.engine.gpu.start.planning import empty_networks, needs_of, needs_wider, plan_start
+from tlt_server.engine.gpu.start.planning import (
+    empty_networks,
+    needs_of,
+    needs_wider,
+    plan_start,
+    window_sizes,
+)
 from tlt_server.engine.gpu.start.recordings import GraphRecordings
 from tlt_server.engine.gpu.start.strategy_kernels import StrategyKernels
-from tlt_server.engine.gpu.steps.buckets import CAPTURED
+from tlt_server.engine.gpu.steps.buckets import CAPTURED, PromptShape
 from tlt_server.engine.gpu.steps.drafts import DraftKey
 from tlt_server.engine.gpu.steps.extend import ExtendKey
 from tlt_server.engine.gpu.steps.texts import Texts
@@ -283,3 +287,18 @@ class CudaDevice:
             raise StartupError(
                 exhausted(plan, what, str(error), free=free, total=total, wider=wider)
             ) from error
+
+
+class Interpreted(CudaDevice):
+    """The same engine on Triton's CPU interpreter, for tests."""
+
+    name = "interpreter"
+    warms_up = False  # nothing is compiled
+    # Small, as a padded row costs as much as a real one.
+    prompts = PromptShape(sizes=(2, 4), chunks=2, grain=4)
+
+    def __init__(self, settings: DecidedSettings) -> None:
+        super().__init__(settings, torch.device("cpu"))
+
+    def _free(self) -> tuple[int, int]:
+        return 2**40, 2**40

@@ -24,7 +24,6 @@ from tlt_server.engine.devices.choice import gpu_split
 from tlt_server.engine.exchange.joining import RankGroup, join
 from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs
 from tlt_server.engine.gpu.memory.kv import GpuKV
-from tlt_server.engine.gpu.memory.window_sizes import window_sizes
 from tlt_server.engine.gpu.orders import (
     Begin,
     DropKernels,
@@ -47,6 +46,7 @@ from tlt_server.engine.gpu.orders import (
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.start.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.start.maker import GpuMaker, Lent
+from tlt_server.engine.gpu.start.planning import window_sizes
 from tlt_server.engine.gpu.start.preparing import KernelList, record
 from tlt_server.engine.gpu.steps.agreement import Agreement
 from tlt_server.engine.gpu.steps.drafts import DraftKey, DraftPass, GpuDrafter
