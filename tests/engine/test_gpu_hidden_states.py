@@ -142,4 +142,4 @@ def test_nothing_follows_without_a_trainer_that_wants_features(
     ):
         engine.run(request(0, 4, 2))
         for extend in engine.engine.runner.passes.extends.values():
-            assert any(isinstance(f, StateCapture) for f in extend._followers) == captures
+            assert any(isinstance(f, StateCapture) for f in extend._readers) == captures

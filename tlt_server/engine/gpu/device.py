@@ -198,7 +198,7 @@ class CudaDevice:
                 live.drafter,
                 quiet=quiet,
                 drain=self._waits.drain,
-                followers=[capture] if capture else [],
+                readers=[capture] if capture else [],
             )
             texts = Texts.of(state.batch_slots, kept=bool(passes.drafters))
             runner = GpuRunner(passes, texts, capture=capture, ranks=self._ranks, waits=self._waits)

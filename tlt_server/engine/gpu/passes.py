@@ -16,7 +16,7 @@ from tlt_kernels.gpu.upload import apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.memory.graphs import GraphPool
 from tlt_server.engine.gpu.steps.buckets import Shapes
-from tlt_server.engine.gpu.steps.drafts import DraftKey, DraftPass, Follower, GpuDrafter
+from tlt_server.engine.gpu.steps.drafts import DraftKey, DraftPass, GpuDrafter, RowReader
 from tlt_server.engine.gpu.steps.extend import (
     Extend,
     ExtendKey,
@@ -47,16 +47,16 @@ class Passes:
         *,
         shapes: Shapes,
         stream: torch.cuda.Stream | None,
-        followers: Sequence[Follower] = (),
+        readers: Sequence[RowReader] = (),
         run_first: bool = False,
     ) -> None:
-        """`followers`: take what they need of the rows' states, next to the drafters. `run_first`:
+        """`readers`: take what they need of the rows' states, next to the drafters. `run_first`:
         whether libraries of others get ready in a run, so that no pass is captured before one.
         """
         self.state, self.drafters, self.graphs, self.shapes = state, drafters, graphs, shapes
         self.stream, self._attention = stream, attention
         self.run_first = run_first
-        self._followers: list[Follower] = [*drafters.values(), *followers]
+        self._readers: list[RowReader] = [*drafters.values(), *readers]
         self.extends: dict[ExtendKey, Extend] = {}
         self._drafts: dict[DraftKey, DraftPass] = {}
 
@@ -74,7 +74,7 @@ class Passes:
         extend = self.extends.get(key)
         if extend is None:
             kind = StructuredExtend if key.structured else Extend
-            extend = kind(key, self.state, self._attention, self._followers)
+            extend = kind(key, self.state, self._attention, self._readers)
             if self.shapes.keeps(key):
                 self.extends[key] = extend
         return extend

@@ -30,7 +30,7 @@ from tlt_server.engine.gpu.steps.buckets import (
     Shapes,
     sampled_rows,
 )
-from tlt_server.engine.gpu.steps.drafts import Follower, GpuDrafter, NetworkStorage
+from tlt_server.engine.gpu.steps.drafts import GpuDrafter, NetworkStorage, RowReader
 from tlt_server.engine.gpu.steps.head import SharedHead
 from tlt_server.engine.gpu.steps.state import SCORED, DeviceState, KVSlots
 from tlt_server.engine.phases import OnProgress
@@ -153,7 +153,7 @@ class GpuMaker:
         *,
         quiet: Callable[[], bool] = lambda: True,
         drain: Callable[[torch.cuda.Stream], None] = synchronize,
-        followers: Sequence[Follower] = (),
+        readers: Sequence[RowReader] = (),
     ) -> Passes:
         attention = self.backend(state.model.own_config)
         storage = self._network_storage(drafter, kv)
@@ -169,7 +169,7 @@ class GpuMaker:
             GraphPool(self.stream if captures else None, quiet=quiet, drain=drain),
             shapes=self.sizes,
             stream=self.stream,
-            followers=followers,
+            readers=readers,
             run_first=self.settings.numerics != "strict",
         )
 

@@ -30,7 +30,7 @@ from tlt_kernels.gpu.sampling import sample
 from tlt_kernels.gpu.structure import apply_masks
 from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Samples, Trees
 from tlt_server.attention.gpu import GpuAttention
-from tlt_server.engine.gpu.steps.drafts import DraftKey, Follower
+from tlt_server.engine.gpu.steps.drafts import DraftKey, RowReader
 from tlt_server.engine.gpu.steps.head import SharedHead
 from tlt_server.engine.gpu.steps.state import DeviceState
 from tlt_server.models import Forward
@@ -103,9 +103,9 @@ class Extend:
     """The pass of one key, with its buffers."""
 
     def __init__(
-        self, key: ExtendKey, state: DeviceState, attention: GpuAttention, followers: list[Follower]
+        self, key: ExtendKey, state: DeviceState, attention: GpuAttention, readers: list[RowReader]
     ) -> None:
-        self.key, self.state, self._followers = key, state, followers
+        self.key, self.state, self._readers = key, state, readers
         rows, device = key.decode_rows + key.prompt_rows, state.upload_U.device.type
         assert rows <= len(state.hidden_RH), f"{key}: {rows} rows, {len(state.hidden_RH)} have room"
         self.rows = RowTable.allocate(rows, state.depth, device=device)
@@ -284,7 +284,7 @@ class Extend:
         return self.key.edited or self.key.structured
 
     def finish(self, forwarded: Forward, sampled: Samples) -> None:
-        """Walk, truncate, append; keep the KV of what was accepted. Followers take what they need
+        """Walk, truncate, append; keep the KV of what was accepted. Readers take what they need
         of the rows' states.
         """
         state, key = self.state, self.key
@@ -303,8 +303,8 @@ class Extend:
         if key.edited:
             count_emitted(state.batch_slot_B(key.batch), chunks, state.batch_slots, self.outcome_EF)
         commit_kv(self.kept, state.cache.k, state.cache.v)
-        for follower in self._followers:
-            follower.follow(self.rows, self.kept, forwarded)
+        for reader in self._readers:
+            reader.read_rows(self.rows, self.kept, forwarded)
         if state.agreement is not None:
             state.agreement.add(forwarded.hidden_RH, self.rows, self.outcome_EF)
 
@@ -313,9 +313,9 @@ class StructuredExtend(Extend):
     """A pass of two halves, between which the host fills the masks of its samples."""
 
     def __init__(
-        self, key: ExtendKey, state: DeviceState, attention: GpuAttention, followers: list[Follower]
+        self, key: ExtendKey, state: DeviceState, attention: GpuAttention, readers: list[RowReader]
     ) -> None:
-        super().__init__(key, state, attention, followers)
+        super().__init__(key, state, attention, readers)
         # A capture must not make them: each replay would lift all masks again.
         self._masks, model = state.masks, state.model
         self._features_RF = model.placement.empty(len(self.rows.token_R), model.feature_width)

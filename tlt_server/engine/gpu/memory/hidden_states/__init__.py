@@ -1,5 +1,5 @@
-"""The follower that captures states on a GPU: as part of each extend pass, the rows that became
-text of recorded sequences are copied into a ring on the device.
+"""The reader of rows that captures states on a GPU: as part of each extend pass, the rows that
+became text of recorded sequences are copied into a ring on the device.
 
 The host chooses batch slots before a step and, one step late, learns how much of the ring the step
 has filled; `pages.py` takes that part. A step for which the ring may have no room is not
@@ -43,7 +43,7 @@ class StateCapture:
         self._chosen: frozenset[int] = frozenset()  # batch slots, as the device knows them
         self._in_flight = 0  # rows of steps in flight, at most
 
-    def follow(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
+    def read_rows(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
         """Copy what has become text, as part of every extend pass."""
         copy_states(
             claim(rows, kept, self._ring), forwarded.features_RF, forwarded.hidden_RH, self._ring

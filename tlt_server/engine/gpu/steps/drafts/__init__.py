@@ -67,14 +67,14 @@ class NetworkStorage:
     held: bool  # what its table learns is put in force by `DeviceTable.renew` alone
 
 
-class Follower(Protocol):
-    def follow(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
+class RowReader(Protocol):
+    def read_rows(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
         """Take what it needs of the rows that the target has computed, as part of every extend
         pass.
         """
 
 
-class GpuDrafter(Follower, Protocol):
+class GpuDrafter(RowReader, Protocol):
     network: Any  # the one that a push exchanges; None where it drafts without one
 
     @classmethod

@@ -85,7 +85,7 @@ class EagleDrafts:
     def draft_pass(self, key: DraftKey) -> EaglePass:
         return EaglePass(key, self)
 
-    def follow(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
+    def read_rows(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
         batch_slots = self.state.batch_slots
         g_RH = self.network.fuse(forwarded.features_RF)
         previous_RH = previous_hints(g_RH, rows, batch_slots)

@@ -48,7 +48,7 @@ class HistoryDrafts:
     def draft_pass(self, key: DraftKey) -> HistoryPass:
         return HistoryPass(key, self)
 
-    def follow(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
+    def read_rows(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
         """The batch slots' text is all it reads."""
 
     def observe(

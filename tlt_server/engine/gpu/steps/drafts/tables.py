@@ -22,9 +22,7 @@ from tlt_server.speculation.survival import (
     TableRecord,
 )
 
-
-def _nobody(*told: object) -> None:
-    """Tell no other rank."""
+OnWrite = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None]
 
 
 class DeviceTable:
@@ -41,8 +39,8 @@ class DeviceTable:
         self._table, self._stream, self._gap_edge_G = table, stream, gap_edge_G
         self._in_force_Z = in_force_Z
         # Tell other ranks what is written or put in force, before it is.
-        self.on_write: Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None] = _nobody
-        self.on_renew: Callable[[], None] = _nobody
+        self.on_write: OnWrite = lambda *values: None
+        self.on_renew: Callable[[], None] = lambda: None
 
     def record(self) -> TableRecord:
         return self._read().record()
