@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from os import urandom
 from typing import NamedTuple
@@ -44,7 +44,8 @@ class Response:
     """The text of one sequence."""
 
     prompt: bytes  # digest; of the first of its group
-    tokens: NDArray[np.int32] | None = None  # once it has ended
+    # Empty before it has ended.
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     slot: int = -1  # the batch slot or the slot for texts that has it
 
 
@@ -182,7 +183,6 @@ class Texts:
                 there.slot = -1
             self._slots.move_to_end(slot)
             response.slot, self._in_slot[slot] = slot, response
-            assert response.tokens is not None
             yield SentText(slot, _number(prompt), response.tokens)
 
     def _evict(self) -> None:
@@ -201,7 +201,6 @@ class Texts:
             self._drop(response)
 
     def _drop(self, response: Response) -> None:
-        assert response.tokens is not None
         self._tokens -= len(response.tokens)
         if response.slot >= 0:
             del self._in_slot[response.slot]
@@ -225,4 +224,4 @@ def _first(sequence: Sequence) -> int:
 
 
 def _size(responses: deque[Response]) -> int:
-    return sum(len(r.tokens) for r in responses if r.tokens is not None)
+    return sum(len(r.tokens) for r in responses)
