@@ -56,7 +56,7 @@ def test_what_a_step_lacks_follows_what_is_recorded() -> None:
     filtered = StepContext(8, 0, 300.0, 8, filtered=True)
     assert missing(recordings, filtered) == [2, 1]
     structured = StepContext(8, 0, 300.0, 8, structured=True)
-    key = SHAPES.step(8, CHAIN, structured=True).extend
+    key = SHAPES.step(8, CHAIN).extend._replace(structured=True)
     assert missing(recordings, structured) == [3, 2], "a pass of two halves"
     pool.add(key)
     assert missing(recordings, structured) == [2, 1]

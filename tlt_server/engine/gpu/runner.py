@@ -213,16 +213,7 @@ class GpuRunner:
             self._hold(work)
         self._upload([work.sequence.batch_slot for work in decoding], chunks)
 
-        strategy, name, key = self.shapes.step(
-            len(decoding),
-            strategy,
-            sum(count for _, _, count in chunks),
-            len(chunks),
-            filtered=batch.context.filtered,
-            edited=batch.context.edited,
-            structured=batch.context.structured,
-            adapted=batch.context.adapted,
-        )
+        strategy, name, key = self.shapes.shape(batch.context, strategy)
         passes, extend = self.passes, self.passes.extend(key)
         capped = name is not None and any(_limits_rows(work.sequence) for work in decoding)
         learns = self.learns and not key.plain

@@ -69,7 +69,7 @@ class GraphRecordings:
 
     def want(self, context: StepContext, strategy: Strategy, saved_s: float) -> bool:
         graphs = self._graphs
-        shape = self._shape(context, strategy)
+        shape = self._shapes.shape(context, strategy)
         lacking = [key for key in (shape.draft, shape.extend) if key and self._lacking(key)]
         if len(self._saved_s) > MAX_KEPT:
             self._saved_s.clear()
@@ -96,16 +96,4 @@ class GraphRecordings:
         batch = self._shapes.batch(context.decoding, prompts=context.chunks > 0)
         budget = max(1, int(rows) - batch)
         strategy = Strategy(drafter, depth, width, 2, budget) if drafter else OFF
-        return self._shape(context, strategy)
-
-    def _shape(self, context: StepContext, strategy: Strategy) -> StepShape:
-        return self._shapes.step(
-            context.decoding,
-            strategy,
-            context.prefill_rows,
-            context.chunks,
-            filtered=context.filtered,
-            edited=context.edited,
-            structured=context.structured,
-            adapted=context.adapted,
-        )
+        return self._shapes.shape(context, strategy)

@@ -25,7 +25,7 @@ from tlt_server.attention import gpu as attention
 from tlt_server.engine.gpu.steps.drafts import DraftKey
 from tlt_server.engine.gpu.steps.extend import ExtendKey
 from tlt_server.speculation.sizes import Reach
-from tlt_server.wire.records import OFF, Strategy
+from tlt_server.wire.records import OFF, StepContext, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)  # a step of 96 rows costs more than 128
 # Padding of a batch with prompts takes the place of prompt rows.
@@ -181,19 +181,21 @@ class Shapes:
             for key, rows in (pure | mixed).items()
         }
 
-    def step(
-        self,
-        decoding: int,
-        strategy: Strategy,
-        rows: int = 0,
-        chunks: int = 0,
-        *,
-        filtered: bool = False,
-        edited: bool = False,
-        structured: bool = False,
-        adapted: bool = False,
-    ) -> StepShape:
-        """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts."""
+    def shape(self, context: StepContext, strategy: Strategy) -> StepShape:
+        """Shape the step of a batch."""
+        shape = self.step(context.decoding, strategy, context.prefill_rows, context.chunks)
+        extend = shape.extend._replace(
+            filtered=context.filtered,
+            edited=context.edited,
+            structured=context.structured,
+            adapted=context.adapted,
+        )
+        return shape._replace(extend=extend)
+
+    def step(self, decoding: int, strategy: Strategy, rows: int = 0, chunks: int = 0) -> StepShape:
+        """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts, without
+        filters, edits, structures or adapters.
+        """
         batch = self.batch(decoding, prompts=chunks > 0)
         strategy = fitted(strategy, batch, self.depth) if decoding else OFF
         first = decode_rows(batch, strategy)
@@ -202,16 +204,7 @@ class Shapes:
         return StepShape(
             strategy,
             draft_key(batch, strategy) if strategy.drafter else None,
-            ExtendKey(
-                batch,
-                first,
-                prompt_rows,
-                padded_chunks if chunks else 0,
-                filtered,
-                edited,
-                structured,
-                adapted,
-            ),
+            ExtendKey(batch, first, prompt_rows, padded_chunks if chunks else 0),
         )
 
     def room(self, decoding: int, max_rows: int) -> int:
