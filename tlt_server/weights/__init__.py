@@ -1,3 +1,3 @@
-"""Weight pushes as transactions: stage next to the running loop, verify, swap between two steps,
-keep the version before.
+"""Weight pushes as transactions: a push is staged next to the running loop, verified and swapped in
+between two steps; the previous version is kept.
 """

@@ -1,5 +1,5 @@
-"""One role's weights on their way into a network: every tensor is checked on the very bytes that
-are kept, then copied to its place and, where there is a spool, written to it.
+"""Receives one role's weights into a network. Each tensor is checked on the bytes that are kept,
+then copied to its place and, if there is a spool, written to the spool.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Enter = Callable[[str], None]  # enters a phase; raises to cancel
 
 
 def _first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first ones, whose checksums a GPU is waited for once: up to `TOGETHER` bytes, as
-    those of another dtype are copied.
+    """Return the first tensors, up to `TOGETHER` bytes; their checksums share one wait for the GPU.
+    The limit bounds memory, since tensors of another dtype are copied.
     """
     first: dict[str, Tensor] = {}
     size = 0
@@ -70,20 +70,20 @@ class Arriving:
         options: Options,
         arrived: Mapping[str, str] = MappingProxyType({}),
     ) -> Arriving:
-        """Fill the network; `arrived`: checksums of the tensors that it has."""
+        """Set the network to fill; `arrived`: checksums of the tensors that it already has."""
         tied = {TIED_HEAD} if network.config.tied_embeddings else set()
         others = tied if role == "target" else network.vocabulary_map  # type: ignore[union-attr]
         return cls(role, network, network.parameters(), others, options, sums=dict(arrived))
 
     @property
     def in_place(self) -> bool:
-        """Return True if the network that is filled is the live one."""
+        """Return True if the push writes directly into the live network."""
         return self.options.storage.in_place and self.role != "adapter"
 
     @property
     def missing(self) -> list[str]:
-        """Tensors without which a role that comes in parts is not complete. The vocabulary map is
-        among them, as it may be yet to come. A tied head is not: it may come last, or never.
+        """Return the tensors that a role sent in parts still needs. The vocabulary map counts, as
+        it may still arrive. A tied head does not: it may arrive last, or never.
         """
         return sorted((self.parameters.keys() | self.others) - {TIED_HEAD} - self.sums.keys())
 
@@ -92,7 +92,9 @@ class Arriving:
     def open(
         self, receiver: Receiver, declared: Mapping[str, TensorEntry], *, partial: bool
     ) -> None:
-        """Check that the right tensors will come; `partial`: some of them."""
+        """Check that the manifest lists the right tensors; `partial`: a subset of them is
+        enough.
+        """
         coming, self.place = receiver.names[self.role], receiver.places[self.role]
         expected = (
             {name: view for name, view in self.parameters.items() if name in coming}
@@ -141,7 +143,9 @@ class Arriving:
         self._keep(batch)
 
     def _announced(self, batch: TensorBatch) -> dict[str, Tensor]:
-        """Return the tensors of a batch. `WeightsRefused` if one is not to come, or came before."""
+        """Return the manifest's entries for a batch. `WeightsRefused` for an unlisted or repeated
+        tensor.
+        """
         coming = {}
         for name, tensor in batch.tensors.items():
             if name not in self.parameters and name not in self.others:
@@ -161,8 +165,8 @@ class Arriving:
     def _checked(
         self, tensors: Mapping[str, Tensor], declared: Mapping[str, TensorEntry], where: str
     ) -> dict[str, Tensor]:
-        """Return the tensors as they are stored, and note their checksums. What comes in the host's
-        memory goes to its device first: a GPU reads and cuts it many times faster.
+        """Return the tensors in their stored form, and record their checksums. Tensors in host
+        memory move to the device first: a GPU reads and slices them many times faster.
         """
         stored = {}
         for name, tensor in tensors.items():
@@ -196,7 +200,7 @@ class Arriving:
         self.sums[name] = found.sum
 
     def _write(self) -> None:
-        """Note that the network is about to change."""
+        """Record that the network is about to change."""
         self.overwritten = self.in_place
 
     def _keep(self, batch: TensorBatch) -> None:
@@ -221,8 +225,8 @@ class Arriving:
             )
 
     def target(self) -> Target:
-        """Return the target. A head that is tied to the embedding may have come, and must equal it;
-        it is no part of the version.
+        """Return the target. If it has a tied head and the push contains one, that head must equal
+        the embedding; it is not part of the version.
         """
         sums = dict(self.sums)
         if TIED_HEAD in self.others and sums.pop(TIED_HEAD, sums[EMBEDDING]) != sums[EMBEDDING]:
@@ -234,7 +238,9 @@ class Arriving:
         return Target("", self.network, sums)  # type: ignore[arg-type]
 
     def drafter(self, live: Drafter, receiver: Receiver) -> Drafter:
-        """Return the drafter. Without a vocabulary map or a calibration it takes the live one's."""
+        """Return the drafter. A missing vocabulary map or calibration is taken from the live
+        drafter.
+        """
         sums = dict(self.sums)
         if len(self.found) == 1:
             raise WeightsRefused(
@@ -261,12 +267,12 @@ class Arriving:
         return Drafter("", self.network, sums, calibration=calibration)  # type: ignore[arg-type]
 
     def adapter(self, name: str) -> Adapter:
-        """Return the adapter that is called so."""
+        """Return the adapter under this name."""
         return Adapter(name, "", self.network, dict(self.sums))  # type: ignore[arg-type]
 
     def keep_whole(self) -> None:
-        """Keep the files that come whole, and an index, so that the folder is a directory that a
-        restart reads. Called again when more has come.
+        """Keep the files that arrive whole, and an index, so that a restart can read the folder as
+        a model directory. Called again after each further part.
         """
         if self.options.spool is None:
             return
@@ -278,7 +284,9 @@ class Arriving:
 
 
 def check_config(config: ModelConfig, data: bytes | None, where: str) -> None:
-    """Refuse a directory that says it is another model; without a config there is no check."""
+    """Reject a directory whose config describes another model; a directory without a config
+    passes.
+    """
     if data is None:
         return
     raw = json_object(data, where)
@@ -294,7 +302,7 @@ def check_config(config: ModelConfig, data: bytes | None, where: str) -> None:
 
 
 def check_dtype(entry: TensorEntry, parameter: Stored | None) -> None:
-    """Refuse a declared dtype that cannot be taken for the parameter."""
+    """Reject a declared dtype that cannot be converted to the parameter's."""
     if not entry.dtype:
         return
     dtype = dtype_named(entry.dtype, entry.name)
@@ -310,8 +318,8 @@ def check_dtype(entry: TensorEntry, parameter: Stored | None) -> None:
 def check_shape(
     name: str, shape: Sequence[int], parameters: Mapping[str, Stored], where: str
 ) -> None:
-    """Refuse a shape that is not the parameter's or, for another name, that is larger than any
-    parameter's. Called before memory is taken for the tensor.
+    """Reject a shape that differs from the parameter's or, for another name, that is larger than
+    any parameter's. Called before memory is allocated for the tensor.
     """
     if name in parameters:
         if tuple(shape) != tuple(parameters[name].shape):
@@ -329,7 +337,7 @@ def check_shape(
 
 
 def check_content(tensor: Tensor, entry: TensorEntry | None, where: str, mix64: str | None) -> None:
-    """Compare a tensor with what the manifest declares. `mix64`: the tensor's, if it is known."""
+    """Compare a tensor with its entry in the manifest. `mix64`: the tensor's checksum, if known."""
     if entry is None:
         return
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

@@ -1,9 +1,9 @@
-"""The weights that a push brings, from manifests to complete, checked weights. Used in the staging
-thread; knows no channel, as tensors come from a `Receiver`.
+"""The weights of a push, from manifests to complete, checked weights. Used in the staging thread.
+It knows no channel: tensors come from a `Receiver`.
 
-With storage of its own nothing live is touched, and the result can be swapped in without a further
-decision. In place, a tensor is written once it alone was checked; a failure after the first write
-has left neither the old nor the new version, which `overwritten` says.
+With its own storage a candidate leaves the live weights untouched, and its result can be swapped in
+without another check. In place, each tensor is checked alone and then written, so a failure after
+the first write leaves a mixture of the old and the new version; `overwritten` reports it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tlt_server.wire.labels import unnamed
 
 
 class Candidate:
-    """One manifest brings all of it, or several that are `partial` bring it together. A candidate
-    that begins with `headless` is that target, to which its sender adds the tied head.
+    """One manifest describes the whole push, or several `partial` manifests describe it together.
+    With `headless`, the candidate starts from that target, and its sender adds the tied head.
     """
 
     def __init__(self, options: Options, headless: Target | None = None) -> None:
@@ -48,28 +48,30 @@ class Candidate:
 
     @property
     def missing(self) -> list[str]:
-        """Tensors that have not come, for the roles of which some have."""
+        """The missing tensors of each role that has received some."""
         return [name for role in self._roles.values() for name in role.missing]
 
     @property
     def overwritten(self) -> list[str]:
-        """Roles whose live values have changed, in place."""
+        """Roles whose live values were overwritten by an in-place push."""
         return [name for name, role in self._roles.items() if role.overwritten]
 
     def has(self, manifest: Manifest) -> bool:
-        """Return True if a tensor that the manifest names has come before."""
+        """Return True if a tensor of the manifest has already arrived."""
         owners = (owner(entry.name, manifest.role) for entry in manifest.tensors)
         return any(role in self._roles and name in self._roles[role].sums for role, name in owners)
 
     def stop(self) -> None:
-        """End a wait for a trainer, also one that has not begun yet. Called from another thread."""
+        """Cancel the wait for a trainer, even before that wait begins. Called from another
+        thread.
+        """
         self.stopped = True
         receiver = self._receiver
         if receiver is not None:
             receiver.stop()
 
     def release(self) -> list[Network]:
-        """Give up what has come; return the networks that held it."""
+        """Drop the received tensors; return the networks that held them."""
         networks: list[Network] = [role.network for role in self._roles.values()]
         self._roles.clear()
         return networks
@@ -77,9 +79,9 @@ class Candidate:
     def take(
         self, manifest: Manifest, live: Live, receive: Callable[[Manifest], Receiver], enter: Enter
     ) -> Changed | None:
-        """Check and keep what comes. Return complete new weights of all roles that have begun, or
-        None where further manifests bring the rest. `TltError` if neither is possible; `PushFailed`
-        if a disk fails.
+        """Receive, check and keep tensors. Return complete weights of all roles that have begun, or
+        None if the push needs further manifests. `TltError` if neither is possible; `PushFailed` if
+        a disk fails.
         """
         first: Exception | None = None
         try:
@@ -153,7 +155,9 @@ class Candidate:
         receiver: Receiver,
         declared: Mapping[str, TensorEntry],
     ) -> None:
-        """Make room for a role's tensors, and check that the right ones will come."""
+        """Allocate memory for a role's tensors, and check that the manifest lists the right
+        ones.
+        """
         if name == "adapter":
             weights = self._adapter(manifest, live, receiver)
             self._roles[name] = Arriving.into(name, weights, self._options)
@@ -204,8 +208,8 @@ class Candidate:
     def _network(
         self, name: str, live: Live, own_embedding: bool | None
     ) -> TargetNetwork | DrafterNetwork:
-        """Return the network to fill. `own_embedding`: whether the drafter that comes has one;
-        None: if the one in use has.
+        """Return the network to fill. `own_embedding`: whether the pushed drafter has one; None:
+        the same as the active drafter.
         """
         target, in_place = live.target.network, self._options.storage.in_place
         if name == "target" or live.drafter is None:
@@ -223,7 +227,7 @@ class Candidate:
 
 
 def _declared(manifest: Manifest, live: Live) -> dict[str, dict[str, TensorEntry]]:
-    """Return what the manifest says of each role's tensors."""
+    """Return the manifest's tensor entries by role."""
     if "drafter" in manifest.roles and live.drafter is None:
         raise WeightsRefused(
             f"role is {manifest.role!r}, but this server drafts without a network; start it with "

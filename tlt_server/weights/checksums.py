@@ -51,7 +51,9 @@ class Content(NamedTuple):
 
 
 def contents(tensors: Sequence[Tensor]) -> list[Content]:
-    """Read each tensor once, on its device, which is waited for once for those that lie there."""
+    """Compute the checksums of tensors. Each tensor is read once, on its device, with one wait per
+    device.
+    """
     found: dict[int, Content] = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         if device.type == "cuda":
@@ -70,8 +72,8 @@ def mix64(stored: Stored) -> str:
 
 
 def _over_ranks(pieces: SpreadTensor) -> str:
-    """Sum up where the slices lie. Of slices that several ranks hold, one is counted if they agree,
-    and all if they do not, so that the sum is wrong whichever of them is.
+    """Sum over the ranks that hold the slices. Replicated slices count once if they agree;
+    otherwise all of them count, so that the sum is wrong whichever replica is damaged.
     """
     if pieces.is_cuda:
         from tlt_kernels.gpu.checksums import placed_sum
@@ -91,8 +93,8 @@ def live_sums(parameters: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def origin_of(directory: Path) -> str:
-    """Return one name for a checkpoint's content, by the sizes of its files and some parts of each:
-    to read it whole takes as long as to load it.
+    """Return a name for a checkpoint's content, from its files' sizes and samples of their bytes.
+    Reading a checkpoint whole takes as long as loading it.
     """
     found = xxhash.xxh3_128()
     for path in sorted({*tensor_files(directory).values()}):

@@ -1,9 +1,9 @@
-"""Weights that sleep: their bytes in a file without a name, their tensors without memory, until a
+"""Sleeping weights: their bytes are in an unnamed file and their tensors have no memory until a
 wake-up.
 
-The same tensors come back, with the same bits, so holders of a network or of a view of it notice
-nothing; those of other ranks' GPUs come back at other addresses. Nothing may read them meanwhile,
-which the loop ensures.
+The same tensor objects return with the same bits, so holders of a network or of a view need no
+change. Tensors on the GPUs of other ranks return at other addresses. The loop ensures that nothing
+reads the weights meanwhile.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ TILE_BYTES = 2**28  # the host holds one tile at a time
 
 
 class SleepingMemory(Protocol):
-    """Memory of weights that is given back and taken as one."""
+    """Memory of weights that is released and reclaimed as a unit."""
 
     @property
     def contents(self) -> list[Tensor]:
-        """Return uint8 views of all of it."""
+        """Return uint8 views of the whole memory."""
 
     def free(self) -> None: ...
 
     def reclaim(self) -> None:
-        """Take it again, content undefined; `torch.OutOfMemoryError` where there is no room."""
+        """Reclaim the memory, with undefined content; `torch.OutOfMemoryError` if there is too
+        little.
+        """
 
 
 class Dormant:
     def __init__(self, directory: Path | None) -> None:
-        """Keep the file in `directory`; None: where the system keeps temporary files."""
+        """Keep the file in `directory`; None: in the system's directory for temporary files."""
         self._directory = directory
         self._file: BinaryIO | None = None
         self._memory: list[SleepingMemory] = []
         self._checksums: list[str] = []  # one for each tile in the file
 
     def put_away(self, *parts: Live | Changed) -> None:
-        """Write the weights to the file and free their memory, on all ranks. `StorageFailed`, and
-        no change, when the disk has no room.
+        """Write the weights to the file and free their memory, on all ranks. If the disk is full,
+        raise `StorageFailed` and change nothing.
         """
         assert self._file is None, "they sleep already"
         memory = _memory_of(part.network for several in parts for part in several.by_role.values())
@@ -73,8 +75,8 @@ class Dormant:
         self._file, self._memory, self._checksums = file, memory, checksums
 
     def bring_back(self) -> None:
-        """Read the weights back. `torch.OutOfMemoryError`, and they sleep on, when there is no
-        room.
+        """Read the weights back. If memory is too small, raise `torch.OutOfMemoryError` and leave
+        them asleep.
         """
         assert self._file is not None, "they do not sleep"
         try:
@@ -98,8 +100,8 @@ class Dormant:
 
 
 def _memory_of(networks: Iterable[Any]) -> list[SleepingMemory]:
-    """Return the memory of these networks, each once. A network's shards on other ranks are one
-    where they are lent.
+    """Return the memory of these networks without duplicates. A network's shards on other ranks
+    count as one where they are lent.
     """
     found: dict[object, SleepingMemory] = {}
     for network in networks:

@@ -1,5 +1,6 @@
-"""Weights in force written for the trainer: the drafter whole, of the target what its drafter's
-training reads (the embedding, and the head's rows of the draft vocabulary), and the time of steps.
+"""Active weights written for the trainer: the whole drafter, the parts of the target that the
+drafter's training reads (the embedding, and the head's rows of the draft vocabulary), and step
+times.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Saved(Protocol):
 
 
 def hand_over(live: Live, drafter: Path, costs: bytes = b"") -> Callable[[Path], None]:
-    """Copy the live weights into host memory, and return what writes them into a new directory,
-    for which they are not read again. `drafter` has the live one's config.json, `costs` the
-    content of COSTS. `Conflict` without a drafter.
+    """Copy the live weights into host memory. Return a function that writes the copy into a new
+    directory without reading the live weights again. `drafter` has the live one's config.json,
+    `costs` the content of COSTS. `Conflict` without a drafter.
     """
     if live.drafter is None:
         raise Conflict("this server drafts without a network, so there is nothing to train")

@@ -1,7 +1,6 @@
 """The weights of a version: a target and perhaps a drafter, each complete and with its checksums.
 
-`Live` is what the engine uses, `Changed` what takes the place of some of it. Neither is changed
-once made.
+The engine uses `Live`; a `Changed` replaces some of its parts. Both are immutable.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class TargetNetwork(Protocol):
         """Return a view [out, in] of the live storage for each Hugging Face name."""
 
     def blank(self) -> Self:
-        """Make the same model with storage of its own, to be filled with other weights."""
+        """Make an uninitialized copy of the model with its own storage."""
 
 
 class DrafterNetwork(Protocol):
@@ -51,7 +50,7 @@ class DrafterNetwork(Protocol):
 
     @property
     def part(self) -> DrafterPart | None:
-        """Return a GPU rank's part of it; None on a CPU, where it is whole."""
+        """Return the part of a GPU rank; None on a CPU, where the model is whole."""
 
     @property
     def target_ids(self) -> Tensor:
@@ -60,18 +59,18 @@ class DrafterNetwork(Protocol):
     def parameters(self) -> Mapping[str, Stored]: ...
 
     def blank(self, target: Any, *, own_embedding: bool) -> Self:
-        """Make the same network next to `target`, with storage of its own."""
+        """Make an uninitialized copy of the network for `target`, with its own storage."""
 
     def follow(self, target: Any) -> None:
-        """Draft for this target from now on, on all ranks: read its embedding, and its head,
-        unless the drafter has its own.
+        """Draft for this target on all ranks: read its embedding and, unless the drafter has its
+        own head, its head.
         """
 
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None: ...
 
 
 def check_own_head(network: DrafterNetwork, directory: Path) -> None:
-    """`StartupError` for a drafter of several ranks that reads the target's head."""
+    """Raise `StartupError` for a drafter on several ranks that reads the target's head."""
     if not network.own_head:
         raise StartupError(
             f"the drafter {directory} reads the target's head, which several ranks share; use an "
@@ -97,7 +96,7 @@ class _Served:
 
     @property
     def content(self) -> str:
-        """Name the content, the same way for as long as it is kept."""
+        """Return the name of the content, the same one for as long as the content is kept."""
         return self.origin or self.digest
 
     def live_sums(self) -> dict[str, str]:
@@ -111,7 +110,7 @@ class Target(_Served):
 
     @classmethod
     def loaded(cls, version: str, network: TargetNetwork, directory: Path | None) -> Self:
-        """`directory`: what was read; None where the weights are random."""
+        """`directory`: the source of the weights; None for random weights."""
         return cls(version, network, {}, origin_of(directory) if directory else "random")
 
 
@@ -132,7 +131,7 @@ class Drafter(_Served):
 
 @dataclass(frozen=True)
 class Adapter:
-    """A version of a LoRA adapter of the target. Another version of the same name replaces it."""
+    """A version of a LoRA adapter of the target. A newer version of the same name replaces it."""
 
     name: str
     version: str
@@ -154,8 +153,8 @@ Part = Target | Drafter | Adapter
 
 @dataclass(frozen=True)
 class Changed:
-    """The weights that a push brings or a rollback restores, of one or both roles or of an adapter;
-    also the previous version of each role, where one is kept.
+    """The weights of a push or a rollback: one or both roles, or an adapter. It also holds the
+    previous version of each role that keeps one.
     """
 
     target: Target | None = None
@@ -178,7 +177,7 @@ class Changed:
 
     @property
     def version(self) -> str:
-        """The version of a push, which all its parts share."""
+        """The version of a push, shared by all its parts."""
         return next((part.version for part in self.by_role.values()), "")
 
     @property
@@ -186,7 +185,7 @@ class Changed:
         return _merged({role: part.sums for role, part in self.by_role.items()})
 
     def named(self, version: str) -> Changed:
-        """Give the same weights another version."""
+        """Return the same weights under another version."""
         return Changed(
             self.target and replace(self.target, version=version),
             self.drafter and replace(self.drafter, version=version),
@@ -199,7 +198,7 @@ class Changed:
         )
 
     def updated(self, newer: Changed) -> Changed:
-        """Replace the roles that `newer` has."""
+        """Return these weights with the roles in `newer` replaced."""
         return Changed(newer.target or self.target, newer.drafter or self.drafter)
 
 
@@ -224,14 +223,14 @@ class Live:
 
     @property
     def parts(self) -> list[tuple[str, Part]]:
-        """Return the role and the weights of each part, of every adapter too."""
+        """Return the role and the weights of each part, including every adapter."""
         return [*self.by_role.items(), *(("adapter", part) for part in self.adapters.values())]
 
     def only(self, roles: Collection[str]) -> Changed:
         return Changed(self.target, self.drafter).only(roles)
 
     def updated(self, newer: Changed) -> Live:
-        """Replace the roles that `newer` has."""
+        """Return these weights with the roles in `newer` replaced."""
         adapter, adapters = newer.adapter, self.adapters
         if adapter is not None:
             adapters = {**adapters, adapter.name: adapter}
@@ -243,7 +242,7 @@ class Live:
 
     @property
     def draft_network(self) -> str:
-        """Return the sizes that the time of a draft depends on; empty without a network."""
+        """Return the sizes that determine a draft's time; empty without a network."""
         if self.drafter is None:
             return ""
         network, config = self.drafter.network, self.drafter.network.config
@@ -253,7 +252,7 @@ class Live:
         )
 
     def complete(self) -> Live:
-        """Compute the checksums that are missing; the storage must not change meanwhile."""
+        """Compute the missing checksums; the storage must not change meanwhile."""
         target, drafter = self.target, self.drafter
         return Live(
             target if target.sums else replace(target, sums=target.live_sums()),
@@ -267,7 +266,7 @@ class Live:
 
 
 def _merged(sums: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Join the checksums of the roles; where there are both, the drafter's names get a prefix."""
+    """Join the checksums of the roles. If there are two, the drafter's names get a prefix."""
     prefix = DRAFTER_PREFIX if len(sums) == 2 else ""
     drafter = {prefix + name: value for name, value in sums.get("drafter", {}).items()}
     return {**sums.get("target", {}), **drafter}
@@ -282,8 +281,8 @@ def drafter_tensors(network: DrafterNetwork) -> dict[str, Stored]:
 
 
 def let_go(networks: list[Network]) -> None:
-    """Empty the list and free the memory that has no other holder. `set_` does so without the
-    interpreter's lock, as unmapping a gigabyte takes 100 ms.
+    """Empty the list and free the memory that has no other holder. `set_` frees it without the
+    interpreter's lock, since unmapping a gigabyte takes 100 ms.
     """
     with torch.inference_mode():
         held = [

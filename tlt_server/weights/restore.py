@@ -1,8 +1,8 @@
-"""Restores, at start, the versions that were live when the last engine ended, from the spool: bit
+"""Restores from the spool, at start, the versions that were live when the last engine ended: bit
 for bit or not at all.
 
-A version that is lost is named and the model directory's weights stand in for it. The frontend
-serves nothing from them until a push replaces them.
+A lost version is named and the model directory's weights take its place. The frontend serves
+nothing from them until a push replaces them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Restored(NamedTuple):
 
 
 def restore(spool: Spool, started: Live, options: Options) -> Restored:
-    """Replace the weights in `started`, which the model directories hold, by those committed last,
-    where the spool has them, and add the adapters that were loaded. One that cannot be restored, or
-    has no room, is named and not loaded, so requests for it are refused.
+    """Replace the weights in `started`, read from the model directories, by the last committed ones
+    if the spool has them, and add the adapters that were loaded. A version that cannot be restored
+    or does not fit is named and not loaded, so requests for it are rejected.
     """
     options = replace(options, spool=None, storage=Options().storage)  # what is kept is read only
     live, lost = started, {}

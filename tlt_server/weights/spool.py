@@ -1,11 +1,11 @@
-"""Keeps committed weights under the state directory, so that a restarted engine loads exactly what
-was committed.
+"""Keeps committed weights under the state directory, so that a restarted engine loads exactly the
+committed weights.
 
-Files are written from the very bytes that were verified, while they are staged. Only files that
-came by http, which only the server writes, are linked, once they are confirmed: a trainer that
-rewrites a file of its own in place would change a link too. The commit itself is one rename of
-`current.json`; a folder that it does not name is garbage, and is removed. Called by the
-transaction; `current` by the engine at start.
+Files are written during staging, from the same bytes that were verified. Only files uploaded by
+http, which the server alone writes, are linked, once they are confirmed: a link to a trainer's own
+file would change if the trainer rewrote that file in place. The commit itself is one rename of
+`current.json`; folders that it does not name are garbage and are removed. The transaction calls
+this module; the engine calls `current` at start.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Spool:
     # -- while a push is staged, in its thread -----------------------------------------------------
 
     def begin(self) -> None:
-        """Make the folder of this push, unless an earlier part of it has."""
+        """Make the folder of this push, unless an earlier part of the push made it."""
         if self._pushed is None:
             self._pushed = private_directory(
                 self.directory / f"{PUSH_PREFIX}{secrets.token_hex(8)}"
             )
 
     def keep(self, role: str, file: str, data: Data) -> None:
-        """Write or link a file. A file of bytes may be written again with others; a linked one may
-        not, as no link is written through.
+        """Write or link a file. A written file may be written again with other bytes; a linked one
+        may not, as that would write through the link.
         """
         assert self._pushed is not None
         path = self._pushed / role / file
@@ -74,13 +74,13 @@ class Spool:
         _sync(path)
 
     def discarded(self) -> list[Path]:
-        """Give up the push, which does not become a version; return its folders, for `settle`."""
+        """Give up the push before it becomes a version; return its folders, for `settle`."""
         pushed, self._pushed = self._pushed, None
         return [pushed] if pushed is not None else []
 
     def prepare(self, pushed: Changed, live: Live) -> None:
-        """Write what `commit` will rename: `live` will be live, and `pushed` is the part of it that
-        came with the push that was kept. If this fails, what was prepared before stays prepared.
+        """Write the file that `commit` will rename. It describes `live`; `pushed` is the part of
+        `live` that came with the kept push. If this fails, the previous prepared file remains.
         """
         new = (
             {
@@ -111,14 +111,14 @@ class Spool:
     # -- between two steps -------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Make what was prepared that which a restart loads, by one rename."""
+        """Rename the prepared file, so that a restart loads the weights it describes."""
         self._draft.replace(self.directory / CURRENT)
         self._places, self._pushed = self._prepared, None
         self._lost = {role: kept for role, kept in self._lost.items() if role not in self._pushing}
 
     def garbage(self, wanted: Iterable[Live | Changed]) -> list[Path]:
         """Return the folders that neither a restart nor a rollback to one of `wanted` can need.
-        Only while no push is staged.
+        Call it only while no push is staged.
         """
         used = set()
         for parts in wanted:
@@ -144,8 +144,8 @@ class Spool:
     # -- at start ----------------------------------------------------------------------------------
 
     def current(self) -> Mapping[str, KeptVersion]:
-        """Return role -> what was live last; empty when nothing was ever committed. `StartupError`
-        when that is not known.
+        """Return role -> last live version; empty before the first commit. `StartupError` if it
+        cannot be read.
         """
         path = self.directory / CURRENT
         try:
@@ -170,8 +170,8 @@ class Spool:
         return current.roles
 
     def lose(self, role: str, kept: KeptVersion) -> None:
-        """Note a version that was not restored, so that a restart misses it again, also after
-        commits of the other role.
+        """Record a version that was not restored. Later restarts report it as lost again, even
+        after commits of the other role.
         """
         self._lost[role] = kept
 
@@ -209,9 +209,7 @@ def _sync(path: Path) -> None:
 
 
 class Cleanup:
-    """Frees memory of networks and removes folders of the spool that are not used any more, in
-    threads, as this takes a while.
-    """
+    """Frees networks and removes unused spool folders, in threads because both are slow."""
 
     def __init__(self, spool: Spool | None) -> None:
         self._spool = spool
@@ -222,7 +220,7 @@ class Cleanup:
 
     @property
     def due(self) -> bool:
-        """Return True if `run` has something to do."""
+        """Return True if `run` has work."""
         return bool(self._networks or self._folders)
 
     def drop(self, networks: Iterable[Network]) -> None:
@@ -236,8 +234,8 @@ class Cleanup:
         self._folders.append(folders)
 
     def run(self, *, wait: bool = False) -> None:
-        """Let go of what was dropped. Called between two steps, once what is live is installed.
-        `wait`: until the memory is free.
+        """Release dropped weights. Called between two steps, after the new live weights are
+        installed. `wait`: return only once the memory is free.
         """
         if self._networks:
             self._freeing.give(partial(let_go, self._networks))
@@ -250,5 +248,5 @@ class Cleanup:
             self._freeing.mark().wait()
 
     def ends(self) -> list[threading.Event]:
-        """Return events that are set once all that was given until now is done."""
+        """Return events that are set once all work submitted so far is done."""
         return [self._freeing.mark(), self._settling.mark()]

@@ -26,12 +26,13 @@ LOOK_S = 0.05  # between two looks whether a push that waits was aborted
 
 
 class _Aborted(Exception):
-    """Raised at the next phase."""
+    """Raised at the next phase of an aborted push."""
 
 
 class Staging(InThread):
-    """The state of a push while its thread works. The thread writes `outcome`, which the loop reads
-    after the end: complete weights under their name, an error, or None where more is to come.
+    """The state of a push while its thread works. The thread sets `outcome` and the loop reads it
+    after the thread ends: complete weights under their name, an error, or None if more parts
+    follow.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Staging(InThread):
         clock: Callable[[], float],
     ) -> None:
         """`freed`: set once dropped weights are freed. `on_phase` is called in the thread.
-        `Unavailable` when the system gives no thread.
+        `Unavailable` if the system cannot start a thread.
         """
         self.outcome: Changed | TltError | None = PushFailed(
             "the staging thread ended without a result; nothing has changed: push again"

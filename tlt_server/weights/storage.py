@@ -1,10 +1,10 @@
-"""Memory for a pushed version while it is staged: next to the live one if there is room, else in
+"""Memory for a pushed version while it is staged: next to the live version if it fits, else in
 pinned host memory, else in mapped files.
 
-The device says what is free, and the buffers of a receiver are kept free; the first place with room
-is taken, or the one that was asked for. A model is made as always, but the storage it allocates
-comes from that place. If there is no room after all the next place is tried. On a CPU the device's
-memory is the host's.
+The device reports its free memory, and space for a receiver's buffers is kept free. The first place
+with enough space is used, or the requested one. A model is constructed as usual, but its storage is
+allocated in that place. If the allocation fails after all, the next place is tried. On a CPU the
+device's memory is the host's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REMEDY = (
 
 
 class Free(NamedTuple):
-    """Bytes that a staged version may take; 0 for a place without use on this device."""
+    """Bytes that a staged version may take; 0 for a place that this device does not use."""
 
     device: int
     host: int
@@ -54,7 +54,7 @@ def disk_free(directory: Path | None) -> int:
 
 
 def choose(asked: Asked, need: int, free: Free) -> list[Place]:
-    """Return the places with room, the best one first. `PushFailed` if none has."""
+    """Return the places with enough space, best first. `PushFailed` if there are none."""
     assert asked != "none", "in place there is nothing to choose"
     allowed = PLACES if asked is None else (asked,)
     places = [place for place in allowed if getattr(free, place) >= need]
@@ -69,7 +69,7 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return True if the error says, in any of the many ways, that memory or a disk had no room."""
+    """Return True if the error means, in any of its many forms, that memory or a disk was full."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM or disk_is_full(error)
     said = str(error).lower()
@@ -79,8 +79,8 @@ def ran_out(error: BaseException) -> bool:
 
 
 class Storage:
-    """`free` is called at every push. `directory` holds mapped files, which no other process sees
-    and which are gone with the model.
+    """`free` is called at every push. `directory` holds mapped files, which are invisible to other
+    processes and vanish with the model.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Storage:
         self._asked, self._free, self._device, self._directory = asked, free, device, directory
 
     def make(self, need: int, buffers: Buffers, make: Callable[[], Model]) -> Model:
-        """Make a model of `need` bytes in the first place that has room for it and `buffers`.
-        `PushFailed` where none has.
+        """Make a model of `need` bytes in the first place with space for it and `buffers`.
+        `PushFailed` if there is none.
         """
         if self.in_place:
             return make()
@@ -118,8 +118,8 @@ class Storage:
         )
 
     def _beside(self, buffers: Buffers) -> Free:
-        """Return what is free in addition to the buffers. A GPU checks what comes by the host, too,
-        in its own memory.
+        """Return the space left after the buffers. A GPU also needs room for the host's buffers,
+        since it checks their tensors in its own memory.
         """
         free, most = self._free(), max(buffers)
         host = most if self._device.type == "cpu" else buffers.host
@@ -138,7 +138,7 @@ class Storage:
 
 class _Elsewhere(TorchFunctionMode):
     """A mode in which `torch.empty`, `zeros` and `ones` of a shape take storage from `allocate`,
-    also if they name a device.
+    even with an explicit device.
     """
 
     def __init__(self, allocate: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> None:
@@ -155,7 +155,7 @@ class _Elsewhere(TorchFunctionMode):
 
 
 def _mapped(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a file that has no name any more."""
+    """Return a tensor in an unlinked file."""
     count = max(1, torch.Size(shape).numel())
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         os.fchmod(file.fileno(), FILE)  # it is opened again by name
@@ -182,7 +182,9 @@ class Options:
     )
 
     def check_slot(self, adapter: str, loaded: Collection[str]) -> None:
-        """Refuse an adapter that finds no slot next to those that are loaded."""
+        """Reject an adapter if this server takes none, or if it is not loaded yet and all slots are
+        taken.
+        """
         if not self.max_loras:
             raise Forbidden(
                 "this server takes no LoRA adapters; start it with --max-loras and --max-lora-rank"

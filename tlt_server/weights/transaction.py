@@ -1,12 +1,12 @@
 """One push at a time: accept it, stage and verify it in a thread, commit it between two steps.
 
-Owned by the engine's loop, whose thread calls everything here; what runs in the staging thread is
-`Staging`. Until `commit` every failure leaves the live weights alone (`versions.py`). A push
-that repeats a version with the same bits is a success that changes nothing.
+Owned by the engine's loop, whose thread makes all calls here; the staging thread runs `Staging`.
+Until `commit` every failure leaves the live weights unchanged (`versions.py`). A push that repeats
+a version with the same bits succeeds and changes nothing.
 
-Where weights are staged in place (`Storage.in_place`) there is no copy: the owner of the
-transaction keeps the loop from stepping between `start` and the end of the push, and a push that
-fails after its first write quarantines its roles until the next commit.
+With staging in place (`Storage.in_place`) there is no copy: the owner of the transaction keeps the
+loop from stepping between `start` and the end of the push, and a push that fails after its first
+write quarantines its roles until the next commit.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Transaction:
     # -- parts arrive ------------------------------------------------------------------------------
 
     def begin(self, manifest: Manifest) -> Push:
-        """Return the push that the manifest begins, goes on with, or repeats while it is on its
-        way. `Forbidden` where the channel is closed, `Conflict` during another push. After any
-        error the caller calls `refuse`.
+        """Return the push that the manifest begins, continues, or repeats while it is in progress.
+        `Forbidden` if the channel is closed, `Conflict` during another push. After any error the
+        caller calls `refuse`.
         """
         self._check_open(manifest)
         live = self.versions.live.target.version
@@ -102,8 +102,8 @@ class Transaction:
             )
 
     def _gathering(self, part: Manifest) -> Push | None:
-        """Return the push that the part goes on with. If it begins another, close the one there is:
-        its sender, or another one, has begun again.
+        """Return the push that the part continues. A part that begins another push closes the
+        current one: some sender has started over.
         """
         push = self.push if self.push is not None and self.push.takes_more else None
         goes_on = self._series.admit(part, push)
@@ -112,8 +112,8 @@ class Transaction:
         return push if goes_on else None
 
     def _headless(self, part: Manifest) -> Target | None:
-        """Return the live target that the part completes: the part brings only the head that the
-        target ties to its embedding, and its sender's push was committed without it.
+        """Return the live target that the part completes: the part contains only the tied head, and
+        the sender's previous push committed the target without it.
         """
         versions = self.versions
         late = (
@@ -129,8 +129,8 @@ class Transaction:
         return versions.live.target if late else None
 
     def refuse(self, manifest: Manifest) -> None:
-        """Note that a part was refused before anything of it was taken: what it belongs to will not
-        be complete, and its bytes stay in its group.
+        """Record that a part was rejected before any of it was read. Its push cannot become
+        complete, and its bytes remain in its group.
         """
         if manifest.partial:
             self._series.note(manifest)
@@ -142,13 +142,13 @@ class Transaction:
     # -- groups ------------------------------------------------------------------------------------
 
     def brings(self, group: str) -> bool:
-        """Return True if a push takes, or is about to take, what comes through this group."""
+        """Return True if a push reads, or will read, from this group."""
         push = self.push
         return push is not None and push.manifest.group == group and push.brings_bytes
 
     def skip(self, group: str) -> None:
-        """Leave a group that brings bytes which nothing takes, before they pass for another push:
-        now, or once it has brought the push that it brings.
+        """Leave a group whose next bytes belong to no push, so that they are not read for another
+        push. If a push is still reading from the group, leave after that.
         """
         push = self.push
         if push is not None and self.brings(group):
@@ -157,8 +157,8 @@ class Transaction:
             self.leave(group)
 
     def leave(self, group: str) -> None:
-        """Leave a group: what it has brought of a push without a version, or with a label, will not
-        be completed, and a trainer that joins it again begins a push.
+        """Leave a group. A gathering push from it without a version, or with a label, fails; a
+        trainer that joins the group again begins a new push.
         """
         self.options.intake.groups.leave(group)
         self._series.forget(group)
@@ -175,7 +175,7 @@ class Transaction:
     # -- the states of a push ----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Stage the push that waits, in a thread."""
+        """Stage the waiting push in a thread."""
         push = self.push
         assert push is not None and isinstance(push.state, Waiting)
         self.cleanup.run()
@@ -192,8 +192,8 @@ class Transaction:
             push.fail(error)
 
     def poll(self) -> Push | None:
-        """Return the push once its thread has ended, until it is closed; one that is gathering:
-        once. Leave its group if bytes stay there.
+        """Return the push after its thread has ended, on each call until it is closed; return a
+        gathering push only once. Leave the push's group if unread bytes remain there.
         """
         push = self.push
         if push is None:
@@ -222,7 +222,9 @@ class Transaction:
         return push
 
     def _judge(self, push: Push, outcome: Changed | TltError | None) -> None:
-        """Set the state that follows from how the thread ended. `EngineFailed` ends the engine."""
+        """Set the push's state from the thread's outcome. Raise `EngineFailed`, which ends the
+        engine.
+        """
         if isinstance(outcome, EngineFailed):
             raise outcome  # not of the push: a rank is lost
         if push.candidate.stopped:
@@ -239,14 +241,16 @@ class Transaction:
             push.state = Staged(outcome, self._clock())
 
     def abort(self, version: str = "", session: str = "") -> Push:
-        """Ask the push of this version or session to end, or any; `poll` returns it as failed."""
+        """Abort the push if it has this version or session (empty: any); `poll` then returns it as
+        failed.
+        """
         push = self._named(version, session)
         push.abort()
         return push
 
     def close(self) -> None:
-        """Drop the push that failed, is unchanged or was aborted. One that has written over live
-        weights quarantines them.
+        """Drop a failed, unchanged or aborted push. If it has overwritten live weights, quarantine
+        them.
         """
         push, self.push = self.push, None
         if push is None:
@@ -267,8 +271,8 @@ class Transaction:
     # -- commit ------------------------------------------------------------------------------------
 
     def ready_to_commit(self, version: str, session: str = "") -> tuple[Push, Staged] | None:
-        """Return the push and its state. None where no push of this version is on its way and the
-        last one is what is live: a commit may be asked for again.
+        """Return the push and its state. Return None if no push of this version is in progress and
+        the last push is already live: a commit may be repeated.
         """
         push = self.push
         if self.versions.made(version) and (push is None or push.version != version):
@@ -287,7 +291,7 @@ class Transaction:
         )
 
     def name_staged(self, staged: Staged, version: str) -> Staged:
-        """Return the state with the name that a label means for its content."""
+        """Return the state with a label replaced by the name that it means for this content."""
         changed = self.versions.named(staged.changed.named(version), labelled=True)
         self.versions.record(changed, self.versions.live.updated(changed))
         return replace(staged, changed=changed)
@@ -303,14 +307,14 @@ class Transaction:
         return live
 
     def check_none(self, then: str) -> None:
-        """`Conflict` during a push."""
+        """Raise `Conflict` during a push."""
         if self.push is not None:
             raise Conflict(
                 f"{self.push.title} is being pushed; wait for it or abort it, then {then}"
             )
 
     def _named(self, version: str, session: str) -> Push:
-        """Return the push if it is of this version and session; empty: of any."""
+        """Return the push if it has this version and session (empty: any)."""
         push = self.push
         if (
             push is None

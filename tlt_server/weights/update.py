@@ -1,19 +1,18 @@
-"""The calls that belong to one push, and its state from its first manifest to its end.
+"""The calls that belong to one push, and the push's state from its first manifest to its end.
 
-Trainers send a step in several calls, and few say which step it is or where it begins. Parts of one
-session belong together. Other parts form a series: everything that one sender sends, from its first
-tensor on, in an order that it keeps. A sender is a version, or without one a group. Invariant: a
-push that completes is one series without a gap. A part that brings a tensor with which its sender
-began before begins a push. Another part goes on with the push that gathers; every other part is
-refused. So however a push ended before it was complete (refused, silent, aborted, replaced), that
-need not be remembered: its other parts find no push to go on with, and parts of two steps never
-meet. One tensor may come after the part that completed its push: the head that is tied to the
-embedding, if both are the same.
+Trainers send a step in several calls, and few calls say which step they belong to or where it
+begins. Parts of one session belong together. Other parts form a series: everything that one sender
+sends from its first tensor on, in a fixed order. A sender is a version or, if there is no version,
+a group. Invariant: a complete push is one series without a gap. A part that contains the tensor
+with which its sender began before begins a push. Any other part continues the gathering push or is
+rejected. So the outcome of an earlier push (rejected, silent, aborted, replaced) need not be
+remembered: its remaining parts find no push to continue, and parts of two steps never mix. One
+tensor may arrive after the part that completed its push: the tied head, if it equals the embedding.
 
-This rests on a trainer beginning a push when it has joined its group. A part that was refused is no
-beginning, as its group is left (`Transaction.skip`) and has to be joined again, as after a restart
-of the engine. A part that never reached the server may have been one: versions and sessions exclude
-that.
+This relies on a trainer to begin a push after it joins its group. A rejected part does not count as
+a beginning: its group is left (`Transaction.skip`) and must be joined again, as after a restart of
+the engine. A part that never reached the server may have been a beginning; versions and sessions
+rule that out.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tlt_server.wire.commands import Manifest
 
 @dataclass(frozen=True)
 class Waiting:
-    """The push was accepted; `Transaction.start` stages it."""
+    """The push was accepted and waits for `Transaction.start`."""
 
     name: ClassVar = "waiting"
 
@@ -44,7 +43,7 @@ class InThread:
 
 @dataclass(frozen=True)
 class Gathering:
-    """The parts that have come are in order, and more are to come."""
+    """The received parts are in order, and more will follow."""
 
     name: ClassVar = "gathering"
     since_s: float
@@ -62,7 +61,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Unchanged:
-    """The weights are live under their version already."""
+    """The weights are already live under their version."""
 
     name: ClassVar = "unchanged"
     changed: Changed
@@ -78,7 +77,7 @@ class FailedPush:
 
 @dataclass
 class Push:
-    """A push on its way. One that comes in parts has one manifest per part."""
+    """A push in progress. A push in parts has one manifest per part."""
 
     first: Manifest
     manifest: Manifest  # the newest
@@ -103,18 +102,18 @@ class Push:
 
     @property
     def missing(self) -> str:
-        """The tensors that a gathering push lacks, for messages."""
+        """The missing tensors of a gathering push, for messages."""
         names = self.candidate.missing
         return f"{len(names)} tensors are missing, among them {', '.join(map(repr, names[:3]))}"
 
     @property
     def to_commit(self) -> bool:
-        """Return True if it is committed once it is staged."""
+        """Return True if the push is to be committed once it is staged."""
         return self.manifest.commit or (isinstance(self.state, Staged) and self.state.due)
 
     @property
     def takes_more(self) -> bool:
-        """Return True if a further part is taken now."""
+        """Return True if the push accepts a further part now."""
         open_ = isinstance(self.state, Gathering) or (
             isinstance(self.state, Staged) and not self.to_commit
         )
@@ -122,18 +121,18 @@ class Push:
 
     @property
     def ending(self) -> bool:
-        """Return True if it has failed or was aborted."""
+        """Return True if the push has failed or was aborted."""
         return isinstance(self.state, FailedPush) or self.candidate.stopped
 
     @property
     def brings_bytes(self) -> bool:
-        """Return True if bytes for it are, or will soon be, taken from its group."""
+        """Return True if the push reads, or will soon read, bytes from its group."""
         return isinstance(self.state, Waiting | InThread)
 
     @property
     def leaves_bytes(self) -> bool:
-        """Return True if bytes stay in its group, after its thread has ended, that the next push
-        would take for its own. When one part has failed, others may be on their way.
+        """Return True if, after the thread has ended, unread bytes in the group could be mistaken
+        for the next push. After one part has failed, others may still arrive.
         """
         failed_part = self.manifest.partial and isinstance(self.state, FailedPush)
         return self.candidate.opened is not self.manifest or failed_part
@@ -148,7 +147,7 @@ class Push:
         self.state = FailedPush(type(error)(error.message + consequence))
 
     def give_up(self, why: str) -> None:
-        """Fail, as it cannot become complete; if its thread works, once that has ended."""
+        """Fail because the push cannot become complete; wait for a running thread to end first."""
         if isinstance(self.state, InThread):
             self.gap = why
         elif isinstance(self.state, Waiting) or self.takes_more:
@@ -160,7 +159,7 @@ class Push:
         )
 
     def abort(self) -> None:
-        """Fail now, or at the next phase of its thread, whose wait for a trainer ends."""
+        """Fail now, or at the thread's next phase; a wait for a trainer is cancelled."""
         if isinstance(self.state, InThread):
             self.candidate.stop()
         elif isinstance(self.state, Waiting | Gathering | Staged):
@@ -170,7 +169,7 @@ class Push:
         return Conflict(f"the push of {self.title} was aborted; nothing has changed")
 
     def goes_on_with(self, manifest: Manifest) -> bool:
-        """Return True if the manifest brings more of this push; otherwise it begins another."""
+        """Return True if the manifest continues this push, False if it begins another."""
         mine = self.manifest
         same = (mine.session, mine.version, mine.labelled, mine.in_flight, mine.commit) == (
             manifest.session,
@@ -183,7 +182,7 @@ class Push:
 
 
 def first_tensor(part: Manifest) -> tuple[str, str]:
-    """Return role and name of the first tensor that a part names."""
+    """Return the role and the name of the first tensor in a part."""
     assert part.tensors, "a part names its tensors"
     return owner(part.tensors[0].name, part.role)
 
@@ -214,14 +213,14 @@ class _Start(NamedTuple):
 
 
 class Series:
-    """The first tensor of each sender. The transaction brings every part."""
+    """The first tensor of each sender. The transaction reports every part to it."""
 
     def __init__(self) -> None:
         self._starts: OrderedDict[tuple[_Sender, str], _Start] = OrderedDict()  # by sender and role
 
     def admit(self, part: Manifest, push: Push | None) -> bool:
-        """Return True if the part goes on with `push`, which takes more; otherwise it begins one.
-        `Conflict` where it may do neither.
+        """Return True if the part continues `push`, which accepts more, and False if it begins a
+        push. `Conflict` if it may do neither.
         """
         if part.session:
             return push is not None and push.goes_on_with(part)
@@ -251,7 +250,7 @@ class Series:
         return False
 
     def note(self, part: Manifest) -> None:
-        """Note that the part has come, also if it is refused."""
+        """Record that the part arrived, even if it is rejected."""
         if part.session:
             return
         (role, tensor), sender = first_tensor(part), _sender(part)
@@ -261,7 +260,9 @@ class Series:
             self._starts.popitem(last=False)
 
     def follows(self, part: Manifest, last: Manifest) -> bool:
-        """Return True if the sender of `last` sent the part and begins with another tensor."""
+        """Return True if the sender of `last` also sent this part, and it begins with another
+        tensor.
+        """
         role, tensor = first_tensor(part)
         return self.both(part, last) and self._tensor(_sender(part), role) not in (None, tensor)
 
@@ -270,8 +271,8 @@ class Series:
         return start.tensor if start is not None else None
 
     def forget(self, group: str) -> None:
-        """Forget a group whose trainer is gone; the next one may begin with another tensor, also
-        under the same label.
+        """Forget a group whose trainer has left. The next trainer may begin with another tensor,
+        even under the same label.
         """
         self._starts = OrderedDict(
             (key, start)
@@ -281,7 +282,7 @@ class Series:
 
     @staticmethod
     def both(one: Manifest, other: Manifest) -> bool:
-        """Return True if both are parts of one sender."""
+        """Return True if both parts have the same sender."""
         return (
             one.partial
             and other.partial

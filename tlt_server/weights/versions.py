@@ -1,4 +1,4 @@
-"""The weights in use, the version before of each role, and what their names stand for.
+"""The weights in use, each role's previous version, and the content that version names stand for.
 
 `live` changes in `commit`, `roll_back` and `rename` only, by one assignment of complete, verified
 weights. A version string means one content: other bits under the same name are a conflict.
@@ -24,27 +24,27 @@ REMEMBERED = 2**14
 
 
 class Names:
-    """The content that each version's name stands for, so that a retry is told from a mistake: of
-    the live and the previous versions, for as long as they are kept, and of the last ones that were
-    live. A label may be given to other content, which then gets a name of its own.
+    """Maps version names to content, to tell a retry from a mistake. It covers the live and the
+    previous versions while they are kept, and recent live versions. A label may be given to other
+    content, which then gets its own name.
     """
 
     def __init__(self, started: Iterable[str] = ()) -> None:
-        """`started`: the versions that the engine started with, of all roles."""
+        """`started`: the versions of all roles at the engine's start."""
         self._started = frozenset(started)
         # (role, or the adapter; version) -> content
         self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._forgotten = False  # a name that is not remembered may have had content
 
     def settled(self, parts: Changed, *kept: Live | Changed, labelled: bool) -> Changed:
-        """Return the parts under the name that their version means: of a label, the label, or
-        where that is remembered for other content, the label with the digest. `Conflict` when the
-        name belongs to other content, remembered or of `kept`.
+        """Return the parts under the name that their version means. For a label that is the label
+        itself or, if the label is remembered for other content, the label with the digest.
+        `Conflict` if the name belongs to other content, remembered or in `kept`.
         """
         known_by = ChainMap(_in_use(kept), self._digests)
 
         def others(parts: Changed, unknown: str | None) -> list[tuple[str, Part, str]]:
-            """Return the parts whose name has other content, with its digest."""
+            """Return the parts whose name has other content, with its digest appended."""
             found = ((*each, known_by.get(_key(*each), unknown)) for each in parts.parts)
             return [
                 (role, part, known)
@@ -65,8 +65,8 @@ class Names:
         return parts
 
     def may_have_been(self, role: str, version: str) -> bool:
-        """Return True if the role may have had this version. Which roles had a version that the
-        engine started with is not known.
+        """Return True if the role may have had this version. The versions at the engine's start are
+        not known by role.
         """
         return self._forgotten or version in self._started or (role, version) in self._digests
 
@@ -89,7 +89,7 @@ def _in_use(kept: Iterable[Live | Changed]) -> dict[tuple[str, str], str]:
 
 class Versions:
     def __init__(self, live: Live, spool: Spool | None, cleanup: Cleanup) -> None:
-        """`live` may come without checksums: they are computed with the first push."""
+        """`live` may lack checksums: the first push computes them."""
         self.live, self.previous = live, Changed()
         self.quarantined: dict[str, str] = {}  # role -> why its live weights are no version
         self.last: Manifest | None = None  # the last commit's; None after a rollback
@@ -107,14 +107,16 @@ class Versions:
     # -- what is live ------------------------------------------------------------------------------
 
     def completed(self) -> Live:
-        """Return what is live, with checksums, which are computed once. Called by threads."""
+        """Return the live weights with checksums, which are computed once. Called by threads."""
         self.live = self.live.complete()
         for role, part in self.live.by_role.items():
             self._names.add(role, part)
         return self.live
 
     def live_as(self, version: str, role: Role | None = None) -> Changed:
-        """Return what is live as this version, and whole; `role`: that alone."""
+        """Return the live weights if they are complete and have this version; `role`: only that
+        role.
+        """
         return self.live.only(
             [
                 each
@@ -124,7 +126,7 @@ class Versions:
         )
 
     def made(self, version: str) -> bool:
-        """Return True if all that the last push of this version made live is live."""
+        """Return True if everything that the last push of this version installed is still live."""
         roles = self._made.get(version, frozenset())
         return bool(roles) and roles <= {*self.live_as(version).by_role}
 
@@ -143,8 +145,8 @@ class Versions:
         )
 
     def repeats(self, manifest: Manifest) -> bool:
-        """Return True if the manifest repeats the last commit, and its checksums say so before
-        anything is brought. What comes through a group has to be taken from there in any case.
+        """Return True if the manifest and its checksums repeat the last commit, so that no transfer
+        is needed. A push through a group is False, as its bytes must be read anyway.
         """
         return (
             _repeatable(manifest) == self.last
@@ -155,17 +157,15 @@ class Versions:
         )
 
     def named(self, changed: Changed, *, labelled: bool) -> Changed:
-        """Return the weights under the name that their version, which may be a label, means.
-        `Conflict` when that belongs to other content. Called by threads.
+        """Return the weights under the name that their version or label means. `Conflict` if that
+        name belongs to other content. Called by threads.
         """
         return self._names.settled(changed, self.live, self.previous, labelled=labelled)
 
     # -- changes -----------------------------------------------------------------------------------
 
     def commit(self, changed: Changed, manifest: Manifest, *, in_place: bool) -> Live:
-        """Make staged weights live. In place, the version before is gone, as they lie in its
-        storage.
-        """
+        """Make staged weights live. In place they overwrite the previous version."""
         roles = changed.by_role.keys()
         before = self.previous.only(roles)
         self._replace(changed)
@@ -193,7 +193,7 @@ class Versions:
         return self.live
 
     def unload(self, name: str) -> None:
-        """Drop an adapter that nothing uses; no push may be on its way."""
+        """Drop an unused adapter; call it only while no push is in progress."""
         if self._spool is not None:
             self.live = self.live.complete()
         network, live = self.live.adapters[name].network, self.live.without(name)
@@ -202,8 +202,8 @@ class Versions:
         self._cleanup.drop([network])
 
     def rename(self, version: str, of: str = "") -> bool:
-        """Call the live target by the label `version`; False where that is its label. `Conflict`
-        where what is live is not `of`, if given.
+        """Rename the live target to the label `version`; return False if it already has that label.
+        `Conflict` if `of` is given and is not the live version.
         """
         target = self.live.target
         if label_of(target.version) == version:
@@ -227,10 +227,10 @@ class Versions:
         return True
 
     def to_roll_back(self, to: str, role: Role | None = None) -> Changed:
-        """Return what a rollback makes live: for each role that had version `to` before, that;
-        without `to`, the version before of `role`, or of the roles of the last push. Empty where
-        `to` is live. `Conflict` where it is neither live nor kept, for `role` or, if the target may
-        have had a version of that name, for the target.
+        """Return the weights that a rollback restores: version `to` of each role that had it or,
+        without `to`, the previous version of `role` or of the roles of the last push. Return
+        nothing if `to` is live. `Conflict` if `to` is neither live nor kept for `role`, or for the
+        target if the target may have had a version of that name.
         """
         before = self.previous.by_role
         if not to:
@@ -257,7 +257,9 @@ class Versions:
         )
 
     def roll_back(self, parts: Changed) -> Live:
-        """Make these weights live again, in the storage they had. What they replace is not kept."""
+        """Make these weights live again, in their old storage. The weights that they replace are
+        not kept.
+        """
         self.record(Changed(), self.live.updated(parts))
         self._replace(parts)
         self._cleanup.drop_parts(self.previous.only(parts.by_role))
@@ -266,7 +268,7 @@ class Versions:
         return self.live
 
     def record(self, pushed: Changed, live: Live) -> None:
-        """Prepare the spool for `live`, of which `pushed` came with the push that is staged."""
+        """Prepare the spool for `live`; `pushed` is the part that came with the staged push."""
         if self._spool is None:
             return
         try:
@@ -275,7 +277,7 @@ class Versions:
             raise not_recorded(error) from None
 
     def quarantine(self, roles: Collection[str], version: str) -> None:
-        """Mark roles whose live weights a failed push has written over."""
+        """Mark roles whose live weights a failed push has overwritten."""
         which = f"of version {version!r}" if version else "without a name"
         self.quarantined |= {
             role: f"a push {which} wrote over the {role}'s weights in use (--weight-staging none) "
@@ -285,7 +287,7 @@ class Versions:
         self.last = None
 
     def note(self, version: str, roles: Collection[str]) -> None:
-        """Remember that these roles were made live as this version."""
+        """Record that these roles were made live as this version."""
         kept = {
             part.version for parts in (self.live, self.previous) for part in parts.by_role.values()
         }
@@ -294,16 +296,18 @@ class Versions:
         } | {version: frozenset(roles)}
 
     def forget(self, version: str) -> None:
-        """Drop what was noted: a commit of this version may mean a push that has failed."""
+        """Forget the recorded push: a commit of this version may mean a push that has failed."""
         self._made.pop(version, None)
 
     def _replace(self, changed: Changed) -> None:
-        """Make these weights live, and keep those that they replace."""
+        """Make these weights live, and keep the ones that they replace."""
         previous = self.previous.updated(self.live.only(changed.by_role))
         self._make_live(changed, self.live.updated(changed), previous)
 
     def _make_live(self, changed: Changed, live: Live, previous: Changed | None = None) -> None:
-        """Make `live`, in which `changed` is new, that which a restart loads, and use it."""
+        """Commit the record that `record` prepared, then use `live`, whose new parts are
+        `changed`.
+        """
         if self._spool is not None:
             try:
                 self._spool.commit()
@@ -318,7 +322,7 @@ class Versions:
 
 
 def _repeatable(manifest: Manifest) -> Manifest:
-    """Return what the manifest has in common with one that repeats it. An upload that it names may
-    have lain elsewhere, or be gone.
+    """Return the manifest without fields that may differ in a repetition: an upload that it names
+    may have moved or been removed.
     """
     return replace(manifest, session="", path="" if manifest.channel == "http" else manifest.path)
