@@ -1,1 +1,1 @@
-"""New weights, adapters and readings of weights, between two steps."""
+"""Weight and adapter changes, and reads of weights, between two steps."""

@@ -1,4 +1,6 @@
-"""Process groups that trainers broadcast weights through: joined in threads, and left."""
+"""Process groups that trainers broadcast weights through. Threads join them; the loop leaves
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class GroupJoins:
         return self._joiners.busy
 
     def join(self, command: JoinGroup) -> None:
-        """Answer once all ranks have joined, or the group's time is up."""
+        """Answer once all ranks have joined, or the group's time limit has passed."""
         self._check_free(command.name)
         if "broadcast" not in self._transaction.options.channels:
             raise Forbidden(
@@ -64,8 +66,8 @@ class GroupJoins:
             raise Conflict(f"group {name!r} brings a version just now; wait for that push to end")
 
     def to_send_again(self, push: Push, error: TltError) -> TltError:
-        """Return the error of a push with what it means for its group. What came through a group is
-        gone, so to ask again, as clients do after some errors, would be to wait for nothing.
+        """Return a push's error with its consequence for the group. Clients retry after some
+        errors, but the bytes sent through a group are gone, so a retry would wait for nothing.
         """
         group = push.manifest.group
         if group and error.retryable:

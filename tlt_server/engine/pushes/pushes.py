@@ -1,9 +1,9 @@
-"""Weight commands for the loop: asks the transaction, waits for the right moment, installs what is
-new in scheduler, runner and drafters.
+"""Weight commands for the loop: calls the transaction, waits for the right moment, and installs new
+weights in scheduler, runner and drafters.
 
-`advance` runs between two steps; there a commit is one swap of complete weights. Where weights are
-staged in place no step runs from the first write until the push has ended, and after a failure none
-until the next commit. Every command ends in exactly one `WeightReport`.
+`advance` runs between two steps; there a commit is one swap of complete weights. With staging in
+place no step runs between the first write and the end of the push, and after a failure none until
+the next commit. Every command ends in exactly one `WeightReport`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tlt_server.wire.records import StepOutput
 
 
 class _Rollback(NamedTuple):
-    """A rollback that waits: for what runs to end, or for readers of the live storage."""
+    """A rollback that waits for running sequences to end, or for readers of the live storage."""
 
     id: str
     in_flight: InFlight
@@ -78,18 +78,18 @@ class WeightPushes:
 
     @property
     def due(self) -> bool:
-        """Return True if the next step has something to do for a change, without a command."""
+        """Return True if a change needs the next step, without a command."""
         held = self._gate.held_for(Reason.SETTLING)
         return held or self.transaction.cleanup.due or self.unloads.due
 
     @property
     def busy(self) -> bool:
-        """Return True if threads work on something that no command will announce."""
+        """Return True if threads are working and no command will announce their end."""
         return self.in_use or self._reads.working or self._joins.busy
 
     @property
     def in_use(self) -> bool:
-        """Return True if the weights are read, or a push or a rollback is under way."""
+        """Return True if the weights are being read, or a push or a rollback is in progress."""
         push = self.transaction.push
         return (
             self._changing
@@ -99,7 +99,7 @@ class WeightPushes:
 
     @property
     def _changing(self) -> bool:
-        """Return True if the live storage is changing, or about to."""
+        """Return True if the live storage is changing, or about to change."""
         push = self.transaction.push
         if self._rollback is not None or push is None:
             return self._rollback is not None
@@ -108,7 +108,7 @@ class WeightPushes:
 
     @property
     def refusal(self) -> Unavailable | None:
-        """The error for new requests, while the live weights of a role are no version."""
+        """The error for new requests while a role's live weights are quarantined."""
         reasons = "; ".join(self.transaction.versions.quarantined.values())
         return (
             Unavailable(f"nothing is generated: {reasons}; push that version, or another")
@@ -193,7 +193,7 @@ class WeightPushes:
             self.transaction.start()
 
     def _check_can_drain(self, push: Push) -> None:
-        """Refuse now what would be refused once all of it is there."""
+        """Reject the push now if its commit would be rejected later."""
         try:
             self._check_drains(push.manifest.in_flight, push.manifest.roles, push.manifest.adapter)
         except Conflict:
@@ -262,7 +262,7 @@ class WeightPushes:
     def _check_drains(
         self, in_flight: InFlight, roles: Collection[str] = (), adapter: str = ""
     ) -> None:
-        """`Conflict` where the change would wait for the end of sequences that do not go on."""
+        """Raise `Conflict` if the change would wait for sequences that an operator has paused."""
         started = self._scheduler.started(adapter) if adapter or "target" in roles else 0
         if in_flight == "drain" and self._gate.by_operator and started:
             raise Conflict(
@@ -274,7 +274,7 @@ class WeightPushes:
     # -- between two steps -------------------------------------------------------------------------
 
     def advance(self) -> list[StepOutput]:
-        """Make the change whose moment has come. Return the outputs that this brings."""
+        """Make the change that is ready. Return the resulting outputs."""
         self._gate.release(Reason.SETTLING)
         self.transaction.cleanup.run()  # the last call's garbage, which no frame holds any more
         self.unloads.advance()
@@ -306,7 +306,7 @@ class WeightPushes:
                 self.reports.answer(push, "staged", parts=changed)
 
     def _start(self, push: Push) -> None:
-        """Write in place, once no sequence and no reader could see half of the new weights."""
+        """Stage a push in place, once no sequence or reader could see half-written weights."""
         changed = self.transaction.versions.live.only(push.manifest.roles)
         if self._reads.busy or self._drains(push.manifest.in_flight, changed):
             return
@@ -315,7 +315,7 @@ class WeightPushes:
         self.transaction.start()
 
     def _drains(self, in_flight: InFlight, changed: Changed) -> bool:
-        """Return True if what runs must end before these weights change; no more starts then."""
+        """Return True, and start no sequence, if running ones must end before the change."""
         adapter = changed.adapter.name if changed.adapter else ""
         concerns = in_flight == "drain" and (changed.target is not None or adapter)
         if not concerns or not self._scheduler.started(adapter):
@@ -324,8 +324,8 @@ class WeightPushes:
         return True
 
     def _may_change(self, in_flight: InFlight, changed: Changed) -> bool:
-        """Return True if nothing reads, must end first, or is in flight. Outputs that were in
-        flight are delivered before the pause of a commit, not after it.
+        """Return True if no reader, draining sequence or in-flight step prevents the change.
+        In-flight outputs are delivered before the pause of a commit, not after it.
         """
         if self._reads.busy or self._drains(in_flight, changed):
             return False
@@ -382,7 +382,7 @@ class WeightPushes:
         parts: Changed | None = None,
         error: TltError | None = None,
     ) -> None:
-        """End a push that was not committed. If it left weights in doubt, all sequences end."""
+        """End a push that was not committed. If it left quarantined weights, end all sequences."""
         self.transaction.close()
         if error is not None:
             error = self._joins.to_send_again(push, error)
@@ -393,7 +393,7 @@ class WeightPushes:
         self.reports.answer(push, result, parts=parts, error=error)
 
     def _release(self) -> None:
-        """Let steps run again after a change, unless live weights are in doubt."""
+        """Let steps run again after a change, unless live weights are quarantined."""
         self._gate.release(Reason.DRAINING, Reason.WRITING, Reason.IN_DOUBT)
         if self.transaction.versions.quarantined:
             self._gate.hold(Reason.IN_DOUBT)

@@ -1,6 +1,6 @@
-"""Readings of the live weights, in threads, as they take a while: checksums of all, rows of one
-tensor, and copies for the trainer. Meanwhile the live storage must not change; what is done with a
-copy after that holds nothing up.
+"""Reads of the live weights, in threads because they are slow: checksums of all tensors, rows of
+one tensor, and copies for the trainer. The live storage must not change during a read; later work
+on a copy blocks nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WeightReads:
     def __init__(
         self, versions: Versions, reports: WeightReports, costs: Callable[[], CostRecord | None]
     ) -> None:
-        """`costs` returns the time of steps; None: it is not known."""
+        """`costs` returns the time of steps; None if it is not known."""
         self._versions, self._reports, self._costs = versions, reports, costs
         self._readers = Crew("read weights", MAX_READERS)
         self._waiting: list[str] = []  # ids of commands that came during a change
@@ -40,16 +40,16 @@ class WeightReads:
 
     @property
     def busy(self) -> bool:
-        """Return True if the live storage is read."""
+        """Return True if the live storage is being read."""
         return bool(self._reading)
 
     @property
     def working(self) -> bool:
-        """Return True if a thread has something to report, read or not."""
+        """Return True if a thread has something to report, even after its read."""
         return self._readers.busy
 
     def look(self, command: LookAtWeights, *, changing: bool) -> None:
-        """Answer with the versions; with checksums if they are asked for, after any change."""
+        """Answer with the versions and, on request, with checksums computed after any change."""
         if not command.checksums:
             self._reports.report(command.id, "looked")
             return
@@ -71,7 +71,7 @@ class WeightReads:
         self._start(command.id, read)
 
     def hand_over(self, command: HandOver, *, changing: bool) -> None:
-        """Answer with the versions that were written; `Conflict` during a change."""
+        """Answer with the written versions; `Conflict` during a change."""
         if changing:
             raise Conflict("the weights in use are about to change; ask once that is done")
         if self._versions.quarantined:
@@ -92,7 +92,7 @@ class WeightReads:
         self._start(command.id, read)
 
     def advance(self) -> None:
-        """Start the readings that waited; no change is under way."""
+        """Start the waiting reads; no change may be in progress."""
         waiting, self._waiting = self._waiting, []
         for id in waiting:
             try:
@@ -111,7 +111,7 @@ class WeightReads:
         self._start(id, read)
 
     def _start(self, id: str, look: Callable[[], Answer]) -> None:
-        """Answer in a thread. The live storage stays as it is while `look` runs, and no longer."""
+        """Answer in a thread. The live storage stays unchanged only while `look` runs."""
 
         def read() -> None:
             try:

@@ -1,4 +1,4 @@
-"""Answers to weight commands: one `WeightReport` each, with how things stand when it is made."""
+"""Answers to weight commands: one `WeightReport` each, with the state at the time of the answer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class WeightReports:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def answer(self, push: Push, result: str, **said: Any) -> None:
-        """Answer every command that asked for this push, as `report` does. If none did, there is a
-        report with an empty id.
+        """Answer every command that asked for this push, as `report` does. If there was none, send
+        a report with an empty id.
         """
         said |= {"version": push.version, "role": push.manifest.role, "phases": dict(push.phases)}
         for id in push.asked or [""]:
@@ -41,8 +41,8 @@ class WeightReports:
         error: TltError | None = None,
         **said: Any,
     ) -> None:
-        """`parts`: the weights that the answer is about, instead of `version` and `role`. `said`:
-        further fields of the report; `state` is how things stood for it, by default how they do.
+        """`parts`: the weights that the answer describes, instead of `version` and `role`. `said`:
+        further fields of the report; `state` is the push's state, by default the current one.
         """
         if parts is not None:
             said = {"checksums": parts.sums} | said | {"version": parts.version, "role": parts.role}

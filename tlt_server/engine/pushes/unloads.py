@@ -1,5 +1,5 @@
-"""Adapters that are unloaded: no new sequence gets one, and its slot is free once what runs with it
-has ended.
+"""Adapters being unloaded: new sequences cannot use them, and their slots become free once their
+last sequences have ended.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Unloads:
 
     @property
     def due(self) -> bool:
-        """Return True if nothing uses an adapter any more that is to be unloaded."""
+        """Return True if an adapter to be unloaded has no more users."""
         return bool(self._unused())
 
     def adapter(self, name: str) -> LoadedAdapter | None:
         """Return the adapter of this name for a new sequence; None for an empty name. `NotFound`
-        where there is none.
+        for an unknown one.
         """
         return self._usable(name) if name else None
 
@@ -40,7 +40,9 @@ class Unloads:
         return adapter.loaded
 
     def ask(self, command: UnloadAdapter) -> list[StepOutput]:
-        """Unload once its last sequence has ended; return the sequences that this ends now."""
+        """Unload the adapter once its last sequence has ended; return the sequences that this ends
+        now.
+        """
         name, push = command.name, self._transaction.push
         if name not in self._waiting:
             self._usable(name)
@@ -54,14 +56,14 @@ class Unloads:
         return self._scheduler.abort([sequence.id for sequence in self._scheduler.using(name)])
 
     def check_free(self, name: str) -> None:
-        """`Conflict` where the adapter is being unloaded."""
+        """Raise `Conflict` if the adapter is being unloaded."""
         if name in self._waiting:
             raise Conflict(
                 f"adapter {name!r} is being unloaded; push it again once its last request has ended"
             )
 
     def advance(self) -> None:
-        """Unload what nothing uses any more."""
+        """Unload adapters without users."""
         for name in self._unused():
             ids = self._waiting.pop(name)
             try:
@@ -74,7 +76,7 @@ class Unloads:
                     self._reports.report(id, "unloaded", role="adapter")
 
     def _unused(self) -> list[str]:
-        """Return the adapters to be unloaded now. A push that is on its way is recorded first."""
+        """Return the adapters to unload now. A push in progress is recorded first."""
         if self._transaction.push is not None:
             return []
         return [name for name in self._waiting if not self._scheduler.using(name)]

@@ -1,1 +1,1 @@
-"""Decides who runs in the next step, and applies what a step found. No tensors."""
+"""Chooses the sequences of the next step, and applies the results of a step. No tensors."""

@@ -1,10 +1,10 @@
-"""One step: the chunk of each sequence that it computes, and what the runner found for each. No
+"""One step: the chunk of each sequence that it computes, and the runner's result for each. No
 tensors.
 
 The scheduler decides a batch; a runner computes it and may deliver the outcome a step late. While a
-step that samples is in flight, the end of its sequence is not known, so the sequence keeps two
-bounds on how much it will grow: at least `sure` and at most `ahead` tokens. `launch` and `land`
-bracket that, in the order of the steps.
+step that samples is in flight, the end of its sequence is unknown, so the sequence keeps two bounds
+on its growth: at least `sure` and at most `ahead` tokens. `launch` and `land` bracket that, in the
+order of the steps.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS
 
 
 class Chunk:
-    """Positions [start, end) of one sequence, which are this step's certain rows. It samples if
-    they reach the end of the sequence.
+    """Positions [start, end) of one sequence, which become rows of this step. The chunk samples if
+    it reaches the end of the sequence.
 
-    If a step that samples is still in flight, the chunk is the sequence's last position, wherever
-    that will be; start and end are then upper bounds.
+    If a sampling step is still in flight, the chunk is the sequence's last position, wherever that
+    ends up; start and end are then upper bounds.
     """
 
     __slots__ = ("decodes", "end", "epoch", "max_new", "samples", "sequence", "start")
@@ -36,13 +36,13 @@ class Chunk:
 
     @property
     def void(self) -> bool:
-        """Return True if the sequence was preempted or has ended since, so that the outcome is
+        """Return True if the sequence has been preempted or has ended since, so the outcome is
         dropped.
         """
         return self.epoch != self.sequence.epoch
 
     def launch(self, depth: int) -> None:
-        """Note that the chunk is in flight, with a draft tree of at most this depth."""
+        """Record that the chunk is in flight, with a draft tree of at most this depth."""
         sequence = self.sequence
         sequence.launched = min(self.end, sequence.length)
         if self.samples:
@@ -50,7 +50,7 @@ class Chunk:
             sequence.sure, sequence.ahead = sequence.sure + 1, sequence.ahead + self.max_new
 
     def land(self) -> None:
-        """Note that the outcome is known; the caller applies it next."""
+        """Record that the outcome is known; the caller applies it next."""
         if self.samples:
             self.sequence.sure -= 1
             self.sequence.ahead -= self.max_new

@@ -1,8 +1,8 @@
 """Deadlines of sequences, both of each (start by, end by) in one heap, so that a step pays only for
 those that are due.
 
-An entry of a sequence that has ended stays until it is due, or until most entries are such. The
-scheduler, which asks, knows the open ones.
+Entries of ended sequences remain until they are due, or until they are the majority. The scheduler
+passes the table of open sequences.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def due(self, now_s: float) -> list[Sequence]:
-        """Take the open sequences that have a deadline by now, each once, in the order of those
-        deadlines.
+        """Return the open sequences with a passed deadline, each once, in deadline order, and
+        remove their due entries.
         """
         found: dict[str, Sequence] = {}
         while self._heap and self._heap[0][0] <= now_s:

@@ -1,5 +1,5 @@
-"""The sequences that were submitted and have not ended. Each ends once: its pages and batch slot
-are taken back and its last output is returned, also where handling it raised. No tensors.
+"""The submitted sequences that have not ended. Each ends once, even if handling it raised: the
+ledger takes back its pages and batch slot and returns its last output. No tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ledger:
         return id in self._by_id
 
     def open(self, batch: Iterable[Sequence]) -> None:
-        """Let these wait, all or none, under ids that are not in use."""
+        """Queue these sequences, all or none, under unused ids."""
         opened: list[Sequence] = []
         try:
             for sequence in batch:
@@ -54,7 +54,7 @@ class Ledger:
             raise
 
     def abort(self, ids: Iterable[str], finish_reason: str, *, all: bool) -> list[StepOutput]:
-        """End these sequences (or all), each once, with the tokens they have. Unknown ids are
+        """End these sequences (or all), each once, with their current tokens. Unknown ids are
         treated as finished.
         """
         names = list(self._by_id) if all else dict.fromkeys(ids)
@@ -66,8 +66,8 @@ class Ledger:
         return [self.end(sequence, End("error", error=error)) for sequence in [*self]]
 
     def expire(self, now_s: float) -> list[StepOutput]:
-        """End every sequence whose deadline has passed, running or waiting, and every one that has
-        not started by the time it asked for.
+        """End every sequence, running or waiting, whose end deadline has passed, and every one that
+        has not started by its start deadline.
         """
         ended: list[StepOutput] = []
         for sequence in self.deadlines.due(now_s):
@@ -100,14 +100,14 @@ class Ledger:
             return self.failed(sequence, error)
 
     def failed(self, sequence: Sequence, error: Exception) -> StepOutput:
-        """End a sequence whose handling raised this, and no other."""
+        """End only this sequence, whose handling raised this error."""
         self._running.pool.withdraw(sequence.pages)  # its KV may be wrong
         self._take_back(sequence)
         fault = self.faults.contain(error, f"sequence {sequence.id}")
         return last_output(sequence.id, "error", (fault.code, fault.message))
 
     def _take_back(self, sequence: Sequence) -> None:
-        """Take back what the sequence holds, unless it has ended."""
+        """Take back the sequence's pages and slot, unless it has ended."""
         if self._by_id.get(sequence.id) is not sequence:
             return
         if sequence.batch_slot >= 0:

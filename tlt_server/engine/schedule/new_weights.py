@@ -1,4 +1,4 @@
-"""The change of running and waiting sequences to new weights, between two steps. No tensors."""
+"""Moves running and waiting sequences to new weights, between two steps. No tensors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class NewWeights:
     def take_over(
         self, affected: Several[Sequence], version: str, in_flight: InFlight
     ) -> list[StepOutput]:
-        """Let these sequences go on under new weights, with `version` of the target. Return those
-        that this ends.
+        """Move these sequences to new weights, with `version` of the target. Return those that this
+        ends.
 
-        `continue` keeps the KV of decoding sequences. `recompute` drops all KV: the same tokens go
-        on as if this version had read them. `abort` ends what has started with the tokens it has.
-        `drain` has waited until nothing runs. A sequence without complete KV (a prompt read in
-        part, a preempted sequence whose KV was not saved) starts over under this version in every
-        mode.
+        `continue` keeps the KV of decoding sequences. `recompute` drops all KV: the sequences
+        continue as if this version had read their tokens. `abort` ends started sequences with their
+        current tokens. `drain` has waited until nothing runs. In every mode a sequence with
+        incomplete KV (a partly read prompt, a preempted sequence without saved KV) starts over
+        under this version.
         """
         ended: list[StepOutput] = []
         if in_flight == "abort":
@@ -54,7 +54,7 @@ class NewWeights:
     def replaced(
         self, affected: Several[Sequence], adapter: LoadedAdapter, version: str, in_flight: InFlight
     ) -> list[StepOutput]:
-        """Let these sequences go on with this version of their adapter."""
+        """Move these sequences to this version of their adapter."""
         for sequence in affected:
             sequence.adapter = adapter
         return self.take_over(affected, version, in_flight)

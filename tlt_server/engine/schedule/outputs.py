@@ -1,4 +1,6 @@
-"""Outputs of a step for its requests: the tokens that count, and how a request ends, if it does."""
+"""Outputs of a step for its requests: the tokens that count, and the request's end if it has
+one.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ class End(NamedTuple):
 
 
 def truncate(emission: Emission, stop_ids: Collection[int], remaining: int) -> End | None:
-    """Cut the emission after its first stop token, or at `remaining` tokens. Return the end that
-    this is for its sequence, or None if it goes on.
+    """Cut the emission after its first stop token, or at `remaining` tokens. Return the sequence's
+    finish, or None if it continues.
     """
     stopped = next(
         (i for i, token in enumerate(emission.tokens[:remaining]) if token in stop_ids), None
@@ -38,7 +40,9 @@ def truncate(emission: Emission, stop_ids: Collection[int], remaining: int) -> E
 
 
 def output(sequence: Sequence, emission: Emission, end: End | None = None) -> StepOutput:
-    """Return the output for tokens that the sequence already has. Prompt log-probs go out once."""
+    """Return the output for tokens that the sequence already has. Prompt log-probs are sent
+    once.
+    """
     first = sequence.output_len == len(emission.tokens)
     prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     return StepOutput(

@@ -17,15 +17,15 @@ PageKey = bytes
 
 
 def root_key(weight_version: str, tenant: str, adapter: str = "") -> PageKey:
-    """Return the key before the first page. KV of another weight version, tenant or content of an
-    adapter never matches.
+    """Return the key before the first page. KV of different weight versions, tenants or adapter
+    contents never shares a key.
     """
     names = repr((weight_version, tenant, adapter))
     return hashlib.blake2b(names.encode(), digest_size=16).digest()
 
 
 def next_key(previous: PageKey, tokens: Sequence[int]) -> PageKey:
-    """Return the key of a page that holds `tokens`, after the pages that `previous` stands for."""
+    """Return the key of a page that holds `tokens` and follows the pages of key `previous`."""
     return hashlib.blake2b(previous + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -69,7 +69,7 @@ class PagePool:
         return found
 
     def allocate(self, n: int) -> list[int] | None:
-        """Take n pages with count 1; None, and no change, if fewer are available."""
+        """Take n pages with count 1. If fewer are available, return None and change nothing."""
         if n > self.available:
             return None
         pages = []
@@ -86,15 +86,15 @@ class PagePool:
         return pages
 
     def publish(self, page: int, key: PageKey) -> None:
-        """Index a held page whose positions are all committed. The first page of a key stays."""
+        """Index a held page whose positions are all committed. The first page under a key stays."""
         assert self._count[page] > 0, f"page {page} is published but not held"
         if key not in self._index and page not in self._key:
             self._index[key] = page
             self._key[page] = key
 
     def withdraw(self, pages: Iterable[int]) -> None:
-        """Remove held pages from the index: no further sequence finds them, and they are free once
-        their holders release them.
+        """Remove held pages from the index: later sequences cannot find them, and they become free
+        once their holders release them.
         """
         for page in pages:
             assert self._count[page] > 0, f"page {page} is withdrawn but not held"
@@ -102,7 +102,7 @@ class PagePool:
                 del self._index[self._key.pop(page)]
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one hold of each page, last page first so that a chain is evicted from its end."""
+        """Drop one hold of each page, last page first, so that a chain is evicted from its end."""
         for page in reversed(list(pages)):
             assert self._count[page] > 0, f"page {page} is released but not held"
             self._count[page] -= 1
@@ -114,11 +114,13 @@ class PagePool:
 
     @property
     def indexed(self) -> frozenset[PageKey]:
-        """The keys of all pages that a sequence could find."""
+        """The keys of all pages that a sequence can find."""
         return frozenset(self._index)
 
     def clear_index(self, kept: Set[PageKey] = frozenset()) -> None:
-        """Forget every cached prefix but the `kept` keys (held pages stay held)."""
+        """Remove every cached prefix except the `kept` keys from the index. Held pages stay
+        held.
+        """
         for key in self._index.keys() - kept:
             page = self._index.pop(key)
             del self._key[page]
@@ -127,7 +129,9 @@ class PagePool:
                 self._free.append(page)
 
     def check(self, holders: Iterable[Iterable[int]] | None = None) -> None:
-        """Assert every invariant; with `holders`, also that counts are exactly what they hold."""
+        """Assert every invariant; with `holders`, also that the counts match their pages
+        exactly.
+        """
         free, cached = set(self._free), set(self._cached)
         held = {page: count for page, count in enumerate(self._count) if count}
         assert len(free) == len(self._free), "a page is free twice"

@@ -1,6 +1,7 @@
-"""The sequences that run: each has a batch slot and pages, listed in its row of the page table.
+"""The running sequences: each has a batch slot and pages, listed in its row of the page table.
 
-The scheduler decides who is added and who leaves; this keeps slots, pages and table consistent.
+The scheduler decides which sequences join and leave; this module keeps slots, pages and table
+consistent.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class RunningSet:
         self._free_slots = deque(range(max_running))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over the sequences in order of admission, as they are now."""
+        """Iterate over a snapshot of the sequences in order of admission."""
         return iter(list(self._sequences))
 
     def __len__(self) -> int:
@@ -44,8 +45,8 @@ class RunningSet:
         return not self._free_slots
 
     def add(self, sequence: Sequence, cached: list[int]) -> None:
-        """Give the sequence a batch slot, the cached pages of its prefix, which are held already,
-        and pages for the rest of its tokens, which must be available.
+        """Give the sequence a batch slot, its cached prefix pages, which are already held, and
+        pages for the rest of its tokens, which must be available.
         """
         self._sequences.append(sequence)
         self.owners[sequence.owner] += 1
@@ -57,7 +58,9 @@ class RunningSet:
         assert reserved, f"{sequence.id} was admitted without room for its tokens"
 
     def reserve(self, sequence: Sequence, positions: int) -> bool:
-        """Extend its pages to hold this many positions; False, and no change, without room."""
+        """Extend the sequence's pages to this many positions. Without enough pages, return False
+        and change nothing.
+        """
         need = -(-positions // self.pool.page_size) - len(sequence.pages)
         if need > 0:
             pages = self.pool.allocate(need)
@@ -69,7 +72,7 @@ class RunningSet:
         return True
 
     def remove(self, sequence: Sequence) -> None:
-        """Take back the slot and the pages; what is in flight for the sequence is void."""
+        """Take back the slot and the pages; in-flight results for the sequence become void."""
         self._sequences.remove(sequence)
         self.owners[sequence.owner] -= 1
         if not self.owners[sequence.owner]:

@@ -1,12 +1,11 @@
-"""Decides who runs in the next step, and applies what a finished step found. No tensors.
+"""Chooses the sequences of the next step, and applies the results of a finished step. No tensors.
 
-Decoding sequences come first (one row each), then prompt rows in order of arrival while the token
-budget lasts, then new sequences while pages and batch slots last; `waiting` decides which is next.
-Where owners share the engine, the sequences of one that asks for more than its share of the time
-take turns (`time_shares`).
-A sequence that finds no page for its next row preempts the youngest, and so does one whose owner
-has less than its share while another has more (`shares`). Every submitted sequence ends in exactly
-one output with a `finish_reason`.
+Decoding sequences come first (one row each), then prompt rows in order of arrival within the token
+budget, then new sequences while pages and batch slots last; `waiting` decides their order. If
+owners share the engine, the sequences of an owner that exceeds its share of the time take turns
+(`time_shares`). A sequence without a page for its next row preempts the youngest. So does a
+sequence of an owner below its share while another owner is above its own (`shares`). Every
+submitted sequence ends in exactly one output with a `finish_reason`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tlt_server.wire.records import OFF, LoadedAdapter, StepOutput, Strategy
 
 
 def unpadded(decoding: int, max_rows: int) -> int:
-    """Return the prompt rows that a step of `max_rows` has budget for next to its decode rows."""
+    """Return the prompt rows that fit in a step of `max_rows` next to its decode rows, unpadded."""
     return max_rows - decoding
 
 
@@ -55,8 +54,8 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         cost: StepCost | None = None,
     ) -> None:
-        """`prompt_budget(decoding, max_rows)` is the device's, which may pad. `on_start` gets the
-        ids of all that runs, before a step that starts a sequence.
+        """`prompt_budget(decoding, max_rows)` comes from the device, which may pad. `on_start` gets
+        the ids of all running sequences, before a step that starts one.
         """
         self._gate, self.running, self.pool = gate, running, running.pool
         self.max_rows, self.lookahead = max_rows, lookahead
@@ -78,7 +77,9 @@ class Scheduler:
     # -- submit and end ----------------------------------------------------------------------------
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        """Queue a batch, all or none. `InvalidRequest` if one can never run or its id is in use."""
+        """Queue a batch, all or none. `InvalidRequest` if a sequence can never run or its id is in
+        use.
+        """
         batch = list(sequences)
         capacity = min(self.pool.pages, self.running.page_table_SP.shape[1]) * self.pool.page_size
         names: set[str] = set()
@@ -108,7 +109,7 @@ class Scheduler:
         return self._open.abort(ids, finish_reason, all=all)
 
     def abandon(self) -> None:
-        """End what runs or waits in the background, without an output."""
+        """End all background sequences, running or waiting, without an output."""
         if self.in_background:
             self.abort((), all=True)
 
@@ -117,7 +118,7 @@ class Scheduler:
         return self._open.fail(error)
 
     def expire(self) -> list[StepOutput]:
-        """End every sequence one of whose deadlines has passed."""
+        """End every sequence with a passed deadline."""
         return self._open.expire(self._clock())
 
     # -- the next step -----------------------------------------------------------------------------
@@ -128,7 +129,9 @@ class Scheduler:
 
     @property
     def in_background(self) -> bool:
-        """Return True if what there is runs in the background. Then it is alone."""
+        """Return True if the engine is running background sequences; they never share a step with
+        others.
+        """
         return any(sequence.background for sequence in islice(self._open, 1))
 
     @property
@@ -138,13 +141,15 @@ class Scheduler:
 
     @property
     def compiling(self) -> bool:
-        """Return True if the last step had only what waits for its grammar or mask to run."""
+        """Return True if the last step could run nothing, as sequences wait for a grammar or
+        mask.
+        """
         return self._stalled and any(not s.state.ready for s in self._open)
 
     @property
     def holds_kv(self) -> bool:
-        """Return True if a sequence has pages. One that waits has none; the KV that was saved from
-        a mixed-version sequence lies elsewhere and serves no other.
+        """Return True if a sequence has pages. Waiting sequences have none. The KV saved from a
+        mixed-version sequence is stored elsewhere and never serves another sequence.
         """
         return len(self.running) > 0
 
@@ -189,15 +194,15 @@ class Scheduler:
         return Batch(chunks, self.weight_version, owners_now)
 
     def _start(self, rows: PromptRows) -> bool:
-        """Start what can start while there are rows for it. Return whether anything did."""
+        """Start waiting sequences while the step has rows for them. Return True if any started."""
         before = self._starts.count
         while rows.left > 0 and (sequence := self._starts.next(rows.part)):
             rows.give(sequence)
         return self._starts.count > before
 
     def launched(self, batch: Batch, depth: int) -> None:
-        """Note that the batch is in flight, with draft trees of at most this depth. `commit` gets
-        the batches in the same order.
+        """Record that the batch is in flight, with draft trees of at most this depth. `commit`
+        receives the batches in the same order.
         """
         for chunk in batch.chunks:
             chunk.launch(depth)
@@ -221,15 +226,15 @@ class Scheduler:
         self._requeue(sequence)
 
     def give_up_pages(self) -> None:
-        """Make all that runs wait again, without KV, ahead of what has not started, and forget
-        cached prefixes. No step may be in flight.
+        """Return all running sequences to the queue, without KV, ahead of unstarted ones, and
+        forget cached prefixes. No step may be in flight.
         """
         for sequence in reversed([*self.running]):
             self._preempt(sequence)
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
-        """Let no later sequence use the KV there is now. What runs goes on with its own."""
+        """Hide the current KV from later sequences. Running sequences keep using their own."""
         for sequence in self.running:
             sequence.private = True  # its next pages are computed from what is forgotten here
         self.pool.clear_index()
@@ -244,7 +249,7 @@ class Scheduler:
     def commit(
         self, batch: Batch, emissions: list[Emission], strategy: Strategy = OFF
     ) -> list[StepOutput]:
-        """Apply what the runner computed with this strategy; `emissions[i]` belongs to
+        """Apply the runner's results under this strategy; `emissions[i]` belongs to
         `batch.chunks[i]`.
         """
         return [
@@ -264,7 +269,7 @@ class Scheduler:
             return self._open.failed(chunk.sequence, error)
 
     def observe(self, batch: Batch, ms: float) -> None:
-        """Take in how long a step has taken."""
+        """Record the measured time of a step."""
         self._time_shares.observe(batch, ms)
 
     def _apply(
@@ -310,21 +315,21 @@ class Scheduler:
     # -- new weights -------------------------------------------------------------------------------
 
     def using(self, adapter: str = "") -> list[Sequence]:
-        """Return the sequences with this adapter; all where it is empty."""
+        """Return the sequences with this adapter; all sequences if it is empty."""
         return [s for s in self._open if adapter in ("", s.request.lora)]
 
     def started(self, adapter: str = "") -> int:
-        """Count those of them of which a version has computed something."""
+        """Count the sequences with this adapter that have started."""
         return sum(s.has_started for s in self.using(adapter))
 
     def change_version(self, version: str, in_flight: InFlight) -> list[StepOutput]:
-        """Compute every step from now on with `version`. Return the sequences that this ends."""
+        """Compute every later step with `version`. Return the sequences that this ends."""
         self.weight_version = version
         return self._new_weights.take_over(self.using(), version, in_flight)
 
     def change_adapter(self, adapter: LoadedAdapter, in_flight: InFlight) -> list[StepOutput]:
-        """Compute the sequences with this adapter by this version of it from now on. Return those
-        that this ends.
+        """Compute the sequences with this adapter by this version of it in later steps. Return
+        those that this ends.
         """
         affected = self.using(adapter.name)
         return self._new_weights.replaced(affected, adapter, self.weight_version, in_flight)

@@ -3,8 +3,8 @@ it.
 
 `computed` positions have committed KV. A decoding sequence has computed = length - 1: its last
 token is the root of the next step. A runner may deliver its results a step late, so steps can be in
-flight: `launched` positions are certain rows of steps that are over or in flight, and what is in
-flight will append at least `sure` and at most `ahead` tokens. A preempted sequence has computed = 0
+flight: `launched` positions are non-draft rows of finished or in-flight steps, and the in-flight
+steps will append at least `sure` and at most `ahead` tokens. A preempted sequence has computed = 0
 and is treated as a fresh prompt; so is one that an earlier engine started
 (`GenerateRequest.generated`).
 """
@@ -30,7 +30,7 @@ from tlt_server.wire.records import (
 
 
 class SavedKV(NamedTuple):
-    """The KV that a preempted sequence had in its pages."""
+    """KV saved from the pages of a preempted sequence."""
 
     kv: object
     computed: int
@@ -57,15 +57,15 @@ class Emission:
 
     @property
     def followed(self) -> tuple[int, int]:
-        """Return the accepted draft tokens that the sequence has too, which are none after its end,
-        and those of them that are the drafter's own.
+        """Return the accepted draft tokens that the sequence kept (none after its end), and how
+        many of them are the drafter's own.
         """
         followed = min(self.accepted, len(self.tokens))
         return followed, min(self.own_accepted, followed)
 
 
 class Noting(Protocol):
-    """Notes what becomes of one sequence."""
+    """Records the events of one sequence."""
 
     def emitted(
         self, sequence: Sequence, emission: Emission, strategy: Strategy, *, decodes: bool
@@ -136,25 +136,27 @@ class Sequence:
 
     @property
     def capacity(self) -> int:
-        """Positions its pages can hold."""
+        """Number of positions in its pages."""
         return len(self.pages) * self._page_size
 
     @property
     def decoding(self) -> bool:
-        """Return True if only its last token is not computed: then one row makes it sample, and
-        draft rows may follow that row.
+        """Return True if only the last token is uncomputed: one row then makes the sequence sample,
+        and draft rows may follow that row.
         """
         return self.computed == self.length - 1
 
     @property
     def unlaunched(self) -> int:
-        """Known positions that no step computes yet, with the root of the next decoding step."""
+        """Known positions that no step computes yet, including the root of the next decoding
+        step.
+        """
         return self.length - self.launched
 
     @property
     def due(self) -> bool:
-        """Return True if a decoding step may follow what is in flight, which does not end it for
-        certain. A sequence whose mask is not ready sits out the step.
+        """Return True if a decoding step may follow: the in-flight steps are not certain to end the
+        sequence, and its mask is ready.
         """
         if self.sure:
             return self.sure < self.remaining and self.state.quick
@@ -162,13 +164,13 @@ class Sequence:
 
     @property
     def reports(self) -> bool:
-        """Return True if more than log-probs of its tokens is reported."""
+        """Return True if the request reports more than the log-probs of its tokens."""
         return self.state.raw or self.state.alternatives > 0
 
     @property
     def scores_prompt(self) -> bool:
-        """Return True if log-probs of its prompt are reported. It is read again, without them, once
-        there is output.
+        """Return True if log-probs of the prompt are to be reported. After the first output a
+        prompt that is read again needs none.
         """
         return self.request.sampling.prompt_logprobs is not None and self.output_len == 0
 
@@ -181,14 +183,16 @@ class Sequence:
 
     @property
     def is_edited(self) -> bool:
-        """Return True if its next token's logits are edited. The host may not know the last few
+        """Return True if the next token's logits are edited. The host may not know the last few
         tokens, but edits only end as a sequence grows.
         """
         return self.state.edits_at(self.length)
 
     @property
     def is_structured(self) -> bool:
-        """Return True if the host fills its masks: of a structured output or bad words."""
+        """Return True if the host fills the sequence's masks: for a structured output or bad
+        words.
+        """
         return self.state.structure is not None
 
     @property
@@ -198,16 +202,16 @@ class Sequence:
 
     @property
     def slot(self) -> int:
-        """Return the slot of its adapter; -1 without one."""
+        """Return the slot of its adapter; -1 if it has no adapter."""
         return self.adapter.slot if self.adapter else -1
 
     def version_of(self, target: str) -> str:
-        """Return the version of tokens that this version of the target computes for it."""
+        """Return the version to report for tokens that this target version computes for it."""
         return self.adapter.version_of(target) if self.adapter else target
 
     @property
     def draft_limits(self) -> DraftLimits | None:
-        """Return the limits on its drafts in the next step; None: it takes none."""
+        """Return the limits on its drafts in the next step; None if it takes no drafts."""
         return self.request.draft_limits if self.state.quick else None
 
     @property
@@ -215,7 +219,7 @@ class Sequence:
         return self.output_len > 0 or self.batch_slot >= 0 or self.preemptions > 0
 
     def start_over(self, version: str) -> None:
-        """Compute all of its KV with `version`. The scheduler calls this when it takes the
+        """Recompute all of its KV with `version`. The scheduler calls this when it accepts the
         sequence, and again when KV is dropped.
         """
         assert self.batch_slot < 0 and self.saved is None
@@ -226,7 +230,7 @@ class Sequence:
             self.cached_tokens = None
 
     def leave(self) -> None:
-        """Note that batch slot and pages are taken back, and that what is in flight is void."""
+        """Record that batch slot and pages were taken back; in-flight results become void."""
         self.batch_slot, self.pages, self.computed, self.published = -1, [], 0, 0
         self.launched = self.sure = self.ahead = 0
         self.private = False

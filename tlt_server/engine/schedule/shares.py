@@ -1,8 +1,8 @@
-"""Shares of owners (API keys) in a step: who gives a batch slot or pages back when another owner
-has less than its share, and how a step's prompt rows are divided.
+"""Shares of owners (API keys) in a step: which owner gives up a batch slot or pages for an owner
+below its share, and how a step's prompt rows are divided.
 
-A share is what there is, divided by the owners that have sequences. An owner may use more as long
-as no other needs it. With one owner nothing here changes anything.
+A share is the total divided by the number of owners with sequences. A owner may exceed its share
+while no other needs the rest. A single owner is unaffected.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Shares:
         self._page_share = running.pool.pages // max(1, self.owners)
 
     def allow(self, sequence: Sequence, pages: int) -> bool:
-        """Return True if its owner stays within half of its share with this sequence and these
-        pages more. The other half comes in turn, since every preemption costs rows.
+        """Return True if this sequence and these extra pages keep its owner within half of its
+        share. The other half is granted only in turn, since every preemption costs rows.
         """
         owner = sequence.owner
         return (
@@ -39,9 +39,9 @@ class Shares:
         )
 
     def gives_way(self) -> Sequence | None:
-        """Return the sequence that makes room for such an owner: the youngest of the
-        owner that holds most pages, or most batch slots where those are full; None if that one is
-        within its share.
+        """Return the sequence to preempt for such an owner: the youngest of the owner with the most
+        pages or, if the batch slots are full, with the most slots; None if that owner is within its
+        share.
         """
         full = self._running.full
         holds, share = (self._slots, self._slot_share) if full else (self._pages, self._page_share)
@@ -49,7 +49,7 @@ class Shares:
         return self._youngest(owner) if holds[owner] > share else None
 
     def greediest(self) -> Sequence:
-        """Return the youngest sequence of the owner that holds most pages."""
+        """Return the youngest sequence of the owner with the most pages."""
         return self._youngest(max(self._pages, key=self._pages.__getitem__))
 
     def _youngest(self, owner: str) -> Sequence:
@@ -57,8 +57,8 @@ class Shares:
 
 
 class PromptRows:
-    """The prompt rows of one step: every owner has an equal part first, and what is left goes to
-    the sequences in their order, up to the rows that some owners have at most.
+    """The prompt rows of one step. Every owner gets an equal part first; the rest goes to the
+    sequences in order, up to the row limits of some owners.
     """
 
     def __init__(self, budget: int, owners: int, most: Mapping[str, int]) -> None:
@@ -69,12 +69,12 @@ class PromptRows:
         self._given = Counter[str]()  # rows, by owner
 
     def part(self, owner: str) -> int:
-        """Return how many rows an owner may still have."""
+        """Return the number of rows that an owner may still have."""
         part = min(self._part, self._most.get(owner, self._part))
         return min(self.left, part - self._given[owner])
 
     def give(self, sequence: Sequence) -> None:
-        """Give a sequence the rows that it needs, of its owner's part."""
+        """Give a sequence the rows that it needs, from its owner's part."""
         before = self.by_sequence.get(sequence, 0)
         more = max(0, min(sequence.unlaunched - before, self.part(sequence.owner)))
         self.by_sequence[sequence] = before + more
@@ -82,7 +82,7 @@ class PromptRows:
         self.left -= more
 
     def give_rest(self) -> None:
-        """End the parts: the next one who asks gets what is left."""
+        """Stop reserving parts: later callers get the remaining rows in order."""
         self._part += self.left
         for sequence in self.by_sequence:
             self.give(sequence)

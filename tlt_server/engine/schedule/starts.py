@@ -1,8 +1,9 @@
-"""The start of waiting sequences, while batch slots and pages last. No tensors.
+"""Starts waiting sequences while batch slots and pages last. No tensors.
 
-The next in turn starts first; where it finds no room, another owner's may that stays within its
-share, if need be in the place of what an owner runs above its own. So a sequence that needs more
-than half of its owner's share waits for its turn, until the others leave room.
+The next sequence in turn starts first. If it does not fit, a sequence of another owner that stays
+within its share may start instead, if necessary by preempting an owner above its share. So a
+sequence that needs more than half of its owner's share waits for its turn, until the others leave
+room.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ class Starts:
         clock: Callable[[], float],
         expected: Callable[[], int],
     ) -> None:
-        """`expected()`: the owners that run nothing and soon may."""
+        """`expected()`: the owners without running sequences that may soon have some."""
         self._gate, self._running, self._pool = gate, running, running.pool
         self._waiting, self._preempt = waiting, preempt
         self._restore, self._clock, self._expected = restore, clock, expected
         self.count = 0
 
     def next(self, rows: Callable[[str], int]) -> Sequence | None:
-        """Start one sequence of an owner that has `rows` left in this step, and return it. None
-        where none can start.
+        """Start one sequence of an owner that has `rows` left in this step, and return it. None if
+        none can start.
         """
         return self._in_turn(rows) or self._claimed(rows)
 
     def _in_turn(self, rows: Callable[[str], int]) -> Sequence | None:
-        """Start the next waiting sequence, if its pages fit. One whose prefix a running sequence is
-        just computing is passed over.
+        """Start the next waiting sequence, if its pages fit. Skip a sequence whose prefix a running
+        sequence is currently computing.
         """
         if self._running.full:
             return None
@@ -64,8 +65,8 @@ class Starts:
         return sequence.has_started or self._gate.lets_start(sequence.request.lora)
 
     def _most(self) -> int:
-        """Return how many batch slots an owner may have now: all, unless as few are free as other
-        owners are expected to need; then its share.
+        """Return the number of batch slots that an owner may have now: all of them or, if the
+        expected owners need the free ones, its share.
         """
         running, expected = self._running, self._expected()
         if expected < running.free or not running.owners:
@@ -73,8 +74,8 @@ class Starts:
         return max(1, running.max_running // (len(running.owners) + expected))
 
     def _claimed(self, rows: Callable[[str], int]) -> Sequence | None:
-        """Start a sequence that keeps its owner well within its share. Those of owners that hold
-        more than theirs make room for it.
+        """Start a sequence that keeps its owner well within its share, by preempting sequences of
+        owners above theirs.
         """
         waiting = self._waiting.owners
         shares = Shares(self._running, waiting)
@@ -99,7 +100,9 @@ class Starts:
         return None
 
     def _cached(self, sequence: Sequence, pending: set[PageKey]) -> list[int] | None:
-        """Take the cached pages of its prefix; None if a running sequence is computing more now."""
+        """Take the cached pages of its prefix; None if a running sequence is currently computing
+        more of it.
+        """
         keys = self._reusable_keys(sequence)
         pages = self._pool.match(keys)
         if len(pages) < len(keys) and keys[len(pages)] in pending:
@@ -111,7 +114,9 @@ class Starts:
         return -(-sequence.length // self._pool.page_size) - len(pages)
 
     def _start(self, sequence: Sequence, pages: list[int]) -> Sequence | None:
-        """Start it with the cached pages of its prefix. Without room give them back; None then."""
+        """Start the sequence with the cached pages of its prefix. If it does not fit, release them
+        and return None.
+        """
         # Leave a page for each that runs.
         room = self._pool.available - len(self._running)
         if self._running.full or self._missing(sequence, pages) > room:
@@ -132,8 +137,8 @@ class Starts:
 
     def _reusable_keys(self, sequence: Sequence) -> list[PageKey]:
         """Return the keys of the full pages that it may find cached: none if its KV was saved or it
-        is read in the background. None either before its first token if it wants prompt log-probs:
-        those need every prompt row, and go out with that token.
+        is read in the background. A sequence that wants prompt log-probs finds none before its
+        first token: the log-probs need every prompt row, and are sent with that token.
         """
         wants_prompt = sequence.request.sampling.prompt_logprobs is not None
         reads_all = sequence.background or (wants_prompt and not sequence.output_len)

@@ -1,10 +1,10 @@
-"""The time that a step is expected to take: a fixed part, a part per decoding sequence and a part
-per row of prompts, fitted to the steps that were measured.
+"""The expected time of a step: a fixed part, a part per decoding sequence and a part per prompt
+row, fitted to measured steps.
 
-Steps are kept by the order of magnitude of their rows, so that one size that runs for long does not
-make the others forgotten; sizes that were seen of late count more. Errors count in relation to the
-time of a step. Both kinds of rows cost the same unless steps tell otherwise. Draft rows and
-contexts are not asked for: both follow from what runs. No tensors.
+Steps are grouped by the order of magnitude of their rows, so a size that runs for long does not
+displace the others; recently seen sizes count more. Errors are relative to the time of a step. Both
+kinds of rows cost the same until steps show a difference. Draft rows and contexts are not inputs:
+both follow from the running sequences. No tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ DIFFERENCE_33 = np.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
 
 
 class StepLine(NamedTuple):
-    """The time of a step by its rows, in ms: parts per decoding sequence and per row of prompts,
-    and a fixed part.
+    """The time of a step by its rows, in ms: parts per decoding sequence and per prompt row, and a
+    fixed part.
     """
 
     per_sequence: float = 0.0
@@ -52,7 +52,7 @@ class StepCost:
         self._line = StepLine()
 
     def observe(self, decoding: int, prompt_rows: int, ms: float) -> None:
-        """Take in a step of `decoding` sequences and `prompt_rows` rows of prompts."""
+        """Record a step of `decoding` sequences and `prompt_rows` prompt rows."""
         if not (decoding or prompt_rows) or ms <= 0:
             return
         self._steps += 1
@@ -73,7 +73,7 @@ class StepCost:
         return self._line
 
     def _fit(self) -> StepLine:
-        """Return the parts, none below 0, of the least squares."""
+        """Return the least-squares parts, none below 0."""
         sizes = self._sizes.values()
         age_N = self._steps - np.array([size.seen for size in sizes])
         ms_N = np.array([size.ms for size in sizes])

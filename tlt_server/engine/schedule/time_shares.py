@@ -1,15 +1,15 @@
 """Shares of owners (API keys) in the engine's time: which of their rows the next step leaves out.
 
-Owners that ask for more are cut to a level, which no other owner exceeds. The step then takes at
-most `SLOWER` times what it would take without the cut ones, or, where they are more than half of
-the owners, as many times as gives each of them its share of the time. Where owners below the level
-had work in a part of the recent time only, that part of these times is enough, but `LEAST`. Where
-rows cost little, as on a GPU, or where all ask for about as much, nothing is cut.
+Owners above a level are cut to it. The step then takes at most `SLOWER` times as long as it would
+without the cut owners. If they are more than half of the owners, the factor is the one that gives
+each owner its share of the time. If the owners below the level had work in only a part of the
+recent time, the factor shrinks to that part of it, but not below `LEAST`. Nothing is cut where rows
+are cheap, as on a GPU, or where all owners ask for about the same.
 
-While an owner that had work of late has none, the steps of the others stay short, so that its next
-request need not wait for a long one: the larger its part of the recent time, the shorter, so that
-the others lose no more than about twice what it uses itself. Nothing is ever left out of the steps
-of an owner that is alone. No tensors.
+While a recently active owner has no work, the steps of the others stay short, so that its next
+request need not wait for a long one. The larger its part of the recent time, the shorter the steps,
+so that the others lose at most about twice the time that it uses itself. A single owner's steps are
+never cut. No tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORGOTTEN = 1e-3  # an owner with a smaller part of the recent time is not expec
 
 
 class OwnerRows(NamedTuple):
-    """The rows of one owner in a step: sequences that decode, and rows of prompts."""
+    """The rows of one owner in a step: decoding sequences and prompt rows."""
 
     decoding: int
     prompt: int
@@ -45,7 +45,7 @@ class OwnerRows(NamedTuple):
         return self.decoding + self.prompt
 
     def cut(self, level: int) -> OwnerRows:
-        """Return `level` of them at most. Where both kinds ask for more, each has half."""
+        """Return these rows cut to `level`. If both kinds exceed their half, each gets half."""
         decoding = min(self.decoding, max(level - self.prompt, -(-level // 2)))
         return OwnerRows(decoding, min(self.prompt, level - decoding))
 
@@ -53,8 +53,8 @@ class OwnerRows(NamedTuple):
 def fair_level(
     wanted: Collection[OwnerRows], used: Collection[float], line: StepLine
 ) -> int | None:
-    """Return the level that keeps the promise above; None if that needs none. `used`: of each
-    owner, the part of the recent time in which it had work.
+    """Return the level that keeps the promise of this module; None if no cut is needed. `used`: the
+    part of the recent time in which each owner had work.
     """
     owners = sorted(zip(wanted, used, strict=True), key=lambda pair: pair[0].total)
     totals = [rows.total for rows, _ in owners]
@@ -72,8 +72,8 @@ def fair_level(
 
 
 def level_within(wanted: Collection[OwnerRows], limit_ms: float, line: StepLine) -> int | None:
-    """Return the highest level, at least 1, at which the step takes no longer, as if decode rows
-    and prompt rows were cut in equal parts; None if it takes no longer without one.
+    """Return the highest level, at least 1, that keeps the step within `limit_ms`, as if decode and
+    prompt rows were cut in equal parts; None if the step keeps it without a cut.
     """
     decoding = sum(rows.decoding for rows in wanted)
     prompt = sum(rows.prompt for rows in wanted)
@@ -102,7 +102,7 @@ class TimeShares:
         self._turns = count(1)
 
     def observe(self, batch: Batch, ms: float) -> None:
-        """Take in the time of a step."""
+        """Record the time of a step."""
         self._cost.observe(batch.context.decoding, batch.context.prefill_rows, ms)
         fade = math.exp(-ms / MEMORY_MS)
         self._all_ms = self._all_ms * fade + ms
@@ -113,11 +113,11 @@ class TimeShares:
         self._used_ms = {owner: each for owner, each in used.items() if each > least}
 
     def expected(self) -> int:
-        """Count the owners that run nothing and wait, or had work of late."""
+        """Count the owners without running sequences that are waiting or had work recently."""
         return len((self._used_ms.keys() | self._waiting.owners) - self._running.owners.keys())
 
     def cuts(self) -> dict[str, OwnerRows]:
-        """Return the rows in the next step of each owner that has to leave some out."""
+        """Return the rows in the next step of each owner that is cut."""
         owners = self._running.owners.keys() | self._waiting.owners
         if len(owners) < 2 and self._used_ms.keys() <= owners:
             return {}
@@ -137,9 +137,7 @@ class TimeShares:
         return {owner: rows.cut(level) for owner, rows in wanted.items() if rows.total > level}
 
     def in_turn(self, cuts: Mapping[str, OwnerRows]) -> list[Sequence]:
-        """Return the decoding sequences that may be in the next step; those of an owner that leaves
-        some out take turns.
-        """
+        """Return the decoding sequences for the next step; those of a cut owner take turns."""
         due = [each for each in self._running if each.unlaunched <= 1 and each.due]
         left_out = set[Sequence]()
         for owner, cut in cuts.items():
@@ -151,7 +149,7 @@ class TimeShares:
         return [sequence for sequence in due if sequence not in left_out]
 
     def soon_over(self, rows: int) -> int:
-        """Return how many of these prompt rows a step may have that is to end within SOON_MS."""
+        """Return how many of these prompt rows fit in a step that must end within SOON_MS."""
         rows = min(rows, MOST_ROWS)
         line = self._cost.line()
         while rows > FEWEST_ROWS and line.ms(0, rows) > SOON_MS:
@@ -159,8 +157,8 @@ class TimeShares:
         return rows
 
     def settled(self, cuts: Mapping[str, OwnerRows]) -> None:
-        """Note that all has started that can: an owner that runs nothing and was not cut asks for
-        no rows as long as it waits.
+        """Record that no further sequence can start: an uncut owner without running sequences
+        requests no rows while it waits.
         """
         self._stuck = self._waiting.owners - self._running.owners.keys() - cuts.keys()
 

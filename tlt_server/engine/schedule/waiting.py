@@ -1,10 +1,10 @@
-"""The sequences that wait for a batch slot, and the one place that decides who starts next.
+"""The sequences that wait for a batch slot. Only this module decides which one starts next.
 
-A sequence that has run before comes before all others. Then the lowest `priority` comes first;
-within a priority the owners (API keys) take turns by tokens, and each owner's sequences start in
-the order of their arrival. With one owner and one priority that is the order of arrival. One start
-in `AGED` goes to the priority that holds the sequence that has waited longest, so none waits for
-ever: the sequences that arrived before it are finitely many.
+Preempted sequences start before all others. Then the lowest `priority` comes first; within a
+priority the owners (API keys) take turns by tokens, and each owner's sequences start in order of
+arrival. With one owner and one priority that is the order of arrival. One start in `AGED` goes to
+the priority with the longest-waiting sequence, so none waits for ever: finitely many sequences
+arrived before it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WaitingSequences:
         return id in self._ids
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over all that wait, in no particular order."""
+        """Iterate over all waiting sequences, in no particular order."""
         return iter(self._ids.values())
 
     @property
@@ -66,9 +66,7 @@ class WaitingSequences:
         return {owner for each in self._classes.values() for owner in each.queues}
 
     def firsts(self) -> dict[str, Sequence]:
-        """Return the sequence of each owner that is the next of its own to start; none that has
-        run.
-        """
+        """Return each owner's next sequence to start, without sequences that have run."""
         return {
             owner: next(iter(queue.values()))
             for priority in sorted(self._classes, reverse=True)
@@ -80,7 +78,7 @@ class WaitingSequences:
         self._classes.setdefault(sequence.request.priority, _Class()).add(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Let a sequence that ran wait again, as the next one to start."""
+        """Return a sequence that ran to the queue, as the next one to start."""
         self._ids[sequence.id] = sequence
         self._again[sequence.id] = sequence
         self._again.move_to_end(sequence.id, last=False)
@@ -92,21 +90,23 @@ class WaitingSequences:
             self._drop_empty(sequence.request.priority)
 
     def start(self, sequence: Sequence, rows: int) -> None:
-        """Take a sequence out whose prompt needs this many rows, and charge its owner."""
+        """Remove a sequence whose prompt needs this many rows from the queue, and charge its
+        owner.
+        """
         if sequence.id not in self._again:
             self._starts += 1
             self._charge(sequence, rows + min(PREPAID, sequence.remaining))
         self.remove(sequence)
 
     def emitted(self, sequence: Sequence, tokens: int) -> None:
-        """Charge the newest tokens of a sequence that runs, but those that its start has paid."""
+        """Charge a running sequence's newest tokens, except those that its start has paid for."""
         if self._classes:
             beyond = sequence.output_len - max(PREPAID, sequence.output_len - tokens)
             self._charge(sequence, max(0, beyond))
 
     def order(self) -> Iterator[Sequence]:
-        """Yield what waits in the order in which it is to start. A caller that cannot start one
-        may start a later one.
+        """Yield the waiting sequences in starting order. A caller that cannot start one may start a
+        later one.
         """
         yield from self._again.values()
         for each in self._ordered():
@@ -114,8 +114,8 @@ class WaitingSequences:
                 yield from each.queues[owner].values()
 
     def heads(self) -> Iterator[Sequence]:
-        """Yield the first sequence of each owner in the class that is next, in their order; none
-        that has run.
+        """Yield each owner's first sequence in the next class, in owner order, without sequences
+        that have run.
         """
         for each in self._ordered()[:1]:
             for owner in each.turns.order():
