@@ -1,3 +1,3 @@
-"""Speculation: drafters propose, the tree cuts to a budget, the target decides, the walk accepts
-what equals. Lossless by construction.
+"""Speculation: drafters propose candidates, the tree selects the rows to verify, the target samples
+its own tokens, and the walk accepts the drafts that equal them. Lossless by construction.
 """

@@ -48,8 +48,8 @@ def accept(
 
 
 def on_path(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return which nodes a known response has, too, [N]. follow_BD: its tokens after each root, -1
-    after the last one; deeper nodes are not on its path.
+    """Return which nodes are on the path of a known response, [N]. follow_BD: the response's tokens
+    after each root, -1 after its end; deeper nodes are not on the path.
     """
     own_N = np.zeros(len(candidates), np.bool_)
     for depth in range(1, min(int(candidates.depth_N.max(initial=0)), follow_BD.shape[1]) + 1):
@@ -63,8 +63,8 @@ def on_path(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.
 def accepted_drafts(
     candidates: Candidates, node_M: NDArray[np.int32], own_N: NDArray[np.bool_], requests: int
 ) -> NDArray[np.int32]:
-    """Return how many drafts of each request are accepted where these nodes are verified: the
-    length of the walk of `accept`, as siblings differ and `own_N` is `on_path`.
+    """Return the number of accepted drafts per request if these nodes are verified. It equals the
+    length of `accept`'s walk, since siblings differ and `own_N` is `on_path`.
     """
     owner_M = candidates.request_N[node_M[own_N[node_M]]]
     return np.bincount(owner_M, minlength=requests).astype(np.int32)

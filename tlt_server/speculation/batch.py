@@ -1,5 +1,4 @@
-"""The input and the answer of a drafter: numpy only, so drafters that need no network need no
-torch.
+"""The input and the output of a drafter. Numpy only, so drafters without a network need no torch.
 
 Legend: B requests that may be speculated on, P pages, N candidate nodes.
 """
@@ -18,8 +17,7 @@ from tlt_server.samples.samples import Responses
 @dataclass(frozen=True)
 class DraftBatch:
     """Requests about to be verified. The *root* of request b is its last token, at position
-    len(tokens[b]) - 1; its KV (and feature) is not computed yet, those of all earlier positions
-    are.
+    len(tokens[b]) - 1. Its KV (and feature) is not computed yet; that of all earlier positions is.
     """
 
     ids: list[str]
@@ -48,8 +46,8 @@ class DraftBatch:
         page_table_BP: NDArray[np.int32],
         capacity_B: NDArray[np.int64] | None = None,
     ) -> DraftBatch:
-        """Return recorded responses, by their numbers, as they were with these roots. `capacity_B`:
-        tokens that fit their pages; None: all.
+        """Return recorded responses, by number, as they were at these roots. `capacity_B`: tokens
+        that fit in their pages; None: all of them.
         """
         # As in serving: the last token that max_tokens permits is never a draft.
         longest_B = responses.max_tokens_N[number_B].astype(np.int64)

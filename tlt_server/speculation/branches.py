@@ -1,11 +1,11 @@
-"""History's continuations as branches of another drafter's trees, so that the one tree builder
-chooses among the nodes of both.
+"""History's continuations as branches of another drafter's trees, so that one tree builder chooses
+among the nodes of both.
 
-A continuation follows the tree as long as its tokens are there, then becomes a rival child and goes
-on as a chain. How far such a node can be trusted is learned online, apart from both drafters'
-own tables: by what history knows of it (match length, share of matches that agree), and by the
-share of the parent's survival that the tree's own children leave over. Rank -1 marks these nodes.
-Any tree is lossless, so branches change no token. No torch.
+A continuation follows the tree while their tokens agree, then becomes a rival child and continues
+as a chain. The acceptance probability of such a node is learned online, separately from both
+drafters' own tables, from history's evidence (match length, share of matches that agree) and from
+the share of the parent's acceptance probability left over by the tree's own children. Rank -1 marks
+these nodes. Any tree is lossless, so branches change no token. No torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ FLOOR = 0.02  # a branch ends where it survives less: its row would cost more th
 
 
 def prior() -> NDArray[np.float32]:
-    """Return the trust before anything is observed: history's own, times what is left over."""
+    """Return the acceptance probability before any observation: history's own, times the leftover
+    share.
+    """
     trust_LS = history.prior().reshape(-1, history.DEPTHS)[:, 0]
     left = (np.arange(LEFTS) + 1) / LEFTS
     return (trust_LS[:, None] * left).reshape(-1).astype(np.float32)
@@ -48,8 +50,8 @@ D = TypeVar("D", bound=Proposing)
 
 
 class Branching:
-    """A drafter whose trees get branches from another. It only proposes and observes: requests
-    that end are told to the two of them.
+    """A drafter whose trees get branches from another drafter. It only proposes and observes; the
+    engine tells both drafters directly when requests end.
     """
 
     def __init__(self, drafter: Proposing, source: Proposing) -> None:
@@ -94,7 +96,7 @@ class Branching:
 
 
 def with_branches(drafters: Mapping[str, D]) -> dict[str, D | Branching]:
-    """Return the drafters; those with weights draft with branches where history is loaded."""
+    """Return the drafters; if history is loaded, those with weights draft with branches."""
     source = drafters.get(SOURCE)
     return {
         name: Branching(drafter, source)
@@ -109,14 +111,14 @@ def branching(drafters: Mapping[str, Proposing]) -> dict[str, Branching]:
 
 
 def branches_of(drafter: str) -> str:
-    """Return the name of the table of a drafter's branches."""
+    """Return the table name of a drafter's branches."""
     return f"{drafter}+{SOURCE}"
 
 
 def grafted_onto(
     trees: Candidates, chains: Candidates, requests: int, table_Z: NDArray[np.float32]
 ) -> Candidates:
-    """Return the trees with the chains as branches; each request's branch stands after its tree."""
+    """Return the trees with the chains as branches; each request's branch follows its tree."""
     size = len(chains)
     branch_H, above_H, cell_H = (np.empty(size, np.int32) for _ in range(3))
     survival_H = np.empty(size, np.float32)

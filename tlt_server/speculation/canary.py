@@ -1,12 +1,12 @@
-"""The canary: it notices that a drafter's drafts are no longer accepted after weights have changed,
-and lets that drafter rest until weights change again.
+"""The acceptance guard: it detects when a weight change has made a drafter's drafts useless, and
+rests that drafter until weights change again.
 
-It compares the share of requests, per step that this drafter drafted for, of which the first draft
-or more was accepted: it hardly depends on the strategy. Before a change it is averaged over the
-last steps; after the change it is averaged afresh, until it is sure whether the drafter has
-collapsed. A policy would find out, too, but pays for every trial, and a policy of one strategy
-never would. Only drafters with weights are watched: what others draft depends on the text. No token
-depends on any of this, as drafts change none.
+It compares the share of requests, per step of this drafter, that accepted at least the first draft;
+this share hardly depends on the strategy. Before a change the share is averaged over the last
+steps. After the change a new average starts, until the guard can decide whether the drafter has
+collapsed. A policy would notice, too, but pays for every trial, and a policy of one strategy never
+would. Only drafters with weights are watched: the others' drafts depend on the text. Drafts change
+no token, so neither does the guard.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SURE = 3.0  # standard errors
 
 class Canary:
     def __init__(self, arms: Sequence[Strategy], collapse: float) -> None:
-        """`collapse`: the ratio of acceptance after a change to that before, below which a drafter
-        rests; 0: it never does.
+        """`collapse`: a drafter rests if its acceptance after a change, relative to that before, is
+        below this ratio; 0: never.
         """
         self._arms, self._collapse = arms, collapse
         self._watched: dict[str, _Drafter] = {
@@ -37,13 +37,15 @@ class Canary:
         self.collapses = 0
 
     def renewed(self) -> None:
-        """Try drafters that rest again, and judge all of them afresh, as weights have changed."""
+        """Wake resting drafters after a weight change, and judge all drafters by new
+        observations.
+        """
         for drafter in self._watched.values():
             drafter.renewed()
 
     def permitted(self, strategy: Strategy) -> Strategy:
-        """Return the strategy, or its replacement while its drafter rests: the largest one
-        of a stand-in that is no larger, or OFF.
+        """Return the strategy or, while its drafter rests, a replacement: the largest strategy of a
+        stand-in that is no larger, or OFF.
         """
         if strategy.drafter not in self._watched or not self._watched[strategy.drafter].rests:
             return strategy
@@ -58,7 +60,7 @@ class Canary:
         )
 
     def observe(self, cycle: Cycle) -> str:
-        """Return the line to log if a drafter has just collapsed, else an empty one."""
+        """Return a log line if a drafter has just collapsed, else an empty string."""
         drafter, context = self._watched.get(cycle.strategy.drafter), cycle.context
         if drafter is None or context.speculable - sum(context.bound.values()) < context.decoding:
             return ""  # some may have taken no drafts

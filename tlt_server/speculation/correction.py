@@ -1,15 +1,15 @@
-"""Factors that correct a profile's numbers, learnt from the steps that serve.
+"""Factors that correct a profile's numbers, learned from measured steps.
 
 A step's time is a sum of parts, so the logarithm of its error is about the mean of the logarithms
 of its parts' factors, weighted by their shares of the time. A Kalman filter estimates these
-logarithms. It knows how sure it is of each: a size that has just come up for the first time takes
-over what it measures at once, one that is well known moves a little. Numbers of one kind that
-belong to similar sizes are expected to be wrong by similar factors. One more factor, common to all
-steps, takes up what passes, such as a busy machine; it fades, so what stays is learnt of the sizes
-that were measured, and others keep their time.
+logarithms and their uncertainty: the factor of a newly seen size moves to its measurement at once,
+a well-known one moves a little. Numbers of one kind and of similar sizes are expected to have
+similar factors. One more factor, common to all steps, absorbs passing effects such as a busy
+machine. It fades, so lasting errors are attributed to the measured sizes, and other sizes keep
+their time.
 
-Errors are cut before they count: steps are sometimes stalled, and never hurried. Corrected numbers
-that are known to ascend are made to (`ascending`), the uncertain ones giving way.
+Errors are clipped before they count: steps sometimes stall, but never run too fast. Corrected
+numbers that must ascend are made to (`ascending`); uncertain ones move the most.
 
 No torch. Legend: N numbers, the common factor first.
 """
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class FilterSettings:
-    """Standard deviations are those of logarithms, so they are about relative."""
+    """Standard deviations of logarithms, which are roughly relative errors."""
 
     noise: float = 0.08  # standard deviation in the time of a step
     common: float = 0.18  # standard deviation in the factor that all steps share
@@ -51,11 +51,11 @@ class FactorFilter:
 
     @property
     def variance_N(self) -> NDArray[np.float64]:
-        """Return how unsure each logarithm is."""
+        """Return the variance of each logarithm."""
         return self._covariance_NN.diagonal()
 
     def add(self, sizes_M: NDArray[np.float64]) -> slice:
-        """Add the factors of numbers of one kind; return where they are. Sizes are in octaves."""
+        """Add factors of one kind of number; return their indices. Sizes are in octaves."""
         first, settings = len(self.log_N), self._settings
         distance_MM = np.abs(sizes_M[:, None] - sizes_M)
         own_MM = settings.own**2 * np.exp(-distance_MM / settings.alike)
@@ -66,8 +66,8 @@ class FactorFilter:
         return slice(first, first + len(sizes_M))
 
     def observe(self, share_N: NDArray[np.float64], error: float) -> None:
-        """Learn from a step: the logarithm of its measured over its expected time, and the share of
-        each number in it. The common factor's share is 1.
+        """Learn from a step: the logarithm of its measured over its expected time, and each
+        number's share of that time. The common factor's share is 1.
         """
         settings = self._settings
         self.log_N[0] *= 1 - settings.fade
@@ -87,7 +87,7 @@ class FactorFilter:
 
 
 def ascending(values: list[float], weights: list[float]) -> list[float]:
-    """Return the nearest numbers that never descend, by weighted least squares: neighbours that do
+    """Return the nearest non-descending numbers by weighted least squares: descending neighbours
     are pooled to their mean (Ayer et al., 1955).
     """
     if values == sorted(values):
@@ -104,7 +104,7 @@ def ascending(values: list[float], weights: list[float]) -> list[float]:
 
 
 def _beside(a_NN: NDArray[np.float64], b_MM: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return both as the blocks of one matrix."""
+    """Return a block-diagonal matrix of the two."""
     n, m = len(a_NN), len(b_MM)
     both = np.zeros((n + m, n + m))
     both[:n, :n], both[n:, n:] = a_NN, b_MM

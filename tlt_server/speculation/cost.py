@@ -84,7 +84,7 @@ class CostSettings:
 
 
 def load_of(cycle: Cycle) -> StepLoad:
-    """Return the shape of a step that has run."""
+    """Return the shape of a finished step."""
     context, strategy = cycle.context, cycle.strategy
     return StepLoad(
         strategy.drafter,
@@ -107,7 +107,7 @@ class CostRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CostModel:
-    """Predicts seconds of steps. `trained` once a profile or a step was seen."""
+    """Predicts the seconds of steps. `trained` once it has a profile or a measured step."""
 
     def __init__(self, settings: CostSettings = CostSettings()) -> None:
         self._settings = settings
@@ -124,12 +124,14 @@ class CostModel:
 
     @property
     def speed(self) -> float:
-        """The factor by which all steps are slower than they are expected to be in the long run."""
+        """The factor by which all steps are currently slower than their long-run expectation."""
         return self._correction.common
 
     @property
     def slowdown(self) -> float | None:
-        """The factor by which steps are slower while a drafter is trained; None: too few were."""
+        """The factor by which steps are slower while a drafter is trained; None after too few of
+        them.
+        """
         return self._training if self._slowed >= SLOWED else None
 
     @property
@@ -161,8 +163,8 @@ class CostModel:
         return float(self.seconds(*load))
 
     def profile(self, measured: Iterable[Measured]) -> None:
-        """Fit the model to steps that were measured at start, by least squares of relative errors.
-        Between the measured sizes and beyond them its functions are as straight as they can be.
+        """Fit the model to the steps measured at start, by least squares of relative errors.
+        Between and beyond the measured sizes its functions are as straight as possible.
         """
         steps = [step for step in measured if step.seconds > 0]
         if not steps:
@@ -199,8 +201,8 @@ class CostModel:
         self.trained = self.profiled = True
 
     def observe(self, load: StepLoad, seconds: float, *, training: bool = False) -> float:
-        """Correct the model by a step that has run. `training`: while a drafter was trained. Return
-        what it had predicted; 0: nothing.
+        """Correct the model by a finished step. `training`: a drafter was trained meanwhile. Return
+        the seconds that the model had predicted; 0 if it had no prediction.
         """
         if seconds <= 0 or not load.read:
             return 0.0
@@ -219,7 +221,7 @@ class CostModel:
         return CostRecord(self._extend_K.tolist(), start, draft, self._linear_3.tolist())
 
     def restore(self, record: CostRecord) -> None:
-        """Take over the parameters of another model. `ValueError` if they are not of this form."""
+        """Replace the parameters by those of another model. `ValueError` if their form differs."""
         for values in (record.extend, *record.start.values(), *record.draft.values()):
             if len(values) != len(KNOTS) or not all(0 <= value < 1e4 for value in values):
                 raise ValueError(f"the time of steps must be {len(KNOTS)} numbers of seconds")
@@ -239,7 +241,7 @@ class CostModel:
         self.trained = self.profiled = True
 
     def _straight(self, functions: int, least_s: float) -> NDArray[np.float64]:
-        """Return equations that want as few bends as possible."""
+        """Return equations that penalize bends."""
         bends = np.zeros((len(KNOTS) - 2, len(KNOTS)))
         width_K = np.diff(self._knot_K)
         for k, row in enumerate(bends):
@@ -249,7 +251,7 @@ class CostModel:
         return np.hstack((straight, np.zeros((len(straight), 3))))
 
     def _start_correcting(self) -> None:
-        """Let steps correct the parameters that there are now."""
+        """Let steps correct the current parameters."""
         self._extend_K = np.maximum(self._extend_K, LEAST_S)
         self._linear_3 = np.maximum(self._linear_3, LEAST_SHARE * self._extend_K[0])
         self._correction = FactorFilter()
@@ -290,7 +292,7 @@ class CostModel:
             np.maximum(new_K, LEAST, out=values_K)
 
     def _parts(self, load: StepLoad) -> list[Part]:
-        """Return the functions that the time of a step is the sum of."""
+        """Return the functions whose sum is the time of a step."""
         parts: list[Part] = [
             (self._extend_K, self._weights(load.read), 1.0),
             (

@@ -1,7 +1,7 @@
-"""The knowledge that an engine has of its own steps: their time, and the worth of its drafts.
+"""An engine's knowledge of its own steps: their time, and the value of its drafts.
 
 It belongs to the engine, not to a policy, so a change of policy loses nothing; every step adds to
-it, whichever policy chose that step.
+it under every policy.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Drafted(NamedTuple):
 
 
 class WeightsInUse(NamedTuple):
-    """Names of the content of the weights in use, which a version's name is not."""
+    """Digests of the content of the weights in use; version names do not identify content."""
 
     target: str
     drafter: str  # empty without a drafter
 
 
 class LearntRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """The worth of drafts, as learnt under some weights."""
+    """The value of drafts, as learned under some weights."""
 
     target: str
     drafter: str
@@ -54,7 +54,7 @@ class LearntRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KnowledgeRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """Knowledge as a file keeps it."""
+    """The form of knowledge in a file."""
 
     cost: CostRecord
     learnt: Annotated[list[LearntRecord], Meta(min_length=1)]  # last: under the weights in use
@@ -78,8 +78,8 @@ class Knowledge:
         self._last_used: dict[str, int] = {}  # the step that last used a drafter
 
     def observe(self, cycle: Cycle, drafted: Drafted | None, *, training: bool = False) -> float:
-        """Learn from a step. `training`: while a drafter was trained. Return the seconds that were
-        expected of it; 0: nothing was.
+        """Learn from a step. `training`: a drafter was trained meanwhile. Return the expected
+        seconds of the step; 0 if there was no prediction.
         """
         self._step += 1
         predicted_s = 0.0
@@ -103,7 +103,7 @@ class Knowledge:
         return predicted_s
 
     def _tokens(self, cycle: Cycle) -> float:
-        """Return the tokens that are expected of a step like this one."""
+        """Return the expected tokens of a step like this one."""
         context, strategy = cycle.context, cycle.strategy
         outlook = self.outlooks.get(strategy.drafter)
         if outlook is None or not context.speculable:
@@ -113,17 +113,17 @@ class Knowledge:
         return context.decoding + context.speculable * float(gain)
 
     def renew(self, weights: WeightsInUse, install: Callable[[], None] = lambda: None) -> None:
-        """Let `install` bring new weights into use, between two steps: keep what is known under
-        those before, and take up what is known of the new ones.
+        """Call `install` to activate new weights, between two steps: save the statistics of the
+        previous weights, and load those of the new ones.
         """
         self._known = self._learnt()[-KEPT_WEIGHTS:]
         install()
         self._take_up(weights)
 
     def _take_up(self, weights: WeightsInUse) -> None:
-        """Take up what was learnt under these weights. Where that is nothing, take what was learnt
-        of the drafter under another target, or go on from what there is, and doubt it, once for
-        several weights in a row under which nothing is learnt.
+        """Load the statistics learned under these weights. If there are none, load those of the
+        drafter under another target or keep the current ones, and discount them, once for several
+        changes in a row.
         """
         self.weights = weights
         same = [each for each in self._known if each.weights == weights]
@@ -140,7 +140,7 @@ class Knowledge:
             self._doubtful = True
 
     def _learnt(self) -> list[LearntRecord]:
-        """Return what is known, by weights; last: under those in use."""
+        """Return the statistics by weights; those of the weights in use are last."""
         now = LearntRecord(
             *self.weights,
             {name: known.record() for name, known in self.outlooks.items()},
@@ -156,8 +156,8 @@ class Knowledge:
         return KnowledgeRecord(self.cost.record(), self._learnt()[-KEPT_WEIGHTS - 1 :])
 
     def restore(self, record: KnowledgeRecord) -> None:
-        """Take over what another engine has learnt, of the drafters that both have. `ValueError`
-        and no change if it is not of this form.
+        """Load another engine's knowledge, for the drafters that both have. `ValueError` and no
+        change if its form is wrong.
         """
         cost = CostModel()
         cost.restore(record.cost)

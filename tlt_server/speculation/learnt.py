@@ -1,6 +1,6 @@
-"""The seam between what is learnt of drafts and `knowledge`, which holds it per weight version: the
-outlook of a drafter (`outlook`), and each table of survivals (`survival`, on a GPU
-`engine.gpu.drafts.tables`).
+"""The seam between draft statistics and `knowledge`, which keeps them per weight version: the
+acceptance estimate of a drafter (`outlook`), and each table of acceptance probabilities
+(`survival`, on a GPU `engine.gpu.drafts.tables`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class Learnt(Protocol[Record]):
     def record(self) -> Record: ...
 
     def check(self, record: Record) -> None:
-        """`ValueError` unless it is of this form."""
+        """Raise `ValueError` unless the record has this object's form."""
 
     def restore(self, record: Record) -> None:
-        """Take up what was learnt. The record has been checked."""
+        """Load a record that `check` has accepted."""
 
     def forget(self) -> None:
-        """Doubt what was learnt, as weights have changed; what comes next counts for more."""
+        """Discount past observations after a weight change; later ones count for more."""

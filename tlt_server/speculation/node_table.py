@@ -23,8 +23,8 @@ def candidates_of(
     token_T: Integers | None = None,
     cell_T: Integers | None = None,
 ) -> Candidates:
-    """Return the nodes of a table with `columns` per request, those from `own_columns` on being
-    branches. An entry that survives less than 0 is no node. Without tokens they are 0.
+    """Return the nodes of a table with `columns` entries per request; entries from `own_columns` on
+    are branches. An entry with a negative survival is empty. If no tokens are given, they are 0.
     """
     live = np.flatnonzero(survival_T >= 0)
     request_N = (live // columns).astype(np.int32)
@@ -47,7 +47,7 @@ def candidates_of(
 
 
 def _ranks(request_N: Integers, parent_N: Integers) -> Integers:
-    """Return the place of each node among its siblings, which stand in order of rank."""
+    """Return each node's index among its siblings, which are in order of rank."""
     family_N = np.where(parent_N >= 0, parent_N + request_N.max(initial=0) + 1, request_N)
     order = np.argsort(family_N, kind="stable")
     ordered = family_N[order]

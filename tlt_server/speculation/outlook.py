@@ -53,7 +53,7 @@ class CurvePoints(NamedTuple):
 
     @classmethod
     def of(cls, nodes: NDArray[np.float64]) -> CurvePoints:
-        """Return the places of these draft rows per request."""
+        """Return the curve positions of these draft rows per request."""
         nodes = np.minimum(nodes, POINTS[-1])
         above = np.clip(np.searchsorted(_POINT_X, nodes), 1, len(POINTS) - 1)
         below_X = _POINT_X[above - 1]
@@ -100,12 +100,12 @@ class Outlook:
         return found
 
     def gain(self, depth: int, width: int, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the same of one depth and width, or of the next smaller ones that there are."""
+        """Return the gains of one depth and width, or of the next smaller known ones."""
         d, w = bisect_right(self.depths, depth) - 1, bisect_right(self.widths, width) - 1
         return self.gains(nodes)[max(0, d), max(0, w)]
 
     def see(self, drafted: Candidates, requests: int) -> None:
-        """Take in the trees that were drafted for a step."""
+        """Add a step's drafted trees to the estimate."""
         if not len(drafted) or not requests:
             return
         fresh = requests / (self._requests + requests)
@@ -123,13 +123,13 @@ class Outlook:
 
     @property
     def due(self) -> bool:
-        """Return True if the trees of a step are to be looked at: a curve takes 0.1 ms, so once it
-        is the mean of enough trees, one step in `every` will do.
+        """Return True if the trees of the next step are to be added. A curve takes 0.1 ms, so once
+        the mean covers enough trees, one step in `every` is enough.
         """
         return self._requests < self._settings.memory or self._unseen >= self._settings.every - 1
 
     def unseen(self) -> None:
-        """A step has run whose trees were not looked at: what is known of them grows old."""
+        """Record a step whose trees were not added: the estimate ages."""
         self._unseen += 1
         if self._requests and self._unseen % 16 == 0:
             known = 0.5 ** (self._unseen / self._settings.doubt)
@@ -137,7 +137,7 @@ class Outlook:
             self.curve_DWX = known * self._seen_DWX + (1 - known) * hope_DWX
 
     def forget(self) -> None:
-        """Doubt what was seen, as weights have changed; the next trees count for more."""
+        """Discount past observations after a weight change; the next trees count for more."""
         self._requests, self.ratio = self._requests / DOUBT, 1.0
 
     def record(self) -> OutlookRecord:
@@ -151,7 +151,7 @@ class Outlook:
         )
 
     def check(self, record: OutlookRecord) -> None:
-        """`ValueError` unless it is of this outlook's form."""
+        """Raise `ValueError` unless the record has this outlook's form."""
         curve_TX = np.array(record.curves[: self._prior_DWX.size]).reshape(-1, len(POINTS))
         if (  # a node brings one token at most
             tuple(record.depths) != self.depths

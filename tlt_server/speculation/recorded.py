@@ -54,7 +54,7 @@ REMEDY = "record the rollout again with `tlt bench record`"
 
 
 class DraftedTrees(Struct, frozen=True, forbid_unknown_fields=True):
-    """A drafter's trees of one width, grown as deep as `depth`."""
+    """A drafter's trees of one width, grown to `depth`."""
 
     drafter: str
     depth: int
@@ -71,7 +71,7 @@ class DraftedTrees(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RecordedRun(Struct, frozen=True, forbid_unknown_fields=True):
-    """One time that the rollout ran."""
+    """One run of the rollout."""
 
     policy: str
     seconds: float
@@ -114,8 +114,8 @@ class RecordedCycles:
 
 @dataclass(frozen=True)
 class RecordedTrees:
-    """Trees of every position whose root was drafted from. Nodes stand in the order in which they
-    were planted, so a tree of fewer levels is the head of these.
+    """Trees at every position whose root was drafted from. Nodes are in planting order, so a
+    shallower tree is a prefix of these.
     """
 
     count_P: NDArray[np.uint16]  # nodes; 0 also where the position never was a root
@@ -126,7 +126,7 @@ class RecordedTrees:
 
 @dataclass(frozen=True)
 class Table:
-    """A drafter's calibration table, as it was shipped."""
+    """A drafter's calibration table, as shipped."""
 
     survival_K: NDArray[np.float32]
     gap_edges: NDArray[np.float32]
@@ -146,7 +146,7 @@ class RolloutRecord:
         return SampleSet(self.header.legend, self.responses, self.verified)
 
     def save(self, path: Path) -> None:
-        """Write the file; a reader never sees a part of it."""
+        """Write the file atomically."""
         tensors = {
             **tensors_of("responses", self.responses),
             **tensors_of("verified", self.verified),
@@ -167,7 +167,7 @@ class RolloutRecord:
 
     @classmethod
     def load(cls, path: Path) -> RolloutRecord:
-        """Read a file. `StartupError` names what is wrong with it and the remedy."""
+        """Read a file. `StartupError` names the fault and the remedy."""
         try:
             size = path.stat().st_size
             if size > MAX_BYTES:
@@ -198,7 +198,7 @@ class RolloutRecord:
         return record
 
     def check(self) -> None:
-        """`ValueError` unless all arrays fit each other."""
+        """Raise `ValueError` unless all arrays fit each other."""
         CostModel().restore(self.header.cost)
         self.samples.check()
         self._check_ends()
@@ -224,7 +224,7 @@ class RolloutRecord:
             expect(drafted.drafter, bool(good.all() and (np.diff(table.gap_edges) > 0).all()))
 
     def _check_ends(self) -> None:
-        """Expect that every response ends with a stop token or at its limit, and not before."""
+        """Check that every response ends with a stop token or at its limit, and not before."""
         responses, header = self.responses, self.header
         expect("responses", len(responses) > 0)
         output_len_N = responses.output_len_N
@@ -247,7 +247,7 @@ class RolloutRecord:
 
 
 def _header(data: bytes, path: Path) -> RecordHeader:
-    """Return the header that the file's metadata holds."""
+    """Return the header in the file's metadata."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER, len(data) - 8):
         raise StartupError(f"{path} is no record of a rollout; {REMEDY}")
@@ -287,6 +287,8 @@ def _drafters(header: RecordHeader) -> set[str]:
 
 
 def _before(node_PM: NDArray[np.uint16], limit: NDArray[np.uint16] | None = None) -> bool:
-    """Return True if each is NONE or an earlier node (than its own place, or than `limit`)."""
+    """Return True if each value is NONE or an earlier node (than its own index, or than
+    `limit`).
+    """
     bound_M = np.arange(node_PM.shape[1]) if limit is None else limit
     return bool(((node_PM == NONE) | (node_PM < bound_M)).all())

@@ -1,7 +1,7 @@
 """The numbers of rows that a device computes.
 
 A CPU computes any number of rows. A GPU replays recorded graphs, so it pads a step to one of a few
-sizes. Policies weigh only these sizes, and the cost model is asked about what is computed, padding
+sizes. Policies weigh only these sizes, and the cost model predicts the computed rows, padding
 included. No torch.
 """
 
@@ -28,7 +28,7 @@ class Reach(Protocol):
 
 
 class Recordings(Protocol):
-    """The graphs that a device has recorded of its steps. Recording one takes about ten steps."""
+    """The recorded step graphs of a device. Recording one takes about ten steps."""
 
     def missing(
         self,
@@ -38,24 +38,22 @@ class Recordings(Protocol):
         widths: Sequence[int],
         decode_rows: Rows,
     ) -> Rows:
-        """Return the graphs that a step would lack, [depths, widths, decode rows]. No drafter: of
-        one depth and width, of a step without drafts.
+        """Return the graphs that a step would lack, [depths, widths, decode rows]. Without a
+        drafter: those of a step without drafts, as one depth and width.
         """
 
     def want(self, context: StepContext, strategy: Strategy, saved_s: float) -> bool:
-        """Note the time that a strategy would have saved in this step with its graphs. Tell whether
-        it adds up to the time of recording them, so that the step should.
+        """Record the time that this strategy's graphs would have saved in this step. Return True if
+        the sum has reached the time of recording them, so that the step should record them.
         """
 
 
 class Sizes(Protocol):
     def batch(self, requests: int, *, prompts: bool) -> int:
-        """Return the rows that the roots of decoding requests take, in a step that reads prompts or
-        in one that does not.
-        """
+        """Return the rows of the decoding requests' roots, in a step with or without prompts."""
 
     def decode_rows(self, requests: int, *, prompts: bool) -> Rows:
-        """Return the numbers of decode rows that a step may have, drafts included, in ascending
+        """Return the possible numbers of decode rows of a step, drafts included, in ascending
         order; the first one is that of a step without drafts.
         """
 
@@ -64,7 +62,7 @@ class Sizes(Protocol):
 
 
 class AnySize:
-    """A device that computes as many rows as there are."""
+    """A device that needs no padding."""
 
     def batch(self, requests: int, *, prompts: bool) -> int:
         return requests

@@ -56,7 +56,7 @@ class CalibrationSettings:
 
 
 def default_survival() -> NDArray[np.float32]:
-    """The table used when a drafter brings none.
+    """The default table of a drafter without its own.
 
     Derivation: simulated pairs p = softmax(log q + normal error) with 1 - TV of .82, 1.4 nats per
     token, shared Gumbel noise: rank 0 is right with probability 1 - .55 exp(-gap / 1.2), rank r > 0
@@ -80,8 +80,8 @@ class TableRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OnlineTable:
-    """Probabilities of K cells: a prior, corrected by what verification accepts; bounded memory, so
-    it follows changes.
+    """Probabilities of K cells: a prior, corrected by verification results. Memory is bounded, so
+    the table follows changes.
     """
 
     def __init__(
@@ -96,21 +96,19 @@ class OnlineTable:
         self.observed = 0
 
     def hold(self) -> None:
-        """Put what is learnt from now on in force by `renew` alone, so that a record can name the
-        table of every cycle.
-        """
+        """Defer later updates until `renew`, so that a record can name the table of every cycle."""
         self._learnt_K = self.survival_K.copy()
 
     def renew(self) -> NDArray[np.float32]:
-        """Put what was learnt in force, and return a copy."""
+        """Apply the deferred updates, and return a copy of the table."""
         self.survival_K[:] = self._learnt_K
         return self.survival_K.copy()
 
     def observe(
         self, cell_N: NDArray[np.int32], parent_N: NDArray[np.int32], accepted_N: NDArray[np.int8]
     ) -> None:
-        """Learn from a verified tree; only nodes whose parent was accepted (or is the root) say
-        anything.
+        """Learn from a verified tree; only nodes whose parent was accepted (or is the root)
+        count.
         """
         self.observed += tally(
             cell_N,
@@ -128,7 +126,7 @@ class OnlineTable:
         return TableRecord(self._digest(), self.hits_K.tolist(), self.trials_K.tolist())
 
     def check(self, record: TableRecord) -> None:
-        """`ValueError` unless it is of this table's form."""
+        """Raise `ValueError` unless the record has this table's form."""
         counts = [*zip(record.hits, record.trials, strict=False)]
         if not (
             len(record.hits) == len(record.trials) == len(self.prior_K)
@@ -137,16 +135,16 @@ class OnlineTable:
             raise ValueError("the counts of a table are not of the form that this version has")
 
     def restore(self, record: TableRecord) -> None:
-        """Take up the counts, unless they correct another prior: they say nothing about this."""
+        """Load the counts, unless they belong to another prior."""
         if record.prior == self._digest():
             self.count(np.array(record.hits), np.array(record.trials))
 
     def forget(self) -> None:
-        """Let the prior count for more against what was observed, as weights have changed."""
+        """Discount past observations after a weight change, so that the prior counts for more."""
         self.count(self.hits_K // DOUBT, self.trials_K // DOUBT)
 
     def count(self, hits_K: NDArray[Any], trials_K: NDArray[Any]) -> None:
-        """Put these counts in place of those there are."""
+        """Replace the counts."""
         weight = self.settings.prior_weight
         self.hits_K[:], self.trials_K[:] = hits_K, trials_K
         self._learnt_K[:] = (weight * self.prior_K + hits_K) / (weight + trials_K)
@@ -173,7 +171,7 @@ _table = msgspec.json.Decoder(CalibrationFile)
 
 
 def _shortest(values: NDArray[np.float32]) -> Any:
-    """Return nested lists of the shortest decimals that read back as the same float32."""
+    """Return nested lists of the shortest decimals that parse to the same float32."""
     decimals = [float(str(value)) for value in values.reshape(-1)]
     return np.array(decimals).reshape(values.shape).tolist()
 
@@ -247,12 +245,12 @@ class Calibration(OnlineTable):
         return cls(survival, edges, settings, source=source)
 
     def save(self, directory: str | Path) -> None:
-        """Write the table in force, online correction included."""
+        """Write the active table, online corrections included."""
         table = CalibrationFile(_shortest(self.gap_edges), _shortest(self.survival))
         (Path(directory) / CALIBRATION).write_bytes(msgspec.json.encode(table) + b"\n")
 
     def adopt(self, other: Calibration) -> None:
-        """Become another table, of which nothing is observed yet."""
+        """Become another table, without observations."""
         self.prior_K, self.gap_edges, self.source = other.prior_K, other.gap_edges, other.source
         self.count(np.zeros(CELLS), np.zeros(CELLS))
 

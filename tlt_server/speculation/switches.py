@@ -1,8 +1,8 @@
 """The log of switches: when steps began to use another strategy, and why.
 
-It watches, from outside of the policies, the context and the strategy of every step. The reason of
-a switch is what has changed since the last one; what a policy learns in between counts as
-`acceptance`. The engine's loop feeds it and sends what it finds.
+It watches the context and the strategy of every step from outside the policies. The reason of a
+switch is the change since the last one; a change in a policy's learned numbers counts as
+`acceptance`. The engine's loop feeds the log and sends its entries.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SwitchLog:
         self._weights_left = SOON
 
     def chose(self, context: StepContext, strategy: Strategy) -> None:
-        """Take in the strategy of the next step, unless nothing can be drafted in it."""
+        """Record the strategy of the next step, unless nothing can be drafted in it."""
         if not context.speculable:
             return
         now = _Used(strategy, context, pinned_at(self._pins, context.decoding) is not None)
@@ -84,8 +84,8 @@ class SwitchLog:
 
 
 def _is_another(before: Strategy, now: Strategy) -> bool:
-    """Tell strategies apart. A policy that spreads rows over a batch changes their number a little
-    at almost every step, which is no switch.
+    """Return True if the strategies differ. A policy that spreads rows over a batch changes their
+    number a little at almost every step; that does not count as a switch.
     """
     if (before.drafter, before.depth, before.width) != (now.drafter, now.depth, now.width):
         return True

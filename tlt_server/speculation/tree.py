@@ -51,7 +51,7 @@ def select(
 def _select_within(
     candidates: Candidates, requests: int, budget: int, most_B: NDArray[np.int32]
 ) -> Selection:
-    """Choose among the best nodes of each request, which are a tree."""
+    """Choose among each request's best nodes, which form a tree."""
     capped_N = kernels.capped(candidates.parent_N, candidates.survival_N)
     index_N = np.arange(len(candidates), dtype=np.int32)
     order = np.lexsort((index_N, candidates.depth_N, -capped_N, candidates.request_N))

@@ -1,7 +1,7 @@
-"""Drafters: where candidate tokens come from. Any answer is lossless; a good one is fast.
+"""Drafters: sources of candidate tokens. Any answer is lossless; a good one is fast.
 
-A drafter is one file per kind of device and one record in `DRAFTERS`. The record says everything
-that settings, policies and devices must know before a drafter is made, so none of them asks for a
+A drafter is one file per kind of device and one record in `DRAFTERS`. The record holds all facts
+that settings, policies and devices need before a drafter is made, so none of them refers to a
 drafter by name. No torch here: the halves are named by strings and loaded by the device that
 computes with them.
 """
@@ -32,7 +32,7 @@ class Half(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """The facts known of a drafter before it is made."""
+    """Static facts about a drafter."""
 
     cpu: Half
     gpu: Half
@@ -41,7 +41,7 @@ class Declaration(NamedTuple):
 
     @property
     def needs_weights(self) -> bool:
-        """Return True if `--drafter` names it by a directory, which holds its network."""
+        """Return True if `--drafter` selects this drafter by a directory with its network."""
         return bool(self.architectures)
 
     def half(self, device: str) -> Half:
@@ -90,12 +90,12 @@ def without_weights() -> tuple[str, ...]:
 
 
 def weights_directory(drafter: str) -> Path | None:
-    """Return the directory that the setting `--drafter` names; None where it names none."""
+    """Return the directory named by the setting `--drafter`; None if the setting names none."""
     return None if drafter in ("none", *without_weights()) else Path(drafter)
 
 
 def architecture_in(directory: Path) -> str | None:
-    """Return the architecture in a directory's config.json; None if it does not name just one."""
+    """Return the architecture in a directory's config.json; None unless there is exactly one."""
     try:
         named = json.loads((directory / "config.json").read_bytes())["architectures"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -105,8 +105,8 @@ def architecture_in(directory: Path) -> str | None:
 
 
 def drafter_in(directory: Path) -> str:
-    """Return the drafter whose weights a directory holds, by the architecture in its config.json.
-    Without a known one it is the first, whose loader refuses the directory.
+    """Return the drafter for a weights directory, by the architecture in its config.json. For an
+    unknown architecture it is the first drafter, whose loader rejects the directory.
     """
     names = [name for name, known in DRAFTERS.items() if known.needs_weights]
     known = {architecture: name for name in names for architecture in DRAFTERS[name].architectures}
@@ -116,8 +116,8 @@ def drafter_in(directory: Path) -> str:
 def to_load(drafter: str) -> tuple[str, ...]:
     """Return the drafters to load for the setting `--drafter`.
 
-    A name is that drafter alone. A directory is the drafter whose weights it holds, and all that
-    can stand in for it.
+    A name loads that drafter alone. A directory loads the drafter of its weights, and all that can
+    stand in for it.
     """
     if drafter == "none":
         return ()

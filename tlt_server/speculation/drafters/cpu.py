@@ -1,4 +1,4 @@
-"""The seam between the CPU engine and its drafters: what one is made from and what it does.
+"""The seam between the CPU engine and its drafters: their inputs and their operations.
 
 `engine/cpu/device.py` makes the drafters and installs pushed weights; `engine/runner.py` asks them
 for candidates. No torch, so that a drafter without a network needs none.
@@ -16,14 +16,14 @@ from tlt_server.wire.records import Strategy
 
 
 class DraftWeights(NamedTuple):
-    """The weights that `--drafter` names, or that a push has brought."""
+    """The weights from `--drafter` or from a push."""
 
     network: Any
     calibration: Any
 
 
 class Sleeper(Protocol):
-    """Memory that a sleep gives back: `attention.rows.KVCache`."""
+    """Memory that a sleep releases: `attention.rows.KVCache`."""
 
     def free(self) -> None: ...
 
@@ -50,11 +50,11 @@ class CpuDrafter(Protocol):
 
     @property
     def tables(self) -> Mapping[str, OnlineTable]:
-        """Return its tables of survivals, by name. They stay the same objects."""
+        """Return its tables of acceptance probabilities, by name. They stay the same objects."""
 
     def install(self, weights: DraftWeights | None) -> None:
         """Draft for new weights of the target, of the drafter (`weights`), or of both. `knowledge`
-        sees to what was learnt for them.
+        handles the statistics learned for them.
         """
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
@@ -70,9 +70,11 @@ class CpuDrafter(Protocol):
     def finish(
         self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
     ) -> None:
-        """End a request: its tokens may serve its siblings (of the same salt), its state may go."""
+        """End a request: its tokens may serve its siblings (of the same salt); its state may be
+        freed.
+        """
 
     def forget(self) -> None:
-        """Drop the text of requests that have ended."""
+        """Drop the text of finished requests."""
 
     def gauges(self) -> Mapping[str, float]: ...

@@ -136,8 +136,8 @@ class GpuEagleLoader(EagleLoader):
 
 
 class Eagle:
-    """`max_rows` bounds the scratch: tree rows of one proposal, all requests and depths; larger
-    strategies are cut to it.
+    """`max_rows` bounds the scratch: the tree rows of one proposal over all requests and depths.
+    Larger strategies are cut to it.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Eagle:
         return {"eagle": self.calibration}
 
     def install(self, weights: DraftWeights | None) -> None:
-        """Drop all drafter KV, which new weights of target or drafter make stale: it is caught up
+        """Drop all drafter KV, which is stale after a change of target or drafter: it is caught up
         lazily.
         """
         assert weights is not None, "a push replaces the drafter's weights, it never removes them"
@@ -278,11 +278,11 @@ class Eagle:
         """Do nothing: a request's pages come back through `pages_freed`."""
 
     def forget(self) -> None:
-        """Do nothing: it keeps no text."""
+        """Do nothing: this drafter keeps no text."""
 
     def pages_freed(self, page_ids: Iterable[int]) -> None:
         """Forget the KV of these pages, which may hold other tokens from now on. The engine calls
-        it before a page is used again.
+        this before it reuses a page.
         """
         pages = np.fromiter(page_ids, np.int64)
         self.drafted_S.reshape(-1, self.page_size)[pages] = False
@@ -308,8 +308,8 @@ class Eagle:
         table_BP: np.ndarray,
         page_table_BP: Tensor,
     ) -> Tensor:
-        """Catch up, then run the root rows; returns their hidden states, and leaves their requests
-        at the head of the buffer.
+        """Catch up, then run the root rows. Return their hidden states, with their requests at the
+        head of the buffer.
         """
         buffer, cursor = self.buffer, np.array([0, 1])
         kv_slot, source, position, request = (
@@ -357,7 +357,9 @@ class Eagle:
         return h_RH[behind:]
 
     def _lay_tokens(self, batch: DraftBatch, rows: int) -> Tensor:
-        """Fill the tokens of certain rows; return the fused features of the positions before."""
+        """Fill the tokens of the catch-up and root rows; return the fused features of the positions
+        before them.
+        """
         buffer = self.buffer
         for r, (request, position) in enumerate(
             zip(buffer.request[:rows].tolist(), buffer.position[:rows].tolist(), strict=True)

@@ -1,11 +1,12 @@
-"""Model-free drafting: what followed these tokens before, in the prompt, this output, its siblings
-and earlier responses.
+"""Model-free drafting: continuations of earlier occurrences of the same tokens, in the prompt, this
+output, its siblings and earlier responses.
 
 One pool of tokens per prompt serves all requests of its group: running siblings, finished ones, and
 responses to the same prompt in earlier rollouts; nothing is shared between salts. The longest
-earlier occurrences of a request's last tokens become one trie with counts. How far such a node can
-be trusted is learned online per (match length, share of matches that agree, depth). No torch, no
-network: the drafter of day 0, and what is left when another drafter's acceptance collapses.
+earlier occurrences of a request's last tokens become one trie with counts. Each node's acceptance
+probability is learned online per (match length, share of matches that agree, depth). It needs no
+torch and no network: it is the drafter of day 0, and the fallback when another drafter's acceptance
+collapses.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class HistorySettings:
 
 
 def prior() -> NDArray[np.float32]:
-    """Trust before anything is observed: share x L / (L + 3). Half the weight at three tokens in
-    common, .84 at sixteen.
+    """Acceptance probability before any observation: share x L / (L + 3). Half the share at three
+    tokens in common, .84 of it at sixteen.
     """
     length = np.array(TYPICAL_LENGTH)[:, None, None]
     share = ((np.arange(SHARES) + 1) / SHARES)[None, :, None]
@@ -204,7 +205,7 @@ class History:
     def _follow(
         self, request_id: str, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int
     ) -> Running:
-        """The request's state, its pool brought up to `tokens`."""
+        """Return the request's state after extending its pool to `tokens`."""
         state = self._running.get(request_id)
         if state is None:
             state = self._running[request_id] = self._start(key, tokens, prompt_len)
@@ -215,8 +216,8 @@ class History:
         return state
 
     def _start(self, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int) -> Running:
-        """Join the pool of the group, else of the prompt. The prompt is stored once; a request
-        repeats only its end, as context.
+        """Join the pool of the group or, without a group, of the prompt. The prompt is stored once;
+        a request repeats only its end, as context.
         """
         prompt = tokens[:prompt_len]
         salt, group_id = key
@@ -269,7 +270,7 @@ class History:
         )
 
     def _evict(self) -> None:
-        """Drop the pools unused for longest while there are too many tokens, bytes or pools."""
+        """Drop the least recently used pools while there are too many tokens, bytes or pools."""
         for digest in list(self._groups) if not self._fits else ():
             if self._fits:
                 return

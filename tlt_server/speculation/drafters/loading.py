@@ -16,7 +16,7 @@ from tlt_server.speculation.drafters import DRAFTERS, drafter_in
 
 
 class Loader(Protocol):
-    """`ModelError` where a directory cannot be used. A network is a
+    """Raises `ModelError` for a directory that cannot be used. A network is a
     `weights.parts.DrafterNetwork`.
     """
 
@@ -24,13 +24,13 @@ class Loader(Protocol):
         """Return the layers of the target whose inputs the drafter reads."""
 
     def empty(self, directory: Path, target: Any) -> Any:
-        """Make the network that the directory describes, its storage not filled."""
+        """Make the network of the directory's config with uninitialized storage."""
 
     def fill(self, network: Any, directory: Path) -> None: ...
 
     def check(self, network: Any, directory: Path) -> None:
-        """Refuse what `fill` would refuse of the files, and shapes that the device has no kernels
-        for; no weight is read.
+        """Reject files that `fill` would reject, and shapes without a kernel on the device; no
+        weight is read.
         """
 
     def calibration(self, directory: Path) -> object:

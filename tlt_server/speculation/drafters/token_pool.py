@@ -39,7 +39,7 @@ class TokenPool:
         return self.tokens.nbytes + 3 * self.start_G.nbytes
 
     def open(self) -> int:
-        """A new empty segment."""
+        """Return a new empty segment."""
         if not self._free:
             old = len(self.start_G)
             self.start_G, self.length_G, self.room_G = (
@@ -49,7 +49,7 @@ class TokenPool:
         return self._free.pop()
 
     def append(self, segment: int, tokens: NDArray[np.int32]) -> bool:
-        """False, and nothing stored, when the running segments fill the pool."""
+        """Append tokens; return False and store nothing if the running segments fill the pool."""
         count = len(tokens)
         while self.used + count > self.limit and self._finished:
             self._drop_oldest()
@@ -65,7 +65,7 @@ class TokenPool:
         return True
 
     def finish(self, segment: int) -> None:
-        """The segment will not grow and may be dropped, oldest first."""
+        """Mark the segment as finished: it stops growing and may be dropped, oldest first."""
         self._finished.append(segment)
         self._in_finished += int(self.length_G[segment])
         self.room_G[segment] = self.length_G[segment]
@@ -94,7 +94,7 @@ class TokenPool:
         self._free.append(segment)
 
     def _move(self, segment: int, room: int) -> None:
-        """Give the segment `room` tokens at the end, compacting into a larger array when the end is
+        """Give the segment `room` tokens at the end, compacting into a larger array if the end is
         reached.
         """
         if self._end + room > len(self.tokens):

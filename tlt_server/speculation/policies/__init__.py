@@ -28,7 +28,7 @@ POLICIES = Registry(
 
 
 class Setup(NamedTuple):
-    """The parts that an engine gives a policy."""
+    """The inputs that an engine gives a policy."""
 
     ladder: Ladder  # for `beg`
     strategy: Strategy  # for `fixed`
@@ -46,8 +46,8 @@ class Policy(Protocol):
     def observe(self, cycle: Cycle) -> None: ...
 
     def strategies(self, requests: range, *, prompts: bool) -> Iterable[Strategy]:
-        """Return all that it may choose for these numbers of decoding requests, which a device pads
-        to one size, with or without prompts in the step. A device prepares for these.
+        """Return every strategy the policy may choose for these numbers of decoding requests, which
+        a device pads to one size, with or without prompts in the step. A device prepares for these.
         """
 
     def gauges(self) -> Mapping[str, float]: ...

@@ -1,8 +1,8 @@
-"""The strategies of the policy `beg`: which ones a batch of a size may use.
+"""The strategies of the policy `beg`, by batch size.
 
 TLT groups strategies by their verify rows and maps ranges of batch sizes to groups: 1 / 2 / 5 / 21
-requests to 48 / 32 / 16 / 8 rows each on a GPU, and no speculation above 32 requests. A CPU pays
-for rows much earlier, so its groups are smaller.
+requests to 48 / 32 / 16 / 8 rows each on a GPU, and no speculation above 32 requests. On a CPU
+extra rows are costly at smaller batches, so its groups are smaller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tlt_server.wire.records import OFF, Arms, Strategy
 
 
 class BatchGroup(NamedTuple):
-    """A range of batch sizes, up to the next group's."""
+    """A range of batch sizes, up to the start of the next group."""
 
     start: int  # smallest batch
     rows: int  # verify rows per request; 1: no speculation
@@ -36,13 +36,13 @@ GROUPS = {"cpu": CPU_GROUPS, "cuda": GPU_GROUPS, "interpreter": GPU_GROUPS}  # b
 
 @dataclass(frozen=True)
 class Ladder:
-    """The arms there are, OFF first, and the groups of batch sizes."""
+    """All arms, OFF first, and the groups of batch sizes."""
 
     arms: tuple[Strategy, ...]
     groups: tuple[BatchGroup, ...] = CPU_GROUPS
 
     def within(self, arms: Arms | None) -> Ladder:
-        """Return the ladder of what these arms allow, with the strategies that they name."""
+        """Return the ladder restricted to these arms, with the strategies that they name."""
         if arms is None:
             return self
         own = (arm for arm in self.arms if arm == OFF or arm.drafter in arms.drafters)
@@ -54,7 +54,7 @@ class Ladder:
         return max(0, bisect_right(starts, requests) - 1)
 
     def of_group(self, index: int) -> tuple[Strategy, ...]:
-        """Return the arms of a group; only OFF where none has as many rows."""
+        """Return the arms of a group; only OFF if no arm has its number of rows."""
         rows = self.groups[index].rows
         return tuple(arm for arm in self.arms if arm != OFF and arm.rows == rows) or (OFF,)
 

@@ -22,7 +22,7 @@ class Fixed:
         return self.strategy if context.speculable else OFF
 
     def observe(self, cycle: Cycle) -> None:
-        """Nothing to learn."""
+        """Do nothing: there is nothing to learn."""
 
     def strategies(self, requests: range, *, prompts: bool) -> Iterable[Strategy]:
         return OFF, self.strategy

@@ -47,7 +47,7 @@ class TreeShape(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A strategy for the next step, with what is expected of it."""
+    """A strategy for the next step, with its expected result."""
 
     rate: float  # tokens per second
     seconds: float
@@ -199,13 +199,13 @@ class Goodput:
         return self._recordings.missing(context, drafter, depths, widths, decode_V)
 
     def _records(self, context: StepContext, late: Weighed, held: Weighed) -> bool:
-        """Return True if a choice is to be recorded now: it has been better for long enough."""
+        """Return True if a choice has been better for long enough to be recorded now."""
         assert self._recordings is not None, "only recordings make a choice wait"
         saved_s = held.seconds * (1 - held.rate / late.rate)
         return self._recordings.want(context, self._strategy(late, context), saved_s)
 
     def observe(self, cycle: Cycle) -> None:
-        """Nothing to learn: the engine's knowledge has it already."""
+        """Do nothing: the engine's knowledge has recorded the step."""
 
     def strategies(self, requests: range, *, prompts: bool) -> Iterator[Strategy]:
         decode_V = self._sizes.decode_rows(requests[-1], prompts=prompts)
@@ -260,7 +260,9 @@ class Goodput:
         requests: int,
         decode_V: NDArray[np.int64],
     ) -> StepShapes:
-        """Return what does not depend on anything that is learnt; many steps are of one kind."""
+        """Return the shapes of a kind of step, independent of learned numbers; many steps are of
+        one kind.
+        """
         key = (
             *(d, requests, context.decoding, context.prefill_rows > 0),
             *(context.most_drafts, context.deepest),
@@ -298,7 +300,7 @@ class Goodput:
 
 
 def _allowed(drafter: str, outlook: Outlook, arms: Arms | None) -> NDArray[np.bool_]:
-    """Tell by depth and width which trees an operator allows."""
+    """Return by depth and width which trees an operator allows."""
     permitted = [
         [arms is None or arms.permit(drafter, depth, width) for width in outlook.widths]
         for depth in outlook.depths
@@ -307,14 +309,14 @@ def _allowed(drafter: str, outlook: Outlook, arms: Arms | None) -> NDArray[np.bo
 
 
 def _nodes(depth: NDArray[np.int64], width: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the nodes of a request's tree with its branch, at most."""
+    """Return the maximum number of nodes in a request's tree with its branch."""
     found: NDArray[np.int64] = width + (depth - 1) * width**2 + depth
     return found
 
 
 def _sensible(outlook: Outlook, decode_V: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell by depth and width which trees such a step can make use of. `decode_V`: the numbers of
-    decode rows that it may have, the first of which are the roots.
+    """Return by depth and width which trees such a step can use. `decode_V`: its possible numbers
+    of decode rows, the first of which are the roots.
     """
     roots, most = int(decode_V[0]), int(decode_V[-1])
     depth_D, width_W = np.array(outlook.depths), np.array(outlook.widths)

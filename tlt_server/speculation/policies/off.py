@@ -19,7 +19,7 @@ class Off:
         return OFF
 
     def observe(self, cycle: Cycle) -> None:
-        """Nothing to learn."""
+        """Do nothing: there is nothing to learn."""
 
     def strategies(self, requests: range, *, prompts: bool) -> Iterable[Strategy]:
         return (OFF,)

@@ -11,17 +11,19 @@ MAX_BATCH = 2**31 - 1
 
 
 def pinned_at(pins: Sequence[Pin], requests: int) -> Strategy | None:
-    """Return the strategy of the first pin that holds for this number of decoding requests."""
+    """Return the strategy of the first pin that covers this number of decoding requests."""
     return next((pin.strategy for pin in pins if pin.first <= requests <= pin.last), None)
 
 
 def limit(max_batch: int) -> tuple[Pin, ...]:
-    """Return the pin of an operator's limit: nothing is drafted for larger batches; 0: no limit."""
+    """Return the pin for an operator's limit: larger batches get no drafts; 0: no limit."""
     return (Pin(max_batch + 1, MAX_BATCH, OFF),) if max_batch else ()
 
 
 class Pinned:
-    """The policy still observes every step, so what it knows is not old once a pin is gone."""
+    """A policy with pins. It still observes every step, so its statistics are current when a pin
+    ends.
+    """
 
     def __init__(self, policy: Policy, pins: Sequence[Pin]) -> None:
         self.policy, self._pins = policy, tuple(pins)
