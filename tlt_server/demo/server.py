@@ -26,8 +26,9 @@ STOP_S = 20.0  # after SIGTERM; then it is killed, and its engine leaves with it
 
 
 class ServerProcess:
-    """Entering waits for the line that says that the server is ready; `StartupError` says why it is
-    not. `on_line` gets each line of its start-up report.
+    """A context manager that starts the server, waits for its ready line and stops it at the end.
+    `StartupError` gives the reason for a failed start. `on_line` gets each line of the start-up
+    report.
     """
 
     def __init__(self, *flags: str, on_line: Callable[[str], None] = lambda line: None) -> None:
@@ -67,7 +68,7 @@ class ServerProcess:
         self.stop()
 
     def stop(self) -> int:
-        """Ask it to drain and leave; its exit status."""
+        """Ask the server to drain and exit; return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

@@ -1,10 +1,11 @@
 """The decisions of `tlt drafter coordinate`, from the states of servers to actions. No I/O and no
-clock, so a test plays the servers.
+clock, so a test can simulate the servers.
 
-At most one server trains. It is idle, and at least `min_idle` others stay idle. It gives training
-back once it is busy or too few others are idle; the others are held by pauses that end by
-themselves, so each decision renews them. A drafter that it adopts becomes the one that every server
-is given, under the same version. Servers without the target that most have are left out.
+At most one server trains. It is idle, and at least `min_idle` others stay idle. It stops training
+once it is busy or too few others are idle. The others' training is paused; pauses expire by
+themselves, so each decision renews them. When the training server adopts a drafter, every server
+gets that drafter under the same version. Servers whose target differs from the most common one are
+left out.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Coordination:
     def decide(
         self, seen: Sequence[Seen], now_s: float, asked: Collection[str] = ()
     ) -> list[Action]:
-        """Return the actions on servers that answered, in order. `asked`: those that have not
-        done yet what they were asked before.
+        """Return the actions for the servers that answered, in order. `asked`: the servers that
+        have not yet carried out an earlier action.
         """
         target = _common_target(seen)
         self.notes = {server.url: note for server in seen if (note := _note(server, target))}
@@ -130,20 +131,20 @@ class Coordination:
         return actions + self._shares(seen)
 
     def stopped(self, url: str) -> None:
-        """Note that a server has paused, as it was asked."""
+        """Record that a server has paused on request."""
         self._held.add(url)
 
     def refused(self, share: ShareDrafter) -> None:
-        """Count a push that a server refused."""
+        """Count a push that a server rejected."""
         self._refusals[share.url, share.version] += 1
 
     def cannot_train(self, url: str) -> None:
-        """Do not choose a server again that has refused to train."""
+        """Exclude a server that has refused to train."""
         self.put_off(url)
         self._unable.add(url)
 
     def put_off(self, url: str) -> None:
-        """Choose another server before this one, which did not begin to train."""
+        """Prefer other servers to this one, which did not begin to train."""
         self.training = self.last = ""
         self._idle_from.pop(url, None)
 
@@ -151,11 +152,13 @@ class Coordination:
         return self._refusals[share.url, share.version] >= MAX_REFUSALS
 
     def done(self, seen: Sequence[Seen]) -> bool:
-        """Return True if a round of training has ended and its drafter, if any, is everywhere."""
+        """Return True if a round of training has ended and every server has its drafter, if it has
+        one.
+        """
         return bool(self.last) and (not self.training or self.rounds > 0) and not self._shares(seen)
 
     def _look_after(self, server: Seen | None, idle_others: int) -> list[Action]:
-        """Notice what the training server adopted, and decide whether it goes on."""
+        """Record the training server's adopted drafter, and decide whether training continues."""
         assert self._before is not None
         if server is None or _stands_still(server) or server.held:
             if server is not None and server.held:
@@ -181,7 +184,9 @@ class Coordination:
         return [StopTraining(server.url, reason)]
 
     def _chosen(self, seen: Sequence[Seen], idle: set[str], now_s: float) -> Seen | None:
-        """Return the server to train: the last one if it may, else the one idle for longest."""
+        """Return the server to train: the last one if it is eligible, else the one idle for
+        longest.
+        """
         if len(idle) <= self.min_idle:
             return None
         lacking = {share.url for share in self._shares(seen)}
@@ -214,18 +219,18 @@ class Coordination:
 
 
 def _common_target(seen: Sequence[Seen]) -> str:
-    """Return the version that most have; of as many, the first one."""
+    """Return the most common target version; the first one of a tie."""
     counted = Counter(server.target for server in seen)
     return counted.most_common(1)[0][0] if counted else ""
 
 
 def _stands_still(server: Seen) -> bool:
-    """Return True if it cannot train, or a pause forbids it that is not the coordinator's."""
+    """Return True if the server cannot train, or if a pause by someone else forbids it."""
     return server.trainer in CANNOT_TRAIN or (server.trainer == "paused" and not server.held)
 
 
 def _note(server: Seen, target: str) -> str:
-    """Return why a server takes no part; empty where it does."""
+    """Return the reason why a server does not take part; empty if it does."""
     if server.target != target:
         return f"is left out: its target is {server.target}, and most have {target}"
     if not _stands_still(server):

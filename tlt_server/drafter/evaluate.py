@@ -115,7 +115,7 @@ def _version(args: argparse.Namespace, record: EvaluatedRecord) -> str:
 def loaded(
     args: argparse.Namespace, record: EvaluatedRecord, drafters: Sequence[Path], device: str
 ) -> tuple[RecomputedFeatures, list[ReplayedDrafter]]:
-    """Load the target with the layers that these drafters read, and them."""
+    """Load the target and these drafters, which read the same layers."""
     config = ModelConfig.read(args.target)
     target = load_prefill(
         args.target,
@@ -145,7 +145,7 @@ def _self_checked(
 def _evaluated(
     args: argparse.Namespace, record: EvaluatedRecord, chosen: Sequence[int], tick: Tick
 ) -> list[Evaluated]:
-    """Evaluate drafters, those that read the same layers together."""
+    """Evaluate drafters, grouped by the layers that they read."""
     config = ModelConfig.read(args.target)
 
     def layers(place: int) -> tuple[int, ...]:
@@ -186,7 +186,9 @@ def _rows(
     chosen: Sequence[int],
     found: Sequence[Evaluated],
 ) -> list[dict[str, Any]]:
-    """Return the figures of each drafter, and the others' against the first one's."""
+    """Return each drafter's figures, and the other drafters' figures relative to the first
+    one's.
+    """
     responses, batch = record.samples.responses, args.batch or record.decoding
     kinds = _kinds(args, record) if args.kind else None
     rows, sums = [], []
@@ -225,7 +227,9 @@ def _rows(
 
 
 def _kinds(args: argparse.Namespace, record: EvaluatedRecord) -> list[str]:
-    """Return the kind of each response: the first whose expression its prompt's text has."""
+    """Return the kind of each response: the first one whose expression occurs in its prompt's
+    text.
+    """
     file = args.target / "tokenizer.json"
     if not file.is_file():
         raise StartupError(f"{file} is not there, and --kind reads text: leave --kind out")

@@ -1,8 +1,8 @@
-"""Compiles grammars to matchers, which say after some tokens which may follow. No torch.
+"""Compiles grammars to matchers, which return the tokens allowed after some tokens. No torch.
 
-llguidance does the work, without a lock on other threads. Its limits bound the time and memory of a
-compilation, and of each mask. The engine asks an `LLInterpreter`, which reports the work of each
-mask; whole texts are checked by an `LLMatcher`.
+llguidance does the work, and holds no lock on other threads. Its limits bound the time and memory
+of a compilation, and of each mask. The engine asks an `LLInterpreter`, which reports the work of
+each mask; whole texts are checked by an `LLMatcher`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,19 @@ _WRAPPED = re.compile(r"regex parse error:\n +(?P<text>[^\n]*)\n(?P<at> *)\^+\ne
 
 
 class Compiler:
-    """The compiler for the tokens of one model. Copies of an interpreter share its lexer, and the
-    states that any of them explores count against one limit. An error of one copy makes all
-    others unusable.
+    """The compiler for the tokens of one model. Copies of an interpreter share its lexer and one
+    limit on explored states. An error of one copy makes all the others unusable.
     """
 
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`model` is its directory, whose `tokenizer.json` is read by the first compilation."""
+        """`model` is the model's directory; the first compilation reads its `tokenizer.json`."""
         self._model, self._vocab_size, self._eos = model, vocab_size, [*eos_token_ids]
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._prepared = False
         self._lock, self.start_s = threading.Lock(), 0.0  # time spent in `start`, in all threads
 
     def prepare(self) -> None:
-        """Read the tokenizer, which for a large vocabulary holds the interpreter for a second."""
+        """Read the tokenizer; a large vocabulary holds the interpreter for a second."""
         if not self._prepared:
             self._prepared = True
             # Any error, a panic of the library too, is for those who ask for a structure.
@@ -61,8 +60,8 @@ class Compiler:
                 _ = self._tokenizer
 
     def start(self, grammar: Grammar) -> MaskedText:
-        """Return the empty output. `InvalidRequest` says what is wrong with the grammar, and where.
-        The calling thread needs a stack of STACK_BYTES.
+        """Return the grammar's matcher state for an empty output. `InvalidRequest` names the error
+        in the grammar and its position. The calling thread needs a stack of STACK_BYTES.
         """
         began_s = time.perf_counter()
         try:

@@ -36,8 +36,8 @@ def _by_torch(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 def _by_onednn(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
-    """Multiply by oneDNN's inner product, which has a fast kernel for dense weights only: a slice
-    of a wider weight is copied first, a hundredth of what its reference kernel takes.
+    """Multiply by oneDNN's inner product, which is fast for dense weights only. A slice of a wider
+    weight is copied first; the copy takes a hundredth of the time of the slow kernel for slices.
     """
     weight_NK = weight_KN.t()
     if not (weight_KN.is_contiguous() or weight_NK.is_contiguous()):
@@ -79,7 +79,7 @@ class WeightSlice(NamedTuple):
 
 class Numerics:
     def __init__(self, mode: Mode = "strict", *, threads: int | None = None) -> None:
-        """`threads`: torch threads of a large matmul; None takes what is set now."""
+        """`threads`: torch threads of a large matmul; None keeps the current setting."""
         if mode not in ("strict", "fast"):
             raise StartupError(f"numerics {mode!r} is not known; use 'strict' or 'fast'")
         self.mode, self.threads = mode, threads or torch.get_num_threads()
@@ -98,7 +98,7 @@ class Numerics:
         return self._call(x_RK, weight_KN, bias_N)
 
     def sum_of_leaves(self, x_RK: Tensor, weight_KN: Tensor, leaves: int) -> Tensor:
-        """Return `x @ weight`, [R, N], as the tree of the products of `leaves` slices of K."""
+        """Return `x @ weight`, [R, N], as the tree sum of the matmuls of `leaves` slices of K."""
         if leaves == 1:
             return self.linear(x_RK, weight_KN)
         # A slice is copied, so that a leaf has the same memory layout at every width.
@@ -119,9 +119,9 @@ class Numerics:
     def self_test(
         self, weights: Iterable[tuple[Tensor, Tensor | None]], slices: Iterable[WeightSlice] = ()
     ) -> None:
-        """Take the first method that is row-invariant on the model's own (weight_KN, bias_N), with
-        any number of threads, and gives a slice of a wider weight the bits that it has alone;
-        `StartupError` where none is.
+        """Choose the first method that is row-invariant on the model's own (weight_KN, bias_N) with
+        any number of threads, and that gives a slice of a wider weight the bits of a dense copy;
+        `StartupError` if there is none.
         """
         slices = list(slices)
         if self.mode == "fast":
@@ -142,7 +142,9 @@ class Numerics:
     def _dependence(
         self, weights: Iterable[tuple[Tensor, Tensor | None]], slices: Iterable[WeightSlice]
     ) -> str:
-        """Return which matmul of this method depends on what it must not; empty if none does."""
+        """Return a message about this method's first forbidden dependence; empty if there is
+        none.
+        """
         for weight_KN, bias_N in weights:
             matmul = f"the matmul by a weight of {list(weight_KN.shape)}"
             if not self._row_invariant(weight_KN, bias_N):
@@ -181,8 +183,8 @@ class Numerics:
         return torch.equal(own_RN, alone.linear(x_RK, weight_KN, bias_N))
 
     def _slice_invariant(self, cut: WeightSlice) -> bool:
-        """Compare the product by a slice with the products by its copies inside the wider weight,
-        in which the copies of each part lie side by side, as one rank alone has them.
+        """Compare the matmul of a slice with matmuls of its copies inside the wider weight. There
+        the copies of each part are adjacent, as on a single rank.
         """
         weight_KN, widths, ranks = cut
         parts = weight_KN.split(widths, dim=1)

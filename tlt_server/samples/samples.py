@@ -21,7 +21,7 @@ from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
 
 class Legend(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The names that indices of `SampleSet` stand for, and the model of its tokens."""
+    """The names for the indices in a `SampleSet`, and the model of its tokens."""
 
     vocab_size: int
     model: str = ""  # identity of the target without its weights, see `identity.py`
@@ -34,7 +34,7 @@ class Legend(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Responses:
-    """Sequences with how they were sampled."""
+    """Sequences and their sampling parameters."""
 
     token_T: NDArray[np.int32]  # prompts with outputs
     start_N: NDArray[np.int64]  # first token
@@ -73,7 +73,9 @@ class Responses:
     def after(
         self, n_B: NDArray[np.int64], position_B: NDArray[np.int64], count: int
     ) -> NDArray[np.int32]:
-        """Return the `count` tokens after positions of requests, [B, count], -1 after the last."""
+        """Return the next `count` tokens of each request after a position, [B, count], padded with
+        -1.
+        """
         place_BD = position_B[:, None] + 1 + np.arange(count)
         length_B = (self.prompt_len_N + self.output_len_N)[n_B]
         inside_BD = place_BD < length_B[:, None]
@@ -81,7 +83,7 @@ class Responses:
         return np.where(inside_BD, self.token_T[at_BD], np.int32(-1))
 
     def request(self, n: int) -> GenerateRequest:
-        """Return the request as it was submitted."""
+        """Return the request in its submitted form."""
         sampling = Sampling(
             temperature=float(self.temperature_N[n]),
             top_p=float(self.top_p_N[n]),
@@ -98,7 +100,7 @@ class Responses:
         )
 
     def check(self, legend: Legend) -> None:
-        """`ValueError` unless the arrays fit each other and the legend."""
+        """Raise `ValueError` unless the arrays fit each other and the legend."""
         expect("responses", same_length(self, "_N"))
         expect("spans", same_length(self, "_S"))
         starts_N = self.start_N
@@ -120,7 +122,7 @@ class Responses:
 
 @dataclass(frozen=True)
 class Verifications:
-    """One request in one cycle each. Those of a request are in the order of its cycles."""
+    """Verifications of one request in one cycle each; those of a request are in cycle order."""
 
     request_V: NDArray[np.int32]
     root_V: NDArray[np.int32]  # position of the root in prompt and output
@@ -136,7 +138,7 @@ class Verifications:
         return len(self.request_V)
 
     def check(self, legend: Legend, responses: Responses) -> None:
-        """`ValueError` unless the arrays fit each other, the legend and the responses."""
+        """Raise `ValueError` unless the arrays fit each other, the legend and the responses."""
         expect("verifications", same_length(self, "_V"))
         within("verifications.request_V", self.request_V, len(responses))
         within("verifications.strategy_V", self.strategy_V, len(legend.strategies))
@@ -165,6 +167,6 @@ class SampleSet:
         return len(self.responses)
 
     def check(self) -> None:
-        """`ValueError` unless all parts fit each other."""
+        """Raise `ValueError` unless all parts fit each other."""
         self.responses.check(self.legend)
         self.verified.check(self.legend, self.responses)

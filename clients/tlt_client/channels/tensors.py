@@ -57,7 +57,7 @@ def _checksum(tensor: Tensor) -> str:
 
 
 def dtype_named(name: str, tensor: str) -> torch.dtype:
-    """Return the dtype of the name, such as `bfloat16` or `torch.bfloat16`; `tensor` is for
+    """Return the dtype for a name such as `bfloat16` or `torch.bfloat16`; `tensor` is for
     messages.
     """
     import torch
@@ -108,9 +108,7 @@ def written(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 class Joined:
-    """Several pieces of bytes, read as one: a slice copies what it spans, and nothing else is
-    copied.
-    """
+    """Several pieces of bytes, read as one; only slices are copied."""
 
     def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
         self._pieces = [piece for piece in pieces if len(piece)]
@@ -132,7 +130,7 @@ class Joined:
 
 
 def spec_of(name: str, dtype: str, shape: Sequence[int] | None) -> TensorSpec:
-    """Return the spec of a tensor that a manifest names."""
+    """Return the spec of a tensor in a manifest."""
     if not dtype or shape is None:
         raise ContentRefused(
             f"tensor {name!r} has dtype {dtype!r} and shape {shape}; name both in a push whose "
@@ -149,8 +147,8 @@ def spec_of(name: str, dtype: str, shape: Sequence[int] | None) -> TensorSpec:
 
 
 def buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[list[TensorSpec]]:
-    """Cut tensors into buckets: a bucket closes after the tensor that takes it over `bucket_bytes`;
-    None makes one bucket of each tensor.
+    """Cut tensors into buckets. A bucket closes after the tensor that takes it over `bucket_bytes`;
+    None makes one bucket per tensor.
     """
     bucket: list[TensorSpec] = []
     size = 0
@@ -165,7 +163,7 @@ def buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[l
 
 
 def announced_buckets(push: Announcement, bucket_bytes: int | None) -> list[list[TensorSpec]]:
-    """Return the buckets of a manifest's tensors, which come in its order."""
+    """Return the buckets of an announced push, in the order of its manifest's tensors."""
     specs = [spec_of(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
     return list(buckets(specs, bucket_bytes))
 

@@ -1,5 +1,5 @@
-"""Layout of a step's rows: per request its certain rows in position order, then its draft rows,
-parents first.
+"""Layout of a step's rows: each request's committed-token rows in position order, then its draft
+rows, parents first.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def layout_rows(
     node_token_N: NDArray[np.int32],
     depth: int,
 ) -> RowLayout:
-    """Lay out the rows of a step. `tokens` are the certain rows' tokens, request after request.
-    Nodes come grouped by request, parents first.
+    """Lay out the rows of a step. `tokens` are those of the non-draft rows, grouped by request.
+    Nodes are grouped by request, parents first.
     """
     requests, nodes = len(start_W), len(node_request_N)
     rows = len(tokens) + nodes
