@@ -59,8 +59,8 @@ class Commands:
         self._waiting.append(command)
 
     def receive(self, message: bytes) -> None:
-        """Queue a command that came as a message. If a value in it is not allowed, what it names
-        ends with an error.
+        """Queue a command from a message. If a value in it is not allowed, end the requests or the
+        command that it names with an error.
         """
         try:
             self.send(decode_command(message))

@@ -130,8 +130,8 @@ class Halt:
                 self._forget()
 
     def _forget(self) -> None:
-        """Forget cached prefixes and the text of earlier requests. What a step in flight computes
-        for a sequence that has ended is not published.
+        """Forget cached prefixes and the text of earlier requests. KV that an in-flight step
+        computes for an ended sequence is not published.
         """
         self._scheduler.forget_prefixes()
         self._device.forget()

@@ -52,9 +52,7 @@ class KnowledgeFile:
         self._written_s = clock()
 
     def load(self, knowledge: Knowledge) -> str:
-        """Restore what the file has, and return where it comes from; empty where there is none that
-        fits.
-        """
+        """Restore the file's knowledge, and return its origin; empty if no file fits."""
         if self._path is None or not self._path.exists():
             return ""
         try:

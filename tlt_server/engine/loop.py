@@ -82,7 +82,7 @@ class Engine:
         self._commands.receive(message)
 
     def step(self) -> list[StepOutput]:
-        """Run one step; return what it and the commands before it gave."""
+        """Run one step; return its outputs and those of the commands before it."""
         if self.last_cycle is None:
             self._since = time.perf_counter()
         outputs = self._commands.apply() + self._renew()  # only between steps
@@ -121,7 +121,7 @@ class Engine:
         return strategy
 
     def _observe(self, finished: Finished | None) -> None:
-        """Learn from what a step took and gave."""
+        """Learn from the time and the results of a step."""
         if finished is None:
             self.last_cycle = None
             return

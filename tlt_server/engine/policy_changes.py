@@ -27,11 +27,11 @@ class Preparation(Protocol):
 
     @property
     def stage(self) -> str:
-        """Describe what is under way."""
+        """Describe the current stage."""
 
     @property
     def taken(self) -> str:
-        """Describe what was prepared, once it is."""
+        """Describe the finished preparation."""
 
     def advance(self) -> bool:
         """Do a part between two steps. Return whether all of it is prepared."""
@@ -71,7 +71,7 @@ class PolicyChanges:
 
     @property
     def stage(self) -> str:
-        """Describe the preparation under way; empty where there is none."""
+        """Describe the current preparation; empty if there is none."""
         change = self._change
         return change.preparation.stage if change and change.preparation else ""
 

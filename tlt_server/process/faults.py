@@ -39,8 +39,8 @@ class Containment:
         self._check, self._ends, self._log = check, ends, log
 
     def contain(self, error: Exception, what: str) -> EngineFailed:
-        """Return the error for what is ended. Raise `error` where it is a GPU's or one of `ends`,
-        and an `AssertionError` where the check fails.
+        """Return the error for the requests or commands that this fault ends. Raise `error` again
+        if it comes from a GPU or is one of `ends`; raise `AssertionError` if the check fails.
         """
         if isinstance(error, self._ends) or of_gpu(error):
             raise error
@@ -64,7 +64,7 @@ class Containment:
 
     @contextmanager
     def containing(self, what: str) -> Iterator[None]:
-        """Contain what the block raises: a figure is lost, or a part of an event."""
+        """Contain the block's errors: a figure is lost, or a part of an event."""
         try:
             yield
         except Exception as error:

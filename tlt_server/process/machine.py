@@ -56,7 +56,7 @@ def named_twice(visible: str) -> str:
 
 
 def host_memory() -> HostMemory:
-    """Return the lesser of what the machine has and what its control group may still take."""
+    """Return available and total memory: the minimum of the machine and its control group."""
     lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
     available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     for file, (usage, cache) in LIMITS.items():

@@ -54,8 +54,8 @@ class Crew:
 
 
 class Errands:
-    """One thread that runs what it is given, in order. It is started beforehand, because a start
-    takes longer than a loop may wait. It ends with its owner.
+    """One thread that runs its tasks in order. It is started beforehand, because a start takes
+    longer than a loop may wait. It ends with its owner.
     """
 
     def __init__(self, name: str) -> None:

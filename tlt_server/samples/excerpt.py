@@ -115,7 +115,9 @@ def _frame(place: _Place) -> bytes:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
-    """Give the file's descriptor and size. What is no file, or cannot be read, is as empty."""
+    """Return the file's descriptor and size. An unreadable file, or one that is not regular, counts
+    as empty.
+    """
     try:
         descriptor = without_link(str(path), os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

@@ -43,7 +43,7 @@ class Inbox:
         self._putting = threading.Lock()
 
     def clear(self) -> None:
-        """Remove what a crash of the server left half-written."""
+        """Remove files that a crash of the server left half-written."""
         with suppress(OSError):
             for partial in self.directory.glob(f"*{PARTIAL}"):
                 partial.unlink(missing_ok=True)

@@ -53,7 +53,7 @@ def make_ring(path: Path, capacity: int) -> None:
 
 
 class _Mapped:
-    """The ring's memory. `StartupError` if the file is no ring."""
+    """The ring's memory. `StartupError` if the file is not a ring."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -71,7 +71,7 @@ class TableFile:
 
 
 def read_tables(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Return the tables by version; none where there is no such file."""
+    """Return the tables by version; an empty result if there is no such file."""
     try:
         found = _CONTENT.decode(path.read_bytes())
         return {version: np.frombuffer(table, "<f4").copy() for version, table in found.items()}

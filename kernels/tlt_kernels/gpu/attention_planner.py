@@ -47,7 +47,7 @@ def _earlier(a, b):
 
 @triton.jit
 def _follows(r_C, start, position, batch_slot, base, rows, CHUNK: tl.constexpr):
-    """Tell which rows belong to the same run as the row before them."""
+    """Return a mask of the rows that belong to the same run as the row before them."""
     inside_C = (r_C > start) & (r_C < tl.minimum(rows, start + CHUNK))
     follows_C = tl.load(position + r_C, inside_C, other=-1) >= 0
     follows_C &= tl.load(position + r_C - 1, inside_C, other=-1) >= 0
@@ -61,8 +61,8 @@ def _follows(r_C, start, position, batch_slot, base, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def _continues(r_C, follows_C, position, base, path, depth):
-    """Tell which of the rows that follow one of their run see exactly what that row sees, that row,
-    and themselves. No KV slot has two parents.
+    """Return a mask of the rows in `follows_C` that continue their predecessor: such a row sees the
+    KV of the row before it, that row and itself, and nothing else. No KV slot has two parents.
     """
     before_C = tl.load(position + r_C - 1, follows_C, other=0)
     level_C = before_C - tl.load(base + r_C, follows_C, other=0)

@@ -21,7 +21,7 @@ from tlt_server.wire.records import DraftLimits
 def draft_batch(
     chunks: list[Chunk], limits: list[DraftLimits], page_table_SP: NDArray[np.int32]
 ) -> DraftBatch:
-    """Return what a drafter may see of the chunks that are speculated on, each with its limits."""
+    """Return a drafter's view of the chunks that are speculated on, each with its limits."""
     sequences = [chunk.sequence for chunk in chunks]
     pages = max(len(s.pages) for s in sequences)
     return DraftBatch(

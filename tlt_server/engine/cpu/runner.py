@@ -243,8 +243,8 @@ class _Drafts(NamedTuple):
         return Drafted(self.candidates, self.requests, float(survival_N[sound_N].sum()))
 
     def observe(self, accepted_N: NDArray[np.int8]) -> None:
-        """Pass on, for every chosen node in order, whether it is on its request's path; -1 where
-        that is not known.
+        """Report for every chosen node, in order, whether it is on its request's path; -1 if
+        unknown.
         """
         outcome = np.full(len(self.candidates), -1, np.int8)
         outcome[self.chosen_N] = accepted_N

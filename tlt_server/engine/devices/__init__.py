@@ -56,7 +56,7 @@ class SurvivalTable(Learnt[TableRecord], HeldTable, Protocol):
 
 
 class Equipment(Protocol):
-    """The runner, and what a device does between its steps. A device overrides what it has."""
+    """The runner, and a device's work between steps. A device overrides the methods it needs."""
 
     runner: Runner
     ranks: RankOrders
@@ -71,7 +71,9 @@ class Equipment(Protocol):
         """Give back the pages' memory, and all that was recorded over it and over the weights."""
 
     def reclaim(self) -> None:
-        """Take it again, empty; `torch.OutOfMemoryError` and no change where there is no room."""
+        """Reclaim the pages' memory, empty. If there is too little, raise `torch.OutOfMemoryError`
+        and change nothing.
+        """
 
     def forget(self) -> None:
         """Drop the text of requests that have ended."""
@@ -90,11 +92,11 @@ class Equipment(Protocol):
         return False
 
     def prepare(self, reach: Reach) -> Preparation | None:
-        """Return how to prepare what a policy's steps launch; None where it is prepared."""
+        """Return the preparation of a policy's launches; None if they are prepared already."""
         return None
 
     def prepared(self, reach: Reach) -> str:
-        """Describe what the first steps under a policy find prepared."""
+        """Describe the preparation that the first steps under a policy find."""
         return "all of its kernels are compiled"
 
 

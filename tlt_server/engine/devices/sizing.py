@@ -41,9 +41,9 @@ class TrainingShare(NamedTuple):
 def training_share(
     settings: DecidedSettings, drafter: Drafting, room: int | None = None
 ) -> TrainingShare:
-    """Return what is set apart for training. `StartupError` where the host has less, or where
-    `drafter_training_mb` holds no pack. `room`: memory of a GPU that the engine does not use and
-    whose plan this is; None: the engine's plan counts the trainer, or a CPU trains.
+    """Return the memory reserved for training. `StartupError` if the host has less, or if
+    `drafter_training_mb` is too small for one pack. `room`: GPU memory outside the engine's plan;
+    None: the engine's plan counts the trainer, or a CPU trains.
     """
     on_gpu = settings.device == "cuda"
     shape = TrainingShape.of(drafter.config, drafter.draft_vocab_size, on_gpu=on_gpu)

@@ -23,7 +23,9 @@ class GatherLibrary(Protocol):
     """The ranks as a library connects them."""
 
     def gather(self, mine_X: Tensor, out_X: Tensor) -> None:
-        """Copy the elements of all ranks, in their order, after what the stream has queued."""
+        """Copy the elements of all ranks, in rank order, after the work already queued on the
+        stream.
+        """
 
     def failure(self) -> str:
         """Return why it cannot go on, or nothing. It waits for no rank."""

@@ -41,8 +41,8 @@ class Meeting(NamedTuple):
     check: Callable[[], None] = lambda: None  # `EngineFailed` ends the wait, as at a rank's death
 
     def told(self, name: str, data: bytes = b"") -> list[bytes]:
-        """Wait until all ranks have come here, and return what they told, in order. A name is used
-        once. `TimeoutError` names the rank that did not come.
+        """Wait for all ranks, and return their messages in rank order. Each name is used once.
+        `TimeoutError` names the missing rank.
         """
         written = self.folder / f"{name}.{self.rank}.part"
         written.write_bytes(data)

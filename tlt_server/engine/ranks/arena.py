@@ -105,7 +105,7 @@ class Arena:
             self._lay(tensor, start, tensor.shape)
 
     def close(self) -> None:
-        """Close the file; what is mapped stays."""
+        """Close the file; existing mappings stay."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = ()

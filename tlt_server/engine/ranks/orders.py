@@ -41,8 +41,8 @@ class LoadShard(RankOrder, frozen=True):
 
     @property
     def waits(self) -> bool:
-        """Return True if rank 0 waits until the model is made: it writes what a drafter begins
-        with, its vocabulary map.
+        """Return True if rank 0 waits until the model is made: it writes the drafter's initial
+        vocabulary map.
         """
         return self.target > 0
 
@@ -86,7 +86,7 @@ class Save(RankOrder, frozen=True):
 
 
 class Restore(RankOrder, frozen=True):
-    """Write what was saved under a key into these pages."""
+    """Write the pages saved under a key into these pages."""
 
     key: int
     pages: list[int]
@@ -195,13 +195,13 @@ class RankOrders:
         """Send an order whose answers are awaited later, by `done` or `finish`."""
 
     def done(self) -> bool:
-        """Return True once all have followed what was begun, without a wait. `Unavailable` where
-        one could not.
+        """Return True once all ranks have followed the begun order; does not wait. `Unavailable` if
+        a rank could not follow it.
         """
         return True
 
     def finish(self) -> None:
-        """Wait until all have followed what was begun, with the errors of `order`."""
+        """Wait until all ranks have followed the begun order, with the errors of `order`."""
 
     def confirm(self) -> None:
         """Wait until all have followed every order so far, with the errors of `order`."""

@@ -36,7 +36,7 @@ class HeldTable(Protocol):
     """The table of a drafter, which changes by `renew` alone."""
 
     def renew(self) -> NDArray[np.float32]:
-        """Put what was learnt in force, and return it, [K]."""
+        """Activate the learned table, and return it, [K]."""
 
 
 class Trace:
@@ -110,7 +110,7 @@ class Recorder:
         return self._steps > TURN
 
     def renew(self) -> None:
-        """Put what the drafter's table has learnt in force. No step is in flight."""
+        """Activate the drafter's learned table. No step is in flight."""
         self._steps, self._calibration = 0, self._drafter
         if self._table is not None and self._tables is not None:
             self._calibration = self._tables.add(self._drafter, self._table.renew())

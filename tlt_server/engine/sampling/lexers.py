@@ -188,8 +188,8 @@ class Lexers:
         return sum(bool(lexer.users) and not lexer.admitted for lexer in self._all)
 
     def get(self, grammar: Grammar, owner: str = "") -> Lexer | None:
-        """Return the kept lexer of a grammar. None where a new sequence of this owner cannot use
-        it: it is worn out, or another owner waits for its compilation.
+        """Return the kept lexer of a grammar. None if it is worn out, or if another owner waits for
+        its compilation: a new sequence of this owner then cannot use it.
         """
         found = self._kept.get(grammar)
         if found is None or (found.worn and found.joined > FEW):
