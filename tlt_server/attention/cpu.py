@@ -53,7 +53,7 @@ class CpuPaged:
     def attend(
         self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0
     ) -> Tensor:
-        """[R, N, D] float32; see `tlt_server.attention` for what a row sees."""
+        """[R, N, D] float32; see `tlt_server.attention` for the keys that a row sees."""
         if rows is not self._rows:
             self._plan(rows)
         out_RND = torch.empty_like(q_RND)

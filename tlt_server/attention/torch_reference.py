@@ -21,7 +21,7 @@ class TorchReference:
     def attend(
         self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0
     ) -> Tensor:
-        """[R, N, D] float32; see `tlt_server.attention` for what a row sees."""
+        """[R, N, D] float32; see `tlt_server.attention` for the keys that a row sees."""
         keys = reference.VisibleKeys(
             rows.position_R,
             rows.request_R,

@@ -106,7 +106,7 @@ def _child(config: Config | None) -> Iterator[subprocess.Popen[str]]:
 
 
 def _reported(child: subprocess.Popen[str], checks: Sequence[Check]) -> Iterator[Finding]:
-    """Yield what the child found; if it ended early, the check at which it ended fails."""
+    """Yield the child's findings; if the child ended early, its unfinished check fails."""
     try:
         output, errors = child.communicate(timeout=CHILD_S)
         ended = exit_of(child.returncode)

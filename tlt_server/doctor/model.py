@@ -206,7 +206,7 @@ def _gpu_memory(config: Config) -> Finding:
 
 
 def _chosen(config: Config) -> tuple[DeviceChoice, Gpu] | None:
-    """Return choice and GPU; None where the check `device` fails."""
+    """Return choice and GPU; None if the check `device` fails."""
     try:
         return _choice(config)
     except StartupError:
@@ -214,7 +214,7 @@ def _chosen(config: Config) -> tuple[DeviceChoice, Gpu] | None:
 
 
 def _on_gpu(config: Config) -> bool:
-    """Return False where the check `device` fails: checks of files then look at what they can."""
+    """Return True if the model runs on a GPU; False also if the check `device` fails."""
     chosen = _chosen(config)
     return chosen is not None and chosen[0].settings.device == "cuda"
 

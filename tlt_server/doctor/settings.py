@@ -44,7 +44,7 @@ class _Sound(ResolvedConfig):
 
 
 def usable_settings(flags: Mapping[str, Any], file: Path | None) -> Usable:
-    """Load what is sound. Values at fault are left out until the rest can be loaded."""
+    """Load the valid settings. Faulty values are left out until the rest can be loaded."""
     at_fault: frozenset[str] | None = None
     faults: dict[str, StartupError] = {}
     while True:

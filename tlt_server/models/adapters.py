@@ -140,7 +140,7 @@ def _named(raw: Mapping[str, Any], where: str) -> frozenset[str]:
 
 
 def _ends(path: str) -> Iterator[str]:
-    """Yield a module's path, and what is left of it after each dot."""
+    """Yield a module's path, and its remainder after each dot."""
     while path:
         yield path
         _, _, path = path.partition(".")

@@ -119,7 +119,7 @@ def own_dtype(directory: Path) -> str:
 
 
 def gpu_dtype(own: str) -> str:
-    """Return what a GPU computes in unless a setting says. `own`: the checkpoint's type."""
+    """Return the GPU's default dtype. `own`: the checkpoint's type."""
     return own if own in ("bfloat16", "float16") else "bfloat16"
 
 

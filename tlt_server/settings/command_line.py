@@ -60,7 +60,7 @@ def reached(parser: ArgumentParser, words: Sequence[str]) -> tuple[ArgumentParse
 
 
 def completions(parser: ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Return what the last of the words may become; an empty one may become anything."""
+    """Return the completions of the last word; an empty word matches everything."""
     *before, last = words
     parser, strange = reached(parser, before)
     if strange:

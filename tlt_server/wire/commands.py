@@ -105,7 +105,7 @@ class Recompute(Struct, frozen=True, tag="recompute"):
 
 
 class Stop(Struct, frozen=True, tag="stop"):
-    """Finish what runs (drain) or abort it, then exit."""
+    """Finish the running requests (drain) or abort them, then exit."""
 
     drain: bool = True
 

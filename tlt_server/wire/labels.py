@@ -27,6 +27,6 @@ def unnamed(origin: str, digest: str) -> str:
 
 
 def label_of(version: str) -> str:
-    """Return what a borrowed dialect calls a version."""
+    """Return a borrowed dialect's name for a version."""
     found = _APART.fullmatch(version)
     return found[1] if found else version

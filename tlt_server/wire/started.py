@@ -27,7 +27,7 @@ class StartedFile:
 
 
 def read_started(directory: Path) -> set[str]:
-    """Return the ids of the last note; none when there is no file."""
+    """Return the ids of the last note; an empty result if there is no file."""
     try:
         ids, end, _ = (directory / NAME).read_bytes().partition(END)
     except FileNotFoundError:

@@ -183,12 +183,12 @@ _FROM, _TO = msgspec.json.Decoder(FromTrainer), msgspec.json.Decoder(ToTrainer)
 
 
 def read_from_trainer(line: bytes) -> FromTrainer:
-    """`ValueError` where the line is no message."""
+    """Parse a line; `ValueError` if it is not a message."""
     return _FROM.decode(line)
 
 
 def read_to_trainer(line: bytes) -> ToTrainer:
-    """`ValueError` where the line is no message."""
+    """Parse a line; `ValueError` if it is not a message."""
     return _TO.decode(line)
 
 

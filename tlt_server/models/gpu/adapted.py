@@ -39,7 +39,7 @@ class GpuProjectionSlots(NamedTuple):
 
 
 class SideStream:
-    """A stream for what runs while the current one goes on; none in the interpreter."""
+    """A stream for work that runs alongside the current stream; none in the interpreter."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -55,7 +55,7 @@ class SideStream:
             yield
 
     def end(self) -> None:
-        """Let the current stream go on after what was launched there."""
+        """Let the current stream continue after the work launched on this one."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -79,7 +79,7 @@ class GpuAdaptedProjection(NamedTuple):
         expand(low_PMX, self.slots.b_SNr, self.slots.scale_S, parts, self.rows, out_MN)
 
     def expand_silu(self, low_PMX: Tensor, gate_up_MN: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return silu(gate) * up, each with what the adapters of its rows add."""
+        """Return silu(gate) * up, where both include the adapters of their rows."""
         b_SNr, scale_S = self.slots.b_SNr, self.slots.scale_S
         self.side.end()
         return expand_silu(low_PMX, b_SNr, scale_S, self.rows, gate_up_MN, dtype)
@@ -127,7 +127,7 @@ class GpuAdapterSlots:
                     projection.fill(slot, part, pair)
 
     def of_rows(self, rows: AdapterRows) -> list[GpuAdaptedLayer]:
-        """Return, by layer, what is added in a step with these rows."""
+        """Return each layer's adapter contributions in a step with these rows."""
         return [
             GpuAdaptedLayer(
                 **{n: GpuAdaptedProjection(slots, rows, self._side) for n, slots in layer.items()}
