@@ -50,7 +50,7 @@ class SampleFiles:
         self._header = b""
 
     def header(self) -> SegmentHeader:
-        """Return what the files of this target begin with. `ModelError`: as for `read`."""
+        """Return the header of this target's files. `ModelError`: as for `read`."""
         return SegmentHeader.of(identity_of(self._model), vocabulary_of(self._model))
 
     def read(self, after: int, limit: int) -> Excerpt:

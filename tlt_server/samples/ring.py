@@ -91,7 +91,7 @@ class _Mapped:
 
     @property
     def used(self) -> int:
-        """Bytes of entries that were not taken yet, with what stands before each."""
+        """Bytes of the unread entries, including their headers."""
         return int(self._word_W[_HEAD]) - int(self._word_W[_TAIL])
 
     @property

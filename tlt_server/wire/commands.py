@@ -1,4 +1,4 @@
-"""Commands to the engine: what a frontend, or a benchmark, sends.
+"""Commands to the engine from a frontend or a benchmark.
 
 They travel as msgpack and keep their order. Every `ControlCommand` is answered by one
 `ControlReport` of its id, every `WeightCommand` by one `WeightReport`.
@@ -31,12 +31,12 @@ Memory = Literal["weights", "kv_cache"]
 
 
 class Pause(Struct, frozen=True, tag="pause"):
-    """Make no further step until `Resume`; requests that come meanwhile wait. `in_flight` says what
-    becomes of requests from before.
+    """Run no further step until `Resume`; new requests wait. `in_flight` sets the fate of started
+    requests.
 
-    `continue` keeps them as they are, with their KV; `recompute` gives their KV back, and they
-    continue from their tokens; `abort` ends them with what they have; `drain` lets them end first,
-    and only then the pause starts and is answered.
+    `continue` keeps them with their KV; `recompute` releases their KV, and they continue from their
+    tokens; `abort` ends them with their current tokens; `drain` lets them end first, and only then
+    the pause starts and is answered.
     """
 
     id: str
@@ -49,8 +49,8 @@ class Resume(Struct, frozen=True, tag="resume"):
 
 
 class Sleep(Struct, frozen=True, tag="sleep"):
-    """Make no further step and give this memory back, until `WakeUp`. `in_flight` is as for
-    `Pause`, but no sequence keeps its KV: those that do not end continue from their tokens.
+    """Run no further step and release this memory until `WakeUp`. `in_flight` is as for `Pause`,
+    but no sequence keeps its KV: those that do not end continue from their tokens.
     """
 
     id: str
@@ -127,7 +127,7 @@ class TensorEntry(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """One push of weights. `in_flight` says what becomes of requests that run when the target
+    """One push of weights. `in_flight` sets the fate of running requests when the target
     changes.
     """
 
@@ -202,8 +202,8 @@ class ReadWeights(Struct, frozen=True, tag="read_weights"):
 
 
 class HandOver(Struct, frozen=True, tag="hand_over"):
-    """Write what a drafter's training reads of the live weights into a new directory. `drafter`:
-    the directory with the config.json of the live one.
+    """Write the live weights that a drafter's training reads into a new directory. `drafter`: the
+    directory with the active drafter's config.json.
     """
 
     id: str
@@ -231,8 +231,8 @@ class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):
 
 
 class UnloadAdapter(Struct, frozen=True, tag="unload_adapter"):
-    """Take no new request for an adapter, and free its slot once what runs with it has ended:
-    `drain` waits for that, `abort` ends it.
+    """Accept no new request for an adapter, and free its slot once its running requests have ended:
+    `drain` waits for them, `abort` ends them.
     """
 
     id: str
