@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -98,15 +100,13 @@ def busy() -> Iterator[torch.cuda.Event]:
     torch.cuda.synchronize()
 
 
-def test_a_commit_does_not_wait_for_what_others_do_on_the_device(busy: torch.cuda.Event) -> None:
-    maker = object.__new__(GpuMaker)
-    maker.device = torch.device("cuda", torch.cuda.current_device())
-    maker.stream = torch.cuda.Stream()
+def test_commit_waits_for_its_own_streams_only(busy: torch.cuda.Event) -> None:
+    device, stream = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
     staged = torch.zeros(4, device="cuda").add_(1)
-    with torch.cuda.stream(maker.stream):
+    with torch.cuda.stream(stream):
         exchanged = torch.zeros(4, device="cuda").add_(1)
-    maker.synchronize()
-    assert not busy.query() and torch.cuda.default_stream().query() and maker.stream.query()
+    GpuMaker.synchronize(cast(GpuMaker, SimpleNamespace(device=device, stream=stream)))
+    assert not busy.query() and torch.cuda.default_stream().query() and stream.query()
     assert staged.tolist() == exchanged.tolist() == [1.0] * 4
 
 
