@@ -35,7 +35,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.start.assembly import assemble
 from tlt_server.speculation.policies import Policy
 from tlt_server.wire.commands import SetPolicy
-from tlt_server.wire.records import OFF, Pin, Strategy, parse_strategy
+from tlt_server.wire.records import OFF, Pin, StepContext, Strategy, parse_strategy
 
 MAX_ROWS = 4096  # per step, as on a GPU
 PROMPT_ROWS = (1, 120, 500, 1000, 4000)
@@ -92,7 +92,8 @@ def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None,
         ):
             prompt_rows = max(chunks, rows) if chunks else 0
             flags = dict.fromkeys(variant, True)
-            shape = shapes.step(decoding, strategy, prompt_rows, chunks, **flags)
+            context = StepContext(decoding, prompt_rows, 0.0, decoding, chunks=chunks, **flags)
+            shape = shapes.shape(context, strategy)
             yield shape.draft, shape.extend
 
 
