@@ -137,6 +137,27 @@ def among_children(e: dict, levels: list[str]) -> list[str]:
     return [table(head, rows)]
 
 
+def of_the_target(target: dict, e: dict) -> str:
+    start = ", from the demo pair's target." if target.get("continued") else "."
+    return (
+        f"Target: {e['target_parameters']} parameters, {e['target_layers']} layers; "
+        f"{target['step']} steps over "
+        f"{target['tokens'] / 1e6:.0f}M tokens (padding included) of\n{target['documents']} "
+        "written solutions in "
+        f"{target['seconds']:.0f} s, seed {target['seed']}, "
+        f"peak learning rate {target['lr']}{start}"
+    )
+
+
+def by_kind(hot: dict, cold: dict | None) -> str:
+    """Tabulate how many problems of each kind are solved."""
+    rows = []
+    for name, kind in hot["solved_by_kind"].items():
+        greedy = [cold["solved_by_kind"].get(name, {}).get("solved", "")] if cold else []
+        rows.append([name, kind["share"], kind["solved"], *greedy])
+    return table(["kind", "share", "solved, T=1", *(["solved, T=0"] if cold else [])], rows)
+
+
 def model_card(figures: dict) -> str:
     target, e = figures["target_training"], figures["evaluation"]
     hot, cold, depth = e["T=1"], e["T=0"], e["depth"]
@@ -145,16 +166,6 @@ def model_card(figures: dict) -> str:
     accepted = [
         [f"{rows} rows", *(f"{a:.3f}" for a in hot["accept"][rows]["accepted_at_depth"])]
         for rows in hot["accept"]
-    ]
-    cold_kinds = cold["solved_by_kind"] if cold else {}
-    kinds = [
-        [
-            name,
-            kind["share"],
-            kind["solved"],
-            *([cold_kinds.get(name, {}).get("solved", "")] if cold else []),
-        ]
-        for name, kind in hot["solved_by_kind"].items()
     ]
     recipe, greedy = target.get("recipe", "demo"), ["T=0"] if cold else []
     parts = [
@@ -185,18 +196,12 @@ def model_card(figures: dict) -> str:
             else []
         ),
         *among_children(e, levels),
-        table(["kind", "share", "solved, T=1", *(["solved, T=0"] if cold else [])], kinds),
+        by_kind(hot, cold),
         table(
             ["length decile, T=1: up to tokens", *(d["tokens_up_to"] for d in deciles)],
             [["solved", *(f"{d['solved']:.3f}" for d in deciles)]],
         ),
-        f"Target: {e['target_parameters']} parameters, {e['target_layers']} layers; "
-        f"{target['step']} steps over "
-        f"{target['tokens'] / 1e6:.0f}M tokens (padding included) of\n{target['documents']} "
-        "written solutions in "
-        f"{target['seconds']:.0f} s, seed {target['seed']}, "
-        f"peak learning rate {target['lr']}"
-        + (", from the demo pair's target." if target.get("continued") else "."),
+        of_the_target(target, e),
         *of_the_drafter(figures),
         "Seeds: training problems and sampling noise from `TRAIN_SEEDS`, evaluation from "
         "`EVAL_SEEDS` of `tlt_server/demo/task.py`;\n"

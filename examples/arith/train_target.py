@@ -93,7 +93,7 @@ def start_target(options: argparse.Namespace) -> TargetModel:
     return load_target(options.start_from / "target", options.device).train()
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--out",
@@ -126,7 +126,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = arguments().parse_args()
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
     model = start_target(options)

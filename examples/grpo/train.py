@@ -68,6 +68,13 @@ def arguments(*, needs_out: bool = True) -> argparse.ArgumentParser:
         help="the drafter: off; frozen; adaptive: trained between two steps by this command; spot: "
         "trained by the server while the policy is updated",
     )
+    _add_drafter(parser)
+    parser.add_argument("--keep-every", type=int, default=10, help="keep each n-th step's weights")
+    parser.add_argument("--url", help="a server with the channel http; without it one is started")
+    return parser
+
+
+def _add_drafter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", help="pin one, such as eagle:7x4x16, instead of the policy")
     parser.add_argument("--model", type=Path, default=TARGET, help="directory of the first policy")
     parser.add_argument("--drafter", type=Path, default=DRAFTER, help="directory of the drafter")
@@ -96,9 +103,6 @@ def arguments(*, needs_out: bool = True) -> argparse.ArgumentParser:
         help="with spot: wait as long for the end of a round before the next push, as if the "
         "policy's update took so long",
     )
-    parser.add_argument("--keep-every", type=int, default=10, help="keep each n-th step's weights")
-    parser.add_argument("--url", help="a server with the channel http; without it one is started")
-    return parser
 
 
 def train(asked: argparse.Namespace) -> None:

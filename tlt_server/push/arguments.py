@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    push = verbs.add_parser(
+    push = _add_push(verbs)
+    status = verbs.add_parser(
+        "status", help="show live, previous and open versions", allow_abbrev=False
+    )
+    rollback = verbs.add_parser(
+        "rollback", help="undo the last commit, of each model in it", allow_abbrev=False
+    )
+    rollback.add_argument(
+        "--to",
+        default="",
+        metavar="NAME",
+        help="the previous version that is to be live again; makes a repeated call safe",
+    )
+    rollback.add_argument(
+        "--role", choices=["target", "drafter"], help="the one model to roll back [default: both]"
+    )
+    abort = verbs.add_parser(
+        "abort", help="end a push that is not live, and drop its parts", allow_abbrev=False
+    )
+    abort.add_argument("version", metavar="VERSION", help="the push's version")
+    for verb in (push, status, rollback, abort):
+        add_server(verb)
+
+
+def _add_push(verbs: Any) -> argparse.ArgumentParser:
+    push: argparse.ArgumentParser = verbs.add_parser(
         "push",
         help="push a checkpoint",
         allow_abbrev=False,
@@ -61,27 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="stage without a commit; POST /weights/{version}/commit makes the version live",
     )
-    status = verbs.add_parser(
-        "status", help="show live, previous and open versions", allow_abbrev=False
-    )
-    rollback = verbs.add_parser(
-        "rollback", help="undo the last commit, of each model in it", allow_abbrev=False
-    )
-    rollback.add_argument(
-        "--to",
-        default="",
-        metavar="NAME",
-        help="the previous version that is to be live again; makes a repeated call safe",
-    )
-    rollback.add_argument(
-        "--role", choices=["target", "drafter"], help="the one model to roll back [default: both]"
-    )
-    abort = verbs.add_parser(
-        "abort", help="end a push that is not live, and drop its parts", allow_abbrev=False
-    )
-    abort.add_argument("version", metavar="VERSION", help="the push's version")
-    for verb in (push, status, rollback, abort):
-        add_server(verb)
+    return push
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:

@@ -255,72 +255,75 @@ def replica_class() -> type[Any]:
     return TltReplica
 
 
+class WorkerRollout:
+    """Rollout in each worker of a replica; the first worker pushes, the others take part in
+    gathering the tensors. verl's base class comes after it (`rollout_class`).
+    """
+
+    config: Any
+
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)  # type: ignore[call-arg]
+        settings, rank = VerlSettings.of(self.config), int(os.environ["RANK"])
+        size = (
+            config.tensor_model_parallel_size
+            * config.data_parallel_size
+            * config.pipeline_model_parallel_size
+        )
+        self.replica_rank = rank // size if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % size == 0
+        self._settings, self._run = settings, f"verl-{secrets.token_hex(4)}"
+        self._url, self._pushes = settings.url(self.replica_rank), 0
+        self._sender = settings.sender(self._url)
+
+    async def resume(self, tags: list[str]) -> None:
+        if self.is_leader_rank and self.config.free_cache_engine:
+            async with AsyncClient(self._url, api_key=self._settings.api_key()) as client:
+                await client.wake(*tags)
+
+    async def release(self) -> None:
+        if self.is_leader_rank and self.config.free_cache_engine:
+            async with AsyncClient(self._url, api_key=self._settings.api_key()) as client:
+                await client.sleep()
+
+    async def update_weights(
+        self,
+        weights: Any,
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        peft_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Push and return once the weights are live. Any failure raises and changes nothing."""
+        if wire_format != "named_tensors":
+            raise NotServed(
+                f"wire_format is {wire_format!r}, but this server takes whole tensors; set "
+                "rollout.checkpoint_engine.backend to one that sends them, such as nccl"
+            )
+        if peft_config is not None:
+            raise NotServed(
+                "the weights are a LoRA adapter's, which this rollout does not push yet; set "
+                "model.lora.merge=True"
+            )
+        tensors = _in_thread(weights, asyncio.get_running_loop())
+        if not self.is_leader_rank:
+            await asyncio.to_thread(_exhaust, tensors)
+            return
+        self._pushes += 1
+        step = self._pushes if global_steps is None else global_steps
+        version = f"{self._run}.{self._pushes}-{step}"
+        await asyncio.to_thread(
+            self._sender.push, tensors, version, in_flight=self._settings.in_flight
+        )
+
+
 @functools.cache
 def rollout_class() -> type[Any]:
     from verl.workers.rollout.base import BaseRollout
 
-    class TltRollout(BaseRollout):
-        """Rollout in each worker of a replica; the first worker pushes, the others take part in
-        gathering the tensors.
-        """
-
-        def __init__(
-            self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
-        ) -> None:
-            super().__init__(config, model_config, device_mesh)
-            settings, rank = VerlSettings.of(self.config), int(os.environ["RANK"])
-            size = (
-                config.tensor_model_parallel_size
-                * config.data_parallel_size
-                * config.pipeline_model_parallel_size
-            )
-            self.replica_rank = rank // size if replica_rank == -1 else replica_rank
-            self.is_leader_rank = rank % size == 0
-            self._settings, self._run = settings, f"verl-{secrets.token_hex(4)}"
-            self._url, self._pushes = settings.url(self.replica_rank), 0
-            self._sender = settings.sender(self._url)
-
-        async def resume(self, tags: list[str]) -> None:
-            if self.is_leader_rank and self.config.free_cache_engine:
-                async with AsyncClient(self._url, api_key=self._settings.api_key()) as client:
-                    await client.wake(*tags)
-
-        async def release(self) -> None:
-            if self.is_leader_rank and self.config.free_cache_engine:
-                async with AsyncClient(self._url, api_key=self._settings.api_key()) as client:
-                    await client.sleep()
-
-        async def update_weights(
-            self,
-            weights: Any,
-            global_steps: int | None = None,
-            wire_format: str = "named_tensors",
-            peft_config: Any = None,
-            **kwargs: Any,
-        ) -> None:
-            """Push and return once the weights are live. Any failure raises and changes nothing."""
-            if wire_format != "named_tensors":
-                raise NotServed(
-                    f"wire_format is {wire_format!r}, but this server takes whole tensors; set "
-                    "rollout.checkpoint_engine.backend to one that sends them, such as nccl"
-                )
-            if peft_config is not None:
-                raise NotServed(
-                    "the weights are a LoRA adapter's, which this rollout does not push yet; set "
-                    "model.lora.merge=True"
-                )
-            tensors = _in_thread(weights, asyncio.get_running_loop())
-            if not self.is_leader_rank:
-                await asyncio.to_thread(_exhaust, tensors)
-                return
-            self._pushes += 1
-            step = self._pushes if global_steps is None else global_steps
-            version = f"{self._run}.{self._pushes}-{step}"
-            await asyncio.to_thread(
-                self._sender.push, tensors, version, in_flight=self._settings.in_flight
-            )
-
-    return TltRollout
+    return type("TltRollout", (WorkerRollout, BaseRollout), {})
 
 
 def _in_thread(weights: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_kernels.cpu.catch_up import lay_roots, undrafted
@@ -199,12 +200,7 @@ class Eagle:
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
         requests, width = len(batch), strategy.width
         assert requests <= self.max_requests, f"{requests} requests, built for {self.max_requests}"
-        root_B = np.fromiter(map(len, batch.tokens), np.int64, requests) - 1
-        limit_B = np.minimum(
-            batch.max_depth_B, min(strategy.depth, 1 + self.max_rows // max(requests, 1))
-        ).astype(np.int32)
-        limit_B[root_B < 1] = 0  # no feature precedes the first token
-        root_B[limit_B <= 0] = 0
+        root_B, limit_B = self._limits(batch, strategy)
         depth = int(limit_B.max(initial=0))
         if depth <= 0 or width <= 0:
             return Candidates.empty()
@@ -266,6 +262,19 @@ class Eagle:
         candidates = Candidates(*harvest(node_BCI, survival_BC, count_B))
         self._proposed += len(candidates)
         return candidates
+
+    def _limits(
+        self, batch: DraftBatch, strategy: Strategy
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the position of each root, and the levels below it."""
+        requests = len(batch)
+        root_B = np.fromiter(map(len, batch.tokens), np.int64, requests) - 1
+        limit_B = np.minimum(
+            batch.max_depth_B, min(strategy.depth, 1 + self.max_rows // max(requests, 1))
+        ).astype(np.int32)
+        limit_B[root_B < 1] = 0  # no feature precedes the first token
+        root_B[limit_B <= 0] = 0
+        return root_B, limit_B
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
         self.calibration.observe(
