@@ -141,7 +141,7 @@ def test_a_join_that_fails_in_any_way_is_answered(
 def test_a_crew_counts_who_waits_and_forgets_who_has_ended() -> None:
     go_on, crew = threading.Event(), Crew("do it", 2)
     crew.check_room(1)
-    with pytest.raises(Unavailable, match="2 are at work already to do it, the limit is 2"):
+    with pytest.raises(Unavailable, match="2 calls to do it run or wait already, the limit is 2"):
         crew.check_room(2)
     for _ in range(2):
         crew.start(lambda: (go_on.wait(60), None)[1])

@@ -159,7 +159,7 @@ def test_a_key_with_many_rollouts_makes_room_for_another(model: Path) -> None:
         assert detach("a", token_ids=[HANGS]).status_code == 429, "and so has a"
 
 
-def test_a_key_within_its_share_gets_in_where_all_others_run(model: Path) -> None:
+def test_key_within_its_share_is_admitted_to_a_full_server(model: Path) -> None:
     with live_server(model, max_rollouts=2, keys=TENANTS) as server:
         body = {"requests": [{"token_ids": [HANGS]}], "detach": True}
         statuses = [

@@ -257,7 +257,7 @@ def test_messages_of_an_update_are_the_operations_that_they_hold(server: LiveSer
     assert list(differences(about.output_type, endpoint.gives, "PushReply", reply=True)) == []
 
 
-def test_the_table_has_every_method_and_an_error_is_the_wires() -> None:
+def test_methods_and_the_error_match_the_wire() -> None:
     assert {*OPERATIONS, "UpdateWeights"} == set(SERVICE.methods_by_name)
     assert len(METHODS) == len(SERVICE.methods_by_name)
     assert list(differences(Error.DESCRIPTOR, WireError, "Error", reply=True)) == []

@@ -267,7 +267,7 @@ def test_calls_that_must_be_made_hold_the_answer_to_their_form(
         assert not accepts(call.replace(arguments, arguments.replace("{", "{\n\n")))
 
 
-def test_an_answer_with_tools_is_held_to_calls_or_its_schema(server: LiveServer) -> None:
+def test_reply_with_tools_is_a_call_or_fits_the_schema(server: LiveServer) -> None:
     schema = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     message(server, "a", response_format=format)

@@ -95,7 +95,7 @@ def test_up_to_four_leaves_every_tile_writes_two_partial_sums() -> None:
         assert all(leaves // tile.fold(leaves, PARTS) == PARTS for tile in tiles)
 
 
-def test_sums_that_a_program_holds_fit_its_registers() -> None:
+def test_partial_sums_of_a_program_fit_its_registers() -> None:
     """Sums of 192 registers per thread make ptxas spill, and serialize the tensor cores' steps."""
     for kind in (Kind.PARTIALS, Kind.FOLDED):
         for tile in (tile for _, each in _STREAM[kind] for tile in each):

@@ -22,7 +22,7 @@ def matmul(*operands: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="nothing is interpreted on a GPU")
-def test_an_element_of_a_matmul_has_the_same_bits_at_any_place_of_any_tile() -> None:
+def test_matmul_bits_do_not_depend_on_the_place_in_a_tile() -> None:
     draw, differing = np.random.default_rng(0), []
     for inner in (16, 80, 256):
         shapes = (128, inner), (inner, 64), (128, 64)

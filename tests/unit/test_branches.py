@@ -180,7 +180,7 @@ def _tried(found: Candidates, accepted_N: np.ndarray) -> np.ndarray:
     return (found.parent_N < 0) | (accepted_N[found.parent_N] == 1)
 
 
-def test_a_rival_is_trusted_the_less_the_surer_the_tree_is() -> None:
+def test_surer_trees_lower_the_trust_in_branches() -> None:
     chain = candidates_of([(0, -1, 9, 1, 0, 0.5, 6 * 8 * DEPTHS + 7 * DEPTHS)])
     survival = []
     for sure in (0.05, 0.5, 0.95):

@@ -88,7 +88,7 @@ def test_a_variable_holds_keys_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         read_keys(Config(model=TARGET, api_key_file=tmp_path / "none"))
 
 
-def test_own_requests_and_with_operate_all(tmp_path: Path) -> None:
+def test_key_sees_its_own_requests_and_operators_see_all(tmp_path: Path) -> None:
     found = keys(
         tmp_path,
         "a scopes=data name=a\nb scopes=push-weights name=b\nroot scopes=operate name=root",

@@ -85,7 +85,7 @@ def test_longest_of_last_step_stay_until_replaced() -> None:
     assert {stratum.step for stratum in strata} == {0, 1}
 
 
-def test_version_rolled_back_to_is_the_trained_step() -> None:
+def test_samples_are_weighed_from_the_version_in_force() -> None:
     prompts = [prompt for prompt in range(100) if not held_out(sample(prompt))][:20]
     first = [sample(p, version="v0") for p in prompts[:10]]
     second = [sample(p, version="v1") for p in prompts]

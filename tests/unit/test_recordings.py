@@ -47,7 +47,7 @@ def missing(recordings: GraphRecordings, context: StepContext = CONTEXT) -> list
     return found.reshape(-1).tolist()
 
 
-def test_what_a_step_lacks_follows_what_is_recorded() -> None:
+def test_missing_graphs_follow_from_recorded_ones() -> None:
     pool = Pool()
     recordings = following(pool)
     assert missing(recordings) == [2, 2]

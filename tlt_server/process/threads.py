@@ -45,8 +45,8 @@ class Crew:
         count = (len(self._threads) if self.busy else 0) + waiting
         if count >= self._limit:
             raise Unavailable(
-                f"{count} are at work already to {self._name}, the limit is {self._limit}; wait "
-                "for one to be answered, then ask again"
+                f"{count} calls to {self._name} run or wait already, the limit is {self._limit}; "
+                "wait for one to be answered, then ask again"
             )
 
     def start(self, work: Callable[[], None]) -> None:

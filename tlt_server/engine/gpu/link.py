@@ -148,8 +148,8 @@ class GpuLink(StepWaits):
                 looked_s = time.monotonic()
             if looked_s > began_s + STEP_S:
                 raise EngineFailed(
-                    f"rank 0 waited {STEP_S:g} s for the GPUs to end order {step}; a "
-                    "rank is stopped, or takes as long to compile a kernel"
+                    f"rank 0 waited {STEP_S:g} s for the GPUs to end order {step}; another "
+                    "rank is stopped, or still compiles a kernel"
                 )
 
     def compare(self, words: Sequence[int], step: int) -> None:

@@ -167,7 +167,7 @@ async def generate(
         if key:
             raise InvalidRequest(
                 f"the header Idempotency-Key is {shown(key)} and the body has SGLang's form, which "
-                "runs again each time that it is sent: leave the header out, or send requests"
+                "no key makes idempotent: leave the header out, or send the body as requests"
             )
         return await sglang(service, request, asked)
     if asked.stream and (asked.detach or key):

@@ -291,7 +291,7 @@ class WeightSession:
             if update.selector is None:
                 raise Conflict(
                     "no weight update was started; start one (POST /start_weight_update, "
-                    "/begin_weight_update), or push without"
+                    "/begin_weight_update), or push without an update"
                 )
             if update.succeeded != update.calls or update.owed:
                 whose = (
