@@ -193,14 +193,14 @@ def main(drafter: str, policy: str, max_running: int, max_loras: int, sets: list
     assert isinstance(runner, GpuRunner)
     shapes, passes, told = runner.shapes, runner.passes, dict[str, dict[str, Any]]()
     with torch.inference_mode():
-        keys = shapes.at_start(MAX_ROWS, engine.policy.strategies)
+        keys = shapes.at_start(MAX_ROWS, engine.choice.policy.strategies)
         with listed() as found:
             rehearse(runner, keys)
         ready |= found
-        told["start"] = {"ready": len(ready), "lacks": lacking(passes, engine.policy, ready)}
+        told["start"] = {"ready": len(ready), "lacks": lacking(passes, engine.choice.policy, ready)}
         strategies = StrategyKernels(runner, Ahead(), keys)
         for command in commands(sets, max_running) if sets else ():
-            asked, before = engine.changes._make_policy(command), len(ready)
+            asked, before = engine.choice.changes._make_policy(command), len(ready)
             preparation = strategies(asked.strategies)
             while preparation and not preparation.advance():
                 pass

@@ -127,7 +127,7 @@ class Watched:
 
     def recorded_late(self) -> list[str]:
         """Take the graphs that steps have recorded, of those that the policy reaches."""
-        reached = {*self.shapes.captured(self.engine.engine.policy.strategies)}
+        reached = {*self.shapes.captured(self.engine.engine.choice.policy.strategies)}
         recorded = self.recorded
         self.recorded = []
         return [str(key) for key in recorded if key in reached]

@@ -39,15 +39,15 @@ def test_a_drafter_that_fits_no_more_rests_until_the_next_push(
 
     def answers() -> dict[str, tuple[list[int], list[float]]]:
         used.clear()
-        observe = engine.engine.policy.observe
-        engine.engine.policy.observe = lambda cycle: (
+        observe = engine.engine.choice.policy.observe
+        engine.engine.choice.policy.observe = lambda cycle: (
             used.append(cycle.strategy.drafter),
             observe(cycle),
         )
         try:
             return engine.run(*requests)
         finally:
-            engine.engine.policy.observe = observe
+            engine.engine.choice.policy.observe = observe
 
     expected = answers()
     assert set(used) <= {"eagle", ""} and "eagle" in used

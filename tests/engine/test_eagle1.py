@@ -315,7 +315,7 @@ def test_step_times_of_another_network_are_not_taken_over(
 ) -> None:
     write_eagle(tmp_path / "eagle3", shape=SMALLEST, draft_vocab=40)
     made_by = [
-        Pushable(replace(on_cpu(settings), drafter=drafter)).engine.knowledge_file._made_by
+        Pushable(replace(on_cpu(settings), drafter=drafter)).engine.choice.knowledge_file._made_by
         for drafter in (str(root / "drafter"), str(tmp_path / "eagle3"), "history")
     ]
     assert [each["drafters"] for each in made_by] == [

@@ -153,7 +153,7 @@ def test_steps_that_leave_sequences_out_change_no_bit(
     base: EngineSettings, reference: dict[str, tuple[object, ...]], strategy: Strategy
 ) -> None:
     engine, _ = assemble(base)
-    engine.policy = Fixed(strategy)
+    engine.choice.policy = Fixed(strategy)
     left_out = slow_rows(engine.scheduler)
     owned = [
         msgspec.structs.replace(each, owner="many" if i else "few")
@@ -258,21 +258,21 @@ def test_policies_change_between_steps_without_changing_tokens(base: EngineSetti
         if engine.idle:
             break
     assert bits(said) == expected
-    switches = engine.switches.take()
+    switches = engine.choice.switches.take()
     assert switches[0].reason == "start" and "policy" in {switch.reason for switch in switches[1:]}
     assert {"off", "eagle:4x3x9", "eagle:2x1x3"} <= {switch.strategy for switch in switches}
 
 
 def test_a_policy_that_comes_back_has_what_it_learnt(base: EngineSettings) -> None:
     engine, _ = assemble(replace(base, policy="beg"))
-    before = engine.policy
+    before = engine.choice.policy
     for command in (SetPolicy("off"), SetPolicy("beg", arms=Arms(("history",)))):
         engine.send(command)
         engine.step()
-        assert engine.policy is not before
+        assert engine.choice.policy is not before
     engine.send(SetPolicy("beg"))
     engine.step()
-    assert engine.policy is before
+    assert engine.choice.policy is before
 
 
 def test_step_reports_the_context_of_its_strategy_choice(base: EngineSettings) -> None:
@@ -284,7 +284,7 @@ def test_step_reports_the_context_of_its_strategy_choice(base: EngineSettings) -
             seen.append(context)
             return super().choose(context)
 
-    engine.policy = Watching(Strategy("eagle", 4, 1, 5))
+    engine.choice.policy = Watching(Strategy("eagle", 4, 1, 5))
     engine.send(Submit(requests(3)))
     while not engine.idle:
         engine.step()
@@ -363,11 +363,11 @@ def test_a_policy_that_cannot_be_is_refused_and_nothing_changes(
     base: EngineSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine, _ = assemble(replace(base, drafter="history"))
-    before = engine.policy
+    before = engine.choice.policy
     engine.send(SetPolicy("fixed", Strategy("eagle", 2, 2, 4)))
     engine.send(SetPolicy("no such policy"))
     engine.step()
-    assert engine.policy is before
+    assert engine.choice.policy is before
     assert capsys.readouterr().err.count("is refused") == 2
 
 

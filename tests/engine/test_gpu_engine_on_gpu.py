@@ -133,7 +133,7 @@ def test_what_policies_reach_is_captured_within_its_memory(engine: Pushable, pla
     twice.
     """
     runner = engine.engine.runner
-    graphs, keys = runner.graphs, runner.shapes.captured(engine.engine.policy.strategies)
+    graphs, keys = runner.graphs, runner.shapes.captured(engine.engine.choice.policy.strategies)
     assert all(key in graphs for key in keys)
     assert [key for key in graphs.bytes if key in set(keys)] == keys, (
         "from the largest to the smallest"

@@ -64,7 +64,7 @@ def learn(engine: Pushable, seed: int) -> None:
 
 
 def learnt(engine: Pushable) -> dict[str, TableRecord]:
-    return {name: table.record() for name, table in engine.engine.knowledge.tables.items()}
+    return {name: table.record() for name, table in engine.engine.choice.knowledge.tables.items()}
 
 
 def survival(engine: Pushable) -> NDArray[np.float32]:

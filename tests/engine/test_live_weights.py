@@ -178,7 +178,7 @@ def test_the_time_of_steps_is_handed_over_once_it_is_measured(
     assert handed("before") is None
     with_drafts = Measured(StepLoad("eagle", 3, 2, 1, 7, 0, 10.0), 0.01)
     plain = Measured(StepLoad("", 0, 0, 1, 1, 0, 10.0), 0.004)
-    engine.engine.knowledge.cost = cost
+    engine.engine.choice.knowledge.cost = cost
     cost.profile([plain])
     assert handed("plain") is None, "nothing is known of drafts"
     cost.profile([plain, with_drafts])

@@ -36,9 +36,11 @@ def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: P
             lambda name, seconds, detail, phases=phases: phases.update({name: detail}),
         )
         details.append(phases["measure steps"])
-        assert engine.knowledge.cost.trained and engine.idle and not engine.scheduler.holds_kv
+        assert (
+            engine.choice.knowledge.cost.trained and engine.idle and not engine.scheduler.holds_kv
+        )
         if not learnt:
-            assert all(known.ratio == 1.0 for known in engine.knowledge.outlooks.values())
+            assert all(known.ratio == 1.0 for known in engine.choice.knowledge.outlooks.values())
             sampling = Sampling(max_tokens=40, ignore_eos=True)
             prompt = [*range(9), *range(9)]
             request = GenerateRequest(id="r", token_ids=prompt, sampling=sampling, seed=1)
@@ -46,8 +48,8 @@ def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: P
             engine.step()
             while not engine.idle:
                 engine.step()
-            engine.knowledge_file.save(engine.knowledge)
-        learnt.append(engine.knowledge.record().learnt)
+            engine.choice.knowledge_file.save(engine.choice.knowledge)
+        learnt.append(engine.choice.knowledge.record().learnt)
     assert learnt[0] == learnt[1] and any(learnt[0][0].tables["eagle"].trials)
     assert details[0].endswith(" steps") and details[1] == f"known from {tmp_path / NAME}"
     made_by = json.loads((tmp_path / NAME).read_text())["made_by"]
@@ -58,16 +60,16 @@ def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: P
 
 def test_steps_are_measured_once_a_policy_needs_it(tmp_path: Path) -> None:
     engine, _ = assemble(settings(state_dir=str(tmp_path)))
-    assert not engine.use_idle_time() and not engine.knowledge.cost.trained
-    engine.knowledge.cost.observe(StepLoad("", 0, 0, 1, 1, 0, 8.0), 1e-3)
-    engine.knowledge_file.save(engine.knowledge)
+    assert not engine.use_idle_time() and not engine.choice.knowledge.cost.trained
+    engine.choice.knowledge.cost.observe(StepLoad("", 0, 0, 1, 1, 0, 8.0), 1e-3)
+    engine.choice.knowledge_file.save(engine.choice.knowledge)
     assert not (tmp_path / NAME).exists(), "a later start would measure nothing"
     engine.send(SetPolicy("goodput"))
     engine.step()
     while engine.use_idle_time():
         assert engine.idle and not engine.scheduler.holds_kv
-    assert engine.knowledge.cost.trained and not engine.use_idle_time()
-    assert {*engine.knowledge.cost.record().draft} == {"eagle", "history"}
+    assert engine.choice.knowledge.cost.trained and not engine.use_idle_time()
+    assert {*engine.choice.knowledge.cost.record().draft} == {"eagle", "history"}
     assert (tmp_path / NAME).exists()
 
 
@@ -77,7 +79,7 @@ def test_an_engine_of_short_sequences_measures_its_steps_too(longest: int) -> No
     assert info.max_model_len == longest
     assert engine.idle
     # A sequence of 2 tokens has none that is decoded.
-    assert engine.knowledge.cost.profiled == (longest > 2)
+    assert engine.choice.knowledge.cost.profiled == (longest > 2)
 
 
 def cached_tokens(engine: Engine, prompt: list[int]) -> int:
@@ -97,14 +99,14 @@ def test_measuring_while_serving_keeps_cached_prefixes_and_judges_no_drafter() -
     chain = Strategy("eagle", 7, 1, 8)
     cycle = Cycle(context=context, strategy=chain, rows=64, accepted=(7,) * 8, drafted=56)
     for _ in range(100):  # before weights change, each first draft is accepted
-        engine.canary.observe(cycle)
-    engine.canary.renewed()
+        engine.choice.canary.observe(cycle)
+    engine.choice.canary.renewed()
     engine.send(SetPolicy("goodput"))
     engine.step()
     while engine.use_idle_time():
         pass
-    assert engine.knowledge.cost.profiled
-    assert engine.canary.gauges()["drafters_resting"] == 0, "judged by meaningless prompts"
+    assert engine.choice.knowledge.cost.profiled
+    assert engine.choice.canary.gauges()["drafters_resting"] == 0, "judged by meaningless prompts"
     engine.scheduler.pool.check()
     assert engine.scheduler.pool.cached == cached and cached_tokens(engine, prompt) == 48
 
@@ -118,4 +120,4 @@ def test_slow_machine_still_measures_every_batch_and_large_steps() -> None:
     loads = [step.load for step in profile.measured]
     plain = {load.batch for load in loads if not load.prompt_rows}
     assert {1, 8, 24} <= plain and max(load.read for load in loads) >= 256
-    assert engine.knowledge.cost.profiled and engine.idle
+    assert engine.choice.knowledge.cost.profiled and engine.idle

@@ -54,7 +54,7 @@ def plain(shared: Pushable) -> dict[str, Any]:
 def engine(shared: Pushable, plain: dict[str, Any]) -> Iterator[Pushable]:
     shared.said.clear()
     yield shared
-    shared.engine.changes._prepare = lambda reach: None
+    shared.engine.choice.changes._prepare = lambda reach: None
     shared.engine.send(SetPolicy("off"))
     shared.finish()
     shared.step()
@@ -64,7 +64,7 @@ def engine(shared: Pushable, plain: dict[str, Any]) -> Iterator[Pushable]:
 def prepares(engine: Pushable, *preparations: Prepared) -> None:
     """Let the next policies take these preparations."""
     left = iter(preparations)
-    engine.engine.changes._prepare = lambda reach: next(left)
+    engine.engine.choice.changes._prepare = lambda reach: next(left)
 
 
 def answers(engine: Pushable) -> dict[str, str]:
@@ -87,7 +87,7 @@ def test_a_policy_is_in_force_once_it_is_prepared(
     engine.step(2)
     engine.engine.send(SET)
     assert [used(engine) for _ in range(3)] == [OFF] * 3
-    assert engine.engine.changes.stage == "under way" and not answers(engine)
+    assert engine.engine.choice.changes.stage == "under way" and not answers(engine)
     assert engine.engine.gauges()["policy_preparing"] == 1.0
     assert used(engine) == TREE
     assert engine.engine.gauges()["policy_preparing"] == 0.0
@@ -107,16 +107,16 @@ def test_a_policy_is_in_force_once_it_is_prepared(
         pytest.param(KeyError("a bug"), "engine_failed", marks=pytest.mark.contains_faults),
     ],
 )
-def test_a_failed_preparation_leaves_the_policy_before(
+def test_failed_preparation_keeps_the_policy_in_force(
     error: Exception, code: str, engine: Pushable, plain: dict[str, Any]
 ) -> None:
     failing = Prepared(2, error)
     prepares(engine, failing)
-    before = engine.engine.policy
+    before = engine.engine.choice.policy
     engine.submit(*ASKED)
     engine.engine.send(SET)
     assert [used(engine) for _ in range(4)] == [OFF] * 4
-    assert engine.engine.policy is before and failing.stopped
+    assert engine.engine.choice.policy is before and failing.stopped
     assert answers(engine) == {"tree": code}
     engine.finish()
     assert {id: (engine.tokens(id), engine.logprobs(id)) for id in engine.said} == plain
@@ -152,7 +152,7 @@ def test_policies_that_lack_nothing_all_succeed(engine: Pushable) -> None:
     engine.engine.send(SET)
     engine.engine.send(SetPolicy("off", id="off"))
     engine.step()
-    assert {*answers(engine)} == {"tree", "off"} and engine.engine.changes.stage == ""
+    assert {*answers(engine)} == {"tree", "off"} and engine.engine.choice.changes.stage == ""
     engine.submit(ASKED[0])
     assert used(engine) == OFF
     engine.finish()

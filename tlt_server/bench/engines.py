@@ -45,7 +45,7 @@ def adopt(engine: Engine, policy: SetPolicy) -> None:
     engine.send(msgspec.structs.replace(policy, id="policy"))
     while not (reports := engine.control_reports()):
         engine.step()
-        if engine.changes.stage:
+        if engine.choice.changes.stage:
             time.sleep(POLL_S)
     for report in reports:
         if report.error:

@@ -208,7 +208,7 @@ def _header(
         max_running=info.max_running,
         max_rows=info.max_rows,
         max_draft_rows=settings.max_draft_rows,
-        drafters=tuple(engine.knowledge.outlooks),
+        drafters=tuple(engine.choice.knowledge.outlooks),
         trees=tuple(drafted),
         runs=tuple(
             RecordedRun(policy_name(command), run.seconds, run.known) for command, run in runs
@@ -309,7 +309,7 @@ def _trees(
     look = Strategy(grown.drafter, grown.depth, grown.width, rows=1)
     room = _room(look, settings)
     with nothing_learnt(engine):
-        engine.policy = Fixed(look)
+        engine.choice.policy = Fixed(look)
         running = 0
         while waiting or not engine.idle:
             if fresh := [waiting.pop() for _ in range(min(room - running, len(waiting)))]:

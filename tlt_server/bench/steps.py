@@ -221,7 +221,7 @@ def time_prefill(engine: Engine, prompts: int, length: int, *, rounds: int, seed
     """Return prompt tokens per second of `prompts` new prompts at once, from their submission to
     their first tokens; the median round.
     """
-    engine.policy = Fixed(OFF)
+    engine.choice.policy = Fixed(OFF)
     rates = []
     for turn in range(rounds + 1):
         started = time.perf_counter()
@@ -243,7 +243,7 @@ def whole_cycles(
     """Run the requests as one batch and yield each cycle of all of them together; end when there
     are fewer. A caller that stops early aborts them.
     """
-    engine.policy = Fixed(strategy)
+    engine.choice.policy = Fixed(strategy)
     engine.send(Submit(requests))
     started = False
     while not engine.idle:

@@ -4,17 +4,16 @@ whole story.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
+from tlt_server.engine.choosing import StrategyChoice
 from tlt_server.engine.commands import Commands
-from tlt_server.engine.gate import Reason, StepGate
+from tlt_server.engine.gate import Reason
 from tlt_server.engine.halt import Halt
-from tlt_server.engine.knowledge_file import KnowledgeFile
-from tlt_server.engine.policy_changes import PolicyChanges
 from tlt_server.engine.pushes.pushes import WeightPushes
 from tlt_server.engine.record.recompute import Recomputing
 from tlt_server.engine.record.traces import Recorder
@@ -23,50 +22,42 @@ from tlt_server.engine.sampling.structures import Structures
 from tlt_server.engine.schedule.scheduler import Scheduler
 from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.errors import EngineFailed, TltError
-from tlt_server.speculation.canary import Canary
-from tlt_server.speculation.knowledge import Knowledge
-from tlt_server.speculation.policies import Policy
 from tlt_server.speculation.sizes import Reach
-from tlt_server.speculation.switches import SwitchLog
 from tlt_server.wire.commands import Command
 from tlt_server.wire.events import ControlReport, WeightReport
-from tlt_server.wire.records import OFF, Cycle, GenerateRequest, StepContext, StepOutput, Strategy
+from tlt_server.wire.records import OFF, Cycle, GenerateRequest, StepOutput
+
+
+class Equipped(Protocol):
+    """The device's half; see `devices.Equipment`."""
+
+    runner: Runner
+
+    def record(self, reach: Reach) -> bool: ...
 
 
 class Engine:
     def __init__(
         self,
-        gate: StepGate,
         scheduler: Scheduler,
-        runner: Runner,
-        policy: Policy,
-        canary: Canary,
-        knowledge: Knowledge,
-        knowledge_file: KnowledgeFile,
-        switches: SwitchLog,
-        changes: PolicyChanges,
-        make_sequence: Callable[[GenerateRequest], Sequence],
+        equipment: Equipped,
+        choice: StrategyChoice,
         pushes: WeightPushes,
         halt: Halt,
-        record: Callable[[Reach], bool],
+        make_sequence: Callable[[GenerateRequest], Sequence],
         recorder: Recorder | None,
         structures: Structures,
-        training: Callable[[], bool],
     ) -> None:
-        """`record`: see `devices.Equipment`. `recorder`: where sequences are kept for training.
-        `training`: whether a drafter is being trained now.
-        """
-        self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
-        self.pushes, self.halt, self.faults = pushes, halt, scheduler.faults
-        self.knowledge, self.knowledge_file = knowledge, knowledge_file
-        self.switches = switches
-        self.canary, self.changes, self._record = canary, changes, record
-        self._training, self._structures = training, structures
+        """`recorder`: where sequences are kept for training."""
+        self.gate, self.scheduler, self.runner = scheduler.gate, scheduler, equipment.runner
+        self.choice, self.pushes, self.halt = choice, pushes, halt
+        self.faults = scheduler.faults
+        self._record, self._structures = equipment.record, structures
         self._recorder, self._recomputing = recorder, None
         if recorder and recorder.capture:
             self._recomputing = Recomputing(scheduler, recorder.capture, make_sequence)
         self._commands = Commands(
-            gate, scheduler, pushes, halt, make_sequence, changes.ask, self._recomputing
+            self.gate, scheduler, pushes, halt, make_sequence, choice.changes.ask, self._recomputing
         )
         # Measures some steps for policies that predict their time; None: that has been done.
         self.measure: Callable[[], bool] | None = None
@@ -88,8 +79,9 @@ class Engine:
         outputs = self._commands.apply() + self._renew()  # only between steps
         batch = self.scheduler.next_batch()  # None when nothing can run
         if batch:
-            # No speculation is an ordinary strategy.
-            strategy = self._choose(batch.context)
+            strategy = OFF  # no speculation is an ordinary strategy
+            with self.faults.containing("the choice of a strategy"):
+                strategy = self.choice.choose(batch.context)
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
             self.scheduler.launched(batch, strategy.depth)
         # On a CPU the result comes at once, on a GPU one step late.
@@ -102,23 +94,13 @@ class Engine:
 
     def _renew(self) -> list[StepOutput]:
         """Put in force the policy and the drafter's table that are due."""
-        if change := self.changes.advance():
-            self.policy = change.policy
-            self.switches.policy_replaced(change.command.pins)
+        self.choice.advance()
         if not (self._recorder and self._recorder.due):
             return []
         outputs = settle(self.scheduler, self.runner)
         with self.faults.containing("the table of the drafter that is recorded"):
             self._recorder.renew()
         return outputs
-
-    def _choose(self, context: StepContext) -> Strategy:
-        """Return the strategy of the next step; none where choosing it raised."""
-        strategy = OFF
-        with self.faults.containing("the choice of a strategy"):
-            strategy = self.canary.permitted(self.policy.choose(context))
-            self.switches.chose(context, strategy)
-        return strategy
 
     def _observe(self, finished: Finished | None) -> None:
         """Learn from the time and the results of a step."""
@@ -133,12 +115,7 @@ class Engine:
         self.last_cycle = cycle
         with self.faults.containing("the figures learnt from a step"):
             self.scheduler.observe(finished.batch, 1e3 * cycle.step_s)
-            training = self._training()
-            predicted_s = self.knowledge.observe(cycle, finished.drafted, training=training)
-            self.last_cycle = msgspec.structs.replace(cycle, predicted_s=predicted_s)
-            self.policy.observe(self.last_cycle)
-            if news := self.canary.observe(self.last_cycle):
-                print(f"tlt: {news}", file=sys.stderr)
+            self.last_cycle = self.choice.observe(cycle, finished.drafted)
 
     @property
     def idle(self) -> bool:
@@ -163,12 +140,13 @@ class Engine:
             return False
         self._structures.prepare()
         # A trainer that runs would slow the steps that are measured.
-        if self.policy.measures and self.measure is not None and not self._training():
+        choice = self.choice
+        if choice.policy.measures and self.measure is not None and not choice.training():
             self.measure = self.measure if self.measure() else None
             return True
         if self._recomputing is not None and self._recomputing.start():
             return True
-        return self._record(self.policy.strategies)
+        return self._record(choice.policy.strategies)
 
     @property
     def finished(self) -> bool:
@@ -183,7 +161,7 @@ class Engine:
         """Take the answers to control commands, and to changes of the policy, since the last call.
         What they ended is among the outputs of the last step.
         """
-        return self.halt.take_reports() + self.changes.take_reports()
+        return self.halt.take_reports() + self.choice.changes.take_reports()
 
     def gauges(self) -> dict[str, float]:
         """Return the figures; only `contained_faults` where computing the others raised."""
@@ -195,10 +173,7 @@ class Engine:
     def _figures(self) -> dict[str, float]:
         return {
             **self.scheduler.gauges(),
-            **self.policy.gauges(),
-            **self.changes.gauges(),
-            **self.knowledge.gauges(),
-            **self.canary.gauges(),
+            **self.choice.gauges(),
             **self.runner.gauges(),
             **self._structures.gauges(),
             **(self._recorder.gauges() if self._recorder else {}),

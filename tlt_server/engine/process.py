@@ -68,9 +68,9 @@ def serve(
     while not engine.finished:
         idle, came = engine.idle, False
         if idle:
-            engine.knowledge_file.save_now_and_then(engine.knowledge)
+            engine.choice.knowledge_file.save_now_and_then(engine.choice.knowledge)
         compiling = engine.compiling
-        busy = engine.pushes.busy or compiling or engine.changes.due
+        busy = engine.pushes.busy or compiling or engine.choice.changes.due
         patience_ms = BUSY_POLL_MS if busy else IDLE_POLL_MS
         timeout_ms = patience_ms if (idle or compiling) and not more else 0
         while commands.poll(timeout_ms):
@@ -82,7 +82,7 @@ def serve(
         # A command can change gauges without a step.
         if outputs or engine.last_cycle or gauges != reported:
             reported = gauges
-            events += of_step(outputs, gauges, engine.last_cycle, engine.switches.take())
+            events += of_step(outputs, gauges, engine.last_cycle, engine.choice.switches.take())
         # After the ends, and the gauges, that the commands brought about.
         events += engine.control_reports()
         if not events and time.monotonic() - last_event_s >= HEARTBEAT_S:
@@ -91,7 +91,7 @@ def serve(
             send(event)
             last_event_s = time.monotonic()
         more = idle and not came and engine.use_idle_time()
-    engine.knowledge_file.save(engine.knowledge)
+    engine.choice.knowledge_file.save(engine.choice.knowledge)
 
 
 def main() -> int:

@@ -89,7 +89,7 @@ def play(
     ends = [""] * len(requests)
     cycles: list[TimedCycle] = []
     adopt(engine, command)
-    known = engine.knowledge.record() if engine.knowledge.cost.trained else None
+    known = engine.choice.knowledge.record() if engine.choice.knowledge.cost.trained else None
     started = time.perf_counter()
     engine.send(Submit(requests))
     while not engine.idle:

@@ -57,7 +57,7 @@ class Scheduler:
         """`prompt_budget(decoding, max_rows)` comes from the device, which may pad. `on_start` gets
         the ids of all running sequences, before a step that starts one.
         """
-        self._gate, self.running, self.pool = gate, running, running.pool
+        self.gate, self.running, self.pool = gate, running, running.pool
         self.max_rows, self.lookahead = max_rows, lookahead
         self.weight_version = weight_version
         self.preemptions, self._stalled = 0, False  # stalled: the last step had nothing to run
@@ -137,7 +137,7 @@ class Scheduler:
     @property
     def due(self) -> bool:
         """Return True if the next step has sequences to run."""
-        return not self.idle and not self._gate.closed
+        return not self.idle and not self.gate.closed
 
     @property
     def compiling(self) -> bool:
@@ -155,7 +155,7 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """Return the rows of the next step, with pages reserved; None when nothing can run."""
-        if self._gate.closed:
+        if self.gate.closed:
             return None
         background = self.in_background
         max_rows = self._time_shares.soon_over(self.max_rows) if background else self.max_rows
@@ -348,7 +348,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant; the property tests call this after each operation."""
-        self._gate.check()
+        self.gate.check()
         self.running.check()
         self._waiting.check()
         self._open.check()

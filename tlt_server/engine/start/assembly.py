@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
+from tlt_server.engine.choosing import StrategyChoice
 from tlt_server.engine.devices import Device, Equipment, Memory, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, look
 from tlt_server.engine.devices.sizing import served_length
@@ -60,6 +62,14 @@ KEPT_POLICIES = 8  # policies whose memory is kept while others are in force
 PROFILE_S = 2.0  # time for the steps that are measured at start
 
 
+class Policies(NamedTuple):
+    """The policy that a start begins with, the making of others, and their knowledge of steps."""
+
+    knowledge: Knowledge
+    first: Policy
+    make: Callable[[SetPolicy], Policy]
+
+
 def assemble(
     settings: EngineSettings,
     on_phase: OnPhase = lambda name, seconds, detail: None,
@@ -84,22 +94,13 @@ def assemble(
         check_checkpoints(settings)
     with phase("load kernels") as detail:
         detail.append(device.compile(on_progress))
-    spool = (
-        Spool(Path(settings.state_dir), str(Path(settings.model).resolve()))
-        if settings.state_dir
-        else None
-    )
-    drafter = settings.drafter_directory
-    parse_calibration = (
-        find_loader(drafter, settings.device).parse_calibration if drafter else _unexpected
-    )
-    options = _options(settings, device, spool, parse_calibration)
+    options = _options(settings, device)
     with phase("load model") as detail:
         config = ModelConfig.read(Path(settings.model))
         max_model_len = served_length(settings, config)
         live, lost = Restored(device.load(replace(config, max_position=max_model_len)), {})
-        if spool:
-            live, lost = restore(spool, live, options)
+        if options.spool:
+            live, lost = restore(options.spool, live, options)
         detail.append(str(settings.model))
     with phase("allocate KV") as detail:
         memory = device.allocate(live, max_model_len)
@@ -108,82 +109,84 @@ def assemble(
             f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to "
             f"{max_model_len}{memory.detail}"
         )
-    knowledge = Knowledge(settings.drafters, settings.device)
-    learning = lru_cache(KEPT_POLICIES)(partial(_learning_policy, settings, knowledge, device))
-    make_policy = partial(_make_policy, settings, learning)
-    policy = make_policy(SetPolicy(settings.policy, settings.strategy))
-
+    policies = _policies(settings, device)
     running = RunningSet(
         PagePool(memory.pages, settings.page_size, on_reuse=memory.on_reuse),
         max_running=settings.max_running,
         max_pages_per_sequence=-(-max_model_len // settings.page_size),
     )
     with phase("prepare runner") as detail:
-        equipment = device.equip(
-            live,
-            memory,
-            policy.strategies,
-            running.page_table_SP,
-            on_progress,
-            lambda: not options.intake.groups.hold_gpu,
-        )
-        matmuls = f"matmuls {equipment.matmuls}" if equipment.matmuls else ""
-        drafters = f"drafters: {', '.join(settings.drafters) or 'none'}"
-        described = (drafters, matmuls, equipment.detail)
-        detail.append("; ".join(part for part in described if part))
+        quiet = partial(_quiet, options)
+        reach, table = policies.first.strategies, running.page_table_SP
+        equipment = device.equip(live, memory, reach, table, on_progress, quiet)
+        detail.append(_equipped(settings, equipment))
+    knowledge_file = KnowledgeFile(_state(settings), _made_by(settings, gpu, device, live))
     engine = _connect(
-        settings,
-        live,
-        knowledge,
-        policy,
-        make_policy,
-        running,
-        memory,
-        equipment,
-        options,
-        on_start,
-        _made_by(settings, gpu, device, live),
+        settings, live, policies, running, memory, equipment, options, on_start, knowledge_file
     )
+    _first_steps(engine, settings, device, max_model_len, live.target.network.vocab_size, phase)
+    equipment.ranks.ready()
+    info = msgspec.structs.replace(
+        _describe(choice, gpu, device, live, memory, equipment, max_model_len, phase.seconds, lost),
+        prepared=equipment.prepared(policies.first.strategies),
+    )
+    return engine, info
+
+
+def _state(settings: EngineSettings) -> Path | None:
+    return Path(settings.state_dir) if settings.state_dir else None
+
+
+def _quiet(options: Options) -> bool:
+    return not options.intake.groups.hold_gpu
+
+
+def _equipped(settings: DecidedSettings, equipment: Equipment) -> str:
+    matmuls = f"matmuls {equipment.matmuls}" if equipment.matmuls else ""
+    drafters = f"drafters: {', '.join(settings.drafters) or 'none'}"
+    return "; ".join(part for part in (drafters, matmuls, equipment.detail) if part)
+
+
+def _first_steps(
+    engine: Engine,
+    settings: DecidedSettings,
+    device: Device,
+    max_model_len: int,
+    vocab_size: int,
+    phase: Phases,
+) -> None:
+    """Warm up and measure steps, unless a file knows their times."""
     with phase("warm up"):
         if device.warms_up:
             with nothing_learnt(engine):
                 arms = ladder(settings.drafters, settings.device).arms
-                warm_up(engine, arms, live.target.network.vocab_size, max_model_len)
+                warm_up(engine, arms, vocab_size, max_model_len)
     with phase("measure steps") as detail:
-        if known := engine.knowledge_file.load(engine.knowledge):
+        choice = engine.choice
+        if known := choice.knowledge_file.load(choice.knowledge):
             detail.append(f"known from {known}")
         elif device.warms_up:
-            vocab_size = live.target.network.vocab_size
             profile = StepProfile(engine, vocab_size, max_model_len, PROFILE_S)
-            while policy.measures and profile.advance():
+            while choice.policy.measures and profile.advance():
                 pass
-            engine.measure = None if policy.measures else profile.advance
+            engine.measure = None if choice.policy.measures else profile.advance
             detail.append(f"{len(profile.measured)} steps")
-    equipment.ranks.ready()
-    info = msgspec.structs.replace(
-        _describe(choice, gpu, device, live, memory, equipment, max_model_len, phase.seconds, lost),
-        prepared=equipment.prepared(policy.strategies),
-    )
-    return engine, info
 
 
 def _connect(
     settings: DecidedSettings,
     live: Live,
-    knowledge: Knowledge,
-    policy: Policy,
-    make_policy: Callable[[SetPolicy], Policy],
+    policies: Policies,
     running: RunningSet,
     memory: Memory,
     equipment: Equipment,
     options: Options,
     on_start: Callable[[list[str]], None],
-    made_by: dict[str, str],
+    knowledge_file: KnowledgeFile,
 ) -> Engine:
     """Make what decides about steps, pushes and pauses, around the runner."""
     vocab_size, eos_token_ids = live.target.network.vocab_size, live.target.network.eos_token_ids
     recorder = recorder_of(settings, live.drafter_version, memory.states, equipment.tables)
-
     structures = Structures(Path(settings.model), vocab_size, eos_token_ids)
 
     def make_sequence(request: GenerateRequest) -> Sequence:
@@ -194,6 +197,11 @@ def _connect(
             recorder.trace(request) if recorder else None,
             pushes.unloads.adapter(request.lora),
         )
+
+    def install(live: Live, changed: Changed) -> None:
+        choice.renew(_in_use(live), partial(equipment.install, live, changed))
+        if recorder:
+            recorder.installed(live.drafter_version)
 
     gate = StepGate()
     scheduler = Scheduler(
@@ -208,46 +216,42 @@ def _connect(
         save=memory.save,
         restore=memory.restore,
     )
-    canary = Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary)
-    switches = SwitchLog()
+    knowledge = policies.knowledge
     knowledge.weights, knowledge.tables = _in_use(live), equipment.tables
-
-    def install(live: Live, changed: Changed) -> None:
-        knowledge.renew(_in_use(live), partial(equipment.install, live, changed))
-        canary.renewed()
-        switches.weights_changed()
-        if recorder:
-            recorder.installed(live.drafter_version)
-
     in_flight = partial(settle, scheduler, equipment.runner)
-    activity = ActivityReader(settings.activity) if settings.activity else None
-    transaction = Transaction(live, options)
+    transaction, confirm = Transaction(live, options), equipment.ranks.confirm
     pushes = WeightPushes(
-        gate, transaction, scheduler, install, in_flight, equipment.ranks.confirm, knowledge.costs
+        gate, transaction, scheduler, install, in_flight, confirm, knowledge.costs
     )
-    dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
-    return Engine(
-        gate,
-        scheduler,
-        equipment.runner,
-        policy,
-        canary,
-        knowledge,
-        KnowledgeFile(Path(settings.state_dir) if settings.state_dir else None, made_by),
-        switches,
+    choice = _choice(
+        settings, policies, equipment, scheduler, lambda: not pushes.busy, knowledge_file
+    )
+    halt = Halt(gate, scheduler, equipment, pushes, Dormant(_state(settings)), in_flight)
+    return Engine(scheduler, equipment, choice, pushes, halt, make_sequence, recorder, structures)
+
+
+def _choice(
+    settings: DecidedSettings,
+    policies: Policies,
+    equipment: Equipment,
+    scheduler: Scheduler,
+    no_push: Callable[[], bool],
+    knowledge_file: KnowledgeFile,
+) -> StrategyChoice:
+    activity = ActivityReader(settings.activity) if settings.activity else None
+    return StrategyChoice(
+        policies.first,
+        policies.knowledge,
+        knowledge_file,
+        Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary),
+        SwitchLog(),
         PolicyChanges(
-            make_policy,
+            policies.make,
             equipment.prepare,
             equipment.prepared,
-            lambda: not (gate.asleep or pushes.busy),
+            lambda: not scheduler.gate.asleep and no_push(),
             scheduler.faults,
         ),
-        make_sequence,
-        pushes,
-        Halt(gate, scheduler, equipment, pushes, dormant, in_flight),
-        equipment.record,
-        recorder,
-        structures,
         lambda: activity is not None and activity.runs,
     )
 
@@ -320,13 +324,8 @@ def _describe(
     )
 
 
-def _options(
-    settings: EngineSettings,
-    device: Device,
-    spool: Spool | None,
-    parse_calibration: Callable[[bytes, str], object],
-) -> Options:
-    state = Path(settings.state_dir) if settings.state_dir else None
+def _options(settings: DecidedSettings, device: Device) -> Options:
+    state, drafter = _state(settings), settings.drafter_directory
     intake = Intake(
         Path(settings.weight_root) if settings.weight_root else None,
         settings.weight_marker,
@@ -335,21 +334,30 @@ def _options(
         trained=settings.trained,
         groups=Groups(settings.weight_timeout_s),
     )
-    staged = state and state / "staged"
-    storage = Storage(settings.weight_staging, device.free, device.device, staged)
     return Options(
         settings.channels,
         intake,
-        spool,
+        Spool(state, str(Path(settings.model).resolve())) if state else None,
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
-        parse_calibration=parse_calibration,
-        storage=storage,
+        parse_calibration=(
+            find_loader(drafter, settings.device).parse_calibration if drafter else _unexpected
+        ),
+        storage=Storage(
+            settings.weight_staging, device.free, device.device, state and state / "staged"
+        ),
     )
 
 
 def _unexpected(content: bytes, source: str) -> object:
     raise AssertionError("a calibration table for a server without a drafter's network")
+
+
+def _policies(settings: DecidedSettings, device: Device) -> Policies:
+    knowledge = Knowledge(settings.drafters, settings.device)
+    learning = lru_cache(KEPT_POLICIES)(partial(_learning_policy, settings, knowledge, device))
+    make = partial(_make_policy, settings, learning)
+    return Policies(knowledge, make(SetPolicy(settings.policy, settings.strategy)), make)
 
 
 def _make_policy(

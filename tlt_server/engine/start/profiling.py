@@ -19,11 +19,8 @@ from itertools import zip_longest
 import numpy as np
 
 from tlt_server.engine.loop import Engine
-from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.cost import Measured, load_of
-from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies.fixed import Fixed
-from tlt_server.speculation.switches import SwitchLog
 from tlt_server.wire.commands import Submit
 from tlt_server.wire.records import OFF, GenerateRequest, Sampling, Strategy
 
@@ -51,7 +48,7 @@ class StepProfile:
         engine, started_s = self._engine, time.perf_counter()
         until = started_s + self._left_s / len(self._batches)
         size, context = self._batches.pop(0)
-        strategies = _some(engine.policy.strategies(range(size, size + 1), prompts=False))
+        strategies = _some(engine.choice.policy.strategies(range(size, size + 1), prompts=False))
         with nothing_learnt(engine):
             self.measured += _measure(
                 engine, strategies, size, context, self._vocab_size, self._generated, until
@@ -59,8 +56,8 @@ class StepProfile:
         self._left_s -= time.perf_counter() - started_s
         if self._batches:
             return True
-        engine.knowledge.cost.profile(self.measured)
-        engine.knowledge_file.save(engine.knowledge)
+        engine.choice.knowledge.cost.profile(self.measured)
+        engine.choice.knowledge_file.save(engine.choice.knowledge)
         return False
 
 
@@ -69,15 +66,12 @@ def nothing_learnt(engine: Engine) -> Iterator[None]:
     """Run steps of meaningless prompts, under any policy, without consequences. Prefixes that were
     cached before stay, unless their pages are needed.
     """
-    policy, knowledge, switches = engine.policy, engine.knowledge, engine.switches
-    canary, prefixes = engine.canary, engine.scheduler.pool.indexed
-    engine.knowledge, engine.switches, engine.canary = Knowledge(()), SwitchLog(), Canary((), 0.0)
-    engine.runner.learns = False
+    choice, prefixes = engine.choice, engine.scheduler.pool.indexed
+    engine.choice, engine.runner.learns = choice.unlearning(), False
     try:
         yield
     finally:
-        engine.policy, engine.knowledge, engine.switches = policy, knowledge, switches
-        engine.canary, engine.runner.learns = canary, True
+        engine.choice, engine.runner.learns = choice, True
         engine.scheduler.pool.clear_index(prefixes)
 
 
@@ -86,10 +80,10 @@ def warm_up(engine: Engine, arms: Iterable[Strategy], vocab_size: int, max_model
     are loaded and memory is taken before a request waits for it.
     """
     length = max(1, min(8, max_model_len - 8))
-    reached = engine.policy.strategies(range(1, 2), prompts=False)
+    reached = engine.choice.policy.strategies(range(1, 2), prompts=False)
     by_drafter = {strategy.drafter: strategy for strategy in (*arms, *reached)}
     for i, strategy in enumerate(by_drafter.values()):
-        engine.policy = Fixed(strategy)
+        engine.choice.policy = Fixed(strategy)
         engine.send(
             Submit(
                 [
@@ -149,7 +143,7 @@ def _measure(
 ) -> Iterator[Measured]:
     """Run one batch under each strategy in turn."""
     sampling = Sampling(max_tokens=generated, ignore_eos=True)
-    engine.policy = Fixed(OFF)
+    engine.choice.policy = Fixed(OFF)
     engine.send(
         Submit(
             [
@@ -169,7 +163,7 @@ def _measure(
             yield Measured(load_of(cycle), cycle.step_s)
         engine.step()
     for i, strategy in enumerate(strategies):
-        engine.policy = Fixed(strategy)
+        engine.choice.policy = Fixed(strategy)
         seen = 0
         while seen <= MEASURED and not engine.idle and (not i or time.perf_counter() < until):
             engine.step()  # on a GPU, the first result is of the strategy before
