@@ -5,6 +5,7 @@ and all others get the tokens of an undisturbed run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -137,11 +138,11 @@ def test_a_batch_that_is_queued_in_part_is_taken_back(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        ("policy", "choose"),
-        ("policy", "observe"),
-        ("canary", "observe"),
-        ("knowledge", "observe"),
-        ("switches", "chose"),
+        ("choice.policy", "choose"),
+        ("choice.policy", "observe"),
+        ("choice.canary", "observe"),
+        ("choice.knowledge", "observe"),
+        ("choice.switches", "chose"),
         ("scheduler", "observe"),
         ("scheduler", "gauges"),
     ],
@@ -149,7 +150,7 @@ def test_a_batch_that_is_queued_in_part_is_taken_back(
 def test_a_figure_that_cannot_be_counted_ends_nothing(
     owner: str, name: str, engine: Pushable, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(getattr(engine.engine, owner), name, broken)
+    monkeypatch.setattr(attrgetter(owner)(engine.engine), name, broken)
     engine.step()
     engine.engine.gauges()
     engine.finish()
@@ -163,7 +164,7 @@ def test_commands_that_fail_are_refused(
     inner = engine.engine
     monkeypatch.setattr(inner.pushes, "_apply", broken)
     monkeypatch.setattr(inner.halt, "_do", broken)
-    monkeypatch.setattr(inner.changes, "_prepare", broken)
+    monkeypatch.setattr(inner.choice.changes, "_prepare", broken)
     for command in (
         SetPolicy("off", id="o"),
         ClearCache("c"),
