@@ -54,7 +54,7 @@ from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.process.garbage import collect_while_few
-from tlt_server.process.mps import client_environment
+from tlt_server.process.machine import client_environment
 from tlt_server.process.private import private_directory, write_no_core_files
 from tlt_server.samples.activity import Activity, make_activity
 from tlt_server.samples.excerpt import SampleFiles

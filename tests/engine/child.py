@@ -19,7 +19,7 @@ import zmq
 from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed, from_code
 from tlt_server.models.environment import library_environment
-from tlt_server.process.exits import exit_of
+from tlt_server.process.faults import exit_of
 from tlt_server.wire.commands import Command, SetPolicy, Stop
 from tlt_server.wire.events import (
     ControlReport,

@@ -57,6 +57,7 @@ from tlt_server.wire.events import (
     of_step,
 )
 from tlt_server.wire.fingerprint import Fingerprint
+from tlt_server.wire.kept import StartedFile
 from tlt_server.wire.records import (
     OFF,
     Cycle,
@@ -67,7 +68,6 @@ from tlt_server.wire.records import (
     TokenLogprobs,
     encode,
 )
-from tlt_server.wire.started import StartedFile
 
 EOS = 256
 DIES, FAILS, HANGS = (

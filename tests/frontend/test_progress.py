@@ -6,8 +6,8 @@ import io
 
 import pytest
 
+from tlt_server.frontend.http.logs import lasting
 from tlt_server.frontend.link.starting import REWRITE, ProgressLines, UnderWay
-from tlt_server.process.operator_lines import lasting
 from tlt_server.wire.events import Phase
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tlt_server.process.exits import exit_of
+from tlt_server.process.faults import exit_of
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tlt_server.process.private import private_directory
 from tlt_server.weights.candidate import _exhausted
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import _mapped, ran_out
-from tlt_server.wire.started import StartedFile
+from tlt_server.wire.kept import StartedFile
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o777], ids="umask {:03o}".format)

@@ -8,8 +8,8 @@ import msgspec
 
 from tlt_server.frontend.link import suspects as module
 from tlt_server.frontend.link.suspects import Suspects
+from tlt_server.wire.kept import StartedFile, read_started
 from tlt_server.wire.records import GenerateRequest, Grammar, Sampling
-from tlt_server.wire.started import StartedFile, read_started
 
 
 def request(prompt: int = 1, id: str = "a", **sampling: object) -> GenerateRequest:

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.test_choice import CARD, NONE, chosen
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.errors import StartupError
-from tlt_server.process import mps
-from tlt_server.process.mps import client_environment, mps_enabled
+from tlt_server.process import machine
+from tlt_server.process.machine import client_environment, mps_enabled
 from tlt_server.samples.activity import REASONS
 from tlt_server.trainer.process.main import visible
 from tlt_server.trainer.process.modes import MODES
@@ -85,7 +85,7 @@ class Driver:
 def test_the_driver_says_whether_mps_is_on(
     driver: Driver, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mps.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: driver)
     assert mps_enabled() is enabled
 
 
@@ -93,7 +93,7 @@ def test_without_a_driver_mps_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(mps.ctypes, "CDLL", absent)
+    monkeypatch.setattr(machine.ctypes, "CDLL", absent)
     assert not mps_enabled()
 
 

@@ -26,7 +26,7 @@ from tlt_kernels.parents import bound
 from tlt_server.bench.micro import require_gpu, say
 from tlt_server.bench.record import finish
 from tlt_server.models.environment import NO_MULTICAST
-from tlt_server.process.exits import exit_of
+from tlt_server.process.faults import exit_of
 
 RANKS = 2
 RANK = (sys.executable, "-P", "-m", "tlt_server.bench.exchange_rank")

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from tlt_kernels.parents import bound
 from tlt_server.errors import StartupError
-from tlt_server.process.exits import exit_of
+from tlt_server.process.faults import exit_of
 
 COMMAND = (sys.executable, "-P", "-m", "tlt_server", "serve", "--port", "0")
 POLL_S = 0.05

@@ -25,7 +25,7 @@ from tlt_server.doctor.checks import Check, chosen
 from tlt_server.doctor.finding import Finding, refused
 from tlt_server.doctor.settings import usable_settings, written
 from tlt_server.models.environment import library_environment
-from tlt_server.process.exits import exit_of
+from tlt_server.process.faults import exit_of
 
 CHILD = (sys.executable, "-P", "-m", "tlt_server.doctor.child")
 CHILD_S = 300.0  # in which the child must be through; the self-test of a large model takes a minute

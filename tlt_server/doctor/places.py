@@ -14,7 +14,7 @@ from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.keys import REMEDY, read_keys
 from tlt_server.frontend.http.tls import watched_certificates
 from tlt_server.frontend.http.traces import OtlpTraces
-from tlt_server.metrics.storage import disk
+from tlt_server.metrics.requests import disk
 from tlt_server.speculation.drafters import weights_directory
 
 GIB = 2**30

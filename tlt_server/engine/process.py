@@ -32,8 +32,8 @@ from tlt_server.errors import EngineFailed, TltError
 from tlt_server.process.faults import describe, trace
 from tlt_server.process.garbage import loading
 from tlt_server.wire.events import Event, Failed, Heartbeat, Phase, PhaseProgress, Ready, of_step
+from tlt_server.wire.kept import StartedFile
 from tlt_server.wire.records import encode
-from tlt_server.wire.started import StartedFile
 
 NICENESS = 5  # after the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200

@@ -22,10 +22,13 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from tlt_server.metrics.aliases import Aliases
 from tlt_server.metrics.engine import EngineMetrics, EngineProcesses
-from tlt_server.metrics.exchanges import ExchangeMetrics
 from tlt_server.metrics.kinds import Kinds
-from tlt_server.metrics.sequences import SequenceMetrics
-from tlt_server.metrics.storage import DiskMetrics, RolloutMetrics
+from tlt_server.metrics.requests import (
+    DiskMetrics,
+    ExchangeMetrics,
+    RolloutMetrics,
+    SequenceMetrics,
+)
 from tlt_server.metrics.training import SampleMetrics, TrainingMetrics
 from tlt_server.metrics.weights import WeightMetrics
 from tlt_server.wire.events import EngineInfo

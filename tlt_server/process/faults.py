@@ -1,10 +1,11 @@
 """Exceptions that are no user's error: those that end the engine, described for clients and
 operators, and those that are contained, as they concern one command, one sequence or one figure.
-Imports no torch by itself.
+Also says how a child process ended. Imports no torch by itself.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -131,3 +132,11 @@ def _reported(first: str) -> str:
     for mark in MARKS:
         first = first.removeprefix(f"{mark}: ")
     return first
+
+
+def exit_of(status: int) -> str:
+    """Return how a process ended: with which status, or by which signal."""
+    if status >= 0:
+        return f"ended with status {status}"
+    named = {each.value: each.name for each in signal.Signals}
+    return f"was ended by {named.get(-status, f'signal {-status}')}"

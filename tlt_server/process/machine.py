@@ -1,7 +1,10 @@
-"""The machine that this process runs on."""
+"""The machine that this process runs on: its processor and memory, and whether it shares a GPU by
+NVIDIA's Multi-Process Service (MPS). Imports no torch.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -74,3 +77,40 @@ def host_memory() -> HostMemory:
             used = int((CONTROL_GROUP / usage).read_text()) - int(counts[cache])
             available, total = min(available, max(0, int(limit) - used)), min(total, int(limit))
     return HostMemory(available, total)
+
+
+MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED: contexts made on the device are shared by MPS
+BELOW_NORMAL = "1"  # a client's priority; the others have 0
+DIRECTORY = "/tmp/nvidia-mps"  # the driver's own default of CUDA_MPS_PIPE_DIRECTORY
+
+
+def mps_enabled() -> bool:
+    """Return True if this process is a client of MPS on its first GPU. False where the driver does
+    not know, or there is none.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    device, enabled = ctypes.c_int(), ctypes.c_int()
+    return (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGet(ctypes.byref(device), 0) == 0
+        and driver.cuDeviceGetAttribute(ctypes.byref(enabled), MPS_ENABLED, device) == 0
+        and enabled.value == 1
+    )
+
+
+def pipe_directory() -> str:
+    """Return where the driver looks for the control daemon."""
+    return os.environ.get("CUDA_MPS_PIPE_DIRECTORY", DIRECTORY)
+
+
+def client_environment(percent: int) -> dict[str, str]:
+    """Return the variables of a client that has less of the GPU than others. `percent`: of its
+    multiprocessors.
+    """
+    return {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent),
+        "CUDA_MPS_CLIENT_PRIORITY": BELOW_NORMAL,
+    }

@@ -30,8 +30,7 @@ from tlt_server.models.split import (
     auto_gpu_leaves,
     check_leaves,
 )
-from tlt_server.process.machine import named_twice
-from tlt_server.process.mps import mps_enabled
+from tlt_server.process.machine import mps_enabled, named_twice
 from tlt_server.settings.server import available_processors, suited_policy
 
 MIB = 2**20

@@ -14,7 +14,7 @@ import torch
 from tlt_server.engine.devices.sizing import Drafting, training_share
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
-from tlt_server.process.mps import pipe_directory
+from tlt_server.process.machine import pipe_directory
 
 KIND = (
     "the self-check of a drafter repeats the server's own counts only on a device of the engine's "

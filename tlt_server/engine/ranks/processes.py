@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from tlt_server.errors import EngineFailed
-from tlt_server.process.exits import exit_of
+from tlt_server.process.faults import exit_of
 
 END_S = 10.0  # for all killed processes, which give back the memory of their GPUs
 LEAVE_S = 1.0  # from a closed connection to the end of its process

@@ -8,16 +8,16 @@ the places it passed, never with its message.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import re
 import sys
 import traceback
-from typing import Any, Literal, TextIO
+from contextlib import suppress
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, Processor
-
-from tlt_server.process.operator_lines import lasting
 
 log = structlog.get_logger()
 
@@ -86,3 +86,27 @@ def left_behind(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> Non
     error = context.get("exception")
     what = re.split(r"[<(]", context["message"])[0].strip()
     log.error("left_behind", what=what, **({"exc_info": error} if error is not None else {}))
+
+
+class _Lasting(io.TextIOBase):
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+
+def lasting(stream: TextIO) -> TextIO:
+    """Return a stream whose lines are lost where the given one takes none, such as a closed pipe
+    or a full disk: no request fails for a line about it.
+    """
+    return cast(TextIO, _Lasting(stream))

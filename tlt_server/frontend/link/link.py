@@ -24,12 +24,12 @@ import zmq
 import zmq.asyncio
 
 from tlt_server.errors import EngineFailed, TltError, from_code
-from tlt_server.process.exits import exit_of
+from tlt_server.process.faults import exit_of
 from tlt_server.process.private import DIRECTORY, private_file
 from tlt_server.wire.commands import Command, Stop
 from tlt_server.wire.events import Ending, Event, Failed, Heartbeat, Phase, Ready, decode_event
+from tlt_server.wire.kept import read_started
 from tlt_server.wire.records import encode
-from tlt_server.wire.started import read_started
 
 PREFIX, LOCK = "tlt-", "lock"
 

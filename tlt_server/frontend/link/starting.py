@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 from msgspec import Struct
 
 from tlt_server.errors import EngineFailed
-from tlt_server.process.operator_lines import lasting
+from tlt_server.frontend.http.logs import lasting
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.wire.events import CHECKED, EngineInfo, Phase, PhaseProgress
 

@@ -27,7 +27,7 @@ import msgspec
 
 from tlt_server.errors import StartupError, TltError
 from tlt_server.process.garbage import loading
-from tlt_server.process.mps import mps_enabled
+from tlt_server.process.machine import mps_enabled
 from tlt_server.registry import load_object
 from tlt_server.samples.activity import ActivityReader
 from tlt_server.samples.hidden_states import decode_captured
