@@ -24,7 +24,7 @@ from tlt_server.frontend.dialects.native import FORMS
 from tlt_server.frontend.dialects.weights.requests import PUSH
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.tokenizing import SLICE_CHARS, encode
-from tlt_server.frontend.http.bodies import PARSED_APART
+from tlt_server.frontend.http.parsing import PARSED_APART
 from tlt_server.frontend.reading import asking, jobs
 from tlt_server.frontend.reading import reader as reader_module
 from tlt_server.frontend.reading.asking import Asker
@@ -84,11 +84,11 @@ def die() -> Slice:
 
 DEADLY = """
 import os, sys, time
-from tlt_server.frontend.reading_process import __main__, jobs
-jobs.JOBS["die"] = lambda text, payload: time.sleep(0.3) or os.abort()
-jobs.JOBS["hang"] = lambda text, payload: time.sleep(600)
-jobs.JOBS["wait"] = lambda text, payload: time.sleep(1)
-jobs.JOBS["work"] = lambda text, payload: [None for _ in iter(int, 1)]
+from tlt_server.frontend.reading_process import __main__
+__main__.JOBS["die"] = lambda text, payload: time.sleep(0.3) or os.abort()
+__main__.JOBS["hang"] = lambda text, payload: time.sleep(600)
+__main__.JOBS["wait"] = lambda text, payload: time.sleep(1)
+__main__.JOBS["work"] = lambda text, payload: [None for _ in iter(int, 1)]
 __main__.main(sys.argv[1:])
 """
 

@@ -35,9 +35,8 @@ from tlt_client.rpc import (
 )
 from tlt_client.rpc import rollout_pb2 as proto
 from tlt_server.errors import InvalidRequest as InvalidValue
-from tlt_server.frontend.rpc.exchange import Exchange
+from tlt_server.frontend.rpc.exchange import Exchange, MessageReads
 from tlt_server.frontend.rpc.methods import METHODS
-from tlt_server.frontend.rpc.reads import MessageReads
 from tlt_server.frontend.rpc.server import refuse
 
 LONG = GenerateRequest(requests=[Item(token_ids=[HANGS])])

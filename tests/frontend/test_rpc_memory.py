@@ -20,9 +20,8 @@ from tlt_server.frontend.http.slices import json_slices
 from tlt_server.frontend.reading import asking
 from tlt_server.frontend.reading.asking import Asker
 from tlt_server.frontend.reading.reader import Reader
-from tlt_server.frontend.rpc.messages import parsed, plain, read
+from tlt_server.frontend.rpc.messages import MAX_NUMBERS, parsed, plain, read
 from tlt_server.frontend.rpc.methods import METHODS
-from tlt_server.frontend.rpc.weighing import MAX_NUMBERS
 
 BATCH = METHODS["/tlt.v1.RolloutService/GenerateBatch"]
 MB = 2**20

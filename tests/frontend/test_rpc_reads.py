@@ -16,15 +16,15 @@ from tests.frontend.test_rpc import SHORT, refused
 from tests.waiting import until
 from tlt_client.rpc import RolloutServiceStub
 from tlt_server.errors import Unavailable
-from tlt_server.frontend.rpc import reads
-from tlt_server.frontend.rpc.reads import MessageReads
+from tlt_server.frontend.rpc import exchange
+from tlt_server.frontend.rpc.exchange import MessageReads
 
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "OTHERS_S", 0.05)
-    monkeypatch.setattr(reads, "OWN_S", 0.2)
-    monkeypatch.setattr(reads, "CHECK_S", 0.01)
+    monkeypatch.setattr(exchange, "OTHERS_S", 0.05)
+    monkeypatch.setattr(exchange, "OWN_S", 0.2)
+    monkeypatch.setattr(exchange, "CHECK_S", 0.01)
 
 
 class Messages:

@@ -5,9 +5,9 @@ import pytest
 from tlt_client.rpc import rollout_pb2
 from tlt_client.rpc.rollout_pb2 import GenerateRequest, Item, Message, UpdateWeightsRequest
 from tlt_server.errors import InvalidRequest, TooLarge
-from tlt_server.frontend.rpc import weighing
+from tlt_server.frontend.rpc import messages
+from tlt_server.frontend.rpc.messages import PART_WEIGHT, weigh
 from tlt_server.frontend.rpc.methods import METHODS
-from tlt_server.frontend.rpc.weighing import PART_WEIGHT, weigh
 
 ABOUT = GenerateRequest.DESCRIPTOR
 
@@ -23,8 +23,8 @@ def test_a_message_weighs_what_is_made_of_it() -> None:
 
 
 def test_too_many_parts_are_refused_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weighing, "MAX_MEMBERS", 100)
-    monkeypatch.setattr(weighing, "MAX_PARTS", 250)
+    monkeypatch.setattr(messages, "MAX_MEMBERS", 100)
+    monkeypatch.setattr(messages, "MAX_PARTS", 250)
     taken = [Item(messages=[Message()] * 49)] * 4
     weigh(GenerateRequest(requests=taken).SerializeToString(), ABOUT)
     for items, says in (

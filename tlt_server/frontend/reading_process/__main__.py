@@ -1,4 +1,7 @@
-"""Serves the lanes, each in a thread, until the server is gone: standard input has ended."""
+"""Serves the lanes, each in a thread, until the server is gone: standard input has ended.
+
+A job takes the text, the payload and the arguments of its request, and returns a value.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,24 @@ import os
 import socket
 import sys
 import threading
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tlt_server.frontend.dialects import DIALECTS
+from tlt_server.frontend.generation.templates import for_template
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.reading.frames import BlockingChannel
+from tlt_server.frontend.reading.trees import named
 from tlt_server.frontend.reading_process.answers import Payload, answered, bound_memory
-from tlt_server.frontend.reading_process.jobs import JOBS
 from tlt_server.frontend.rpc import methods  # noqa: F401 (large messages name its function)
+from tlt_server.grammars.compiler import Compiler
+from tlt_server.grammars.forms import grammar_of
+from tlt_server.wire.packed import PackedIds, PackedText
+from tlt_server.wire.records import Grammar
 
 NICENESS = 7  # the engine's is lower, so it goes first
 _libc = ctypes.CDLL(None)
@@ -57,6 +67,68 @@ def _serve(channel: BlockingChannel, text: Text) -> None:
                 _libc.malloc_trim(0)
     finally:
         os._exit(0)  # the server is gone, or the lane has failed and all of them start again
+
+
+def ready(text: Text, payload: Payload) -> None:
+    """Answer, so that the server knows that the process has started."""
+
+
+def encode(text: Text, payload: Payload, lengths: list[int], special: bool) -> list[PackedIds]:
+    """Return the token ids of each text; the payload is their UTF-8, one after another."""
+    data = payload.joined()
+    texts, at = [], 0
+    for length in lengths:
+        texts.append(data[at : at + length].decode())
+        at += length
+    del data
+    return [*map(PackedIds.of, text.encode(texts, special=special))]
+
+
+def decode(text: Text, payload: Payload, special: bool) -> PackedText:
+    """Return the text of packed token ids."""
+    ids = PackedIds(bytes(payload.joined()))
+    assert text.tokenizer is not None
+    # A batch of one, since only a batch lets the other lanes run meanwhile.
+    [found] = text.tokenizer.decode_batch([ids.list()], skip_special_tokens=not special)
+    return PackedText.of(found)
+
+
+def render(
+    text: Text, payload: Payload, open_end: bool = False, name: str | None = None
+) -> PackedText:
+    """Return the conversation in the chat template of this name, or the one that suits it."""
+    messages, tools, options = payload.tree()
+    messages = for_template(messages)
+    return PackedText.of(text.render(messages, tools, options, open_end=open_end, name=name))
+
+
+def parse(text: Text, payload: Payload, function: str, *arguments: Any) -> Any:
+    """Return what a function of ours makes of a body."""
+    return named(function)(payload.joined(), *arguments)
+
+
+def grammar(
+    text: Text, payload: Payload, form: str, vocab_size: int, eos_token_ids: list[int]
+) -> Grammar:
+    """Return the grammar of a structure, once it has compiled."""
+    found = grammar_of(form, payload.joined().decode(), text.specials)
+    _compiler(text.directory, vocab_size, tuple(eos_token_ids)).compile(found)
+    return found
+
+
+@lru_cache(1)
+def _compiler(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Compiler:
+    return Compiler(model, vocab_size, eos_token_ids)
+
+
+JOBS: dict[str, Callable[..., Any]] = {
+    "ready": ready,
+    "encode": encode,
+    "decode": decode,
+    "render": render,
+    "parse": parse,
+    "grammar": grammar,
+}
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """One HTTP operation of a gRPC call, run by the application that also answers HTTP.
 
 The application receives and sends gRPC's messages. A message is read when the application asks for
-the body, so keys and limits are checked first. A client has disconnected if it cancels, if its
-deadline passes, or if it leaves a message unread for `send_timeout_s`.
+the body, so keys and limits are checked first, and in its key's turn (`MessageReads`). A client has
+disconnected if it cancels, if its deadline passes, or if it leaves a message unread for
+`send_timeout_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 import grpc
@@ -18,15 +20,14 @@ import msgspec
 from google.protobuf.message import Message as Protobuf
 from starlette.types import ASGIApp, Message, Scope
 
-from tlt_server.errors import Cancelled, TltError
+from tlt_server.errors import Cancelled, TltError, Unavailable
 from tlt_server.frontend.http.arrival import ARRIVE
 from tlt_server.frontend.http.auth import key_of
+from tlt_server.frontend.http.connections import REPLIED
 from tlt_server.frontend.http.loop_share import Turn
-from tlt_server.frontend.http.places import REPLIED
 from tlt_server.frontend.http.replies import REFUSED, TAKE_CONTENT
 from tlt_server.frontend.rpc.messages import fill, wired
 from tlt_server.frontend.rpc.methods import Operation, RpcMethod
-from tlt_server.frontend.rpc.reads import MessageReads
 
 # Metadata of a call that become headers, and headers of a reply that become metadata.
 TO_HEADERS = (
@@ -218,3 +219,102 @@ def _address(peer: str) -> tuple[str, int] | None:
     kind, _, address = unquote(peer).partition(":")
     host, _, port = address.rpartition(":")
     return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdecimal() else None
+
+
+T = TypeVar("T")
+OTHERS_S = 1.0  # time that a read may take while another key waits
+OWN_S = 5.0  # the same while only its own key does
+CHECK_S = 0.25
+
+
+class _Read(NamedTuple):
+    owner: str
+    wait: asyncio.Timeout
+    began_s: float
+
+
+class MessageReads:
+    def __init__(self, at_once: int) -> None:
+        self._free = self.at_once = at_once
+        self._reads: list[_Read] = []  # the longest first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by owner, no empty queue
+        self._check: asyncio.TimerHandle | None = None
+
+    async def read(self, owner: str, receive: Callable[[], Awaitable[T]]) -> T:
+        """Return what `receive` does, after a turn. `Unavailable`: it took too long while others
+        waited.
+        """
+        await self._turn(owner)
+        loop, read = asyncio.get_running_loop(), None
+        try:
+            async with asyncio.timeout(None) as wait:
+                read = _Read(owner, wait, loop.time())
+                self._reads.append(read)
+                return await receive()
+        except TimeoutError:
+            raise Unavailable(
+                f"{self.at_once} messages are read at once (max_bodies_mb) and others wait, but "
+                "this one did not arrive; send it later, or fewer at once",
+                retry_after_s=1,
+            ) from None
+        finally:
+            if read is not None:
+                self._reads.remove(read)
+            self._give_turn()
+
+    async def _turn(self, owner: str) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        if self._check is None:
+            self._look_later()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._leave(owner, turn)
+            else:
+                self._give_turn()
+            raise
+
+    def _leave(self, owner: str, turn: asyncio.Future[None]) -> None:
+        """Wait no more, so that no read is cut for a caller that has left."""
+        turns = self._waiting.get(owner, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[owner]
+
+    def _give_turn(self) -> None:
+        """Pass a turn on to the owner with the fewest reads, or keep it free."""
+        reading = self._reading()
+        while self._waiting:
+            owner = min(self._waiting, key=lambda owner: reading[owner])
+            turn = self._waiting[owner].popleft()
+            if not self._waiting[owner]:
+                del self._waiting[owner]
+            if not turn.done():  # else its caller has left
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _look_later(self) -> None:
+        self._check = asyncio.get_running_loop().call_later(CHECK_S, self._look)
+
+    def _look(self) -> None:
+        """Cut the longest read of the key that reads most, if it is overdue."""
+        self._check = None
+        if not self._waiting or not self._reads:
+            return
+        [(most, _)] = self._reading().most_common(1)
+        longest = next(read for read in self._reads if read.owner == most)
+        allowed_s = OTHERS_S if self._waiting.keys() - {most} else OWN_S
+        overdue = asyncio.get_running_loop().time() - longest.began_s >= allowed_s
+        if overdue and not longest.wait.expired():
+            longest.wait.reschedule(0.0)
+        self._look_later()
+
+    def _reading(self) -> Counter[str]:
+        return Counter(read.owner for read in self._reads)

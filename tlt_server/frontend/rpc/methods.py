@@ -26,8 +26,7 @@ from tlt_server.frontend.http.slices import json_slices
 from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced
 from tlt_server.frontend.reading.jobs import Slice
-from tlt_server.frontend.rpc.messages import parsed, plain, read
-from tlt_server.frontend.rpc.weighing import weigh
+from tlt_server.frontend.rpc.messages import parsed, plain, read, weigh
 
 SERVICE = DESCRIPTOR.services_by_name["RolloutService"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -30,10 +30,9 @@ from tlt_server.frontend.http.connections import max_grpc_connections
 from tlt_server.frontend.http.tls import Certificates
 from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.link.answers import Changes
-from tlt_server.frontend.rpc.exchange import Context, Exchange
+from tlt_server.frontend.rpc.exchange import Context, Exchange, MessageReads
 from tlt_server.frontend.rpc.health import Health, SideStreams
 from tlt_server.frontend.rpc.methods import METHODS, SERVICE, RpcMethod
-from tlt_server.frontend.rpc.reads import MessageReads
 from tlt_server.metrics import Metrics
 
 KEEPALIVE_S = 60  # a connection that is silent this long gets a ping
