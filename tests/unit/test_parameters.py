@@ -12,7 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.http.parameters import HEADER, REQUIRED, Parameter
+from tlt_server.frontend.http.endpoints import HEADER, REQUIRED, Parameter
 
 SAID = "said"
 Word = Literal["b", "a"]

@@ -26,11 +26,10 @@ from tlt_server.frontend.dialects.replies.errors import failure_naming
 from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival, Working
 from tlt_server.frontend.http.auth import Authentication, Gate, Origins, Terms, key_of
-from tlt_server.frontend.http.connections import ProbesOnly
+from tlt_server.frontend.http.connections import PlaceLimit, ProbesOnly
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.limits import BodyBudget, BodyLimits
 from tlt_server.frontend.http.openapi import document
-from tlt_server.frontend.http.places import PlaceLimit
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
 from tlt_server.frontend.http.traces import Begin, untraced
 from tlt_server.frontend.reading.asking import Asking

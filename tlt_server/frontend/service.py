@@ -22,10 +22,10 @@ from tlt_server.frontend.generation.requests import (
 )
 from tlt_server.frontend.generation.text import Pieces, Text
 from tlt_server.frontend.generation.validation import Validator
-from tlt_server.frontend.http.bodies import Bodies
 from tlt_server.frontend.http.counting import Bounds
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
+from tlt_server.frontend.http.parsing import Bodies
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.parsers.answer import Parsers, parsers_of

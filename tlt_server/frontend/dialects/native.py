@@ -62,12 +62,10 @@ from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import NativeRequest, RequestBatch
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.bodies import digest
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import HEADER, Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
-from tlt_server.frontend.http.parameters import HEADER
-from tlt_server.frontend.http.parsing import Forms
+from tlt_server.frontend.http.parsing import Forms, digest
 from tlt_server.frontend.http.replies import Refusal, json_response, sliced_response
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.rollouts.rollout import KeptRollout

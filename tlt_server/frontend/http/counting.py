@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from tlt_server.errors import InvalidRequest, TltError
-from tlt_server.frontend.http.scalars import Wrong, must
+from tlt_server.frontend.http.fields import Wrong, must
 
 if TYPE_CHECKING:
     from tlt_server.config import ResolvedConfig

@@ -1,4 +1,4 @@
-"""The kinds of objects that a request's body is made of.
+"""The kinds of objects that a request's body is made of, and the error of a value in one.
 
 A native route takes a `Strict` struct, which refuses unknown fields. A borrowed dialect takes
 `Tolerant` ones, because its clients send fields that have no meaning here; for them null means the
@@ -8,15 +8,17 @@ reads them, and `openapi` describes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin
 
 from msgspec import Struct
+from msgspec.json import decode
 
-from tlt_server.errors import InvalidRequest
+from tlt_server.errors import InvalidRequest, TltError
 
 OFF: tuple[Any, ...] = (False, "", [], {})
+MAX_PATH = 200  # characters of a path that an error shows
 
 
 class RefusedField(NamedTuple):
@@ -78,3 +80,54 @@ def sentence_of(hint: Any) -> str:
     """Return the text in `Annotated[TYPE, text]`, which describes a field; empty without one."""
     marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((mark for mark in reversed(marks) if isinstance(mark, str)), "")
+
+
+class Wrong(Exception):
+    """`say` makes the error from the path of the value; `path` has its steps, innermost first:
+    names of fields, and places in lists.
+    """
+
+    def __init__(self, say: Callable[[str], TltError], *path: str | int) -> None:
+        super().__init__()
+        self._say, self.path = say, [*path]
+
+    def error(self) -> TltError:
+        steps = (
+            f".{step[:MAX_PATH]}" if isinstance(step, str) else f"[{step}]" for step in self.path
+        )
+        return self._say("".join(reversed([*steps])).removeprefix(".")[:MAX_PATH])
+
+
+def must(text: memoryview, requirement: str, *path: str | int) -> Wrong:
+    value = shown_text(text)
+    return Wrong(lambda where: InvalidRequest(f"{where} is {value}; it must {requirement}"), *path)
+
+
+def no_text() -> Wrong:
+    return Wrong(
+        lambda where: InvalidRequest(
+            f"the body is not JSON: {where or 'a field name'} is not UTF-8; send one UTF-8 encoded "
+            "JSON object"
+        )
+    )
+
+
+def part(step: str | int, make: Callable[[Any], Any], found: Any) -> Any:
+    """Return what `make` makes of a part of a value; an error's path gets the step to the part."""
+    try:
+        return make(found)
+    except Wrong as wrong:
+        wrong.path.append(step)
+        raise
+
+
+def shown_text(text: memoryview) -> str:
+    """Return a value in JSON as an error message shows it, without decoding a large one."""
+    if len(text) <= 2**12:
+        try:
+            return shown(decode(text))
+        except (ValueError, RecursionError):
+            pass  # text that is not UTF-8, or a number of too many digits
+    start = bytes(text[:400]).decode("utf-8", "replace")
+    start = repr(start[1:]) if start.startswith('"') else start
+    return start if len(start) <= 80 else start[:77] + "..."

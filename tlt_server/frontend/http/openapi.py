@@ -32,9 +32,8 @@ from tlt_server.errors import (
     Unauthenticated,
     Unavailable,
 )
-from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.endpoints import REQUIRED, Endpoint
 from tlt_server.frontend.http.fields import Open, Tolerant, is_union, sentence_of
-from tlt_server.frontend.http.parameters import REQUIRED
 from tlt_server.wire.packed import PackedIds
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32}}

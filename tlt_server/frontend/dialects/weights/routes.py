@@ -39,9 +39,8 @@ from tlt_server.frontend.dialects.weights.requests import (
     manifest_of,
 )
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import HEADER, Routes
 from tlt_server.frontend.http.fields import shown
-from tlt_server.frontend.http.parameters import HEADER
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import UpdateFields
 from tlt_server.frontend.weights.session import Update, UpdateStatus, succeeded
