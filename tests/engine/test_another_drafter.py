@@ -18,8 +18,8 @@ from tests.engine.pushing import Pushable
 from tests.engine.successors import ARCHITECTURE, SuccessorTable, write_successors
 from tlt_server.config import load
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters import DRAFTERS, Declaration, Half, to_load
+from tlt_server.speculation.guard import AcceptanceGuard
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.wire.records import GenerateRequest, Strategy
 
@@ -151,6 +151,6 @@ def test_it_stands_in_for_a_drafter_with_weights_where_it_says_so() -> None:
     arms = ladder(names).arms
     assert CHAIN in arms
     eagle = next(arm for arm in arms if arm.drafter == "eagle" and arm.rows == 4 + 1)
-    canary = Canary([eagle, CHAIN], 0.5)
-    canary._watched["eagle"].rests = True
-    assert canary.permitted(eagle) == CHAIN
+    guard = AcceptanceGuard([eagle, CHAIN], 0.5)
+    guard._watched["eagle"].rests = True
+    assert guard.permitted(eagle) == CHAIN

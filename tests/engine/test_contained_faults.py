@@ -140,7 +140,7 @@ def test_a_batch_that_is_queued_in_part_is_taken_back(
     [
         ("choice.policy", "choose"),
         ("choice.policy", "observe"),
-        ("choice.canary", "observe"),
+        ("choice.guard", "observe"),
         ("choice.knowledge", "observe"),
         ("choice.switches", "chose"),
         ("scheduler", "observe"),

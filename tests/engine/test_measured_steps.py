@@ -40,7 +40,7 @@ def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: P
             engine.choice.knowledge.cost.trained and engine.idle and not engine.scheduler.holds_kv
         )
         if not learnt:
-            assert all(known.ratio == 1.0 for known in engine.choice.knowledge.outlooks.values())
+            assert all(known.ratio == 1.0 for known in engine.choice.knowledge.estimates.values())
             sampling = Sampling(max_tokens=40, ignore_eos=True)
             prompt = [*range(9), *range(9)]
             request = GenerateRequest(id="r", token_ids=prompt, sampling=sampling, seed=1)
@@ -99,14 +99,14 @@ def test_measuring_while_serving_keeps_cached_prefixes_and_judges_no_drafter() -
     chain = Strategy("eagle", 7, 1, 8)
     cycle = Cycle(context=context, strategy=chain, rows=64, accepted=(7,) * 8, drafted=56)
     for _ in range(100):  # before weights change, each first draft is accepted
-        engine.choice.canary.observe(cycle)
-    engine.choice.canary.renewed()
+        engine.choice.guard.observe(cycle)
+    engine.choice.guard.renewed()
     engine.send(SetPolicy("goodput"))
     engine.step()
     while engine.use_idle_time():
         pass
     assert engine.choice.knowledge.cost.profiled
-    assert engine.choice.canary.gauges()["drafters_resting"] == 0, "judged by meaningless prompts"
+    assert engine.choice.guard.gauges()["drafters_resting"] == 0, "judged by meaningless prompts"
     engine.scheduler.pool.check()
     assert engine.scheduler.pool.cached == cached and cached_tokens(engine, prompt) == 48
 

@@ -23,7 +23,7 @@ from tlt_server.speculation.branches import (
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.drafters.eagle import Eagle
 from tlt_server.speculation.drafters.history import DEPTHS, History
-from tlt_server.speculation.outlook import Outlook
+from tlt_server.speculation.estimate import AcceptanceEstimate
 from tlt_server.speculation.survival import CELLS, Calibration
 from tlt_server.speculation.tree import select
 from tlt_server.wire.records import Strategy
@@ -190,16 +190,16 @@ def test_surer_trees_lower_the_trust_in_branches() -> None:
     assert survival[0] > survival[1] > survival[2]
 
 
-def test_an_outlook_neither_continues_branches_nor_takes_them_for_best_children() -> None:
+def test_estimate_neither_continues_branches_nor_ranks_them_best() -> None:
     chain = [(0, n - 1, 5, n + 1, 0, 0.5 ** (n + 1), 0) for n in range(3)]
     rival = [(0, -1 if n == 3 else n - 1, 6, n - 2, RANK, 0.4, CELLS) for n in (3, 4)]
-    outlooks = []
+    estimates = []
     for nodes in (chain, [*chain, *rival]):
-        outlook = Outlook((1, 2, 3, 5), (1, 2))
+        estimate = AcceptanceEstimate((1, 2, 3, 5), (1, 2))
         for _ in range(200):
-            outlook.see(candidates_of(nodes), 1)
-        outlooks.append(outlook)
-    alone, both = outlooks
+            estimate.see(candidates_of(nodes), 1)
+        estimates.append(estimate)
+    alone, both = estimates
     assert alone.record().rate == both.record().rate
     many = np.array([60.0])
     for depth in (2, 3, 5):

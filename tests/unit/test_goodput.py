@@ -1,4 +1,4 @@
-"""The cost model, the outlook of a drafter, and the policy that weighs one against the other, in
+"""The cost model, the acceptance estimate, and the policy that weighs one against the other, in
 simulated worlds whose truth is known.
 """
 
@@ -27,8 +27,8 @@ from tlt_server.speculation.cost import (
     load_of,
     not_negative,
 )
+from tlt_server.speculation.estimate import AcceptanceEstimate
 from tlt_server.speculation.knowledge import Drafted, Knowledge, WeightsInUse
-from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.policies.goodput import Goodput
 from tlt_server.speculation.sizes import POINTS
 from tlt_server.speculation.tree import select
@@ -362,32 +362,32 @@ def test_no_step_is_expected_to_take_no_time() -> None:
 
 def test_deep_tree_predicts_acceptance_of_smaller_trees() -> None:
     rng = np.random.default_rng(3)
-    outlook = Outlook(tuple(range(1, 8)), (1,))
+    estimate = AcceptanceEstimate(tuple(range(1, 8)), (1,))
     drafted = trees(rng, 64, 7, 0.7)
     for _ in range(20):
-        outlook.see(drafted, 64)
+        estimate.see(drafted, 64)
     for depth in (1, 3, 7):
         inside = drafted.survival_N[drafted.depth_N <= depth]
         for nodes in (0.5, 1.0, 3.0):
             best = np.sort(inside)[::-1][: int(nodes * 64)].sum() / 64
-            assert outlook.gain(depth, 1, np.array([nodes]))[0] == pytest.approx(best, rel=0.01)
+            assert estimate.gain(depth, 1, np.array([nodes]))[0] == pytest.approx(best, rel=0.01)
 
 
 def test_a_shallow_tree_is_continued() -> None:
     rng = np.random.default_rng(4)
-    outlook = Outlook(tuple(range(1, 8)), (1,))
+    estimate = AcceptanceEstimate(tuple(range(1, 8)), (1,))
     for _ in range(20):
-        outlook.see(trees(rng, 64, 2, 0.7), 64)
+        estimate.see(trees(rng, 64, 2, 0.7), 64)
     true = sum(0.7**k for k in range(1, 8))
-    assert outlook.gain(7, 1, np.array([7.0]))[0] == pytest.approx(true, rel=0.1)
+    assert estimate.gain(7, 1, np.array([7.0]))[0] == pytest.approx(true, rel=0.1)
 
 
 def test_predictions_follow_what_is_accepted() -> None:
-    outlook = Outlook((1, 2), (1,))
-    before = outlook.gain(2, 1, np.array([2.0]))[0]
+    estimate = AcceptanceEstimate((1, 2), (1,))
+    before = estimate.gain(2, 1, np.array([2.0]))[0]
     for _ in range(400):
-        outlook.verified(40.0, 30.0)
-    assert outlook.gain(2, 1, np.array([2.0]))[0] == pytest.approx(0.75 * before, rel=0.02)
+        estimate.verified(40.0, 30.0)
+    assert estimate.gain(2, 1, np.array([2.0]))[0] == pytest.approx(0.75 * before, rel=0.02)
 
 
 @pytest.mark.slow
@@ -435,19 +435,19 @@ def test_rollback_restores_the_estimates_of_that_version() -> None:
     knowledge = simulated.knowledge
     knowledge.weights = WeightsInUse("good", "")
     simulated.run(50, 4)
-    before, rows = knowledge.outlooks["eagle"].record(), simulated.used[-1].draft_rows(4)
+    before, rows = knowledge.estimates["eagle"].record(), simulated.used[-1].draft_rows(4)
     simulated.survival = 0.02
     knowledge.renew(WeightsInUse("bad", ""))
     simulated.run(100, 4)
     assert simulated.used[-1] == OFF
     knowledge.renew(WeightsInUse("good", ""))
-    assert knowledge.outlooks["eagle"].record() == before
+    assert knowledge.estimates["eagle"].record() == before
     simulated.survival = 0.8
     assert simulated.step(4).draft_rows(4) > rows / 2
     for version in range(20):
         knowledge.renew(WeightsInUse(str(version), ""))
     knowledge.renew(WeightsInUse("good", ""))
-    assert knowledge.outlooks["eagle"].record() != before, "the memory is bounded"
+    assert knowledge.estimates["eagle"].record() != before, "the memory is bounded"
 
 
 @pytest.mark.slow

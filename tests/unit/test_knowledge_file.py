@@ -35,8 +35,8 @@ def fresh(weights: WeightsInUse, drafters: tuple[str, ...] = ("eagle",)) -> Know
 def learnt() -> Knowledge:
     knowledge = fresh(WeightsInUse("t", "d"))
     knowledge.cost.profile(Measured(load, cpu_seconds(load)) for load in PROFILED)
-    knowledge.outlooks["eagle"].see(trees(np.random.default_rng(1), 64, 7, 0.5), 64)
-    knowledge.outlooks["eagle"].verified(4.0, 2.0)
+    knowledge.estimates["eagle"].see(trees(np.random.default_rng(1), 64, 7, 0.5), 64)
+    knowledge.estimates["eagle"].verified(4.0, 2.0)
     teach(knowledge, 8, hits=6)
     return knowledge
 
@@ -62,15 +62,15 @@ def test_a_restarted_engine_knows_what_it_knew(tmp_path: Path) -> None:
     assert found.cost.trained
     assert all(found.cost.predict(load) == before.cost.predict(load) for load in PROFILED)
     nodes = np.array([0.5, 3.0, 7.0])
-    eagle = found.outlooks["eagle"].gain(7, 1, nodes)
-    np.testing.assert_array_equal(eagle, before.outlooks["eagle"].gain(7, 1, nodes))
+    eagle = found.estimates["eagle"].gain(7, 1, nodes)
+    np.testing.assert_array_equal(eagle, before.estimates["eagle"].gain(7, 1, nodes))
 
 
 def test_restart_keeps_estimates_of_earlier_weights(tmp_path: Path) -> None:
     before, file = learnt(), KnowledgeFile(tmp_path, MADE_BY)
     first = before.record().learnt[-1]
     before.renew(WeightsInUse("t", "worse"))
-    before.outlooks["eagle"].verified(4.0, 0.0)
+    before.estimates["eagle"].verified(4.0, 0.0)
     teach(before, 40, hits=0)
     second = before.record().learnt[-1]
     file.save(before)
@@ -86,13 +86,13 @@ def test_restart_keeps_estimates_of_earlier_weights(tmp_path: Path) -> None:
     assert file.load(found)
     doubted = found.record().learnt[-1]
     assert doubted.tables["eagle"].trials[3] == 8 // DOUBT, "of this drafter, and another target"
-    assert doubted.outlooks["eagle"].requests == first.outlooks["eagle"].requests / DOUBT
+    assert doubted.estimates["eagle"].requests == first.estimates["eagle"].requests / DOUBT
 
     found = fresh(WeightsInUse("new", "new"))
     assert file.load(found)
     doubted = found.record().learnt[-1]
     assert not any(doubted.tables["eagle"].trials), "another drafter has its own calibration"
-    assert doubted.outlooks["eagle"].requests == second.outlooks["eagle"].requests / DOUBT
+    assert doubted.estimates["eagle"].requests == second.estimates["eagle"].requests / DOUBT
 
 
 def test_counts_for_another_calibration_are_not_loaded(tmp_path: Path) -> None:
@@ -105,24 +105,24 @@ def test_counts_for_another_calibration_are_not_loaded(tmp_path: Path) -> None:
 
 def test_consecutive_unused_weights_are_discounted_once() -> None:
     knowledge = learnt()
-    before = knowledge.outlooks["eagle"].record().requests
+    before = knowledge.estimates["eagle"].record().requests
     for target in ("t1", "t2", "t3"):
         knowledge.renew(WeightsInUse(target, "d"))
-    assert knowledge.outlooks["eagle"].record().requests == before / DOUBT
+    assert knowledge.estimates["eagle"].record().requests == before / DOUBT
     assert knowledge.tables["eagle"].record().trials[3] == 8 // DOUBT
 
 
 def test_estimates_of_returning_weights_have_not_aged(tmp_path: Path) -> None:
     """Steps without drafts age only the estimates of the weights in use."""
     knowledge, nodes = learnt(), np.array([7.0])
-    gain = knowledge.outlooks["eagle"].gain(7, 1, nodes)
+    gain = knowledge.estimates["eagle"].gain(7, 1, nodes)
     knowledge.renew(WeightsInUse("other", "d"))
     for _ in range(4_000):
-        knowledge.outlooks["eagle"].unseen()
+        knowledge.estimates["eagle"].unseen()
     knowledge.renew(WeightsInUse("t", "d"))
     for _ in range(16):
-        knowledge.outlooks["eagle"].unseen()
-    assert knowledge.outlooks["eagle"].gain(7, 1, nodes) < 1.2 * gain
+        knowledge.estimates["eagle"].unseen()
+    assert knowledge.estimates["eagle"].gain(7, 1, nodes) < 1.2 * gain
 
 
 def test_the_file_of_many_weights_and_large_tables_is_bounded(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_the_file_of_many_weights_and_large_tables_is_bounded(tmp_path: Path) ->
     knowledge.tables = tables
     for version in range(3 * KEPT_WEIGHTS):
         knowledge.renew(WeightsInUse("t" * 200, f"{version:0200}"))
-        for outlook in knowledge.outlooks.values():
-            outlook.see(trees(rng, 64, 7, 0.5), 64)
+        for estimate in knowledge.estimates.values():
+            estimate.see(trees(rng, 64, 7, 0.5), 64)
         for table in tables.values():
             trials_K = rng.uniform(0, 4096, len(table.prior_K))
             table.count(trials_K / 3, trials_K)
@@ -167,7 +167,7 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 _cost = partial(_set, "knowledge", "cost")
-_outlook = partial(_set, "knowledge", "learnt", 0, "outlooks", "eagle")
+_estimate = partial(_set, "knowledge", "learnt", 0, "outlooks", "eagle")
 _table = partial(_set, "knowledge", "learnt", 0, "tables", "eagle")
 
 
@@ -188,12 +188,12 @@ def _as_before(content: dict[str, Any]) -> None:
         (_cost("start", "other", value=[0.1] * len(KNOTS)), "drafter there is"),
         (_cost("linear", value=[-1.0, 0.0, 0.0]), "numbers of seconds"),
         (_set("knowledge", "learnt", value=[]), "length >= 1"),
-        (_outlook("curves", value=[]), "outlook"),
-        (_outlook("depths", value=[9]), "outlook"),
-        (_outlook("ratio", value="a"), "float"),
-        (_outlook("ratio", value=9.0), "outlook"),
-        (_outlook("rate", value=1.0), "outlook"),
-        (_outlook("curves", 1, value=99.0), "outlook"),
+        (_estimate("curves", value=[]), "acceptance estimate"),
+        (_estimate("depths", value=[9]), "acceptance estimate"),
+        (_estimate("ratio", value="a"), "float"),
+        (_estimate("ratio", value=9.0), "acceptance estimate"),
+        (_estimate("rate", value=1.0), "acceptance estimate"),
+        (_estimate("curves", 1, value=99.0), "acceptance estimate"),
         (_table("hits", value=[1]), "counts of a table"),
         (_table("hits", 3, value=9), "counts of a tabl"),
         (_table("trials", 3, value=1e9), "counts of a "),

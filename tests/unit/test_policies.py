@@ -184,7 +184,7 @@ def test_beg_starts_with_what_is_known():
         for load in [StepLoad("eagle" if depth else "", depth, 1, 4, 32, 0, 100.0)]
     )
     policy = Beg(ONE_GROUP, knowledge, BegSettings(epsilon=0.0))
-    assert policy.choose(context(4)) == CHAINS[-1], "the outlook is hopeful, and a level is cheap"
+    assert policy.choose(context(4)) == CHAINS[-1], "the estimate is hopeful, and a level is cheap"
 
 
 def test_beg_rewards_only_pure_decode_cycles():

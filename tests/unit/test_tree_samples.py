@@ -8,7 +8,7 @@ import torch
 from tlt_kernels.gpu.tensors import Nodes
 from tlt_server.engine.gpu.steps.tree_samples import EVERY, MAX_NODES, TreeSampler, read
 from tlt_server.speculation.branches import RANK
-from tlt_server.speculation.outlook import Outlook
+from tlt_server.speculation.estimate import AcceptanceEstimate
 
 
 def nodes(parent: list[list[int]], depth: list[list[int]], survival: list[list[float]]) -> Nodes:
@@ -36,10 +36,10 @@ def test_trees_come_back_as_candidates() -> None:
     assert found.depth_N.tolist() == [1, 1, 2, 2, 1, 1, 2]
     assert drafted.requests == 2
     np.testing.assert_allclose(drafted.predicted, 0.5 + 0.5 + 0.4, rtol=1e-6)
-    outlook = Outlook((1, 2), (1, 2))
+    estimate = AcceptanceEstimate((1, 2), (1, 2))
     for _ in range(200):
-        outlook.see(found, drafted.requests)
-    np.testing.assert_allclose(outlook.gain(1, 1, np.array([1.0])), (0.5 + 0.5) / 2, rtol=0.01)
+        estimate.see(found, drafted.requests)
+    np.testing.assert_allclose(estimate.gain(1, 1, np.array([1.0])), (0.5 + 0.5) / 2, rtol=0.01)
 
 
 def test_a_recording_gets_tokens_and_cells_of_every_step() -> None:

@@ -208,7 +208,7 @@ def _header(
         max_running=info.max_running,
         max_rows=info.max_rows,
         max_draft_rows=settings.max_draft_rows,
-        drafters=tuple(engine.choice.knowledge.outlooks),
+        drafters=tuple(engine.choice.knowledge.estimates),
         trees=tuple(drafted),
         runs=tuple(
             RecordedRun(policy_name(command), run.seconds, run.known) for command, run in runs

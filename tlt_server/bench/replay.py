@@ -89,7 +89,7 @@ def figures(replayed: ReplayResult) -> dict[str, Any]:
         "expected_regret": round(expected_regret_s(replayed) / seconds, 5),
         "calibration_error": {
             name: round(abs(known.ratio - 1), 5)
-            for name, known in replayed.knowledge.outlooks.items()
+            for name, known in replayed.knowledge.estimates.items()
         },
         "share_of_time": {
             name: round(part / seconds, 4)

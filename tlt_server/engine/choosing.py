@@ -9,7 +9,7 @@ import msgspec
 
 from tlt_server.engine.knowledge_file import KnowledgeFile
 from tlt_server.engine.policy_changes import PolicyChanges
-from tlt_server.speculation.canary import Canary
+from tlt_server.speculation.guard import AcceptanceGuard
 from tlt_server.speculation.knowledge import Drafted, Knowledge, WeightsInUse
 from tlt_server.speculation.policies import Policy
 from tlt_server.speculation.switches import SwitchLog
@@ -22,7 +22,7 @@ class StrategyChoice:
         policy: Policy,
         knowledge: Knowledge,
         knowledge_file: KnowledgeFile,
-        canary: Canary,
+        guard: AcceptanceGuard,
         switches: SwitchLog,
         changes: PolicyChanges,
         training: Callable[[], bool],
@@ -30,7 +30,7 @@ class StrategyChoice:
         """`training`: whether a drafter is being trained now."""
         self.policy, self.changes, self.training = policy, changes, training
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
-        self.canary, self.switches = canary, switches
+        self.guard, self.switches = guard, switches
 
     def unlearning(self) -> StrategyChoice:
         """Return another choice with the same policy, which learns nothing for this one."""
@@ -38,7 +38,7 @@ class StrategyChoice:
             self.policy,
             Knowledge(()),
             self.knowledge_file,
-            Canary((), 0.0),
+            AcceptanceGuard((), 0.0),
             SwitchLog(),
             self.changes,
             self.training,
@@ -53,12 +53,12 @@ class StrategyChoice:
     def renew(self, weights: WeightsInUse, install: Callable[[], None]) -> None:
         """Let `install` bring new weights into use, between two steps."""
         self.knowledge.renew(weights, install)
-        self.canary.renewed()
+        self.guard.renewed()
         self.switches.weights_changed()
 
     def choose(self, context: StepContext) -> Strategy:
         """Return the strategy of the next step."""
-        strategy = self.canary.permitted(self.policy.choose(context))
+        strategy = self.guard.permitted(self.policy.choose(context))
         self.switches.chose(context, strategy)
         return strategy
 
@@ -67,7 +67,7 @@ class StrategyChoice:
         predicted_s = self.knowledge.observe(cycle, drafted, training=self.training())
         cycle = msgspec.structs.replace(cycle, predicted_s=predicted_s)
         self.policy.observe(cycle)
-        if news := self.canary.observe(cycle):
+        if news := self.guard.observe(cycle):
             print(f"tlt: {news}", file=sys.stderr)
         return cycle
 
@@ -76,5 +76,5 @@ class StrategyChoice:
             **self.policy.gauges(),
             **self.changes.gauges(),
             **self.knowledge.gauges(),
-            **self.canary.gauges(),
+            **self.guard.gauges(),
         }

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.cost import CostModel, CostRecord, load_of
 from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.estimate import AcceptanceEstimate, EstimateRecord
 from tlt_server.speculation.learnt import Learnt, Record
-from tlt_server.speculation.outlook import Outlook, OutlookRecord
 from tlt_server.speculation.survival import TableRecord
 from tlt_server.wire.records import Cycle
 
@@ -45,7 +45,7 @@ class LearntRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
     target: str
     drafter: str
-    outlooks: dict[str, OutlookRecord]
+    estimates: dict[str, EstimateRecord] = field(name="outlooks")
     tables: dict[str, TableRecord]
 
     @property
@@ -63,8 +63,8 @@ class KnowledgeRecord(Struct, frozen=True, forbid_unknown_fields=True):
 class Knowledge:
     def __init__(self, drafters: tuple[str, ...], device: str = "cpu") -> None:
         self.cost = CostModel()
-        self.outlooks = {
-            name: Outlook(half.depths, half.widths)
+        self.estimates = {
+            name: AcceptanceEstimate(half.depths, half.widths)
             for name in drafters
             for half in (DRAFTERS[name].half(device),)
         }
@@ -90,14 +90,14 @@ class Knowledge:
             self._doubtful = False
         if settled:  # else the drafter had to catch up first
             predicted_s = self.cost.observe(load_of(cycle), cycle.step_s, training=training)
-        for name, outlook in self.outlooks.items():
+        for name, estimate in self.estimates.items():
             found = drafted if name == drafter else None
             if found is not None:
-                outlook.verified(found.predicted, float(sum(cycle.accepted)))
-            if found is not None and outlook.due:
-                outlook.see(found.candidates, found.requests)
+                estimate.verified(found.predicted, float(sum(cycle.accepted)))
+            if found is not None and estimate.due:
+                estimate.see(found.candidates, found.requests)
             else:
-                outlook.unseen()
+                estimate.unseen()
         if predicted_s and self._step % EVERY == 0:
             self.expected_rate = self._tokens(cycle) / predicted_s
         return predicted_s
@@ -105,11 +105,11 @@ class Knowledge:
     def _tokens(self, cycle: Cycle) -> float:
         """Return the expected tokens of a step like this one."""
         context, strategy = cycle.context, cycle.strategy
-        outlook = self.outlooks.get(strategy.drafter)
-        if outlook is None or not context.speculable:
+        estimate = self.estimates.get(strategy.drafter)
+        if estimate is None or not context.speculable:
             return float(context.decoding)
         rows = np.array([strategy.draft_rows(context.speculable) / context.speculable])
-        gain = outlook.gain(strategy.depth, strategy.width, rows)[0]
+        gain = estimate.gain(strategy.depth, strategy.width, rows)[0]
         return context.decoding + context.speculable * float(gain)
 
     def renew(self, weights: WeightsInUse, install: Callable[[], None] = lambda: None) -> None:
@@ -129,12 +129,12 @@ class Knowledge:
         same = [each for each in self._known if each.weights == weights]
         of_drafter = [each for each in self._known if each.drafter == weights.drafter]
         for found in (same or of_drafter)[-1:]:
-            _restore(self.outlooks, found.outlooks)
+            _restore(self.estimates, found.estimates)
             _restore(self.tables, found.tables)
         if same:
             self._doubtful = False
         elif not self._doubtful:
-            held: list[Learnt[Any]] = [*self.outlooks.values(), *self.tables.values()]
+            held: list[Learnt[Any]] = [*self.estimates.values(), *self.tables.values()]
             for learnt in held:
                 learnt.forget()
             self._doubtful = True
@@ -143,7 +143,7 @@ class Knowledge:
         """Return the statistics by weights; those of the weights in use are last."""
         now = LearntRecord(
             *self.weights,
-            {name: known.record() for name, known in self.outlooks.items()},
+            {name: known.record() for name, known in self.estimates.items()},
             {name: known.record() for name, known in self.tables.items()},
         )
         return [*(each for each in self._known if each.weights != self.weights), now]
@@ -162,10 +162,10 @@ class Knowledge:
         cost = CostModel()
         cost.restore(record.cost)
         for each in record.learnt:
-            _check(self.outlooks, each.outlooks)
+            _check(self.estimates, each.estimates)
             _check(self.tables, each.tables)
         self.cost, self._known = cost, record.learnt[-KEPT_WEIGHTS:]
-        _restore(self.outlooks, record.learnt[-1].outlooks)
+        _restore(self.estimates, record.learnt[-1].estimates)
         self._doubtful = False
         self._take_up(self.weights)
 
@@ -176,7 +176,7 @@ class Knowledge:
             "cost_error": self.cost.error,
             "cost_speed": self.cost.speed,
             "expected_rate": self.expected_rate,
-            **{f"outlook_ratio_{name}": known.ratio for name, known in self.outlooks.items()},
+            **{f"outlook_ratio_{name}": known.ratio for name, known in self.estimates.items()},
         }
 
 

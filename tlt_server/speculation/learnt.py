@@ -1,5 +1,5 @@
 """The seam between draft statistics and `knowledge`, which keeps them per weight version: the
-acceptance estimate of a drafter (`outlook`), and each table of acceptance probabilities
+acceptance estimate of a drafter (`estimate`), and each table of acceptance probabilities
 (`survival`, on a GPU `engine.gpu.drafts.tables`).
 """
 

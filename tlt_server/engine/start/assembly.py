@@ -41,8 +41,8 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.models.config import ModelConfig
 from tlt_server.process.machine import processor
 from tlt_server.samples.activity import ActivityReader
-from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.guard import AcceptanceGuard
 from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
 from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import ladder
@@ -243,7 +243,7 @@ def _choice(
         policies.first,
         policies.knowledge,
         knowledge_file,
-        Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary),
+        AcceptanceGuard(ladder(settings.drafters, settings.device).arms, settings.sd_canary),
         SwitchLog(),
         PolicyChanges(
             policies.make,

@@ -4,7 +4,7 @@ Strategies are grouped by their verify rows, and each range of batch sizes uses 
 With probability epsilon a step explores an arm of its group; else it uses the arm with the largest
 median reward in a sliding window. The reward is accept length times batch size over the step's
 time, of steps without prompts. The first window of an arm is the reward that the cost model and the
-outlook predict, so a start is not blind.
+estimate predict, so a start is not blind.
 """
 
 from __future__ import annotations
@@ -96,6 +96,6 @@ class Beg:
         load = StepLoad(arm.drafter, arm.depth, arm.width, requests, rows, 0, context.mean_context)
         gain = 0.0
         if arm.drafter:
-            outlook = known.outlooks[arm.drafter]
-            gain = float(outlook.gain(arm.depth, arm.width, np.array([arm.rows - 1.0]))[0])
+            estimate = known.estimates[arm.drafter]
+            gain = float(estimate.gain(arm.depth, arm.width, np.array([arm.rows - 1.0]))[0])
         return requests * (1 + gain) / known.cost.predict(load)

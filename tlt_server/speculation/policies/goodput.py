@@ -1,7 +1,7 @@
 """The strategy with the most expected tokens per second, by what is known of steps and drafts.
 
 Nothing is explored: the cost model predicts the time of a step under every strategy, and the
-outlook of each drafter predicts its accepted tokens (`cost`, `outlook`), from steps of whichever
+estimate of each drafter predicts its accepted tokens (`cost`, `estimate`), from steps of whichever
 strategy ran. So each step weighs all of them: drafter, depth, width, rows of the batch, and no
 speculation. Another drafter, depth or width replaces the one in use only where it promises `margin`
 more, so that noise does not make the choice flap. Nothing latches. A strategy whose graphs are not
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_server.speculation.estimate import AcceptanceEstimate, CurvePoints
 from tlt_server.speculation.knowledge import Knowledge
-from tlt_server.speculation.outlook import CurvePoints, Outlook
 from tlt_server.speculation.policies import Setup
 from tlt_server.speculation.sizes import AnySize, Recordings, Sizes
 from tlt_server.wire.records import OFF, Arms, Cycle, StepContext, Strategy
@@ -66,7 +66,7 @@ class StepShapes(NamedTuple):
     @classmethod
     def of(
         cls,
-        outlook: Outlook,
+        estimate: AcceptanceEstimate,
         context: StepContext,
         requests: int,
         decode_V: NDArray[np.int64],
@@ -74,8 +74,8 @@ class StepShapes(NamedTuple):
     ) -> StepShapes:
         """`requests`: those that take drafts of this drafter."""
         drafts_V = np.minimum(decode_V[1:] - context.decoding, context.most_drafts)
-        depth_D, width_W = np.array(outlook.depths), np.array(outlook.widths)
-        sensible_DW = _sensible(outlook, decode_V) & allowed_DW
+        depth_D, width_W = np.array(estimate.depths), np.array(estimate.widths)
+        sensible_DW = _sensible(estimate, decode_V) & allowed_DW
         sensible_DW &= ((depth_D == 1) | (depth_D <= context.deepest))[:, None]
         # Rows beyond all nodes are not computed on a CPU, so no step would correct their price.
         nodes_DW = requests * _nodes(depth_D[:, None], width_W)
@@ -106,8 +106,8 @@ class Goodput:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._knowledge, self._settings, self._sizes = knowledge, settings, sizes or AnySize()
-        self._names, self._outlooks = list(knowledge.outlooks), list(knowledge.outlooks.values())
-        self._allowed = [_allowed(name, known, arms) for name, known in knowledge.outlooks.items()]
+        self._names, self._estimates = list(knowledge.estimates), list(knowledge.estimates.values())
+        self._allowed = [_allowed(name, known, arms) for name, known in knowledge.estimates.items()]
         self._recordings = recordings
         self._shapes: dict[tuple[int, ...], StepShapes] = {}
         self._current: TreeShape | None = None
@@ -153,12 +153,12 @@ class Goodput:
         lacking = self._missing(context, "", (0,), (0,), decode_V[:1])
         ready, waiting = ([], [off]) if lacking.any() else ([off], [])
         held = off if self._current is None and ready else NONE
-        for d, outlook in enumerate(self._outlooks if len(decode_V) > 1 else ()):
+        for d, estimate in enumerate(self._estimates if len(decode_V) > 1 else ()):
             if not context.taking(self._names[d]):
                 continue
-            rate_DWV, seconds_DWV = self._rates(d, outlook, context, decode_V, computed_V)
+            rate_DWV, seconds_DWV = self._rates(d, estimate, context, decode_V, computed_V)
             lacks_DWV = self._missing(
-                context, self._names[d], outlook.depths, outlook.widths, decode_V[1:]
+                context, self._names[d], estimate.depths, estimate.widths, decode_V[1:]
             )
             if lacks_DWV.any():
                 lacks_DWV = np.broadcast_to(lacks_DWV > 0, rate_DWV.shape)
@@ -168,7 +168,7 @@ class Goodput:
             ready.append(self._best(d, rate_DWV, seconds_DWV, decode_V))
             now = self._current
             if now is not None and now.drafter == d:
-                i, j = outlook.depths.index(now.depth), outlook.widths.index(now.width)
+                i, j = estimate.depths.index(now.depth), estimate.widths.index(now.width)
                 v = int(rate_DWV[i, j].argmax())
                 rows = int(decode_V[1 + v])
                 held = Weighed(float(rate_DWV[i, j, v]), float(seconds_DWV[i, j, v]), now, rows)
@@ -182,7 +182,7 @@ class Goodput:
         decode_V: NDArray[np.int64],
     ) -> Weighed:
         i, j, v = np.unravel_index(int(rate_DWV.argmax()), rate_DWV.shape)
-        pick = TreeShape(d, self._outlooks[d].depths[i], self._outlooks[d].widths[j])
+        pick = TreeShape(d, self._estimates[d].depths[i], self._estimates[d].widths[j])
         rows = int(decode_V[1 + v])
         return Weighed(float(rate_DWV[i, j, v]), float(seconds_DWV[i, j, v]), pick, rows)
 
@@ -210,9 +210,9 @@ class Goodput:
     def strategies(self, requests: range, *, prompts: bool) -> Iterator[Strategy]:
         decode_V = self._sizes.decode_rows(requests[-1], prompts=prompts)
         yield OFF
-        for d, outlook in enumerate(self._outlooks):
-            for i, j in np.argwhere(_sensible(outlook, decode_V) & self._allowed[d]):
-                tree = TreeShape(d, outlook.depths[i], outlook.widths[j])
+        for d, estimate in enumerate(self._estimates):
+            for i, j in np.argwhere(_sensible(estimate, decode_V) & self._allowed[d]):
+                tree = TreeShape(d, estimate.depths[i], estimate.widths[j])
                 for count in dict.fromkeys((requests[0], requests[-1])):
                     for rows in decode_V[1:]:
                         yield self._of_rows(tree, int(rows), count, prompts=prompts)
@@ -232,7 +232,7 @@ class Goodput:
     def _rates(
         self,
         d: int,
-        outlook: Outlook,
+        estimate: AcceptanceEstimate,
         context: StepContext,
         decode_V: NDArray[np.int64],
         computed_V: NDArray[np.int64],
@@ -241,11 +241,11 @@ class Goodput:
         all numbers of decode rows but the first.
         """
         requests = context.taking(self._names[d])
-        shapes = self._shapes_of(d, outlook, context, requests, decode_V)
+        shapes = self._shapes_of(d, estimate, context, requests, decode_V)
         seconds_DWV = self._seconds(
             context, computed_V[1:], self._names[d], shapes.depth_D11, shapes.width_1W1
         )
-        rate_DWV = outlook.gains_at(shapes.points_V)
+        rate_DWV = estimate.gains_at(shapes.points_V)
         rate_DWV *= requests
         rate_DWV += context.decoding
         rate_DWV *= shapes.useful_DWV
@@ -255,7 +255,7 @@ class Goodput:
     def _shapes_of(
         self,
         d: int,
-        outlook: Outlook,
+        estimate: AcceptanceEstimate,
         context: StepContext,
         requests: int,
         decode_V: NDArray[np.int64],
@@ -271,7 +271,7 @@ class Goodput:
         if found is None:
             if len(self._shapes) >= KEPT_SHAPES:
                 self._shapes.clear()
-            found = StepShapes.of(outlook, context, requests, decode_V, self._allowed[d])
+            found = StepShapes.of(estimate, context, requests, decode_V, self._allowed[d])
             self._shapes[key] = found
         return found
 
@@ -299,11 +299,11 @@ class Goodput:
         return Strategy(self._names[tree.drafter], tree.depth, tree.width, mean, budget)
 
 
-def _allowed(drafter: str, outlook: Outlook, arms: Arms | None) -> NDArray[np.bool_]:
+def _allowed(drafter: str, estimate: AcceptanceEstimate, arms: Arms | None) -> NDArray[np.bool_]:
     """Return by depth and width which trees an operator allows."""
     permitted = [
-        [arms is None or arms.permit(drafter, depth, width) for width in outlook.widths]
-        for depth in outlook.depths
+        [arms is None or arms.permit(drafter, depth, width) for width in estimate.widths]
+        for depth in estimate.depths
     ]
     return np.array(permitted)
 
@@ -314,12 +314,12 @@ def _nodes(depth: NDArray[np.int64], width: NDArray[np.int64]) -> NDArray[np.int
     return found
 
 
-def _sensible(outlook: Outlook, decode_V: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _sensible(estimate: AcceptanceEstimate, decode_V: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return by depth and width which trees such a step can use. `decode_V`: its possible numbers
     of decode rows, the first of which are the roots.
     """
     roots, most = int(decode_V[0]), int(decode_V[-1])
-    depth_D, width_W = np.array(outlook.depths), np.array(outlook.widths)
+    depth_D, width_W = np.array(estimate.depths), np.array(estimate.widths)
     deep_D = (depth_D == 1) | (roots * depth_D <= DEEPEST * most)
     broad_DW = (width_W == 1) | (
         (roots * width_W <= most // BROADEST) & (width_W <= depth_D[:, None])

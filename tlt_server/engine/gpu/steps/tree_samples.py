@@ -1,4 +1,4 @@
-"""Draft trees of some steps, copied to the host for the outlook of their drafter.
+"""Draft trees of some steps, copied to the host for the acceptance estimate of their drafter.
 
 A copy is queued after the draft pass, into pinned memory, and read with the step's outcome, so it
 costs the device a few microseconds and the host no wait. Legend: B requests, C columns, N nodes.

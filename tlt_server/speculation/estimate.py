@@ -36,7 +36,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class OutlookSettings:
+class EstimateSettings:
     # Survival from level to level before a tree was seen: hopeful, so that one is drafted.
     prior: float = 0.9
     memory: float = 96.0  # trees of one request that a curve is the mean of, older ones fading
@@ -60,7 +60,7 @@ class CurvePoints(NamedTuple):
         return cls(above, (nodes - below_X) / (_POINT_X[above] - below_X))
 
 
-class OutlookRecord(Struct, frozen=True, forbid_unknown_fields=True):
+class EstimateRecord(Struct, frozen=True, forbid_unknown_fields=True):
     depths: list[int]
     widths: list[int]
     curves: list[float]
@@ -69,14 +69,14 @@ class OutlookRecord(Struct, frozen=True, forbid_unknown_fields=True):
     ratio: float
 
 
-class Outlook:
+class AcceptanceEstimate:
     """The expected gains of one drafter."""
 
     def __init__(
         self,
         depths: Sequence[int],
         widths: Sequence[int],
-        settings: OutlookSettings = OutlookSettings(),
+        settings: EstimateSettings = EstimateSettings(),
     ) -> None:
         self.depths, self.widths, self._settings = tuple(depths), tuple(widths), settings
         self._prior_DWX = self._prior()
@@ -140,8 +140,8 @@ class Outlook:
         """Discount past observations after a weight change; the next trees count for more."""
         self._requests, self.ratio = self._requests / DOUBT, 1.0
 
-    def record(self) -> OutlookRecord:
-        return OutlookRecord(
+    def record(self) -> EstimateRecord:
+        return EstimateRecord(
             [*self.depths],
             [*self.widths],
             self._seen_DWX.reshape(-1).tolist(),
@@ -150,8 +150,8 @@ class Outlook:
             self.ratio,
         )
 
-    def check(self, record: OutlookRecord) -> None:
-        """Raise `ValueError` unless the record has this outlook's form."""
+    def check(self, record: EstimateRecord) -> None:
+        """Raise `ValueError` unless the record has this estimate's form."""
         curve_TX = np.array(record.curves[: self._prior_DWX.size]).reshape(-1, len(POINTS))
         if (  # a node brings one token at most
             tuple(record.depths) != self.depths
@@ -162,9 +162,11 @@ class Outlook:
             or not 0 <= record.rate < 1
             or not 0 <= record.ratio <= MOST
         ):
-            raise ValueError("the outlook of a drafter is not of the form that this version has")
+            raise ValueError(
+                "the acceptance estimate of a drafter has another form than this version writes"
+            )
 
-    def restore(self, record: OutlookRecord) -> None:
+    def restore(self, record: EstimateRecord) -> None:
         self._seen_DWX = self.curve_DWX = np.array(record.curves).reshape(self._prior_DWX.shape)
         self._requests, self._rate, self.ratio = record.requests, record.rate, record.ratio
         self._unseen = 0

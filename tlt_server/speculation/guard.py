@@ -23,7 +23,7 @@ MIN_JUDGED, MAX_JUDGED = 64, 1024
 SURE = 3.0  # standard errors
 
 
-class Canary:
+class AcceptanceGuard:
     def __init__(self, arms: Sequence[Strategy], collapse: float) -> None:
         """`collapse`: a drafter rests if its acceptance after a change, relative to that before, is
         below this ratio; 0: never.
