@@ -55,7 +55,7 @@ def replay(figures: Figures) -> Iterator[str]:
         f"A recorded rollout of {figures['requests']} requests and {figures['tokens']} tokens, "
         "replayed with times of a cost model fitted to it: no policy was run on the GPU. Regret: "
         "time lost against the best choice of every step, its outcome known; expected: the same "
-        "with the tokens that survivals promise."
+        "with the tokens that acceptance probabilities promise."
     )
     rows = ({**r, "policy": r["policy"].removeprefix("fixed:")} for r in figures["rows"])
     yield table(REPLAY, rows)

@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.calibration import OnlineTable
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights, Sleeper
-from tlt_server.speculation.survival import OnlineTable
 from tlt_server.wire.records import Strategy
 
 

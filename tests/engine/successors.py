@@ -16,8 +16,8 @@ from tests.engine.oracle import chained
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_files, fill
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.calibration import OnlineTable
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights, Sleeper
-from tlt_server.speculation.survival import OnlineTable
 from tlt_server.wire.records import Strategy
 
 ARCHITECTURE = "SuccessorTable"

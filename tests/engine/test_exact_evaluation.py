@@ -35,9 +35,9 @@ from tlt_server.samples.samples import Responses, Verifications
 from tlt_server.samples.segments import SUFFIX, SegmentHeader, append, header_bytes
 from tlt_server.samples.segments import recorded as framed
 from tlt_server.samples.tables import read_tables, table_file
+from tlt_server.speculation.calibration import Calibration, OnlineTable
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
-from tlt_server.speculation.survival import Calibration, OnlineTable
 from tlt_server.trainer.replaying.evaluate import FeatureSource, ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.replaying.plans import PinnedPlan, RecordedPlan
 from tlt_server.trainer.replaying.replay import DraftReplay, ReplayedDrafter, Roots
@@ -83,7 +83,7 @@ def drafter(target: Decoder) -> ReplayedDrafter:
 def checked(
     record: RolloutRecord, drafter: ReplayedDrafter, source: FeatureSource, **given: Any
 ) -> SelfCheck:
-    tables = {"": drafter.weights.calibration.survival_K.copy()}
+    tables = {"": drafter.weights.calibration.acceptance_K.copy()}
     arguments: dict[str, Any] = {"version": "initial", "tables": tables} | given
     return self_check(record.samples, drafter, ReplayStage(source), **arguments)
 
@@ -181,13 +181,13 @@ def test_trees_compare_under_the_table_of_their_cycle(
         versions = {"version": "initial", "drafter_version": "initial"}
         return self_check(found, drafter, stage, tables=tables, **versions)
 
-    before = drafter.weights.calibration.survival_K.copy()
+    before = drafter.weights.calibration.acceptance_K.copy()
     tables = read_tables(table_file(tmp_path / "ring"))
     known = check(tables)
     assert known.compared and not known.different
     assert not known.unknown and known.compared > 50
     assert len(found.legend.calibrations) > 2 and {*found.legend.calibrations} <= {*tables, ""}
-    assert np.array_equal(drafter.weights.calibration.survival_K, before)
+    assert np.array_equal(drafter.weights.calibration.acceptance_K, before)
     oldest = tables.pop(next(iter(tables)))
     assert check(tables).unknown.keys() == {"a tree under a calibration that is not kept"}
     wrong = {version: oldest[::-1].copy() for version in tables}

@@ -37,7 +37,7 @@ from tlt_server.engine.gpu.steps.reports import best_of
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.start.assembly import assemble
 from tlt_server.grammars.compiler import Compiler
-from tlt_server.speculation.survival import OnlineTable
+from tlt_server.speculation.calibration import OnlineTable
 from tlt_server.wire.records import DraftLimits, GenerateRequest, Grammar, Strategy
 
 TREE, CHAIN = Strategy("eagle", 3, 2, 6), Strategy("eagle", 3, 1, 4)
@@ -442,6 +442,6 @@ def test_the_drift_of_a_table_is_reported(
     engine.run(request(0, 5, 8))
     table = engine.engine.runner.passes.drafters["eagle"].calibration
     online = OnlineTable(table.prior_Z.numpy())
-    online.survival_K, online.trials_K = table.survival_Z.numpy(), table.trials_Z.numpy()
+    online.acceptance_K, online.trials_K = table.acceptance_Z.numpy(), table.trials_Z.numpy()
     assert engine.engine.gauges()["calibration_drift"] == pytest.approx(online.drift)
     assert online.drift > 0

@@ -303,7 +303,7 @@ def flip_tree(engine: Pushable, patch: pytest.MonkeyPatch) -> None:
 def flip_calibration(engine: Pushable, patch: pytest.MonkeyPatch) -> None:
     drafts = passes_of(engine).drafters["eagle"]
     assert isinstance(drafts, EagleDrafts)
-    drafts.in_force.survival_Z.view(torch.int32)[::2] ^= 1 << 26
+    drafts.in_force.acceptance_Z.view(torch.int32)[::2] ^= 1 << 26
 
 
 @pytest.mark.long

@@ -18,19 +18,19 @@ from tests.engine.pushing import Pushable
 from tests.engine.tiny import SMALLEST, write_eagle
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.speculation.learnt import DOUBT
-from tlt_server.speculation.survival import (
+from tlt_server.speculation.calibration import (
     BUCKETS,
     PHASES,
     RANKS,
     Calibration,
     TableRecord,
-    default_survival,
+    default_acceptance,
 )
+from tlt_server.speculation.learnt import DOUBT
 from tlt_server.weights.checksums import origin_of
 from tlt_server.wire.commands import NameWeights
 
-SHIPPED = default_survival().reshape(-1)
+SHIPPED = default_acceptance().reshape(-1)
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +67,14 @@ def learnt(engine: Pushable) -> dict[str, TableRecord]:
     return {name: table.record() for name, table in engine.engine.choice.knowledge.tables.items()}
 
 
-def survival(engine: Pushable) -> NDArray[np.float32]:
+def acceptance(engine: Pushable) -> NDArray[np.float32]:
     """Return the table that trees are built by."""
     runner = engine.engine.runner
     drafters = runner.passes.drafters if isinstance(runner, GpuRunner) else runner._drafters
     table = drafters["eagle"].calibration
     if isinstance(table, Calibration):
-        return table.survival_K.copy()
-    return table.survival_Z.numpy().copy()
+        return table.acceptance_K.copy()
+    return table.acceptance_Z.numpy().copy()
 
 
 def trials(record: TableRecord) -> float:
@@ -89,26 +89,26 @@ def test_each_drafter_version_has_its_own_learnt_table(
     engine: Pushable, settings: EngineSettings
 ) -> None:
     root, first = Path(settings.weight_root or ""), learnt(engine)
-    first_survival = survival(engine)
-    assert trials(first["eagle"]) > 0 and not np.array_equal(first_survival, SHIPPED)
+    first_acceptance = acceptance(engine)
+    assert trials(first["eagle"]) > 0 and not np.array_equal(first_acceptance, SHIPPED)
     assert engine.push(root / "calibrated", "d1", role="drafter").result == "committed"
-    assert np.array_equal(survival(engine), pushed_table().reshape(-1))
+    assert np.array_equal(acceptance(engine), pushed_table().reshape(-1))
     assert trials(learnt(engine)["eagle"]) == 0
 
     learn(engine, 1)
-    second, second_survival = learnt(engine), survival(engine)
+    second, second_acceptance = learnt(engine), acceptance(engine)
     assert engine.push(root / "new", "v1").result == "committed"
     for name, table in learnt(engine).items():
         assert (table.hits, table.trials) == doubted(second[name])
-    assert np.abs(survival(engine) - pushed_table().reshape(-1)).max() < 0.3
+    assert np.abs(acceptance(engine) - pushed_table().reshape(-1)).max() < 0.3
 
     learn(engine, 2)
     assert engine.roll_back().result == "rolled_back"
     assert learnt(engine) == second, "of this target and this drafter"
-    np.testing.assert_allclose(survival(engine), second_survival, rtol=1e-6)
+    np.testing.assert_allclose(acceptance(engine), second_acceptance, rtol=1e-6)
     assert engine.roll_back("initial", role="drafter").result == "rolled_back"
     assert learnt(engine) == first
-    np.testing.assert_allclose(survival(engine), first_survival, rtol=1e-6)
+    np.testing.assert_allclose(acceptance(engine), first_acceptance, rtol=1e-6)
 
 
 def test_uncalibrated_drafter_begins_with_shipped_table(
@@ -116,7 +116,7 @@ def test_uncalibrated_drafter_begins_with_shipped_table(
 ) -> None:
     root = Path(settings.weight_root or "")
     assert engine.push(root / "new-drafter", "d1", role="drafter").result == "committed"
-    assert np.array_equal(survival(engine), SHIPPED)
+    assert np.array_equal(acceptance(engine), SHIPPED)
 
 
 def test_content_counts_and_no_name(settings: EngineSettings) -> None:

@@ -19,7 +19,7 @@ from tests.engine.weight_cases import request, root, settings
 from tlt_client.channels import checkpoint
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.speculation.survival import BUCKETS, PHASES, RANKS, Calibration
+from tlt_server.speculation.calibration import BUCKETS, PHASES, RANKS, Calibration
 from tlt_server.weights.checksums import checksum
 from tlt_server.wire.commands import CommitWeights
 

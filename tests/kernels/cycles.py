@@ -134,7 +134,7 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
     expected = BatchSlots(*(a.copy() for a in before))
     page_R = untouched_R.copy()
     total_accepted = ended = 0
-    columns = cycle.nodes.survival_BC.shape[1]
+    columns = cycle.nodes.acceptance_BC.shape[1]
     for e, q in entries:
         root, count = int(trees.root_E[e]), int(trees.count_E[e])
         if e < requests and count:

@@ -103,7 +103,7 @@ def test_the_table_learns_as_the_cpu_engines_does() -> None:
     rng = np.random.default_rng(0)
     prior_Z = rng.uniform(0, 1, 256).astype(np.float32)
     learned = CalibrationTable.of(torch.from_numpy(prior_Z).to(DEVICE))
-    hits_Z, trials_Z, survival_Z = np.zeros(256), np.zeros(256), prior_Z.copy()
+    hits_Z, trials_Z, acceptance_Z = np.zeros(256), np.zeros(256), prior_Z.copy()
     counted = 0
     for seed in range(3):
         cycle = Cycle(seed, requests=5, depth=3, width=2, decode_rows=26)
@@ -124,12 +124,12 @@ def test_the_table_learns_as_the_cpu_engines_does() -> None:
             4096.0,
             hits_Z,
             trials_Z,
-            survival_Z,
+            acceptance_Z,
         )
     assert counted
     assert_close("trials_Z", learned.trials_Z, torch.from_numpy(trials_Z), 1e-6)
     assert_close("hits_Z", learned.hits_Z, torch.from_numpy(hits_Z), 1e-6)
-    assert_close("survival_Z", learned.survival_Z, torch.from_numpy(survival_Z), 1e-6)
+    assert_close("acceptance_Z", learned.acceptance_Z, torch.from_numpy(acceptance_Z), 1e-6)
 
 
 def test_counts_are_halved_at_their_limit() -> None:
@@ -143,8 +143,8 @@ def test_counts_are_halved_at_their_limit() -> None:
     assert seen_Z.any()
     assert (counts.trials_Z[seen_Z] >= 50).all()
     assert (counts.trials_Z[seen_Z] < 60).all()
-    assert (counts.hits_Z[seen_Z] >= 30).all() and (counts.survival_Z[~seen_Z] == 0.5).all()
-    assert ((counts.survival_Z[seen_Z] - 92 / 164).abs() < 0.02).all(), (
+    assert (counts.hits_Z[seen_Z] >= 30).all() and (counts.acceptance_Z[~seen_Z] == 0.5).all()
+    assert ((counts.acceptance_Z[seen_Z] - 92 / 164).abs() < 0.02).all(), (
         "prior 32 of 64, then 60 of 100 and a few more"
     )
 

@@ -16,8 +16,8 @@ from tlt_kernels.gpu.history import workspace
 from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.branches import FLOOR, LEFTS, grafted_onto, prior
+from tlt_server.speculation.calibration import CELLS
 from tlt_server.speculation.drafters.history import DEPTHS, SHARES
-from tlt_server.speculation.survival import CELLS
 
 EAGLE, HISTORY = 1, 2  # bits of drafters
 
@@ -28,7 +28,7 @@ def chains_of(host: BatchSlots, batch_slot_B: np.ndarray, limits: list[int]) -> 
     size = sum(limits)
     made = [np.empty(size, np.int32) for _ in range(6)]
     request_N, parent_N, token_N, depth_N, rank_N, cell_N = made
-    survival_N, at = np.empty(size, np.float32), 0
+    acceptance_N, at = np.empty(size, np.float32), 0
     for b, limit in enumerate(limits):
         matches = matches_of(host, int(batch_slot_B[b]), MATCHES) if limit else []
         if not matches:
@@ -52,10 +52,10 @@ def chains_of(host: BatchSlots, batch_slot_B: np.ndarray, limits: list[int]) -> 
             token_N,
             depth_N,
             rank_N,
-            survival_N,
+            acceptance_N,
             cell_N,
         )
-    found = (*made[:5], survival_N, cell_N)
+    found = (*made[:5], acceptance_N, cell_N)
     return Candidates(*(array[:at] for array in found))
 
 
@@ -72,19 +72,19 @@ def random_trees(
         places, taken = {-1: (-1, 0, 1.0)}, set[tuple[int, int]]()
         for c in range(grown if limit else 0):
             above = int(rng.choice(sorted(places)))
-            place, depth, survival = places[above]
+            place, depth, acceptance = places[above]
             likely = chain[depth] if depth < len(chain) and rng.random() < 0.6 else -1
             token = int(likely if likely >= 0 else rng.integers(0, 9))
             if rng.random() < 0.2 or depth == limit or (above, token) in taken:
                 continue
             taken.add((above, token))
-            survival = np.float32(survival) * np.float32(rng.uniform(0, 0.7))
-            places[c] = len(listed), depth + 1, survival
+            acceptance = np.float32(acceptance) * np.float32(rng.uniform(0, 0.7))
+            places[c] = len(listed), depth + 1, acceptance
             for tensor, value in zip(
-                nodes, (above, token, depth + 1, 3, 0, 0, survival), strict=True
+                nodes, (above, token, depth + 1, 3, 0, 0, acceptance), strict=True
             ):
                 tensor[b, c] = float(value) if tensor.is_floating_point() else int(value)
-            listed.append((b, place, token, depth + 1, 0, float(survival), 3))
+            listed.append((b, place, token, depth + 1, 0, float(acceptance), 3))
     fields = [*zip(*listed, strict=True)] or [()] * 7
     arrays = [np.array(column, np.int32) for column in fields]
     arrays[5] = np.array(fields[5], np.float32)
@@ -126,7 +126,7 @@ def graft_and_check(
     expected = grafted_onto(trees, chains, len(limits), table_Z[CELLS:])
     for b in range(len(limits)):
         mine = np.flatnonzero(expected.request_N == b)
-        live = np.flatnonzero(before.survival_BC[b] >= 0)
+        live = np.flatnonzero(before.acceptance_BC[b] >= 0)
         count = len(mine) - len(live)
         column = {
             int(n): int(c) for n, c in zip(mine, [*live, *range(grown, grown + count)], strict=True)
@@ -139,8 +139,8 @@ def graft_and_check(
             assert after.depth_BC[b, c] == expected.depth_N[n]
             assert after.cell_BC[b, c] == expected.cell_N[n]
             assert after.source_BC[b, c] == after.kv_slot_BC[b, c] == -1
-            assert after.survival_BC[b, c] == expected.survival_N[n], "not the same bits"
-        assert (after.survival_BC[b, grown + count :] == -1).all()
+            assert after.acceptance_BC[b, c] == expected.acceptance_N[n], "not the same bits"
+        assert (after.acceptance_BC[b, grown + count :] == -1).all()
     return len(expected) - len(trees)
 
 

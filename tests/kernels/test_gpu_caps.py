@@ -31,12 +31,12 @@ def test_the_best_nodes_of_each_request_stay(columns: int, depth: int, levels: i
     cap_rows(batch_slot_B, batch_slots, nodes)
     found = Nodes(*numpy_of(nodes))
     for b, (limit, tree) in enumerate(zip(LIMITS, trees, strict=True)):
-        ranked = sorted(tree, key=lambda c: node_key(tree[c]["survival"], c, 0))  # noqa: B023
+        ranked = sorted(tree, key=lambda c: node_key(tree[c]["acceptance"], c, 0))  # noqa: B023
         kept = {*ranked[: max(0, limit - 1)]}
         stays = np.array([c in kept for c in range(columns)])
         assert {tree[c]["parent"] for c in kept} <= {-1, *kept}, "what stays is a tree"
         np.testing.assert_array_equal(
-            found.survival_BC[b], np.where(stays, before.survival_BC[b], -1), err_msg=str(limit)
+            found.acceptance_BC[b], np.where(stays, before.acceptance_BC[b], -1), err_msg=str(limit)
         )
     for name in ("parent_BC", "token_BC", "depth_BC", "cell_BC"):
         np.testing.assert_array_equal(getattr(found, name), getattr(before, name))

@@ -35,12 +35,12 @@ def check_level(
 ) -> None:
     found, known = numpy_of(draft), numpy_of(nodes)
     for b, tree in enumerate(trees):
-        for c in range(known.survival_BC.shape[1]):
+        for c in range(known.acceptance_BC.shape[1]):
             node = tree.nodes.get(c)
             if node is None:
-                assert known.survival_BC[b, c] == -1, f"survival_BC[{b}, {c}]"
+                assert known.acceptance_BC[b, c] == -1, f"acceptance_BC[{b}, {c}]"
                 continue
-            for name in ("parent", "token", "depth", "cell", "source", "kv_slot", "survival"):
+            for name in ("parent", "token", "depth", "cell", "source", "kv_slot", "acceptance"):
                 assert getattr(known, f"{name}_BC")[b, c] == node[name], f"{name}_BC[{b}, {c}]"
         for j in range(per):
             x, row = first + b * per + j, tree.rows[j]
@@ -48,7 +48,7 @@ def check_level(
                 assert found.rows.position_R[x] == -1, f"row {x}"
                 assert found.rows.kv_slot_R[x] == TRASH, f"row {x}"
                 assert found.rows.batch_slot_R[x] == batch_slots.idle, f"row {x}"
-                assert found.survival_X[x] == -1, f"row {x}"
+                assert found.acceptance_X[x] == -1, f"row {x}"
                 assert found.rows.base_R[x] == 0, f"row {x}"
                 assert (found.rows.path_RD[x] == -1).all(), f"row {x}"
                 continue
@@ -75,7 +75,9 @@ def check_level(
                 found.source_X[x] == (node["source"] if node else batch_slot_B[b])
                 and found.node_X[x] == row[0]
             ), f"source or node of row {x}"
-            assert found.survival_X[x] == (node["survival"] if node else 1), f"survival_X[{x}]"
+            assert found.acceptance_X[x] == (node["acceptance"] if node else 1), (
+                f"acceptance_X[{x}]"
+            )
 
 
 def grow_and_check(
@@ -140,7 +142,7 @@ def grow_and_check(
             tree.plant(
                 columns(level, width),
                 ids,
-                *(t.cpu().numpy() for t in (token_ML[mine], z_ML[mine], calibration.survival_Z)),
+                *(t.cpu().numpy() for t in (token_ML[mine], z_ML[mine], calibration.acceptance_Z)),
                 width,
             )
             if level < depth - 1:
@@ -170,7 +172,7 @@ def test_a_high_floor_leaves_rows_dead() -> None:
     grow_and_check(4, 4, 3, 5, floor=0.7)
 
 
-def test_tied_survival_goes_to_the_lower_column() -> None:
+def test_tied_acceptance_goes_to_the_lower_column() -> None:
     batch_slots = make_batch_slots(np.random.default_rng(0), 2, 40)
     batch_slots.done_Q[0] = 0
     batch_slots.drafters_Q[0] = 1

@@ -64,7 +64,7 @@ def trie_of(
             length = max(matches[n][0] for n in same) + d
             share = -(-len(same) * 8 // len(siblings)) - 1
             cell = (length_bucket(length) * 8 + share) * 8 + min(d, 7)
-            above = nodes[way[m]]["survival"] if way[m] >= 0 else 1.0
+            above = nodes[way[m]]["acceptance"] if way[m] >= 0 else 1.0
             nodes[column] = {
                 "parent": way[m],
                 "token": tokens[m],
@@ -72,7 +72,7 @@ def trie_of(
                 "cell": cell,
                 "source": -1,
                 "kv_slot": -1,
-                "survival": above * min(table[cell], 0.999),
+                "acceptance": above * min(table[cell], 0.999),
             }
         way = reached
     return nodes
@@ -104,21 +104,23 @@ def draft_and_check(
     total = 0
     for b, limit in enumerate(draft_limits(host, batch_slot_B, depth)):
         trie = (
-            trie_of(host, int(batch_slot_B[b]), limit, width, table.survival_Z.cpu().numpy())
+            trie_of(host, int(batch_slot_B[b]), limit, width, table.acceptance_Z.cpu().numpy())
             if limit
             else {}
         )
         total += len(trie)
-        for c in range(found.survival_BC.shape[1]):
+        for c in range(found.acceptance_BC.shape[1]):
             if c not in trie:
-                assert found.survival_BC[b, c] == -1, f"survival_BC[{b}, {c}]"
+                assert found.acceptance_BC[b, c] == -1, f"acceptance_BC[{b}, {c}]"
                 continue
             for name, value in trie[c].items():
                 at = getattr(found, f"{name}_BC")[b, c]
-                assert abs(at - value) <= (1e-6 if name == "survival" else 0), (
+                assert abs(at - value) <= (1e-6 if name == "acceptance" else 0), (
                     f"{name}_BC[{b}, {c}]"
                 )
-            assert c < width or found.survival_BC[b, c] <= found.survival_BC[b, trie[c]["parent"]]
+            assert (
+                c < width or found.acceptance_BC[b, c] <= found.acceptance_BC[b, trie[c]["parent"]]
+            )
     return total
 
 

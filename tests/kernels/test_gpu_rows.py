@@ -41,14 +41,14 @@ def random_nodes(
             if rng.random() < 0.3:
                 continue
             parent = parents[int(rng.integers(0, len(parents)))]
-            above = np.float32(1) if parent < 0 else tree[parent]["survival"]
+            above = np.float32(1) if parent < 0 else tree[parent]["acceptance"]
             one_of = rng.integers(1, levels + 1) / levels if levels else rng.uniform(0.01, 1.0)
             factor = np.float32(one_of)
             tree[c] = {
                 "parent": parent,
                 "token": int(rng.integers(0, 50)),
                 "depth": 1 if parent < 0 else tree[parent]["depth"] + 1,
-                "survival": np.float32(above * factor),
+                "acceptance": np.float32(above * factor),
             }
             for name, value in tree[c].items():
                 getattr(nodes, f"{name}_BC")[b, c] = float(value)
@@ -109,7 +109,7 @@ def select_and_check(
     for b, q in enumerate(batch_slot_B):
         if host.done_Q[q] or not with_nodes:
             tables[b] = {}
-            nodes.survival_BC[b] = -1
+            nodes.acceptance_BC[b] = -1
     rows = RowTable.allocate(decode_rows, depth, device=DEVICE)
     trees = Trees.allocate(requests, 0, decode_rows, device=DEVICE)
     kept = KeptRows.allocate(requests, 0, decode_rows, 0, depth, device=DEVICE)
@@ -231,14 +231,14 @@ def test_large_batches_are_laid_out_as_their_twin_does(
     select_and_check(requests, columns, depth, decode_rows, 2, levels=2)
 
 
-def test_survivals_tie_where_their_keys_do() -> None:
+def test_acceptance_tie_where_their_keys_do() -> None:
     rng = np.random.default_rng(5)
-    survival_N = np.exp2(rng.uniform(-18, 0, 4000)).astype(np.float32)
-    survival_N[1::2] = survival_N[::2] * (1 + rng.uniform(0, 2e-3, 2000))  # close to each other
-    survival_N[-3:] = 1.0, 0.0, -1.0
-    coarse_N = compared(torch.from_numpy(survival_N)).numpy()
-    key_N = np.array([node_key(float(each), 0, 0)[0] for each in survival_N[:-2]])
+    acceptance_N = np.exp2(rng.uniform(-18, 0, 4000)).astype(np.float32)
+    acceptance_N[1::2] = acceptance_N[::2] * (1 + rng.uniform(0, 2e-3, 2000))  # close to each other
+    acceptance_N[-3:] = 1.0, 0.0, -1.0
+    coarse_N = compared(torch.from_numpy(acceptance_N)).numpy()
+    key_N = np.array([node_key(float(each), 0, 0)[0] for each in acceptance_N[:-2]])
     pairs = key_N[:, None] < key_N, coarse_N[:-2, None] > coarse_N[:-2]
     assert np.array_equal(*pairs)
     assert len(np.unique(key_N)) < len(key_N)
-    assert np.array_equal(coarse_N[-2:], survival_N[-2:])
+    assert np.array_equal(coarse_N[-2:], acceptance_N[-2:])

@@ -145,7 +145,7 @@ class GrownTree:
                 gap = z_JL[j, 0] - z_JL[j, max(rank, 1)]
                 bucket = int((gap > EDGES).sum())
                 cell = (8 * (node >= 0) + min(rank, 7)) * 16 + bucket
-                above = np.float32(1) if node < 0 else self.nodes[node]["survival"]
+                above = np.float32(1) if node < 0 else self.nodes[node]["acceptance"]
                 self.nodes[level_columns + j * width + rank] = {
                     "parent": node,
                     "token": token,
@@ -153,18 +153,18 @@ class GrownTree:
                     "cell": cell,
                     "source": row_ids[j],
                     "kv_slot": -1,
-                    "survival": np.float32(above * np.float32(min(max(table[cell], 0), 1))),
+                    "acceptance": np.float32(above * np.float32(min(max(table[cell], 0), 1))),
                 }
 
     def pick(self, width: int, floor: float, row_ids: list[int], first_kv_slot: int) -> None:
         self.rows = []
         for x in row_ids:
             found = [
-                (-float(node["survival"]), column)
+                (-float(node["acceptance"]), column)
                 for column, node in self.nodes.items()
                 if node["kv_slot"] < 0
                 and node["depth"] < self.limit
-                and node["survival"] > np.float32(floor)
+                and node["acceptance"] > np.float32(floor)
             ]
             if not found or len(self.rows) >= width:
                 self.rows.append(None)
@@ -182,11 +182,11 @@ class GrownTree:
         return found[::-1]
 
 
-def node_key(survival: float, column: int, request: int) -> tuple[int, int, int]:
+def node_key(acceptance: float, column: int, request: int) -> tuple[int, int, int]:
     """Return a sort key, smaller = better: 11 bits per octave of survival, then the lower column,
     then the earlier request.
     """
-    bits, least = (int(np.float32(each).view(np.int32)) for each in (survival, 2.0**-16))
+    bits, least = (int(np.float32(each).view(np.int32)) for each in (acceptance, 2.0**-16))
     octaves = (bits - least) >> 12
     return -min(max(octaves, 0), 32766), column, request
 
@@ -203,10 +203,10 @@ def verified_rows(
     """
     live = [not batch_slots.done_Q[q] for q in batch_slot_B]
     ranked = sorted(
-        (node_key(node["survival"], c, b), b, c)
+        (node_key(node["acceptance"], c, b), b, c)
         for b, nodes in enumerate(nodes_B)
         for c, node in nodes.items()
-        if node["survival"] > 0
+        if node["acceptance"] > 0
     )
     chosen = {(b, c) for _, b, c in ranked[: decode_rows - sum(live)]}
     rows: list[dict[str, Any]] = []

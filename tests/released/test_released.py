@@ -31,9 +31,9 @@ from tlt_server.engine.knowledge_file import KnowledgeFile
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.samples.ring import make_ring
+from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.cost import StepLoad
 from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
-from tlt_server.speculation.survival import Calibration
 from tlt_server.trainer.process.main import Keeper
 from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 from tlt_server.wire.training import TrainerSettings
@@ -285,7 +285,7 @@ def test_knowledge_of_steps_is_read(left: Path) -> None:
     assert predicted == pytest.approx(expected["seconds"], rel=1e-9)
     table = knowledge.tables["eagle"]
     assert isinstance(table, Calibration)
-    assert table.survival_K[3] == pytest.approx(expected["survival"], rel=1e-6)
+    assert table.acceptance_K[3] == pytest.approx(expected["survival"], rel=1e-6)
 
 
 def test_knowledge_of_another_version_is_named(

@@ -40,10 +40,10 @@ from tlt_server.engine.knowledge_file import KnowledgeFile, code
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import make_ring
+from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.cost import CostModel, Measured
 from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
 from tlt_server.speculation.recorded import DraftedTrees
-from tlt_server.speculation.survival import Calibration
 from tlt_server.trainer.exporting.export import export
 from tlt_server.trainer.exporting.export_layouts import EXPORTS, Card
 from tlt_server.trainer.process.main import Keeper
@@ -193,7 +193,7 @@ def write_knowledge(root: Path, expected: dict[str, Any]) -> None:
         "made_by": made_by,
         "loads": PROFILED,
         "seconds": [knowledge.cost.predict(load) for load in PROFILED],
-        "survival": float(table.survival_K[3]),
+        "survival": float(table.acceptance_K[3]),
     }
 
 

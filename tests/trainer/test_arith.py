@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import tlt_server
 from tlt_server.__main__ import main
 from tlt_server.demo.workload import PAIR, TARGET
-from tlt_server.speculation.survival import Calibration
+from tlt_server.speculation.calibration import Calibration
 
 EXAMPLES = Path(tlt_server.__file__).parents[1] / "examples" / "arith"
 

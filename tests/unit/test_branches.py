@@ -20,11 +20,11 @@ from tlt_server.speculation.branches import (
     prior,
     with_branches,
 )
+from tlt_server.speculation.calibration import CELLS, Calibration
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.drafters.eagle import Eagle
 from tlt_server.speculation.drafters.history import DEPTHS, History
 from tlt_server.speculation.estimate import AcceptanceEstimate
-from tlt_server.speculation.survival import CELLS, Calibration
 from tlt_server.speculation.tree import select
 from tlt_server.wire.records import Strategy
 
@@ -54,10 +54,12 @@ def trees_and_chains(draw: st.DrawFn) -> tuple[Candidates, Candidates, int]:
                 continue
             rank = len(families[above])
             families[above].add(token)
-            depth, survival = (trees[above][3] + 1, trees[above][5]) if above >= first else (1, 1.0)
+            depth, acceptance = (
+                (trees[above][3] + 1, trees[above][5]) if above >= first else (1, 1.0)
+            )
             chance = draw(st.sampled_from([0.0, 0.125, 0.25, 0.5, 1.0]))  # sums are exact
             families[len(trees)] = set()
-            trees.append((b, above, token, depth, rank, survival * chance, 3))
+            trees.append((b, above, token, depth, rank, acceptance * chance, 3))
         above = -1
         for depth in range(1, draw(st.integers(0, 5)) + 1):
             cell = draw(st.integers(0, 7 * 8 * DEPTHS - 1))
@@ -86,10 +88,10 @@ def grafted_slowly(
         for h in np.flatnonzero(chains.request_N == b):
             longer = (*path, int(chains.token_N[h]))
             if longer in of_tree:
-                path, above = longer, float(trees.survival_N[of_tree[longer]])
+                path, above = longer, float(trees.acceptance_N[of_tree[longer]])
                 continue
             family = [n for p, n in of_tree.items() if p[:-1] == path]
-            rest = max(0.0, above - sum(float(trees.survival_N[n]) for n in family))
+            rest = max(0.0, above - sum(float(trees.acceptance_N[n]) for n in family))
             left = min(int(LEFTS * rest / max(above, 1e-9)), LEFTS - 1)
             cell = int(chains.cell_N[h]) // DEPTHS * LEFTS + left
             above *= float(table[cell])
@@ -115,15 +117,15 @@ def test_branches_equal_the_twin_and_leave_trees_well_formed(
     for path, n in after.items():
         parent = found.parent_N[n]
         assert parent < n and found.depth_N[n] == len(path) - 1
-        assert found.survival_N[n] <= (found.survival_N[parent] if parent >= 0 else 1.0)
+        assert found.acceptance_N[n] <= (found.acceptance_N[parent] if parent >= 0 else 1.0)
         if path in before:
             at = before[path]
-            assert found.survival_N[n] == trees.survival_N[at]
+            assert found.acceptance_N[n] == trees.acceptance_N[at]
             assert found.rank_N[n] == trees.rank_N[at] and found.cell_N[n] == trees.cell_N[at]
         else:
-            survival, cell = expected[path]
+            acceptance, cell = expected[path]
             assert found.rank_N[n] == RANK
-            np.testing.assert_allclose(found.survival_N[n], survival, rtol=1e-5)
+            np.testing.assert_allclose(found.acceptance_N[n], acceptance, rtol=1e-5)
             assert found.cell_N[n] == cell
     assert (np.diff(found.request_N) >= 0).all()
     assert all(a.dtype == np.int32 for a in (found.request_N, found.parent_N, found.rank_N))
@@ -170,7 +172,7 @@ def test_each_table_learns_from_its_own_nodes() -> None:
     for _ in range(300):
         branching.observe(batch, found, accepted_N)
     cells = found.cell_N[branch_N] - CELLS
-    assert (branching.table.survival_K[cells] > prior()[cells]).all()
+    assert (branching.table.acceptance_K[cells] > prior()[cells]).all()
     assert eagle.calibration.observed == 300 * int((~branch_N & _tried(found, accepted_N)).sum())
     assert source.table.observed == 0
     branching.observe(batch, Candidates.empty(), np.zeros(0, np.int8))
@@ -182,12 +184,12 @@ def _tried(found: Candidates, accepted_N: np.ndarray) -> np.ndarray:
 
 def test_surer_trees_lower_the_trust_in_branches() -> None:
     chain = candidates_of([(0, -1, 9, 1, 0, 0.5, 6 * 8 * DEPTHS + 7 * DEPTHS)])
-    survival = []
+    acceptance = []
     for sure in (0.05, 0.5, 0.95):
         tree = candidates_of([(0, -1, 4, 1, 0, sure, 0)])
         found = grafted_onto(tree, chain, 1, prior())
-        survival.append(float(found.survival_N[found.rank_N == RANK].sum()))
-    assert survival[0] > survival[1] > survival[2]
+        acceptance.append(float(found.acceptance_N[found.rank_N == RANK].sum()))
+    assert acceptance[0] > acceptance[1] > acceptance[2]
 
 
 def test_estimate_neither_continues_branches_nor_ranks_them_best() -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import tlt_server
-from tlt_server.speculation.survival import Calibration
+from tlt_server.speculation.calibration import Calibration
 
 ROOT = Path(tlt_server.__file__).parent
 PAIR = ROOT / "demo" / "pair"
@@ -42,8 +42,8 @@ def test_pair_is_small_and_has_the_published_names():
 
 def test_calibration_is_a_table_of_chances():
     table = Calibration.load(PAIR / "drafter")
-    assert table.source != "default" and ((table.survival > 0) & (table.survival < 1)).all()
-    assert (table.survival[:, 0, -1] > table.survival[:, 0, 0]).all()
+    assert table.source != "default" and ((table.acceptance > 0) & (table.acceptance < 1)).all()
+    assert (table.acceptance[:, 0, -1] > table.acceptance[:, 0, 0]).all()
 
 
 @pytest.mark.parametrize("pair", [PAIR, HARD], ids=["demo", "hard"])

@@ -8,9 +8,9 @@ from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.eagle import EagleNetwork
 from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
-from tlt_server.speculation.survival import Calibration
 from tlt_server.speculation.tree import select
 from tlt_server.wire.records import Strategy
 
@@ -40,13 +40,13 @@ def assert_well_formed(candidates, batch, strategy):
         assert 0 <= candidates.token_N[n] < VOCABULARY
         assert 1 <= candidates.depth_N[n] <= min(strategy.depth, batch.max_depth_B[b])
         assert 0 <= candidates.rank_N[n] < strategy.width
-        above = 1.0 if parent < 0 else candidates.survival_N[parent]
-        assert 0 <= candidates.survival_N[n] <= above
+        above = 1.0 if parent < 0 else candidates.acceptance_N[parent]
+        assert 0 <= candidates.acceptance_N[n] <= above
         if parent >= 0:
             assert candidates.request_N[parent] == b
             assert candidates.depth_N[parent] == candidates.depth_N[n] - 1
-    *others, survival_N, cell_N = vars(candidates).values()
-    assert survival_N.dtype == np.float32
+    *others, acceptance_N, cell_N = vars(candidates).values()
+    assert acceptance_N.dtype == np.float32
     assert all(a.dtype == np.int32 for a in (*others, cell_N))
     assert all(len(a) == len(candidates) for a in vars(candidates).values())
     siblings = list(zip(candidates.request_N, candidates.parent_N, candidates.token_N, strict=True))

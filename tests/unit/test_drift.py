@@ -11,7 +11,7 @@ import torch
 
 from tlt_kernels.gpu.tensors import CalibrationTable
 from tlt_server.engine.gpu.steps.drafts.drift import EVERY, Drift
-from tlt_server.speculation.survival import OnlineTable
+from tlt_server.speculation.calibration import OnlineTable
 
 
 class Later:
@@ -31,9 +31,9 @@ def test_reading_matches_the_host_table_without_waiting() -> None:
     table = CalibrationTable.of(torch.from_numpy(host.prior_K))
     drift: Any = Drift(table)
     drift._event = Later()
-    host.survival_K[:] = [0.2, 0.1, 0.5, 0.4, 0.9, 0.8, 0.7]
+    host.acceptance_K[:] = [0.2, 0.1, 0.5, 0.4, 0.9, 0.8, 0.7]
     host.trials_K[:] = [3, 0, 10, 1, 0, 7, 2]
-    table.survival_Z.copy_(torch.from_numpy(host.survival_K))
+    table.acceptance_Z.copy_(torch.from_numpy(host.acceptance_K))
     table.trials_Z.copy_(torch.from_numpy(host.trials_K))
     for _ in range(EVERY - 1):
         drift.observed()

@@ -9,9 +9,9 @@ import torch
 from tests.unit.fake_eagle import PAGE_SIZE, VOCABULARY, FakeEngine, FakeNetwork
 from tlt_kernels.cpu.drafting import children
 from tlt_kernels.cpu.noise import gumbel
+from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.drafters.cpu import DraftWeights
 from tlt_server.speculation.drafters.eagle import Eagle
-from tlt_server.speculation.survival import Calibration
 from tlt_server.speculation.tree import select
 from tlt_server.wire.records import Strategy
 
@@ -49,13 +49,13 @@ def tree_slowly(network, calibration, tokens, features, seed, temperature, depth
     nodes = {}
 
     def plant(path):
-        survival = nodes[path][1] if path else 1.0
+        acceptance = nodes[path][1] if path else 1.0
         logits = network.logits(network.hidden_of(tokens, features, path)[None])[0].numpy()
         ids, at = network.target_ids.numpy(), len(tokens) + len(path)
         names, z = children_slowly(logits, ids, seed, at, temperature, max(width, 2))
         for rank in range(width):
             cell = calibration.cell(0 if not path else 1, rank, z[0] - z[max(rank, 1)])
-            nodes[(*path, names[rank])] = (rank, survival * calibration.survival_K[cell])
+            nodes[(*path, names[rank])] = (rank, acceptance * calibration.acceptance_K[cell])
 
     plant(())
     expanded = set()
@@ -74,16 +74,16 @@ def as_paths(candidates, request):
         parent = candidates.parent_N[n]
         paths[n] = (*(paths[parent] if parent >= 0 else ()), int(candidates.token_N[n]))
         assert len(paths[n]) == candidates.depth_N[n]
-        out[paths[n]] = (int(candidates.rank_N[n]), float(candidates.survival_N[n]))
+        out[paths[n]] = (int(candidates.rank_N[n]), float(candidates.acceptance_N[n]))
     return out
 
 
 def assert_same_tree(found, expected):
     assert found.keys() == expected.keys()
-    for path, (rank, survival) in expected.items():
+    for path, (rank, acceptance) in expected.items():
         assert found[path][0] == rank
         # Float32 products of eight factors.
-        assert found[path][1] == pytest.approx(survival, rel=1e-4)
+        assert found[path][1] == pytest.approx(acceptance, rel=1e-4)
 
 
 def build(engine, network, **options):
@@ -201,7 +201,7 @@ def test_small_scratch_cuts_the_tree_instead_of_overrunning():
         eagle = build(engine, network, max_rows=max_rows)
         candidates = eagle.propose(engine.batch([*"abcd"]), Strategy("eagle", 6, 4, 99))
         assert candidates.depth_N.max() <= 1 + max_rows // 4
-        assert np.isfinite(candidates.survival_N).all()
+        assert np.isfinite(candidates.acceptance_N).all()
 
 
 def test_verification_teaches_the_calibration():
@@ -209,11 +209,11 @@ def test_verification_teaches_the_calibration():
     engine.extend("a", [1, 2, 3])
     eagle = build(engine, network)
     batch = engine.batch(["a"], temperature=0.0)
-    before = eagle.calibration.survival.copy()
+    before = eagle.calibration.acceptance.copy()
     for _ in range(40):
         candidates = eagle.propose(batch, Strategy("eagle", 2, 2, 8))
         eagle.observe(batch, candidates, np.where(candidates.rank_N == 1, 1, 0).astype(np.int8))
-    after = eagle.calibration.survival
+    after = eagle.calibration.acceptance
     assert (after[0, 0] < before[0, 0]).any() and (after[0, 1] > before[0, 1]).any()
 
 
@@ -222,4 +222,4 @@ def test_a_network_that_says_nothing_finite_is_survived():
     engine.extend("a", [1, 2, 3])
     network.head = torch.full_like(network.head, float("nan"))
     candidates = build(engine, network).propose(engine.batch(["a"]), Strategy("eagle", 3, 2, 8))
-    assert np.isfinite(candidates.survival_N).all()
+    assert np.isfinite(candidates.acceptance_N).all()

@@ -64,9 +64,9 @@ PROFILED = [
 HISTORY_PROFILED = [load._replace(drafter="history") for load in PROFILED if load.drafter]
 
 
-def trees(rng: np.random.Generator, requests: int, depth: int, survival: float) -> Candidates:
+def trees(rng: np.random.Generator, requests: int, depth: int, acceptance: float) -> Candidates:
     """Return chains; the survival of each link is a random number around the given mean."""
-    link_BD = rng.beta(4 * survival, 4 * (1 - survival), (requests, depth))
+    link_BD = rng.beta(4 * acceptance, 4 * (1 - acceptance), (requests, depth))
     depth_N = np.tile(np.arange(1, depth + 1), requests).astype(np.int32)
     index_N = np.arange(requests * depth, dtype=np.int32)
     return Candidates(
@@ -89,8 +89,8 @@ class World:
         drafters: tuple[str, ...] = ("eagle",),
         arms: Arms | None = None,
     ) -> None:
-        self.seconds, self.survival = seconds, 0.8
-        self.survivals: dict[str, float] = {}  # by drafter, where it differs
+        self.seconds, self.acceptance = seconds, 0.8
+        self.acceptances: dict[str, float] = {}  # by drafter, where it differs
         self.rng, self.noise = np.random.default_rng(seed), random.Random(seed)
         self.knowledge = Knowledge(drafters)
         profiled = PROFILED + HISTORY_PROFILED * ("history" in drafters)
@@ -108,10 +108,10 @@ class World:
         """Return the true expected tokens per second."""
         gain = 0.0
         if strategy.drafter:
-            true = self.survivals.get(strategy.drafter, self.survival)
+            true = self.acceptances.get(strategy.drafter, self.acceptance)
             drafted = trees(np.random.default_rng(7), 2048, strategy.depth, true)
             share = strategy.draft_rows(requests) / requests
-            kept = np.sort(drafted.survival_N)[::-1][: int(share * 2048)]
+            kept = np.sort(drafted.acceptance_N)[::-1][: int(share * 2048)]
             gain = float(kept.sum()) / 2048
         return requests * (1 + gain) / self.seconds(load_under(strategy, requests))
 
@@ -130,11 +130,11 @@ class World:
         strategy = self.policy.choose(context)
         drafted, accepted, rows = None, (0,) * requests, requests
         if strategy.drafter:
-            true = self.survivals.get(strategy.drafter, self.survival)
+            true = self.acceptances.get(strategy.drafter, self.acceptance)
             candidates = trees(self.rng, requests, strategy.depth, true)
             chosen, _, count = select(candidates, requests, strategy.draft_rows(requests))
-            survival = candidates.survival_N[chosen]
-            drafted = Drafted(candidates, requests, float(survival.sum()))
+            acceptance = candidates.acceptance_N[chosen]
+            drafted = Drafted(candidates, requests, float(acceptance.sum()))
             accepted = tuple(self._accepted(candidates, chosen, requests))
             rows += int(count.sum())
         load = load_under(strategy, requests)._replace(rows=rows, prompt_rows=prompt_rows)
@@ -158,7 +158,7 @@ class World:
         so survivals are true and paths are closed.
         """
         drawn_B = self.rng.random(requests)
-        on_path = drafted.survival_N[chosen] > drawn_B[drafted.request_N[chosen]]
+        on_path = drafted.acceptance_N[chosen] > drawn_B[drafted.request_N[chosen]]
         return np.bincount(drafted.request_N[chosen][on_path], minlength=requests).tolist()
 
 
@@ -367,7 +367,7 @@ def test_deep_tree_predicts_acceptance_of_smaller_trees() -> None:
     for _ in range(20):
         estimate.see(drafted, 64)
     for depth in (1, 3, 7):
-        inside = drafted.survival_N[drafted.depth_N <= depth]
+        inside = drafted.acceptance_N[drafted.depth_N <= depth]
         for nodes in (0.5, 1.0, 3.0):
             best = np.sort(inside)[::-1][: int(nodes * 64)].sum() / 64
             assert estimate.gain(depth, 1, np.array([nodes]))[0] == pytest.approx(best, rel=0.01)
@@ -392,13 +392,13 @@ def test_predictions_follow_what_is_accepted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", list(WORLDS))
-@pytest.mark.parametrize("survival", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("requests", [1, 6, 48, 200])
 def test_it_is_close_to_the_best_from_the_first_steps_on(
-    world: str, survival: float, requests: int
+    world: str, acceptance: float, requests: int
 ) -> None:
     simulated = World(WORLDS[world], seed=requests)
-    simulated.survival = survival
+    simulated.acceptance = acceptance
     best = simulated.best(requests)
     needed = lost = 0.0
     for _ in range(150):
@@ -409,7 +409,7 @@ def test_it_is_close_to_the_best_from_the_first_steps_on(
 
 def test_speculation_stops_and_comes_back_as_the_load_changes() -> None:
     simulated = World(cpu_seconds)
-    simulated.survival = 0.6
+    simulated.acceptance = 0.6
     seen = [{simulated.step(requests) for _ in range(60)} for requests in (2, 256, 2)]
     assert OFF not in list(seen[0])[5:] and any(s != OFF for s in seen[0])
     assert simulated.used[119] == OFF
@@ -420,11 +420,11 @@ def test_drafter_worsened_by_a_push_is_retried_after_the_next() -> None:
     simulated = World(cpu_seconds)
     simulated.run(50, 4)
     assert simulated.used[-1] != OFF
-    simulated.survival = 0.02
+    simulated.acceptance = 0.02
     simulated.knowledge.renew(WeightsInUse("worse", ""))
     simulated.run(100, 4)
     assert simulated.used[-1] == OFF
-    simulated.survival = 0.8
+    simulated.acceptance = 0.8
     simulated.knowledge.renew(WeightsInUse("better", ""))
     simulated.run(300, 4)
     assert simulated.used[-1] != OFF
@@ -436,13 +436,13 @@ def test_rollback_restores_the_estimates_of_that_version() -> None:
     knowledge.weights = WeightsInUse("good", "")
     simulated.run(50, 4)
     before, rows = knowledge.estimates["eagle"].record(), simulated.used[-1].draft_rows(4)
-    simulated.survival = 0.02
+    simulated.acceptance = 0.02
     knowledge.renew(WeightsInUse("bad", ""))
     simulated.run(100, 4)
     assert simulated.used[-1] == OFF
     knowledge.renew(WeightsInUse("good", ""))
     assert knowledge.estimates["eagle"].record() == before
-    simulated.survival = 0.8
+    simulated.acceptance = 0.8
     assert simulated.step(4).draft_rows(4) > rows / 2
     for version in range(20):
         knowledge.renew(WeightsInUse(str(version), ""))
@@ -453,16 +453,16 @@ def test_rollback_restores_the_estimates_of_that_version() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", list(WORLDS))
 @pytest.mark.parametrize("requests", [2, 8])
-@pytest.mark.parametrize("survival", [0.75, pytest.param(0.02, marks=pytest.mark.long)])
+@pytest.mark.parametrize("acceptance", [0.75, pytest.param(0.02, marks=pytest.mark.long)])
 def test_useless_drafter_is_dropped_within_50_steps(
-    world: str, requests: int, survival: float
+    world: str, requests: int, acceptance: float
 ) -> None:
     """Then history drafts, or none does; retries cost little."""
     simulated = World(WORLDS[world], seed=requests, drafters=("eagle", "history"))
-    simulated.survivals = {"eagle": 0.02, "history": survival}
+    simulated.acceptances = {"eagle": 0.02, "history": acceptance}
     simulated.run(400, requests)
     used = simulated.used[50:]
-    if survival > 0.5:
+    if acceptance > 0.5:
         assert sum(strategy.drafter == "history" for strategy in used) > 340
     else:
         assert "eagle" in {strategy.drafter for strategy in simulated.used}

@@ -56,7 +56,7 @@ def trie_slowly(segments, member, most, shortest, matches, depth, width, table):
     nodes, level = [], [((), found, 1.0)]
     for d in range(1, depth + 1):
         below = []
-        for path, group, survival in level:
+        for path, group, acceptance in level:
             group = [match for match in group if len(match[2]) >= d]
             kinds = {}
             for match in group:
@@ -66,9 +66,9 @@ def trie_slowly(segments, member, most, shortest, matches, depth, width, table):
             for rank, (token, members) in enumerate(best):
                 length = members[0][0] + d - 1
                 cell = match_cell(length, len(members), len(group), d, SHARES, DEPTHS)
-                below.append(((*path, token), rank, cell, survival * table[cell], members))
+                below.append(((*path, token), rank, cell, acceptance * table[cell], members))
         nodes += [node[:4] for node in below]
-        level = [(path, members, survival) for path, _, _, survival, members in below]
+        level = [(path, members, acceptance) for path, _, _, acceptance, members in below]
     return nodes
 
 
@@ -95,16 +95,16 @@ def test_tries_equal_the_twin(segments, member, shortest, matches, depth, width)
     count = match_pool(
         tokens_T, start_G, length_G, *asked, *bounds, table, SHARES, DEPTHS, 0, *arrays
     )
-    request, parent, token, depths, rank, survival, cell = (a[:count] for a in arrays)
+    request, parent, token, depths, rank, acceptance, cell = (a[:count] for a in arrays)
     expected = trie_slowly(segments, member, 6, shortest, matches, depth, width, table)
     paths = []
     for n in range(count):
         paths.append((*(paths[parent[n]] if parent[n] >= 0 else ()), int(token[n])))
     found = {path: (int(rank[n]), int(cell[n])) for n, path in enumerate(paths)}
     assert len(found) == count == len(expected) and (request == 7).all()
-    for path, wanted_rank, wanted_cell, wanted_survival in expected:
+    for path, wanted_rank, wanted_cell, wanted_acceptance in expected:
         assert found[path] == (wanted_rank, wanted_cell)
-        assert survival[paths.index(path)] == pytest.approx(wanted_survival, rel=1e-5)
+        assert acceptance[paths.index(path)] == pytest.approx(wanted_acceptance, rel=1e-5)
     assert all(parent[n] < n and len(paths[n]) == depths[n] for n in range(count))
 
 
@@ -190,7 +190,7 @@ def test_most_siblings_win_and_the_minority_is_second():
         history.finish(name, "g", np.array([1, 2, 3, token, 4]), 1)
     candidates = history.propose(batch_of({"d": [1, 2, 3]}), Strategy("history", 1, 2, 3))
     assert candidates.token_N.tolist() == [9, 8]
-    assert candidates.survival_N[0] > candidates.survival_N[1]
+    assert candidates.acceptance_N[0] > candidates.acceptance_N[1]
 
 
 def test_memory_is_bounded():
@@ -273,5 +273,5 @@ def test_trust_is_learned():
     for _ in range(300):
         candidates = history.propose(batch, STRATEGY)
         history.observe(batch, candidates, np.zeros(len(candidates), np.int8))
-    assert history.propose(batch, STRATEGY).survival_N[0] < 0.5 * first.survival_N[0]
+    assert history.propose(batch, STRATEGY).acceptance_N[0] < 0.5 * first.acceptance_N[0]
     assert history.gauges()["history_hit_rate"] == 1.0

@@ -16,11 +16,11 @@ import pytest
 from tests.unit.test_goodput import PROFILED, cpu_seconds, trees
 from tlt_server.engine.knowledge_file import MAX_BYTES, NAME, KnowledgeFile, profile_in
 from tlt_server.speculation.branches import prior as trust
+from tlt_server.speculation.calibration import BUCKETS, PHASES, RANKS, Calibration, OnlineTable
 from tlt_server.speculation.cost import KNOTS, Measured
 from tlt_server.speculation.drafters.history import prior
 from tlt_server.speculation.knowledge import KEPT_WEIGHTS, Knowledge, WeightsInUse
 from tlt_server.speculation.learnt import DOUBT
-from tlt_server.speculation.survival import BUCKETS, PHASES, RANKS, Calibration, OnlineTable
 
 MADE_BY = {"processor": "one", "model": "two layers"}
 

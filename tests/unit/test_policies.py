@@ -31,14 +31,14 @@ class World:
     draft token is accepted.
     """
 
-    def __init__(self, step_s, survival, seed=0):
-        self.step_s, self.survival = step_s, survival
+    def __init__(self, step_s, acceptance, seed=0):
+        self.step_s, self.acceptance = step_s, acceptance
         self.rng = random.Random(seed)
         self.used = []
 
     def accepted(self, arm):
         count = 0
-        while count < arm.depth and self.rng.random() < self.survival(arm):
+        while count < arm.depth and self.rng.random() < self.acceptance(arm):
             count += 1
         return count
 
@@ -46,7 +46,7 @@ class World:
         """True tokens per second."""
         chance, mean = 1.0, 1.0
         for _ in range(arm.depth):
-            chance *= self.survival(arm)
+            chance *= self.acceptance(arm)
             mean += chance
         return batch * mean / self.step_s(arm, batch)
 
@@ -166,12 +166,12 @@ def test_beg_finds_the_best_arm_and_explores_a_tenth(seed):
 
 
 def test_beg_follows_a_drafter_that_gets_worse():
-    survival = [0.95]
-    world = World(cpu_step_s(0.01), lambda arm: survival[0])
+    acceptance = [0.95]
+    world = World(cpu_step_s(0.01), lambda arm: acceptance[0])
     policy = Beg(ONE_GROUP, Knowledge(("eagle",)))
     world.run(policy, [4] * 600)
     assert world.used[-50:].count(CHAINS[-1]) > 35
-    survival[0] = 0.1
+    acceptance[0] = 0.1
     world.run(policy, [4] * 3000)
     assert world.used[-50:].count(CHAINS[0]) > 35
 

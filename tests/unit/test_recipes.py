@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 import tlt_server
 from tlt_server.demo import task
 from tlt_server.demo.workload import TARGET
-from tlt_server.speculation.survival import Calibration
+from tlt_server.speculation.calibration import Calibration
 
 EXAMPLES = Path(tlt_server.__file__).parents[1] / "examples" / "arith"
 SEEDS = range(300)

@@ -9,7 +9,7 @@ import pytest
 
 from tlt_server.samples import tables
 from tlt_server.samples.tables import TableFile, drafter_of, read_tables, table_file
-from tlt_server.speculation.survival import Calibration
+from tlt_server.speculation.calibration import Calibration
 
 
 def table(value: float) -> np.ndarray:
@@ -48,16 +48,18 @@ def test_where_no_file_can_be_written_versions_are_still_given(tmp_path: Path) -
 def test_a_held_table_changes_when_it_is_renewed_alone() -> None:
     plain, held = Calibration(), Calibration()
     held.hold()
-    shipped = held.survival_K.copy()
+    shipped = held.acceptance_K.copy()
     cell_N, parent_N = np.array([3, 3], np.int32), np.array([-1, -1], np.int32)
     for _ in range(50):
         for each in (plain, held):
             each.observe(cell_N, parent_N, np.array([1, 0], np.int8))
-    assert np.array_equal(held.survival_K, shipped)
-    assert np.array_equal(held.renew(), plain.survival_K)
-    assert np.array_equal(held.survival_K, plain.survival_K) and held.survival_K[3] != shipped[3]
+    assert np.array_equal(held.acceptance_K, shipped)
+    assert np.array_equal(held.renew(), plain.acceptance_K)
+    assert (
+        np.array_equal(held.acceptance_K, plain.acceptance_K) and held.acceptance_K[3] != shipped[3]
+    )
     held.observe(cell_N, parent_N, np.array([1, 1], np.int8))
     held.forget()  # weights have changed: at once
     plain.observe(cell_N, parent_N, np.array([1, 1], np.int8))
     plain.forget()
-    assert np.array_equal(held.survival_K, plain.survival_K)
+    assert np.array_equal(held.acceptance_K, plain.acceptance_K)

@@ -15,12 +15,14 @@ from tlt_server.speculation.tree import select
 
 def select_slowly(candidates, budget, most=None):
     """Sort by (survival, depth, index), a survival being at most its parent's; group by request."""
-    survival = []
+    acceptance = []
     for n, parent in enumerate(candidates.parent_N):
-        own = float(candidates.survival_N[n])
-        survival.append(own if parent < 0 else min(own, survival[parent]))
+        own = float(candidates.acceptance_N[n])
+        acceptance.append(own if parent < 0 else min(own, acceptance[parent]))
     best, left = [], dict(enumerate(most if most is not None else ()))
-    for n in sorted(range(len(candidates)), key=lambda n: (-survival[n], candidates.depth_N[n], n)):
+    for n in sorted(
+        range(len(candidates)), key=lambda n: (-acceptance[n], candidates.depth_N[n], n)
+    ):
         request = candidates.request_N[n]
         if len(best) < budget and left.get(request, 1) > 0:
             best.append(n)
@@ -38,17 +40,17 @@ def forests(draw):
     requests = draw(st.integers(1, 5))
     nodes = draw(st.integers(0, 40))
     probability = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.5, 0.9, 1.0])
-    request, parent, depth, survival = [], [], [], []
+    request, parent, depth, acceptance = [], [], [], []
     for n in range(nodes):
         above = draw(st.integers(-1, n - 1))
         request.append(draw(st.integers(0, requests - 1)) if above < 0 else request[above])
         parent.append(above)
         depth.append(1 if above < 0 else depth[above] + 1)
-        survival.append(draw(probability) * (1.0 if above < 0 else survival[above]))
+        acceptance.append(draw(probability) * (1.0 if above < 0 else acceptance[above]))
     i32 = lambda values: np.array(values, np.int32)  # noqa: E731
     zeros = np.zeros(nodes, np.int32)
     return Candidates(
-        i32(request), i32(parent), zeros, i32(depth), zeros, np.array(survival, np.float32)
+        i32(request), i32(parent), zeros, i32(depth), zeros, np.array(acceptance, np.float32)
     ), requests
 
 
@@ -75,7 +77,7 @@ def check_select(candidates, requests, budget, most):
         assert (candidates.parent_N[chosen.node_M[m]] < 0) == (parent < 0)
 
 
-def test_select_stays_closed_when_a_survival_exceeds_its_parent():
+def test_select_stays_closed_when_an_acceptance_exceeds_its_parent():
     i32 = lambda *values: np.array(values, np.int32)  # noqa: E731
     candidates = Candidates(
         i32(0, 0, 0),
@@ -103,19 +105,19 @@ def test_select_of_nothing():
 
 def small_forest(rng, requests):
     """Return trees of at most six nodes each, in any shape."""
-    request, parent, survival = [], [], []
+    request, parent, acceptance = [], [], []
     for b in range(requests):
         first = len(request)
         for n in range(first, first + rng.integers(0, 7)):
             above = int(rng.integers(first - 1, n))
             parent.append(above if above >= first else -1)
-            survival.append(rng.random() * (survival[above] if above >= first else 1.0))
+            acceptance.append(rng.random() * (acceptance[above] if above >= first else 1.0))
             request.append(b)
     depth = []
     for above in parent:
         depth.append(1 if above < 0 else depth[above] + 1)
     columns = (np.array(values, np.int32) for values in (request, parent, parent, depth, parent))
-    return Candidates(*columns, np.array(survival, np.float32))
+    return Candidates(*columns, np.array(acceptance, np.float32))
 
 
 def best_sums(candidates, request, most):
@@ -123,7 +125,7 @@ def best_sums(candidates, request, most):
     nodes = np.flatnonzero(candidates.request_N == request).tolist()
     return [
         max(
-            candidates.survival_N[list(some)].sum(dtype=np.float64)
+            candidates.acceptance_N[list(some)].sum(dtype=np.float64)
             for some in combinations(nodes, size)
             if all(candidates.parent_N[n] in (-1, *some) for n in some)
         )
@@ -147,7 +149,7 @@ def test_no_choice_of_subtrees_survives_better_than_the_chosen_one():
                 if sum(sizes) <= rows
             )
             chosen = select(candidates, requests, rows, most_B)
-            found = candidates.survival_N[chosen.node_M].sum(dtype=np.float64)
+            found = candidates.acceptance_N[chosen.node_M].sum(dtype=np.float64)
             assert abs(found - best) < 1e-6, (case, rows)
             assert len(chosen.node_M) == min(rows, max(map(sum, shared)))
             assert all(n in (-1, *chosen.node_M) for n in candidates.parent_N[chosen.node_M])

@@ -11,12 +11,12 @@ from tlt_server.speculation.branches import RANK
 from tlt_server.speculation.estimate import AcceptanceEstimate
 
 
-def nodes(parent: list[list[int]], depth: list[list[int]], survival: list[list[float]]) -> Nodes:
+def nodes(parent: list[list[int]], depth: list[list[int]], acceptance: list[list[float]]) -> Nodes:
     empty = Nodes.allocate(len(parent), len(parent[0]), device="cpu")
     return empty._replace(
         parent_BC=torch.tensor(parent, dtype=torch.int32),
         depth_BC=torch.tensor(depth, dtype=torch.int32),
-        survival_BC=torch.tensor(survival, dtype=torch.float32),
+        acceptance_BC=torch.tensor(acceptance, dtype=torch.float32),
     )
 
 

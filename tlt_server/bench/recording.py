@@ -38,6 +38,7 @@ from tlt_server.errors import StartupError
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.samples import Legend, Responses, Verifications
 from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.cost import CostModel, CostRecord, Measured, load_of
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.policies.fixed import Fixed
@@ -51,7 +52,6 @@ from tlt_server.speculation.recorded import (
     RolloutRecord,
     Table,
 )
-from tlt_server.speculation.survival import Calibration
 from tlt_server.wire.commands import SetPolicy, Submit
 from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import Cycle, GenerateRequest, Strategy

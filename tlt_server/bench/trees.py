@@ -35,7 +35,7 @@ from tlt_kernels.gpu.tensors import (
 from tlt_kernels.gpu.upload import UNLIMITED
 from tlt_server.bench.micro import Call, Case, each, measure, row_of
 from tlt_server.speculation.branches import FLOOR, LEFTS, prior
-from tlt_server.speculation.survival import CELLS
+from tlt_server.speculation.calibration import CELLS
 
 LAYERS, KV_HEADS, WIDTH = 28, 4, 128
 VOCABULARY, GROUP, CALLS = 512, 8, 20
@@ -92,8 +92,8 @@ class TreeBench:
         self.draft = Draft.allocate(requests, case.depth, case.width, device=device)
         self.nodes = Nodes.allocate(requests, self.columns, device=device)
         self.edges = torch.tensor(EDGES, device=device)
-        survival_K = torch.full((CELLS + len(prior()),), 0.9, device=device)
-        self.calibration = CalibrationTable.of(survival_K)
+        acceptance_K = torch.full((CELLS + len(prior()),), 0.9, device=device)
+        self.calibration = CalibrationTable.of(acceptance_K)
         self.rows = RowTable.allocate(rows, case.depth, device=device)
         self.trees = Trees.allocate(requests, 0, rows, device=device)
         self.kept = KeptRows.allocate(requests, 0, rows, 0, case.depth, device=device)

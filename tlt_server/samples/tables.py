@@ -46,9 +46,9 @@ class TableFile:
         # The newest last, with those of an engine before.
         self._kept = {version: table.tobytes() for version, table in read_tables(path).items()}
 
-    def add(self, drafter: str, survival_K: NDArray[np.float32]) -> str:
+    def add(self, drafter: str, acceptance_K: NDArray[np.float32]) -> str:
         """Keep a table, and return its version."""
-        content = survival_K.astype("<f4").tobytes()
+        content = acceptance_K.astype("<f4").tobytes()
         version = f"{drafter}{MARK}{xxhash.xxh3_64_hexdigest(content)}"
         if self._kept.pop(version, None) is None:
             self._kept[version] = content

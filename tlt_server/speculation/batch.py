@@ -76,7 +76,7 @@ class Candidates:
     token_N: NDArray[np.int32]
     depth_N: NDArray[np.int32]  # 1 = child of the root
     rank_N: NDArray[np.int32]  # 0 = the parent's best child; -1 = of a branch, see `branches`
-    survival_N: NDArray[
+    acceptance_N: NDArray[
         np.float32
     ]  # calibrated probability that the node is on the path; never above its parent's
     # Index into the drafter's calibration table; empty where the host was not told.

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.branches import graft
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.calibration import CELLS, OnlineTable
 from tlt_server.speculation.drafters import DRAFTERS, history
-from tlt_server.speculation.survival import CELLS, OnlineTable
 from tlt_server.wire.records import Strategy
 
 SOURCE = "history"
@@ -66,7 +66,7 @@ class Branching:
         )
         if not len(chains):
             return trees
-        grafted = grafted_onto(trees, chains, len(batch), self.table.survival_K)
+        grafted = grafted_onto(trees, chains, len(batch), self.table.acceptance_K)
         self._grafted += len(grafted) - len(trees)
         return grafted
 
@@ -121,12 +121,12 @@ def grafted_onto(
     """Return the trees with the chains as branches; each request's branch follows its tree."""
     size = len(chains)
     branch_H, above_H, cell_H = (np.empty(size, np.int32) for _ in range(3))
-    survival_H = np.empty(size, np.float32)
+    acceptance_H = np.empty(size, np.float32)
     count = graft(
         trees.request_N,
         trees.parent_N,
         trees.token_N,
-        trees.survival_N,
+        trees.acceptance_N,
         chains.request_N,
         chains.token_N,
         chains.cell_N // history.DEPTHS,
@@ -137,7 +137,7 @@ def grafted_onto(
         table_Z,
         branch_H,
         above_H,
-        survival_H,
+        acceptance_H,
         cell_H,
     )
     if not count:
@@ -156,6 +156,6 @@ def grafted_onto(
         np.concatenate((trees.token_N, chains.token_N[new]))[order],
         np.concatenate((trees.depth_N, chains.depth_N[new]))[order],
         np.concatenate((trees.rank_N, np.full(count, RANK, np.int32)))[order],
-        np.concatenate((trees.survival_N, survival_H[:count]))[order],
+        np.concatenate((trees.acceptance_N, acceptance_H[:count]))[order],
         np.concatenate((own_cell_N, cell_H[:count]))[order],
     )

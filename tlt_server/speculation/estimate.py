@@ -182,8 +182,8 @@ class AcceptanceEstimate:
         curve_DWX = np.zeros((len(self.depths), len(self.widths), len(POINTS)))
         for w, width in enumerate(self.widths):
             for d, depth in enumerate(self.depths):
-                survival_N = np.sort(trees.within(depth, width, self._rate))[::-1]
-                total_N = np.concatenate(([0.0], np.cumsum(survival_N)))
+                acceptance_N = np.sort(trees.within(depth, width, self._rate))[::-1]
+                total_N = np.concatenate(([0.0], np.cumsum(acceptance_N)))
                 at_X = np.array(POINTS) * requests
                 curve_DWX[d, w] = np.interp(at_X, np.arange(len(total_N)), total_N) / requests
         return curve_DWX
@@ -193,7 +193,7 @@ class _Trees:
     """The draft trees of one step."""
 
     def __init__(self, drafted: Candidates) -> None:
-        self.survival_N = np.clip(drafted.survival_N, 0.0, 1.0)
+        self.acceptance_N = np.clip(drafted.acceptance_N, 0.0, 1.0)
         self.depth_N, self.widest_N = drafted.depth_N, _widest(drafted)
         own_N = drafted.rank_N >= 0  # a branch ends where its source ends, so it is not continued
         leaf_N = drafted.rank_N == 0
@@ -201,15 +201,15 @@ class _Trees:
         self.leaf_N = leaf_N
         best_N = own_N & (self.widest_N == 0)
         parent_N = drafted.parent_N[best_N]
-        above = np.where(parent_N >= 0, self.survival_N[parent_N], 1.0).sum()
-        self.rate = min(0.99, float(self.survival_N[best_N].sum() / max(above, 1e-9)))
+        above = np.where(parent_N >= 0, self.acceptance_N[parent_N], 1.0).sum()
+        self.rate = min(0.99, float(self.acceptance_N[best_N].sum() / max(above, 1e-9)))
 
     def within(self, depth: int, width: int, rate: float) -> NDArray[np.float32]:
         """Return the survivals of the nodes of the trees as of this depth and width."""
         inside_N = (self.depth_N <= depth) & (self.widest_N < width)
-        found = [self.survival_N[inside_N]]
+        found = [self.acceptance_N[inside_N]]
         leaf_N = inside_N & self.leaf_N
-        more, deep = self.survival_N[leaf_N], self.depth_N[leaf_N]
+        more, deep = self.acceptance_N[leaf_N], self.depth_N[leaf_N]
         while (goes_on := deep < depth).any():
             more, deep = more[goes_on] * rate, deep[goes_on] + 1
             found.append(more)

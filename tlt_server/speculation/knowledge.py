@@ -13,11 +13,11 @@ import numpy as np
 from msgspec import Meta, Struct, field
 
 from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.calibration import TableRecord
 from tlt_server.speculation.cost import CostModel, CostRecord, load_of
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.estimate import AcceptanceEstimate, EstimateRecord
 from tlt_server.speculation.learnt import Learnt, Record
-from tlt_server.speculation.survival import TableRecord
 from tlt_server.wire.records import Cycle
 
 EVERY = 16  # steps of which one is asked what was expected of it

@@ -19,16 +19,16 @@ def candidates_of(
     own_columns: int,
     parent_T: Integers,
     depth_T: Integers,
-    survival_T: NDArray[np.float32],
+    acceptance_T: NDArray[np.float32],
     token_T: Integers | None = None,
     cell_T: Integers | None = None,
 ) -> Candidates:
     """Return the nodes of a table with `columns` entries per request; entries from `own_columns` on
     are branches. An entry with a negative survival is empty. If no tokens are given, they are 0.
     """
-    live = np.flatnonzero(survival_T >= 0)
+    live = np.flatnonzero(acceptance_T >= 0)
     request_N = (live // columns).astype(np.int32)
-    index_T = np.full(len(survival_T), -1, np.int32)
+    index_T = np.full(len(acceptance_T), -1, np.int32)
     index_T[live] = np.arange(len(live), dtype=np.int32)
     above = parent_T[live]
     parent_N = np.where(above >= 0, index_T[request_N * columns + above], -1).astype(np.int32)
@@ -41,7 +41,7 @@ def candidates_of(
         parent_N * 0 if token_T is None else token_T[live],
         depth_T[live],
         rank_N,
-        survival_T[live],
+        acceptance_T[live],
         np.zeros(0, np.int32) if cell_T is None else cell_T[live],
     )
 

@@ -41,7 +41,7 @@ def select(
             candidates.request_N,
             candidates.parent_N,
             candidates.depth_N,
-            candidates.survival_N,
+            candidates.acceptance_N,
             requests,
             budget,
         )
@@ -52,7 +52,7 @@ def _select_within(
     candidates: Candidates, requests: int, budget: int, most_B: NDArray[np.int32]
 ) -> Selection:
     """Choose among each request's best nodes, which form a tree."""
-    capped_N = kernels.capped(candidates.parent_N, candidates.survival_N)
+    capped_N = kernels.capped(candidates.parent_N, candidates.acceptance_N)
     index_N = np.arange(len(candidates), dtype=np.int32)
     order = np.lexsort((index_N, candidates.depth_N, -capped_N, candidates.request_N))
     owner = candidates.request_N[order]

@@ -34,7 +34,7 @@ def graft(
     request_N,
     parent_N,
     token_N,
-    survival_N,
+    acceptance_N,
     request_H,
     token_H,
     trust_H,
@@ -45,7 +45,7 @@ def graft(
     table_Z,
     branch_H,
     above_H,
-    survival_H,
+    acceptance_H,
     cell_H,
 ):
     """Return how many nodes of the chains are new. A chain has one request's nodes, together and
@@ -71,22 +71,22 @@ def graft(
             found = -1
             n = first_F[at if at >= 0 else nodes + request_H[h]]
             while n >= 0:
-                taken += survival_N[n]
+                taken += acceptance_N[n]
                 if token_N[n] == token_H[h]:
                     found = n
                 n = next_N[n]
             if found >= 0:
-                at, above = found, survival_N[found]
+                at, above = found, acceptance_N[found]
                 continue
             rest = max(np.float32(0), above - taken)
             left = min(int(lefts * rest / max(above, np.float32(1e-9))), lefts - 1)
         cell = trust_H[h] * lefts + left
-        survival = above * min(max(table_Z[cell], np.float32(0)), np.float32(1))
-        if survival < floor:
+        acceptance = above * min(max(table_Z[cell], np.float32(0)), np.float32(1))
+        if acceptance < floor:
             ended = True
             continue
         branch_H[count], above_H[count] = h, at
-        survival_H[count], cell_H[count] = survival, first_cell + cell
-        at, above = nodes + count, survival
+        acceptance_H[count], cell_H[count] = acceptance, first_cell + cell
+        at, above = nodes + count, acceptance
         count += 1
     return count

@@ -1,5 +1,5 @@
 """Online counts from which calibrated survival is computed. Slow twin:
-`tests/unit/test_survival.py`. Legend: N nodes, K cells.
+`tests/unit/test_calibration.py`. Legend: N nodes, K cells.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from tlt_kernels.cpu.compiled import kernel
 
 
 @kernel("(i4[::1], i4[::1], i1[::1], f4[::1], f8, f8, f8[::1], f8[::1], f4[::1])")
-def tally(cell_N, parent_N, accepted_N, prior_K, prior_weight, limit, hits_K, trials_K, survival_K):
+def tally(
+    cell_N, parent_N, accepted_N, prior_K, prior_weight, limit, hits_K, trials_K, acceptance_K
+):
     """Count every verified node whose parent is on the path, halve a cell's counts at `limit`
     trials, and refresh its survival.
 
@@ -27,7 +29,7 @@ def tally(cell_N, parent_N, accepted_N, prior_K, prior_weight, limit, hits_K, tr
             trials_K[k] *= 0.5
         hits_K[k] += accepted_N[n]
         trials_K[k] += 1
-        survival_K[k] = np.float32(
+        acceptance_K[k] = np.float32(
             (prior_weight * prior_K[k] + hits_K[k]) / (prior_weight + trials_K[k])
         )
         counted += 1

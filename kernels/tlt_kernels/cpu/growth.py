@@ -36,10 +36,10 @@ def plant(
     depth_limit_B,
     seed_B,
     temperature_B,
-    survival_table,
+    acceptance_table,
     gap_edges,
     node_BCI,
-    survival_BC,
+    acceptance_BC,
     count_B,
 ):
     """Append the children of every row to its request's nodes. row_node_R = -1 is the root;
@@ -54,7 +54,7 @@ def plant(
         depth = 1 if node < 0 else node_BCI[b, node, DEPTH] + 1
         if depth > depth_limit_B[b]:
             continue
-        parent_survival = np.float32(1.0) if node < 0 else survival_BC[b, node]
+        parent_acceptance = np.float32(1.0) if node < 0 else acceptance_BC[b, node]
         phase = 0 if node < 0 else 1
         position = root_position_B[b] + depth
         found = best_children(
@@ -73,13 +73,13 @@ def plant(
             node_BCI[b, at, CELL] = cell
             node_BCI[b, at, SOURCE] = first_row + r
             node_BCI[b, at, KV_SLOT] = -1
-            survival_BC[b, at] = parent_survival * min(
-                max(survival_table[cell], np.float32(0)), np.float32(1)
+            acceptance_BC[b, at] = parent_acceptance * min(
+                max(acceptance_table[cell], np.float32(0)), np.float32(1)
             )
 
 
 @njit(cache=True)
-def bar(survival_BC, count_B, budget, floor):
+def bar(acceptance_BC, count_B, budget, floor):
     """Return the survival that a node's must exceed for its children to matter."""
     total = 0
     for b in range(len(count_B)):
@@ -89,7 +89,7 @@ def bar(survival_BC, count_B, budget, floor):
     flat_N = np.empty(total, np.float32)
     at = 0
     for b in range(len(count_B)):
-        flat_N[at : at + count_B[b]] = survival_BC[b, : count_B[b]]
+        flat_N[at : at + count_B[b]] = acceptance_BC[b, : count_B[b]]
         at += count_B[b]
     bits, _ = kth_largest(flat_N, total, budget)
     flat_N[:1].view(np.uint32)[0] = bits
@@ -105,7 +105,7 @@ def pick(
     root_position_B,
     depth_limit_B,
     node_BCI,
-    survival_BC,
+    acceptance_BC,
     count_B,
     row_token_R,
     row_position_R,
@@ -122,7 +122,7 @@ def pick(
     row_path is flat [R * L]: scratch KV slots of the ancestors and of the row itself, root side
     first, -1 padded.
     """
-    threshold = bar(survival_BC, count_B, budget, floor)
+    threshold = bar(acceptance_BC, count_B, budget, floor)
     rows = 0
     for b in range(len(count_B)):
         for _ in range(width):
@@ -131,8 +131,8 @@ def pick(
                 if (
                     node_BCI[b, n, KV_SLOT] < 0
                     and node_BCI[b, n, DEPTH] < depth_limit_B[b]
-                    and survival_BC[b, n] > threshold
-                    and (best < 0 or survival_BC[b, n] > survival_BC[b, best])
+                    and acceptance_BC[b, n] > threshold
+                    and (best < 0 or acceptance_BC[b, n] > acceptance_BC[b, best])
                 ):
                     best = n
             if best < 0:
@@ -173,10 +173,10 @@ def grow(
     depth_limit_B,
     seed_B,
     temperature_B,
-    survival_table,
+    acceptance_table,
     gap_edges,
     node_BCI,
-    survival_BC,
+    acceptance_BC,
     count_B,
     row_token_R,
     row_position_R,
@@ -201,10 +201,10 @@ def grow(
         depth_limit_B,
         seed_B,
         temperature_B,
-        survival_table,
+        acceptance_table,
         gap_edges,
         node_BCI,
-        survival_BC,
+        acceptance_BC,
         count_B,
     )
     if pick_width == 0:
@@ -217,7 +217,7 @@ def grow(
         root_position_B,
         depth_limit_B,
         node_BCI,
-        survival_BC,
+        acceptance_BC,
         count_B,
         row_token_R,
         row_position_R,
@@ -231,7 +231,7 @@ def grow(
 
 
 @kernel("(i4[:, :, ::1], f4[:, ::1], i4[::1])")
-def harvest(node_BCI, survival_BC, count_B):
+def harvest(node_BCI, acceptance_BC, count_B):
     """Return (request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N): all nodes as flat
     arrays, grouped by request.
     """
@@ -244,7 +244,7 @@ def harvest(node_BCI, survival_BC, count_B):
     depth_N = np.empty(total, np.int32)
     rank_N = np.empty(total, np.int32)
     cell_N = np.empty(total, np.int32)
-    survival_N = np.empty(total, np.float32)
+    acceptance_N = np.empty(total, np.float32)
     first = 0
     for b in range(len(count_B)):
         for n in range(count_B[b]):
@@ -255,6 +255,6 @@ def harvest(node_BCI, survival_BC, count_B):
             depth_N[at] = node_BCI[b, n, DEPTH]
             rank_N[at] = node_BCI[b, n, RANK]
             cell_N[at] = node_BCI[b, n, CELL]
-            survival_N[at] = survival_BC[b, n]
+            acceptance_N[at] = acceptance_BC[b, n]
         first += count_B[b]
-    return request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N
+    return request_N, parent_N, token_N, depth_N, rank_N, acceptance_N, cell_N

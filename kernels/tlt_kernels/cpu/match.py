@@ -140,7 +140,7 @@ def plant_trie(
     found,
     depth,
     width,
-    survival_table,
+    acceptance_table,
     shares,
     depths,
     request,
@@ -150,7 +150,7 @@ def plant_trie(
     token_N,
     depth_N,
     rank_N,
-    survival_N,
+    acceptance_N,
     cell_N,
 ):
     """Merge the continuations of `found` matches into a trie from node `first` on; return the index
@@ -189,8 +189,8 @@ def plant_trie(
                 rank_N[at] = rank
                 length = match_K[kind_K[best]] + level
                 cell_N[at] = match_cell(length, count_K[best], total, level + 1, shares, depths)
-                survival_N[at] = survival_table[cell_N[at]] * (
-                    survival_N[parent] if parent >= 0 else np.float32(1)
+                acceptance_N[at] = acceptance_table[cell_N[at]] * (
+                    acceptance_N[parent] if parent >= 0 else np.float32(1)
                 )
                 count_K[best] = 0
                 at += 1
@@ -213,7 +213,7 @@ def match_pool(
     shortest,
     matches,
     width,
-    survival_table,
+    acceptance_table,
     shares,
     depths,
     first,
@@ -222,7 +222,7 @@ def match_pool(
     token_N,
     depth_N,
     rank_N,
-    survival_N,
+    acceptance_N,
     cell_N,
 ):
     """Plant the tries of the running members of one pool; return the index after the last node.
@@ -252,7 +252,7 @@ def match_pool(
                 half,
                 depth_M[m],
                 width,
-                survival_table,
+                acceptance_table,
                 shares,
                 depths,
                 request_M[m],
@@ -262,7 +262,7 @@ def match_pool(
                 token_N,
                 depth_N,
                 rank_N,
-                survival_N,
+                acceptance_N,
                 cell_N,
             )
     return first

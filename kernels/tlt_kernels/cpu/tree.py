@@ -44,16 +44,16 @@ def kth_largest(value_N, count, k):
 
 
 @kernel("(i4[::1], f4[::1])")
-def capped(parent_N, survival_N):
+def capped(parent_N, acceptance_N):
     """Return the survivals, none negative, NaN or above its parent's."""
     capped_N = np.empty(len(parent_N), np.float32)
     for n in range(len(parent_N)):
-        survival = survival_N[n]
-        if not survival >= 0:  # also NaN
-            survival = np.float32(0)
-        if parent_N[n] >= 0 and survival > capped_N[parent_N[n]]:
-            survival = capped_N[parent_N[n]]
-        capped_N[n] = survival + np.float32(0)  # -0.0 has the bits of a large number
+        acceptance = acceptance_N[n]
+        if not acceptance >= 0:  # also NaN
+            acceptance = np.float32(0)
+        if parent_N[n] >= 0 and acceptance > capped_N[parent_N[n]]:
+            acceptance = capped_N[parent_N[n]]
+        capped_N[n] = acceptance + np.float32(0)  # -0.0 has the bits of a large number
     return capped_N
 
 
@@ -81,7 +81,7 @@ def _choose(capped_N, depth_N, kept):
 
 
 @kernel("(i4[::1], i4[::1], i4[::1], f4[::1], i8, i8)")
-def select(request_N, parent_N, depth_N, survival_N, requests, budget):
+def select(request_N, parent_N, depth_N, acceptance_N, requests, budget):
     """Return (node_M, parent_M, count_B): the `budget` best nodes by (survival, shallowest, first),
     grouped by request.
 
@@ -98,7 +98,7 @@ def select(request_N, parent_N, depth_N, survival_N, requests, budget):
     if kept == nodes:
         chosen_N = np.ones(nodes, np.bool_)
     else:
-        chosen_N = _choose(capped(parent_N, survival_N), depth_N, kept)
+        chosen_N = _choose(capped(parent_N, acceptance_N), depth_N, kept)
     for n in range(nodes):
         if chosen_N[n]:
             count_B[request_N[n]] += 1

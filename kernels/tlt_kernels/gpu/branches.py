@@ -53,9 +53,9 @@ def _graft(
     cell_BC,
     source_BC,
     kv_slot_BC,
-    survival_BC,
+    acceptance_BC,
     C,
-    survival_Z,
+    acceptance_Z,
     grown,
     first_cell,
     depth,
@@ -84,8 +84,8 @@ def _graft(
     d_1D = tl.arange(0, DP)[None, :]
 
     c_C = tl.arange(0, CP)
-    survival_C = tl.load(survival_BC + b * C + c_C, mask=c_C < grown, other=-1.0)
-    node_C = survival_C >= 0.0
+    acceptance_C = tl.load(acceptance_BC + b * C + c_C, mask=c_C < grown, other=-1.0)
+    node_C = acceptance_C >= 0.0
     parent_C = tl.load(parent_BC + b * C + c_C, mask=node_C, other=-2)
     token_C = tl.load(token_BC + b * C + c_C, mask=node_C, other=-1)
 
@@ -108,15 +108,15 @@ def _graft(
         last = tl.where(found < 0, tl.max(tl.where(child_C, c_C, -1)), -1)
         taken = 0.0
         while last >= 0:
-            taken += tl.sum(tl.where(c_C == last, survival_C, 0.0))
+            taken += tl.sum(tl.where(c_C == last, acceptance_C, 0.0))
             child_C = child_C & (c_C != last)
             last = tl.max(tl.where(child_C, c_C, -1))
         rest = tl.maximum(above - taken, 0.0).to(tl.float64)
         share = LEFTS * rest / tl.maximum(above, 1e-9).to(tl.float64)
         cell = trust * LEFTS + tl.minimum(share.to(tl.int32), LEFTS - 1)
-        chance = tl.load(survival_Z + first_cell + cell)
-        survival = above * tl.minimum(tl.maximum(chance, 0.0), 1.0)
-        grafted = (found < 0) & (survival >= floor)
+        chance = tl.load(acceptance_Z + first_cell + cell)
+        acceptance = above * tl.minimum(tl.maximum(chance, 0.0), 1.0)
+        grafted = (found < 0) & (acceptance >= floor)
         to = b * C + grown + new
         tl.store(parent_BC + to, at, mask=grafted)
         tl.store(token_BC + to, token, mask=grafted)
@@ -124,10 +124,10 @@ def _graft(
         tl.store(cell_BC + to, first_cell + cell, mask=grafted)
         tl.store(source_BC + to, -1, mask=grafted)
         tl.store(kv_slot_BC + to, -1, mask=grafted)
-        tl.store(survival_BC + to, survival, mask=grafted)
-        in_tree = tl.sum(tl.where(c_C == found, survival_C, 0.0))
+        tl.store(acceptance_BC + to, acceptance, mask=grafted)
+        in_tree = tl.sum(tl.where(c_C == found, acceptance_C, 0.0))
         at = tl.where(found >= 0, found, grown + new)
-        above = tl.where(found >= 0, in_tree, survival)
+        above = tl.where(found >= 0, in_tree, acceptance)
         new += grafted.to(tl.int32)
         d += 1
         goes_on_W = tl.sum((alive_WD & (d_1D == d)).to(tl.int32), axis=1) > 0
@@ -157,7 +157,7 @@ def graft(
     drafters: bits of `drafters_Q`, all of which a request must permit. match_BJW: made by
     `history.workspace`, of MATCHES matches.
     """
-    requests, known = nodes.survival_BC.shape
+    requests, known = nodes.acceptance_BC.shape
     grown = growth.columns(depth, width)
     assert columns(depth, width) <= known and depth > 0
     assert calibration.prior_Z.shape[0] >= first_cell + LENGTHS * SHARES * lefts
@@ -169,7 +169,7 @@ def graft(
         match_BJW,
         *nodes,
         known,
-        calibration.survival_Z,
+        calibration.acceptance_Z,
         grown,
         first_cell,
         depth,

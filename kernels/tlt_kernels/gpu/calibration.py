@@ -21,7 +21,7 @@ def _calibrate(
     parent_R,
     cell_N,
     prior_Z,
-    survival_Z,
+    acceptance_Z,
     hits_Z,
     trials_Z,
     V,
@@ -46,7 +46,7 @@ def _calibrate(
     prior_V = tl.load(prior_Z + cell_V, mask=tried_V, other=0.0)
     tl.debug_barrier()
     tl.store(
-        survival_Z + cell_V,
+        acceptance_Z + cell_V,
         (prior_weight * prior_V + hits_V) / (prior_weight + trials_V),
         mask=tried_V,
     )

@@ -69,10 +69,10 @@ def _roots(
     D,
     source_X,
     node_X,
-    survival_X,
+    acceptance_X,
     root_position_B,
     limit_B,
-    survival_BC,
+    acceptance_BC,
     C,
     depth,
     trash,
@@ -103,12 +103,12 @@ def _roots(
     tl.store(path_XD + b * D + d_D, -1, mask=d_D < D)
     tl.store(source_X + b, batch_slot)
     tl.store(node_X + b, -1)
-    tl.store(survival_X + b, tl.where(alive, 1.0, -1.0))
+    tl.store(acceptance_X + b, tl.where(alive, 1.0, -1.0))
     tl.store(root_position_B + b, position)
     tl.store(limit_B + b, limit)
     for first in range(0, C, BLOCK):
         c_C = first + tl.arange(0, BLOCK)
-        tl.store(survival_BC + b * C + c_C, -1.0, mask=c_C < C)
+        tl.store(acceptance_BC + b * C + c_C, -1.0, mask=c_C < C)
 
 
 def roots(
@@ -149,11 +149,11 @@ def roots(
         path_depth,
         draft.source_X,
         draft.node_X,
-        draft.survival_X,
+        draft.acceptance_X,
         draft.root_position_B,
         draft.limit_B,
-        nodes.survival_BC,
-        nodes.survival_BC.shape[1],
+        nodes.acceptance_BC,
+        nodes.acceptance_BC.shape[1],
         depth,
         trash,
         batch_slots.idle,
@@ -191,7 +191,7 @@ def _grow(
     D,
     source_X,
     node_X,
-    survival_X,
+    acceptance_X,
     root_position_B,
     limit_B,
     parent_BC,
@@ -200,9 +200,9 @@ def _grow(
     cell_BC,
     source_BC,
     kv_slot_BC,
-    survival_BC,
+    acceptance_BC,
     C,
-    survival_Z,
+    acceptance_Z,
     gap_edge_G,
     level_rows,
     first_row,
@@ -234,7 +234,7 @@ def _grow(
     run_W1 = j_W1 < level_rows
     node_W1 = tl.load(node_X + row_W1, mask=run_W1, other=-1)
     depth_W1 = tl.load(position_X + row_W1, mask=run_W1, other=-1) - root_position + 1
-    above_W1 = tl.load(survival_X + row_W1, mask=run_W1, other=-1.0)
+    above_W1 = tl.load(acceptance_X + row_W1, mask=run_W1, other=-1.0)
     child_W1 = (b * level_rows + j_W1) * L
     planted_WW = run_W1 & (rank_1W < W)
     token_WW = tl.load(token_ML + child_W1 + rank_1W, mask=planted_WW, other=-1)
@@ -252,8 +252,8 @@ def _grow(
         tl.where(node_W1 < 0, 0, RANKS) + tl.minimum(rank_1W, RANKS - 1)
     ) * BUCKETS + bucket_WW
     alive_WW = planted_WW & (token_WW >= 0) & (above_W1 > 0.0) & (depth_W1 <= limit)
-    chance_WW = tl.load(survival_Z + cell_WW, mask=alive_WW, other=0.0)
-    survival_WW = tl.where(alive_WW, above_W1 * tl.minimum(tl.maximum(chance_WW, 0.0), 1.0), -1.0)
+    chance_WW = tl.load(acceptance_Z + cell_WW, mask=alive_WW, other=0.0)
+    acceptance_WW = tl.where(alive_WW, above_W1 * tl.minimum(tl.maximum(chance_WW, 0.0), 1.0), -1.0)
     at_WW = b * C + first_column + j_W1 * W + rank_1W
     whole_WW = tl.zeros([WP, WP], tl.int32)
     tl.store(parent_BC + at_WW, whole_WW + node_W1, mask=planted_WW)
@@ -262,7 +262,7 @@ def _grow(
     tl.store(cell_BC + at_WW, cell_WW, mask=planted_WW)
     tl.store(source_BC + at_WW, whole_WW + row_W1, mask=planted_WW)
     tl.store(kv_slot_BC + at_WW, whole_WW - 1, mask=planted_WW)
-    tl.store(survival_BC + at_WW, survival_WW, mask=planted_WW)
+    tl.store(acceptance_BC + at_WW, acceptance_WW, mask=planted_WW)
     if last:
         return
     tl.debug_barrier()  # below, threads read nodes that others have just written
@@ -270,12 +270,12 @@ def _grow(
     # pick the next rows
     c_C = tl.arange(0, CP)
     known_C = c_C < first_column + level_rows * W
-    survival_C = tl.load(survival_BC + b * C + c_C, mask=known_C, other=-1.0)
-    expandable_C = (survival_C > floor) & (
+    acceptance_C = tl.load(acceptance_BC + b * C + c_C, mask=known_C, other=-1.0)
+    expandable_C = (acceptance_C > floor) & (
         tl.load(kv_slot_BC + b * C + c_C, mask=known_C, other=0) < 0
     )
     expandable_C &= tl.load(depth_BC + b * C + c_C, mask=known_C, other=0) < limit
-    bits_C = survival_C.to(tl.int32, bitcast=True).to(
+    bits_C = acceptance_C.to(tl.int32, bitcast=True).to(
         tl.int64
     )  # positive floats order like their bits
     key_C = tl.where(expandable_C, bits_C * CP + (CP - 1 - c_C), -1)
@@ -290,7 +290,7 @@ def _grow(
     token_W = tl.load(token_BC + at_W, mask=alive_W, other=0)
     depth_W = tl.load(depth_BC + at_W, mask=alive_W, other=0)
     source_W = tl.load(source_BC + at_W, mask=alive_W, other=0)
-    next_survival_W = tl.load(survival_BC + at_W, mask=alive_W, other=-1.0)
+    next_acceptance_W = tl.load(acceptance_BC + at_W, mask=alive_W, other=-1.0)
     batch_slot = tl.load(batch_slot_X + b)
     x_W = next_row + b * W + w_W
     laid_W = w_W < W
@@ -303,7 +303,7 @@ def _grow(
     tl.store(base_X + x_W, tl.where(alive_W, root_position + 1, 0), mask=laid_W)
     tl.store(source_X + x_W, source_W, mask=laid_W)
     tl.store(node_X + x_W, node_W, mask=laid_W)
-    tl.store(survival_X + x_W, next_survival_W, mask=laid_W)
+    tl.store(acceptance_X + x_W, next_acceptance_W, mask=laid_W)
     d_1D = tl.arange(0, DP)[None, :]
     path_WD = tl.load(
         path_XD + source_W[:, None] * D + d_1D, mask=alive_W[:, None] & (d_1D < D), other=-1
@@ -340,7 +340,7 @@ def grow(
     """
     given, known, path_depth = (
         token_ML.shape[1],
-        nodes.survival_BC.shape[1],
+        nodes.acceptance_BC.shape[1],
         draft.rows.path_RD.shape[1],
     )
     assert (
@@ -365,12 +365,12 @@ def grow(
         path_depth,
         draft.source_X,
         draft.node_X,
-        draft.survival_X,
+        draft.acceptance_X,
         draft.root_position_B,
         draft.limit_B,
         *nodes,
         known,
-        calibration.survival_Z,
+        calibration.acceptance_Z,
         gap_edge_G,
         level_rows // requests,
         first_row,

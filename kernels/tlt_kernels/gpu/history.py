@@ -199,9 +199,9 @@ def _merge(
     cell_BC,
     source_BC,
     kv_slot_BC,
-    survival_BC,
+    acceptance_BC,
     C,
-    survival_Z,
+    acceptance_Z,
     depth,
     DRAFTERS: tl.constexpr,
     W: tl.constexpr,
@@ -252,8 +252,8 @@ def _merge(
         first_WD = tl.where(now_1D, first_W[:, None], first_WD)
         cell_WD = tl.where(now_1D, cell_W[:, None], cell_WD)
         node_W = d * W + first_W
-    chance_WD = tl.load(survival_Z + cell_WD, mask=alive_WD, other=0.0)
-    survival_WD = tl.cumprod(tl.minimum(tl.maximum(chance_WD, 0.0), CERTAIN), axis=1)
+    chance_WD = tl.load(acceptance_Z + cell_WD, mask=alive_WD, other=0.0)
+    acceptance_WD = tl.cumprod(tl.minimum(tl.maximum(chance_WD, 0.0), CERTAIN), axis=1)
     w_W1 = w_W[:, None]
     at_WD = b * C + d_1D * W + w_W1
     stored_WD = (w_W1 < W) & (d_1D < depth)
@@ -265,13 +265,13 @@ def _merge(
     tl.store(source_BC + at_WD, whole_WD - 1, mask=stored_WD)
     tl.store(kv_slot_BC + at_WD, whole_WD - 1, mask=stored_WD)
     tl.store(
-        survival_BC + at_WD,
-        tl.where(alive_WD & (first_WD == w_W1), survival_WD, -1.0),
+        acceptance_BC + at_WD,
+        tl.where(alive_WD & (first_WD == w_W1), acceptance_WD, -1.0),
         mask=stored_WD,
     )
     for first in range(depth * W, C, BLOCK):
         c_C = first + tl.arange(0, BLOCK)
-        tl.store(survival_BC + b * C + c_C, -1.0, mask=c_C < C)
+        tl.store(acceptance_BC + b * C + c_C, -1.0, mask=c_C < C)
 
 
 def scan(
@@ -344,7 +344,7 @@ def history_nodes(
     node of depth d + 1 that match m was the first to reach. Matches less than half as long as the
     longest are dropped. `drafter`: its bit of `drafters_Q`.
     """
-    requests, columns = nodes.survival_BC.shape
+    requests, columns = nodes.acceptance_BC.shape
     assert depth * width <= columns
     assert calibration.prior_Z.shape[0] >= LENGTHS * SHARES * DEPTHS
     scan(batch_slot_B, batch_slots, match_BJW, depth=depth, matches=width, drafters=1 << drafter)
@@ -354,7 +354,7 @@ def history_nodes(
         match_BJW,
         *nodes,
         columns,
-        calibration.survival_Z,
+        calibration.acceptance_Z,
         depth,
         DRAFTERS=1 << drafter,
         W=width,

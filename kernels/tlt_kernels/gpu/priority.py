@@ -13,19 +13,21 @@ _LEAST = tl.constexpr(0x37800000)  # bits of 2^-16, below which all survivals ar
 
 
 @triton.jit
-def priority(survival, order):
+def priority(acceptance, order):
     """Return positive int32 keys, all different, larger = better: 11 bits per octave of survival
     down to 2^-16, then the lower order first.
     """
-    octaves = (survival.to(tl.int32, bitcast=True) - _LEAST) >> 12
+    octaves = (acceptance.to(tl.int32, bitcast=True) - _LEAST) >> 12
     key = (tl.minimum(tl.maximum(octaves, 0), 32766) << 16) | (65535 - order)
-    return tl.where(survival > 0.0, key, -1)
+    return tl.where(acceptance > 0.0, key, -1)
 
 
-def compared(survival_N: Tensor) -> Tensor:
+def compared(acceptance_N: Tensor) -> Tensor:
     """Return survivals as coarse as `priority` compares them, float32 [N]: nodes that are a tie
     there are a tie here.
     """
-    steps_N = (survival_N.view(torch.int32) - _LEAST.value).bitwise_right_shift(12).clamp(0, 32766)
+    steps_N = (
+        (acceptance_N.view(torch.int32) - _LEAST.value).bitwise_right_shift(12).clamp(0, 32766)
+    )
     coarse_N = ((steps_N << 12) + _LEAST.value).view(torch.float32)
-    return torch.where(survival_N > 0.0, coarse_N, survival_N)
+    return torch.where(acceptance_N > 0.0, coarse_N, acceptance_N)

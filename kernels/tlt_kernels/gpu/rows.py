@@ -44,7 +44,7 @@ def _select_rows(
     parent_BC,
     token_BC,
     depth_BC,
-    survival_BC,
+    acceptance_BC,
     C,
     own_columns,
     token_R,
@@ -95,7 +95,7 @@ def _select_rows(
         n_N = tl.arange(0, NP)
         request_N = n_N // C
         key_N = priority(
-            tl.load(survival_BC + n_N, mask=n_N < B * C, other=-1.0), (n_N % C) * B + request_N
+            tl.load(acceptance_BC + n_N, mask=n_N < B * C, other=-1.0), (n_N % C) * B + request_N
         )
         budget = V - rows
         low, high = 0, 0x7FFFFFFF
@@ -115,7 +115,7 @@ def _select_rows(
         at_C = b * C + c_C
         column_C = c_C < C
         chosen_C = (
-            priority(tl.load(survival_BC + at_C, mask=column_C, other=-1.0), c_C * B + b) >= cut
+            priority(tl.load(acceptance_BC + at_C, mask=column_C, other=-1.0), c_C * B + b) >= cut
         )
         parent_C = tl.load(parent_BC + at_C, mask=column_C, other=-1)
         token_C = tl.load(token_BC + at_C, mask=chosen_C, other=0)
@@ -202,12 +202,12 @@ def select_rows(
     rows < V. Branches begin at column `own_columns`; None: there are none.
     """
     requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]
-    columns = nodes.survival_BC.shape[1] if nodes else 1
+    columns = nodes.acceptance_BC.shape[1] if nodes else 1
     assert requests <= decode_rows and requests * columns <= MAX_NODES
     if not decode_rows:
         return
-    parent_BC, token_BC, depth_BC, survival_BC = (
-        (nodes.parent_BC, nodes.token_BC, nodes.depth_BC, nodes.survival_BC)
+    parent_BC, token_BC, depth_BC, acceptance_BC = (
+        (nodes.parent_BC, nodes.token_BC, nodes.depth_BC, nodes.acceptance_BC)
         if nodes
         else (rows.token_R,) * 4
     )
@@ -224,7 +224,7 @@ def select_rows(
         parent_BC,
         token_BC,
         depth_BC,
-        survival_BC,
+        acceptance_BC,
         columns,
         columns if own_columns is None else own_columns,
         rows.token_R,

@@ -175,7 +175,7 @@ class Nodes(NamedTuple):
     cell_BC: Tensor  # index into the calibration table
     source_BC: Tensor  # draft row whose hidden state predicted the node
     kv_slot_BC: Tensor  # where its KV lies in the drafter's cache; -1 = not expanded
-    survival_BC: Tensor  # float32; never above the parent's; -1 = no node in this column
+    acceptance_BC: Tensor  # float32; never above the parent's; -1 = no node in this column
 
     def head(self, requests: int) -> Nodes:
         """Return views of the first requests."""
@@ -200,7 +200,7 @@ class Draft(NamedTuple):
     rows: RowTable
     source_X: Tensor
     node_X: Tensor  # column of the node that the row expands; -1 = the root
-    survival_X: Tensor  # float32, survival of that node; 1 for a root, -1 for a dead row
+    acceptance_X: Tensor  # float32, survival of that node; 1 for a root, -1 for a dead row
     root_position_B: Tensor
     limit_B: Tensor  # deepest draft token that is of use; 0 = none
 
@@ -305,7 +305,7 @@ class CalibrationTable(NamedTuple):
     """
 
     prior_Z: Tensor  # float32
-    survival_Z: Tensor  # float32, in force
+    acceptance_Z: Tensor  # float32, in force
     hits_Z: Tensor
     trials_Z: Tensor
 

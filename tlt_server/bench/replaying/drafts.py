@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from tlt_server.errors import StartupError
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.branches import Branching, Proposing
+from tlt_server.speculation.calibration import OnlineTable
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.eagle import FLOOR
 from tlt_server.speculation.drafters.history import History
 from tlt_server.speculation.node_table import candidates_of
 from tlt_server.speculation.recorded import NONE, RecordedTrees, RecordHeader, RolloutRecord
-from tlt_server.speculation.survival import OnlineTable
 from tlt_server.wire.records import Strategy
 
 
@@ -90,19 +90,19 @@ class RecordedDrafts:
         level_BM = grown.level_PM[at_B, :columns]
         live_BM = np.arange(cell_BM.shape[1]) < grown.trees.count_P[at_B][:, None]
         live_BM &= (depth_BM <= limit_B[:, None]) & (level_BM < int(limit_B.max()))
-        survival_BM = self._survivals(cell_BM, parent_BM)
+        acceptance_BM = self._acceptance(cell_BM, parent_BM)
         budget = strategy.draft_rows(requests) if self._max_rows is not None else 0
-        _cut(live_BM, survival_BM, parent_BM, level_BM, budget)
+        _cut(live_BM, acceptance_BM, parent_BM, level_BM, budget)
         token_BM = self._tokens(grown, at_B, index_B, batch, cell_BM.shape[1])
         above_BM = np.where(parent_BM == NONE, np.int32(-1), parent_BM.astype(np.int32))
-        survival_BM = np.where(live_BM, survival_BM, np.float32(-1))
+        acceptance_BM = np.where(live_BM, acceptance_BM, np.float32(-1))
         columns = cell_BM.shape[1]
         return candidates_of(
             columns,
             columns,
             above_BM.reshape(-1),
             depth_BM.reshape(-1),
-            survival_BM.reshape(-1),
+            acceptance_BM.reshape(-1),
             token_BM.reshape(-1),
             cell_BM.reshape(-1),
         )
@@ -124,21 +124,21 @@ class RecordedDrafts:
         check_strategy(self._record.header, Strategy(self.drafter, depth, width))
         return self._grown[width]
 
-    def _survivals(
+    def _acceptance(
         self, cell_BM: NDArray[np.int32], parent_BM: NDArray[np.uint16]
     ) -> NDArray[np.float32]:
-        chance_BM = np.clip(self.table.survival_K[cell_BM], np.float32(0), np.float32(1))
-        survival_BM = np.empty_like(chance_BM)
+        chance_BM = np.clip(self.table.acceptance_K[cell_BM], np.float32(0), np.float32(1))
+        acceptance_BM = np.empty_like(chance_BM)
         rows = np.arange(len(cell_BM))
         for m in range(cell_BM.shape[1]):
             parent_B = parent_BM[:, m]
             above_B = np.where(
                 parent_B == NONE,
                 np.float32(1),
-                survival_BM[rows, np.minimum(parent_B, max(m - 1, 0))] if m else np.float32(1),
+                acceptance_BM[rows, np.minimum(parent_B, max(m - 1, 0))] if m else np.float32(1),
             )
-            survival_BM[:, m] = above_B * chance_BM[:, m]
-        return survival_BM
+            acceptance_BM[:, m] = above_B * chance_BM[:, m]
+        return acceptance_BM
 
     def _tokens(
         self,
@@ -208,7 +208,7 @@ def _grown(trees: RecordedTrees, width: int) -> _Grown:
 
 def _cut(
     live_BM: NDArray[np.bool_],
-    survival_BM: NDArray[np.float32],
+    acceptance_BM: NDArray[np.float32],
     parent_BM: NDArray[np.uint16],
     level_BM: NDArray[np.uint8],
     budget: int,
@@ -219,10 +219,10 @@ def _cut(
     rows = np.arange(len(live_BM))[:, None]
     above_BM = np.where(parent_BM == NONE, 0, parent_BM)
     for level in range(1, int(level_BM.max(initial=0)) + 1):
-        bar, known = np.float32(FLOOR), survival_BM[live_BM & (level_BM < level)]
+        bar, known = np.float32(FLOOR), acceptance_BM[live_BM & (level_BM < level)]
         if 0 < budget <= len(known):
             bar = max(bar, np.partition(known, len(known) - budget)[len(known) - budget])
-        grows_BM = live_BM[rows, above_BM] & (survival_BM[rows, above_BM] > bar)
+        grows_BM = live_BM[rows, above_BM] & (acceptance_BM[rows, above_BM] > bar)
         live_BM &= (level_BM != level) | grows_BM
 
 

@@ -84,8 +84,8 @@ class Hindsight:
         for strategy, candidates in self._trees(step):
             counts_N = step.counts(candidates)
             own_N = on_path(candidates, step.follow_BD) & counts_N
-            expected_N = np.where(counts_N, candidates.survival_N, np.float32(0))
-            ranked_N = self._limits.ranked(candidates.survival_N)
+            expected_N = np.where(counts_N, candidates.acceptance_N, np.float32(0))
+            ranked_N = self._limits.ranked(candidates.acceptance_N)
             order = np.lexsort((np.arange(len(own_N)), candidates.depth_N, -ranked_N))
             if not len(order) or not len(rows_R):
                 continue

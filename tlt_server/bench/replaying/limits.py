@@ -41,7 +41,7 @@ class Limits(Protocol):
     def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
         """Return the `Strategy.budget` that verifies this number of draft rows."""
 
-    def ranked(self, survival_N: NDArray[np.float32]) -> NDArray[np.float32]:
+    def ranked(self, acceptance_N: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return survivals as the device compares them."""
 
     def seen(self, strategy: Strategy, live: int) -> int:
@@ -67,8 +67,8 @@ class CpuLimits:
     def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
         return drafts
 
-    def ranked(self, survival_N: NDArray[np.float32]) -> NDArray[np.float32]:
-        return survival_N
+    def ranked(self, acceptance_N: NDArray[np.float32]) -> NDArray[np.float32]:
+        return acceptance_N
 
     def seen(self, strategy: Strategy, live: int) -> int:
         return live
@@ -104,12 +104,12 @@ class GpuLimits:
     def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
         return drafts + live - self.sizes.batch(requests, prompts=prompts)
 
-    def ranked(self, survival_N: NDArray[np.float32]) -> NDArray[np.float32]:
+    def ranked(self, acceptance_N: NDArray[np.float32]) -> NDArray[np.float32]:
         import torch
 
         from tlt_kernels.gpu.priority import compared
 
-        found_N: NDArray[np.float32] = compared(torch.from_numpy(survival_N)).numpy()
+        found_N: NDArray[np.float32] = compared(torch.from_numpy(acceptance_N)).numpy()
         return found_N
 
     def seen(self, strategy: Strategy, live: int) -> int:

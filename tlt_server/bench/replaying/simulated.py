@@ -115,8 +115,8 @@ class ReplayRunner:
         candidates, chosen_N, own_N = Candidates.empty(), np.zeros(0, np.int32), np.zeros(0, bool)
         if drafter is not None and live:
             candidates = drafter.propose(step.batch, rows.strategy)
-            ranked_N = self._limits.ranked(candidates.survival_N)
-            chosen_N, _, _ = select(replace(candidates, survival_N=ranked_N), live, rows.drafts)
+            ranked_N = self._limits.ranked(candidates.acceptance_N)
+            chosen_N, _, _ = select(replace(candidates, acceptance_N=ranked_N), live, rows.drafts)
             own_N = on_path(candidates, step.follow_BD)
             outcome_N = np.full(len(candidates), -1, np.int8)
             outcome_N[chosen_N] = own_N[chosen_N]
@@ -128,7 +128,7 @@ class ReplayRunner:
                 step.batch.ids, step.batch.tokens, accepted_B, strict=True
             )
         ]
-        gains_N = candidates.survival_N[chosen_N] * step.counts(candidates)[chosen_N]
+        gains_N = candidates.acceptance_N[chosen_N] * step.counts(candidates)[chosen_N]
         emissions = self._emissions(batch, dict(zip(step.batch.ids, accepted_B, strict=True)))
         asked_1, chosen_1 = np.array([rows.drafts]), np.array([len(chosen_N)])
         cycle = Cycle(
@@ -184,7 +184,7 @@ class ReplayRunner:
         self, strategy: Strategy, candidates: Candidates, chosen_N: NDArray[np.int32], live: int
     ) -> Drafted | None:
         """Return the trees that the host would see."""
-        predicted = float(candidates.survival_N[chosen_N].sum())
+        predicted = float(candidates.acceptance_N[chosen_N].sum())
         if not self._limits.late:
             return Drafted(candidates, live, predicted)
         self._drafted_steps += 1

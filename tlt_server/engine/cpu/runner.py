@@ -34,9 +34,9 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.branches import Proposing, branches_of, branching, with_branches
+from tlt_server.speculation.calibration import OnlineTable
 from tlt_server.speculation.drafters.cpu import CpuDrafter
 from tlt_server.speculation.knowledge import Drafted
-from tlt_server.speculation.survival import OnlineTable
 from tlt_server.speculation.tree import select
 from tlt_server.wire.records import OFF, Cycle, Strategy, TokenLogprobs
 from tlt_server.wire.tree_limits import MAX_ROWS
@@ -239,8 +239,8 @@ class _Drafts(NamedTuple):
         """Return the trees, if there are any. `sound_N`: the chosen nodes whose outcome counts."""
         if not self.requests:
             return None
-        survival_N = self.candidates.survival_N[self.chosen_N]
-        return Drafted(self.candidates, self.requests, float(survival_N[sound_N].sum()))
+        acceptance_N = self.candidates.acceptance_N[self.chosen_N]
+        return Drafted(self.candidates, self.requests, float(acceptance_N[sound_N].sum()))
 
     def observe(self, accepted_N: NDArray[np.int8]) -> None:
         """Report for every chosen node, in order, whether it is on its request's path; -1 if

@@ -29,9 +29,9 @@ from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
+from tlt_server.speculation.calibration import TableRecord
 from tlt_server.speculation.learnt import Learnt
 from tlt_server.speculation.sizes import Reach, Recordings, Sizes
-from tlt_server.speculation.survival import TableRecord
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.storage import Free
 from tlt_server.wire.fingerprint import Fingerprint
@@ -51,7 +51,7 @@ COMPILING, CAPTURING = "compile kernels", "capture graphs"  # parts of phases, w
 Quiet = Callable[[], bool]
 
 
-class SurvivalTable(Learnt[TableRecord], HeldTable, Protocol):
+class AcceptanceTable(Learnt[TableRecord], HeldTable, Protocol):
     """Survivals of the nodes of one drafter."""
 
 
@@ -60,7 +60,7 @@ class Equipment(Protocol):
 
     runner: Runner
     ranks: RankOrders
-    tables: Mapping[str, SurvivalTable]  # by drafter; `knowledge` holds what they learn
+    tables: Mapping[str, AcceptanceTable]  # by drafter; `knowledge` holds what they learn
     detail: str = ""  # for the start-up report
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
 

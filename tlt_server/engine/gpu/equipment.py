@@ -23,8 +23,8 @@ from tlt_server.engine.ranks.shared_models import key_of
 from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.swapping import swap_networks
+from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.sizes import Reach
-from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.parts import Changed, Drafter, Live
 
 
@@ -91,8 +91,8 @@ class GpuEquipment(Equipment):
                 self._swap(drafts.network, changed.network)
                 assert isinstance(changed.calibration, Calibration)
                 table = changed.calibration
-                edges, survivals = table.gap_edges, table.survival_K
-                self.ranks.order(SetDrafterTable(edges.view("<i4"), survivals.view("<i4")))
+                edges, acceptance = table.gap_edges, table.acceptance_K
+                self.ranks.order(SetDrafterTable(edges.view("<i4"), acceptance.view("<i4")))
             drafts.install(changed)
 
     def _swap(self, resident: object, other: object) -> None:

@@ -94,7 +94,7 @@ class WriteTable(RankOrder, frozen=True):
     """Set what a table has learnt."""
 
     table: str
-    survival_K: Array  # the bits of float32
+    acceptance_K: Array  # the bits of float32
     hits_K: Array
     trials_K: Array
 
@@ -120,4 +120,4 @@ class SetDrafterTable(RankOrder, frozen=True):
     """Begin again with a drafter's table, for the network that has just been swapped in."""
 
     edge_G: Array  # the bits of float32
-    survival_K: Array
+    acceptance_K: Array

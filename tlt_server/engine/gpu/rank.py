@@ -269,11 +269,11 @@ class GpuSteps:
 
     def _set_drafter_table(self, order: SetDrafterTable) -> None:
         for drafts in self._with_network:
-            drafts.begin_again(order.edge_G.view(np.float32), order.survival_K.view(np.float32))
+            drafts.begin_again(order.edge_G.view(np.float32), order.acceptance_K.view(np.float32))
 
     def _write_table(self, order: WriteTable) -> None:
-        survival_K = order.survival_K.view(np.float32)
-        self._table(order.table).write(survival_K, order.hits_K, order.trials_K)
+        acceptance_K = order.acceptance_K.view(np.float32)
+        self._table(order.table).write(acceptance_K, order.hits_K, order.trials_K)
 
     def _renew_table(self, order: RenewTable) -> None:
         self._table(order.table).renew()

@@ -119,8 +119,8 @@ class GpuRunner:
 
     def _tell_others(self, name: str, table: DeviceTable) -> None:
         """Let the other ranks take part in each change of a table."""
-        table.on_write = lambda survival_K, hits_K, trials_K: self.ranks.order(
-            WriteTable(name, survival_K.view(np.int32), hits_K, trials_K)
+        table.on_write = lambda acceptance_K, hits_K, trials_K: self.ranks.order(
+            WriteTable(name, acceptance_K.view(np.int32), hits_K, trials_K)
         )
         table.on_renew = lambda: self.ranks.order(RenewTable(name))
 

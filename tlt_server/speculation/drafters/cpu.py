@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 from tlt_server.speculation.batch import Candidates, DraftBatch
-from tlt_server.speculation.survival import OnlineTable
+from tlt_server.speculation.calibration import OnlineTable
 from tlt_server.wire.records import Strategy
 
 

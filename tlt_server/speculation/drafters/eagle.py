@@ -37,8 +37,8 @@ from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
-from tlt_server.speculation.survival import Calibration
 from tlt_server.wire.records import Strategy
 
 CHUNK = 512  # catch-up rows per forward
@@ -163,7 +163,7 @@ class Eagle:
         # Hidden states of every row of the proposal that drew logits.
         self.hidden_RH: Tensor | None = None
         self.node_BCI = np.zeros((0, 0, FIELDS), np.int32)
-        self.survival_BC = np.zeros((0, 0), np.float32)
+        self.acceptance_BC = np.zeros((0, 0), np.float32)
         target_cache.on_reuse.append(self.pages_freed)
         self._caught_up = self._forwards = self._proposed = 0
 
@@ -209,7 +209,7 @@ class Eagle:
         floor = self.floor if budget else 0.0  # verifying nothing: the whole tree is of interest
         buffer, path_length = self.buffer, depth - 1
         buffer.reserve_path(requests * pick_width * path_length)
-        node_BCI, survival_BC = self._nodes(requests, width + (depth - 1) * pick_width * width)
+        node_BCI, acceptance_BC = self._nodes(requests, width + (depth - 1) * pick_width * width)
         count_B = np.zeros(requests, np.int32)
         base_B = torch.from_numpy((root_B + 1).astype(np.int32))
         # Another memory layout would compile the kernels again.
@@ -237,10 +237,10 @@ class Eagle:
                 limit_B,
                 batch.seed_B,
                 batch.temperature_B,
-                self.calibration.survival_K,
+                self.calibration.acceptance_K,
                 self.calibration.gap_edges,
                 node_BCI,
-                survival_BC,
+                acceptance_BC,
                 count_B,
                 buffer.token,
                 buffer.position,
@@ -259,7 +259,7 @@ class Eagle:
                 buffer.rows(rows, base_B, page_table_BP, path_length), g_RH, self.cache
             )
             self._forwards += 1
-        candidates = Candidates(*harvest(node_BCI, survival_BC, count_B))
+        candidates = Candidates(*harvest(node_BCI, acceptance_BC, count_B))
         self._proposed += len(candidates)
         return candidates
 
@@ -382,8 +382,8 @@ class Eagle:
                 max(requests, self.node_BCI.shape[0]),
                 max(per_request, self.node_BCI.shape[1]),
             )
-            self.node_BCI, self.survival_BC = (
+            self.node_BCI, self.acceptance_BC = (
                 np.zeros((*shape, FIELDS), np.int32),
                 np.zeros(shape, np.float32),
             )
-        return self.node_BCI, self.survival_BC
+        return self.node_BCI, self.acceptance_BC

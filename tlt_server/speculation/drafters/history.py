@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.match import match_pool
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.calibration import OnlineTable
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.drafters.token_pool import TokenPool
-from tlt_server.speculation.survival import OnlineTable
 from tlt_server.wire.records import Strategy
 
 LENGTHS, SHARES, DEPTHS = 7, 8, 8
@@ -120,7 +120,7 @@ class History:
         request_N, parent_N, token_N, depth_N, rank_N, cell_N = (
             np.empty(size, np.int32) for _ in range(6)
         )
-        survival_N = np.empty(size, np.float32)
+        acceptance_N = np.empty(size, np.float32)
         count = 0
         for group, segments, requests in members.values():
             pool, request_M = group.pool, np.array(requests, np.int32)
@@ -135,7 +135,7 @@ class History:
                 self.settings.shortest,
                 self.settings.matches,
                 strategy.width,
-                self.table.survival_K,
+                self.table.acceptance_K,
                 SHARES,
                 DEPTHS,
                 count,
@@ -144,14 +144,14 @@ class History:
                 token_N,
                 depth_N,
                 rank_N,
-                survival_N,
+                acceptance_N,
                 cell_N,
             )
         request_N, parent_N, token_N, depth_N, rank_N, cell_N = (
             a[:count].copy() for a in (request_N, parent_N, token_N, depth_N, rank_N, cell_N)
         )
         candidates = Candidates(
-            request_N, parent_N, token_N, depth_N, rank_N, survival_N[:count].copy(), cell_N
+            request_N, parent_N, token_N, depth_N, rank_N, acceptance_N[:count].copy(), cell_N
         )
         self._asked += len(batch)
         self._answered += int(

@@ -122,13 +122,13 @@ class GpuTrees:
         batch_slot_B = torch.full((size,), slots.idle, dtype=torch.int32, device=self._device)
         batch_slot_B[:requests] = torch.arange(requests, dtype=torch.int32, device=self._device)
         trees = self._of(size, strategy.depth, strategy.width)
-        survival_K = torch.from_numpy(self.calibration.survival_K.copy()).to(self._device)
+        acceptance_K = torch.from_numpy(self.calibration.acceptance_K.copy()).to(self._device)
         trees.grow(
             self._network,
             self._cache,
             batch_slot_B,
             slots,
-            CalibrationTable.of(survival_K),
+            CalibrationTable.of(acceptance_K),
             self._gap_edge_G,
             drafter=0,
             trash=self._trash,
@@ -136,9 +136,9 @@ class GpuTrees:
             floor=growth.FLOOR if strategy.draft_rows(requests) else 0.0,
         )
         nodes = trees.nodes.head(requests)
-        survival_BC = compared(nodes.survival_BC)  # so that ties are those of a step
-        parts = nodes.parent_BC, nodes.depth_BC, survival_BC, nodes.token_BC, nodes.cell_BC
-        columns = nodes.survival_BC.shape[1]
+        acceptance_BC = compared(nodes.acceptance_BC)  # so that ties are those of a step
+        parts = nodes.parent_BC, nodes.depth_BC, acceptance_BC, nodes.token_BC, nodes.cell_BC
+        columns = nodes.acceptance_BC.shape[1]
         return candidates_of(columns, columns, *(part.flatten().cpu().numpy() for part in parts))
 
     def _of(self, requests: int, depth: int, width: int) -> DraftTrees:

@@ -160,7 +160,7 @@ def _replayed(
     table_B = samples.verified.calibration_V[here].astype(np.int64)
     calibration_B = np.where(chain_S[strategy_B], -1, table_B)
     replayed_B = np.zeros(len(here), np.int32)
-    in_force_K = replay.drafter.weights.calibration.survival_K
+    in_force_K = replay.drafter.weights.calibration.acceptance_K
     own_K = in_force_K.copy()
     for index, table in sorted({*zip(strategy_B.tolist(), calibration_B.tolist(), strict=True)}):
         strategy = strategies[index]

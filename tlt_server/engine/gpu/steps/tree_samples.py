@@ -54,12 +54,12 @@ class TreeSampler:
         columns from `own_columns` on have branches.
         """
         self._steps += 1
-        columns = nodes.survival_BC.shape[1]
+        columns = nodes.acceptance_BC.shape[1]
         some = min(requests, self._most // columns)
         if (self._steps - 1) % self._every or not some:
             return None
         buffer, count = self._buffers.take(), some * columns
-        parts = [nodes.parent_BC, nodes.depth_BC, nodes.survival_BC.view(torch.int32)]
+        parts = [nodes.parent_BC, nodes.depth_BC, nodes.acceptance_BC.view(torch.int32)]
         if self._detailed:
             parts += [nodes.token_BC, nodes.cell_BC]
         for i, part in enumerate(parts):
@@ -77,9 +77,9 @@ def read(sample: TreeSample, verified: int) -> Drafted:
     count = sample.requests * sample.columns
     size = 5 * count if sample.detailed else 3 * count
     parent_N, depth_N, bits_N, *details = sample.buffer.array[:size].reshape(-1, count)
-    survival_N = bits_N.view(np.float32)
+    acceptance_N = bits_N.view(np.float32)
     candidates = candidates_of(
-        sample.columns, sample.own_columns, parent_N, depth_N, survival_N, *details
+        sample.columns, sample.own_columns, parent_N, depth_N, acceptance_N, *details
     )
-    best = np.sort(candidates.survival_N)[::-1][:verified]
+    best = np.sort(candidates.acceptance_N)[::-1][:verified]
     return Drafted(candidates, sample.requests, float(best.sum()) if sample.whole else 0.0)

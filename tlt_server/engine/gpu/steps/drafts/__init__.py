@@ -88,7 +88,7 @@ class GpuDrafter(RowReader, Protocol):
         nothing is observed yet.
         """
 
-    def begin_again(self, edge_G: NDArray[np.float32], survival_K: NDArray[np.float32]) -> None:
+    def begin_again(self, edge_G: NDArray[np.float32], acceptance_K: NDArray[np.float32]) -> None:
         """Take a table for its network, of which nothing is observed yet."""
 
     def draft_pass(self, key: DraftKey) -> DraftPass: ...

@@ -26,7 +26,7 @@ class Drift:
         if self._passes % EVERY:
             return
         table = self._calibration
-        weighed = ((table.survival_Z - table.prior_Z).abs() * table.trials_Z).sum(0, keepdim=True)
+        weighed = ((table.acceptance_Z - table.prior_Z).abs() * table.trials_Z).sum(0, keepdim=True)
         self._read_1.copy_(weighed / table.trials_Z.sum().clamp(min=1), non_blocking=True)
         if self._event is not None:
             self._event.record()

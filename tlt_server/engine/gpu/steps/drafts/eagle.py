@@ -31,7 +31,7 @@ from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.swapping import swap_networks
 from tlt_server.speculation.branches import branches_of
-from tlt_server.speculation.survival import Calibration as OnlineTable
+from tlt_server.speculation.calibration import Calibration as OnlineTable
 from tlt_server.weights.parts import Drafter
 
 
@@ -45,12 +45,12 @@ class EagleDrafts:
             storage.attention,
         )
         self.page_hint_PH = storage.page_hint_PH
-        self.branches = Branches(state, table.survival_K)
+        self.branches = Branches(state, table.acceptance_K)
         self.calibration = self.branches.own
         self.in_force = self.calibration  # by which trees are grown
         if storage.held:
-            own_Z = self.calibration.survival_Z.clone()
-            self.in_force = self.calibration._replace(survival_Z=own_Z)
+            own_Z = self.calibration.acceptance_Z.clone()
+            self.in_force = self.calibration._replace(acceptance_Z=own_Z)
         self._drift = Drift(self.calibration)
         self.gap_edge_G = torch.tensor(table.gap_edges, device=state.upload_U.device)
 
@@ -62,7 +62,7 @@ class EagleDrafts:
     def tables(self, stream: torch.cuda.Stream | None) -> dict[str, DeviceTable]:
         return {
             "eagle": DeviceTable(
-                self.calibration, stream, self.gap_edge_G, self.in_force.survival_Z
+                self.calibration, stream, self.gap_edge_G, self.in_force.acceptance_Z
             ),
             branches_of("eagle"): DeviceTable(self.branches.calibration, stream),
         }
@@ -72,15 +72,15 @@ class EagleDrafts:
         network, table = _of(changed)
         swap_networks(self.network, network)
         self.network = network
-        self.begin_again(table.gap_edges, table.survival_K)
+        self.begin_again(table.gap_edges, table.acceptance_K)
 
-    def begin_again(self, edge_G: NDArray[np.float32], survival_K: NDArray[np.float32]) -> None:
+    def begin_again(self, edge_G: NDArray[np.float32], acceptance_K: NDArray[np.float32]) -> None:
         """Take a table of which nothing is observed yet."""
         self.gap_edge_G.copy_(torch.from_numpy(edge_G))
-        fresh = CalibrationTable.of(torch.from_numpy(survival_K))
+        fresh = CalibrationTable.of(torch.from_numpy(acceptance_K))
         for mine, value in zip(self.calibration, fresh, strict=True):
             mine.copy_(value)
-        self.in_force.survival_Z.copy_(self.calibration.survival_Z)
+        self.in_force.acceptance_Z.copy_(self.calibration.acceptance_Z)
 
     def draft_pass(self, key: DraftKey) -> EaglePass:
         return EaglePass(key, self)

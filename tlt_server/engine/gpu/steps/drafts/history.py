@@ -42,7 +42,7 @@ class HistoryDrafts:
     def install(self, changed: Drafter) -> None:
         """Do nothing: this drafter has no network."""
 
-    def begin_again(self, edge_G: NDArray[np.float32], survival_K: NDArray[np.float32]) -> None:
+    def begin_again(self, edge_G: NDArray[np.float32], acceptance_K: NDArray[np.float32]) -> None:
         """Do nothing: this drafter has no network."""
 
     def draft_pass(self, key: DraftKey) -> HistoryPass:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_kernels.gpu.tensors import CalibrationTable
-from tlt_server.speculation.survival import (
+from tlt_server.speculation.calibration import (
     BUCKETS,
     PHASES,
     RANKS,
@@ -57,11 +57,11 @@ class DeviceTable:
     def renew(self) -> NDArray[np.float32]:
         """Put what was learnt in force, and return it."""
         self.on_renew()
-        survival_Z = self._table.survival_Z
+        acceptance_Z = self._table.acceptance_Z
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if self._in_force_Z is not None:
-                self._in_force_Z.copy_(survival_Z)
-            found: NDArray[np.float32] = survival_Z.cpu().numpy().copy()
+                self._in_force_Z.copy_(acceptance_Z)
+            found: NDArray[np.float32] = acceptance_Z.cpu().numpy().copy()
         return found
 
     def _read(self) -> OnlineTable:
@@ -79,7 +79,7 @@ class DeviceTable:
         found = self._read()
         change(found)
         values = (
-            found.survival_K.astype(np.float32),
+            found.acceptance_K.astype(np.float32),
             found.hits_K.astype(np.int32),
             found.trials_K.astype(np.int32),
         )

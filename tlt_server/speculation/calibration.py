@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from tlt_client.channels.checkpoint import CALIBRATION
@@ -55,7 +55,7 @@ class CalibrationSettings:
     limit: float = 4096.0
 
 
-def default_survival() -> NDArray[np.float32]:
+def default_acceptance() -> NDArray[np.float32]:
     """The default table of a drafter without its own.
 
     Derivation: simulated pairs p = softmax(log q + normal error) with 1 - TV of .82, 1.4 nats per
@@ -89,20 +89,20 @@ class OnlineTable:
     ) -> None:
         self.settings = settings
         self.prior_K = np.array(prior_K, np.float32)
-        self.survival_K = self.prior_K.copy()  # in force; updated in place
-        self._learnt_K = self.survival_K  # what observations give; in force at once, unless held
+        self.acceptance_K = self.prior_K.copy()  # in force; updated in place
+        self._learnt_K = self.acceptance_K  # what observations give; in force at once, unless held
         self.hits_K = np.zeros(len(self.prior_K))
         self.trials_K = np.zeros(len(self.prior_K))
         self.observed = 0
 
     def hold(self) -> None:
         """Defer later updates until `renew`, so that a record can name the table of every cycle."""
-        self._learnt_K = self.survival_K.copy()
+        self._learnt_K = self.acceptance_K.copy()
 
     def renew(self) -> NDArray[np.float32]:
         """Apply the deferred updates, and return a copy of the table."""
-        self.survival_K[:] = self._learnt_K
-        return self.survival_K.copy()
+        self.acceptance_K[:] = self._learnt_K
+        return self.acceptance_K.copy()
 
     def observe(
         self, cell_N: NDArray[np.int32], parent_N: NDArray[np.int32], accepted_N: NDArray[np.int8]
@@ -157,14 +157,16 @@ class OnlineTable:
     def drift(self) -> float:
         """Mean distance of the table from its prior, over the nodes seen."""
         seen = self.trials_K.sum()
-        return float(np.abs(self.survival_K - self.prior_K) @ self.trials_K / seen) if seen else 0.0
+        return (
+            float(np.abs(self.acceptance_K - self.prior_K) @ self.trials_K / seen) if seen else 0.0
+        )
 
 
 class CalibrationFile(Struct, frozen=True, forbid_unknown_fields=True):
     """The content of `calibration.json`."""
 
     gap_edges: list[float]
-    survival: list[list[list[float]]]
+    acceptance: list[list[list[float]]] = field(name="survival")
 
 
 _table = msgspec.json.Decoder(CalibrationFile)
@@ -183,12 +185,12 @@ class Calibration(OnlineTable):
 
     def __init__(
         self,
-        survival: NDArray[np.float32] | None = None,
+        acceptance: NDArray[np.float32] | None = None,
         gap_edges: NDArray[np.float32] | None = None,
         settings: CalibrationSettings = CalibrationSettings(),
         source: str = "default",
     ) -> None:
-        table = default_survival() if survival is None else np.asarray(survival)
+        table = default_acceptance() if acceptance is None else np.asarray(acceptance)
         edges = np.asarray(DEFAULT_EDGES if gap_edges is None else gap_edges, np.float32)
         if table.shape != (PHASES, RANKS, BUCKETS) or edges.shape != (BUCKETS - 1,):
             raise ModelError(
@@ -206,8 +208,8 @@ class Calibration(OnlineTable):
         self.gap_edges, self.source = np.ascontiguousarray(edges), source
 
     @property
-    def survival(self) -> NDArray[np.float32]:
-        return self.survival_K.reshape(PHASES, RANKS, BUCKETS)
+    def acceptance(self) -> NDArray[np.float32]:
+        return self.acceptance_K.reshape(PHASES, RANKS, BUCKETS)
 
     @classmethod
     def load(
@@ -235,18 +237,18 @@ class Calibration(OnlineTable):
                 raise ValueError(f"it has {len(data)} bytes, the limit is {MAX_FILE_BYTES}")
             table = _table.decode(data)
             with np.errstate(over="ignore"):  # what overflows is refused below
-                survival = np.array(table.survival, np.float32)
+                acceptance = np.array(table.acceptance, np.float32)
                 edges = np.array(table.gap_edges, np.float32)
         except (ValueError, RecursionError) as error:
             raise ModelError(
                 f"{source}: not a calibration table ({error}); export the drafter again or delete "
                 "the file"
             ) from error
-        return cls(survival, edges, settings, source=source)
+        return cls(acceptance, edges, settings, source=source)
 
     def save(self, directory: str | Path) -> None:
         """Write the active table, online corrections included."""
-        table = CalibrationFile(_shortest(self.gap_edges), _shortest(self.survival))
+        table = CalibrationFile(_shortest(self.gap_edges), _shortest(self.acceptance))
         (Path(directory) / CALIBRATION).write_bytes(msgspec.json.encode(table) + b"\n")
 
     def adopt(self, other: Calibration) -> None:

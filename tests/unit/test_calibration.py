@@ -8,19 +8,19 @@ import pytest
 from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_kernels.cpu.drafting import calibration_cell
 from tlt_server.errors import ModelError
-from tlt_server.speculation.learnt import DOUBT
-from tlt_server.speculation.survival import (
+from tlt_server.speculation.calibration import (
     BUCKETS,
     DEFAULT_EDGES,
     RANKS,
     Calibration,
     CalibrationSettings,
-    default_survival,
+    default_acceptance,
 )
+from tlt_server.speculation.learnt import DOUBT
 
 
 def test_default_table_falls_with_rank_and_follows_the_gap():
-    table = default_survival()
+    table = default_acceptance()
     assert ((table > 0) & (table < 1)).all()
     assert (np.diff(table[:, 0], axis=-1) >= 0).all()  # a wider gap makes the best child surer
     assert (np.diff(table[:, 1:], axis=-1) <= 0).all()
@@ -43,11 +43,11 @@ def test_a_saved_table_comes_back(tmp_path):
     edges = np.arange(BUCKETS - 1, dtype=np.float32)
     Calibration(table, edges).save(tmp_path)
     loaded = Calibration.load(tmp_path)
-    assert np.array_equal(loaded.survival, table) and np.array_equal(loaded.gap_edges, edges)
+    assert np.array_equal(loaded.acceptance, table) and np.array_equal(loaded.gap_edges, edges)
 
 
 def test_a_missing_table_is_the_default(tmp_path):
-    assert np.array_equal(Calibration.load(tmp_path).survival, default_survival())
+    assert np.array_equal(Calibration.load(tmp_path).acceptance, default_acceptance())
 
 
 EDGES, CHANCES = list(range(BUCKETS - 1)), np.full((2, RANKS, BUCKETS), 0.5).tolist()
@@ -97,7 +97,7 @@ def test_observe_counts_what_the_twin_counts():
         accepted = random.integers(-1, 2, 9).astype(np.int8)
         calibration.observe(cells, parents, accepted)
         expected = observe_slowly(calibration, cells, parents, accepted, hits, trials)
-        np.testing.assert_allclose(calibration.survival_K, expected, rtol=1e-6)
+        np.testing.assert_allclose(calibration.acceptance_K, expected, rtol=1e-6)
     assert calibration.trials_K.max() <= 20
 
 
@@ -109,7 +109,7 @@ def test_a_stale_table_heals_and_forgets_again():
         for _ in range(3000):
             calibration.observe(cell, parent, np.array([random.random() < truth], np.int8))
         # Prior of 64 of at least 320 trials, and 3 sigma of 256 samples.
-        assert abs(calibration.survival_K[5] - truth) < 0.12
+        assert abs(calibration.acceptance_K[5] - truth) < 0.12
     assert calibration.gauges()["calibration_observed_nodes"] == 9000
 
 
@@ -124,12 +124,12 @@ def test_a_table_goes_on_from_a_record_of_the_same_calibration():
     before, found = taught(), Calibration()
     found.check(before.record())
     found.restore(before.record())
-    assert np.array_equal(found.survival, before.survival)
+    assert np.array_equal(found.acceptance, before.acceptance)
     assert found.record() == before.record()
     for other in (Calibration(CHANCES), Calibration(gap_edges=np.array(EDGES) * 2)):
-        untouched = other.survival.copy()
+        untouched = other.acceptance.copy()
         other.restore(before.record())
-        assert np.array_equal(other.survival, untouched), "of another table, or other buckets"
+        assert np.array_equal(other.acceptance, untouched), "of another table, or other buckets"
 
 
 def test_discounted_table_nears_its_prior_and_learns_faster():
@@ -143,7 +143,7 @@ def test_discounted_table_nears_its_prior_and_learns_faster():
 def test_a_table_that_becomes_another_has_seen_nothing():
     calibration, other = taught(), Calibration(CHANCES, np.array(EDGES) * 2)
     calibration.adopt(other)
-    assert np.array_equal(calibration.survival, other.survival) and calibration.drift == 0
+    assert np.array_equal(calibration.acceptance, other.acceptance) and calibration.drift == 0
     assert calibration.record() == other.record()
     taught(calibration)
-    assert np.array_equal(other.survival.reshape(-1), other.prior_K), "it is a table of its own"
+    assert np.array_equal(other.acceptance.reshape(-1), other.prior_K), "it is a table of its own"
