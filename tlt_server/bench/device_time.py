@@ -7,13 +7,7 @@ once, for the one that began first.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any, NamedTuple
-
-from tlt_server.bench.steps import SETTLE, abort_all, whole_cycles
-from tlt_server.engine.loop import Engine
-from tlt_server.errors import EngineFailed
-from tlt_server.wire.records import GenerateRequest, Strategy
 
 SHOWN = 40  # kernels: all there are
 Event = tuple[str, float, float]  # name, start and end in microseconds
@@ -42,31 +36,6 @@ class DeviceTime(NamedTuple):
             "kernels_per_step": self.kernels,
             "longest_kernels_ms": [[name, round(ms, 4)] for name, ms in self.longest],
         }
-
-
-def profile(
-    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, steps: int
-) -> DeviceTime:
-    """Profile `steps` whole-batch steps of these requests, which must last that long, on a GPU."""
-    import torch
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    cycles = whole_cycles(engine, requests, strategy)
-    settled = sum(1 for _ in islice(cycles, SETTLE))
-    with profiler(activities=[ProfilerActivity.CUDA]):
-        torch.cuda.synchronize()  # what starting the profiler takes is no gap of ours
-    with profiler(activities=[ProfilerActivity.CUDA]) as found:
-        done = sum(1 for _ in islice(cycles, steps))
-        torch.cuda.synchronize()
-    abort_all(engine)
-    events = on_device(found)
-    if settled < SETTLE or done < steps or not events:
-        raise EngineFailed(
-            f"the profiler saw {len(events)} events on the GPU in {done} of {steps} steps: "
-            "the driver may forbid profiling"
-        )
-    return device_time(events, done)
 
 
 def on_device(profiled: Any) -> list[Event]:

@@ -13,12 +13,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 
+from tlt_server.bench.device_time import DeviceTime, device_time, on_device
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.record import steps, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes
@@ -135,8 +140,6 @@ def _figures(
     most = most if case.prompt == PROMPT else min(most, LONG_STEPS)
     figures = time_steps(engine, requests(seed), case.strategy, max_steps=most).figures()
     if settings.device == "cuda" and case.strategy != OFF:
-        from tlt_server.bench.device_time import profile
-
         figures |= profile(engine, requests(seed + 1), case.strategy, steps=PROFILED).figures()
     return figures
 
@@ -259,6 +262,27 @@ def whole_cycles(
             yield cycle
         elif started:
             break
+
+
+def profile(
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, steps: int
+) -> DeviceTime:
+    """Profile `steps` whole-batch steps of these requests, which must last that long, on a GPU."""
+    cycles = whole_cycles(engine, requests, strategy)
+    settled = sum(1 for _ in islice(cycles, SETTLE))
+    with profiler(activities=[ProfilerActivity.CUDA]):
+        torch.cuda.synchronize()  # what starting the profiler takes is no gap of ours
+    with profiler(activities=[ProfilerActivity.CUDA]) as found:
+        done = sum(1 for _ in islice(cycles, steps))
+        torch.cuda.synchronize()
+    abort_all(engine)
+    events = on_device(found)
+    if settled < SETTLE or done < steps or not events:
+        raise EngineFailed(
+            f"the profiler saw {len(events)} events on the GPU in {done} of {steps} steps: "
+            "the driver may forbid profiling"
+        )
+    return device_time(events, done)
 
 
 def abort_all(engine: Engine) -> None:
