@@ -11,17 +11,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from tlt_server.engine.devices import Device, Equipment, Memory, Quiet, make_device
+from tlt_server.engine.devices import Device, Equipment, Memory, RunnerSetup, make_device
 from tlt_server.engine.loop import Engine
-from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import from_code
 from tlt_server.models.config import ModelConfig
-from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.fingerprint import Fingerprint
@@ -91,19 +87,11 @@ class ReadyFor:
     def allocate(self, live: Live, max_model_len: int) -> Memory:
         return self._device.allocate(live, max_model_len)
 
-    def equip(
-        self,
-        live: Live,
-        memory: Memory,
-        reach: Reach,
-        page_table_SP: NDArray[np.int32],
-        on_progress: OnProgress,
-        quiet: Quiet,
-    ) -> Equipment:
+    def equip(self, setup: RunnerSetup) -> Equipment:
         def wider(requests: range, *, prompts: bool) -> Iterable[Strategy]:
-            return (*reach(requests, prompts=prompts), *self._strategies)
+            return (*setup.reach(requests, prompts=prompts), *self._strategies)
 
-        return self._device.equip(live, memory, wider, page_table_SP, on_progress, quiet)
+        return self._device.equip(setup._replace(reach=wider))
 
 
 class _Shared(ReadyFor):
@@ -129,16 +117,8 @@ class _Shared(ReadyFor):
             self._source.live, self._source.loader = self._device.load(config), self._device
         return self._source.live
 
-    def equip(
-        self,
-        live: Live,
-        memory: Memory,
-        reach: Reach,
-        page_table_SP: NDArray[np.int32],
-        on_progress: OnProgress,
-        quiet: Quiet,
-    ) -> Equipment:
-        equipment = super().equip(live, memory, reach, page_table_SP, on_progress, quiet)
+    def equip(self, setup: RunnerSetup) -> Equipment:
+        equipment = super().equip(setup)
         install = equipment.install
 
         def checked(live: Live, changed: Changed) -> None:

@@ -6,16 +6,14 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tlt_kernels.cpu.compiled import MODULES
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.cpu.link import CpuLink, check_numerics
 from tlt_server.engine.cpu.orders import Install
 from tlt_server.engine.cpu.runner import CpuRunner
-from tlt_server.engine.devices import Equipment, Memory, Quiet, compiled
+from tlt_server.engine.devices import Equipment, Memory, RunnerSetup, compiled
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.devices.sizing import kv_pages, training_share
 from tlt_server.engine.phases import OnProgress
@@ -37,7 +35,7 @@ from tlt_server.samples.hidden_states import FLOAT32, state_bytes
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.speculation.sizes import AnySize, Reach
+from tlt_server.speculation.sizes import AnySize
 from tlt_server.weights.parts import Changed, Drafter, Live, Target, check_own_head
 from tlt_server.weights.storage import Free, disk_free
 from tlt_server.wire.fingerprint import Fingerprint
@@ -122,24 +120,17 @@ class CpuDevice:
             detail=describe_states(each, settings) + share.describe(self.name),
         )
 
-    def equip(
-        self,
-        live: Live,
-        memory: Memory,
-        reach: Reach,
-        page_table_SP: NDArray[np.int32],
-        on_progress: OnProgress,
-        quiet: Quiet,
-    ) -> Equipment:
+    def equip(self, setup: RunnerSetup) -> Equipment:
+        live, memory = setup.live, setup.memory
         assert isinstance(live.target.network, Decoder) and isinstance(memory.kv, KVCache)
-        setup = DraftSetup(
+        drafting = DraftSetup(
             memory.kv,
             _draft_weights(live),
             max_requests=self._settings.max_running,
             max_rows=self._settings.max_draft_rows,
         )
         drafters: dict[str, CpuDrafter] = {
-            name: load_object(DRAFTERS[name].cpu.implementation).make(setup)
+            name: load_object(DRAFTERS[name].cpu.implementation).make(drafting)
             for name in self._settings.drafters
         }
         if self._settings.records:
@@ -150,7 +141,7 @@ class CpuDevice:
             live.target.network,
             memory.kv,
             drafters,
-            page_table_SP,
+            setup.page_table_SP,
             self._adapter_slots(live),
             self._ranks,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -113,6 +113,17 @@ class Memory:
     detail: str = ""  # for the start-up report
 
 
+class RunnerSetup(NamedTuple):
+    """What a device makes the runner and its drafters of."""
+
+    live: Live
+    memory: Memory
+    reach: Reach  # the strategies that the policy may choose
+    page_table_SP: NDArray[np.int32]
+    on_progress: OnProgress
+    quiet: Quiet
+
+
 def make_device(settings: DecidedSettings) -> Device:
     """Make the device that these settings name."""
     device: Device = DEVICES.resolve(settings.device)(settings)
@@ -149,15 +160,7 @@ class Device(Protocol):
     def allocate(self, live: Live, max_model_len: int) -> Memory:
         """KV pages as asked for, or as many as fit."""
 
-    def equip(
-        self,
-        live: Live,
-        memory: Memory,
-        reach: Reach,
-        page_table_SP: NDArray[np.int32],
-        on_progress: OnProgress,
-        quiet: Quiet,
-    ) -> Equipment:
+    def equip(self, setup: RunnerSetup) -> Equipment:
         """Return the runner with its drafters, and graphs captured of all that the policy may
         choose.
         """

@@ -13,13 +13,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE
-from tlt_server.engine.devices import Equipment, Memory, Quiet, compiled
+from tlt_server.engine.devices import Equipment, Memory, RunnerSetup, compiled
 from tlt_server.engine.devices.choice import gpu_split, wider_settings
 from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
@@ -59,7 +57,6 @@ from tlt_server.models.loader import eos_token_ids, fill_target
 from tlt_server.models.shards import rank_config
 from tlt_server.process.machine import host_memory
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free
 from tlt_server.wire.fingerprint import Fingerprint
@@ -174,19 +171,12 @@ class CudaDevice:
         detail = describe(plan) + describe_share(settings, network)
         return replace(memory, states=states, detail=detail)
 
-    def equip(
-        self,
-        live: Live,
-        memory: Memory,
-        reach: Reach,
-        page_table_SP: NDArray[np.int32],
-        on_progress: OnProgress,
-        quiet: Quiet,
-    ) -> Equipment:
+    def equip(self, setup: RunnerSetup) -> Equipment:
+        live, memory = setup.live, setup.memory
         assert isinstance(live.target.network, GpuDecoder) and isinstance(memory.kv, GpuKV)
         settings, model, kv = self._settings, live.target.network, memory.kv
         with self._memory("buffers and graphs", model.config, kv.plan):
-            pages_per_sequence = page_table_SP.shape[1]
+            pages_per_sequence = setup.page_table_SP.shape[1]
             state = self._maker.state(model, kv, pages_per_sequence)
             capture = None
             if kv.states is not None:
@@ -196,7 +186,7 @@ class CudaDevice:
                 state,
                 kv,
                 live.drafter,
-                quiet=quiet,
+                quiet=setup.quiet,
                 drain=self._waits.drain,
                 readers=[capture] if capture else [],
             )
@@ -204,8 +194,8 @@ class CudaDevice:
             runner = GpuRunner(passes, texts, capture=capture, ranks=self._ranks, waits=self._waits)
             # What the runner's stream will read was written on another.
             self._maker.synchronize()
-            keys = self.sizes.at_start(settings.max_rows, reach)
-            self._prepare(runner, live, keys, pages_per_sequence, on_progress)
+            keys = self.sizes.at_start(settings.max_rows, setup.reach)
+            self._prepare(runner, live, keys, pages_per_sequence, setup.on_progress)
         graphs = runner.graphs
         self.recordings.follow(graphs)
         taken = (

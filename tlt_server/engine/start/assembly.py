@@ -17,7 +17,7 @@ from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
 from tlt_server.engine.choosing import StrategyChoice
-from tlt_server.engine.devices import Device, Equipment, Memory, make_device
+from tlt_server.engine.devices import Device, Equipment, Memory, RunnerSetup, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, look
 from tlt_server.engine.devices.sizing import served_length
 from tlt_server.engine.gate import StepGate
@@ -118,7 +118,7 @@ def assemble(
     with phase("prepare runner") as detail:
         quiet = partial(_quiet, options)
         reach, table = policies.first.strategies, running.page_table_SP
-        equipment = device.equip(live, memory, reach, table, on_progress, quiet)
+        equipment = device.equip(RunnerSetup(live, memory, reach, table, on_progress, quiet))
         detail.append(_equipped(settings, equipment))
     knowledge_file = KnowledgeFile(_state(settings), _made_by(settings, gpu, device, live))
     engine = _connect(
