@@ -114,7 +114,7 @@ class Memory:
 
 
 class RunnerSetup(NamedTuple):
-    """What a device makes the runner and its drafters of."""
+    """The parts that a device makes the runner and its drafters of."""
 
     live: Live
     memory: Memory
