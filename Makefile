@@ -113,7 +113,7 @@ bench-one-gpu: padded
 	"$(BIN)/tlt" bench rollout --http --pair hard --device cuda --model "$(HARD)/target" --drafter "$(HARD)/drafter" $(ARGS) --json "$(RESULTS)/rollout-http-hard-gpu.json"
 	"$(BIN)/tlt" bench record $(ON_PAIR) --out "$(HARD)/rollout.safetensors"
 	"$(BIN)/tlt" bench replay "$(HARD)/rollout.safetensors" --json "$(RESULTS)/replay-gpu.json"
-	for part in gemm norms attention sampling trees; do "$(BIN)/tlt" bench "$$part" --json "$(RESULTS)/$$part-gpu.json"; done
+	"$(BIN)/tlt" bench gemm --json "$(RESULTS)/gemm-gpu.json"
 	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc $(ARGS) --json "$(RESULTS)/weights-ipc-gpu.json"
 
 bench-gpus: padded

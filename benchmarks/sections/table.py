@@ -34,10 +34,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "weights": ("Weight pushes on a CPU", weights.weights),
     "weights-gpu": ("Weight pushes from GPU to GPU", weights.weights_gpu),
     "products": ("Matmuls alone", engine.matmuls),
-    "attention": ("Single kernels", figures.in_the_file),
-    "norms": ("Single kernels", figures.in_the_file),
-    "exchange": ("Single kernels", figures.in_the_file),
-    "sampling": ("Single kernels", figures.in_the_file),
-    "trees": ("Single kernels", figures.in_the_file),
+    "exchange": ("Exchanges between GPUs", figures.in_the_file),
     "test-gpu": ("Tests on a GPU", service.tests),
 }

@@ -273,17 +273,6 @@ BENCHES = {
         ),
     ),
     "exchange": Bench("time exchanges of partial sums between two GPUs", JSON),
-    "norms": Bench("time the norms between matmuls, on a GPU", JSON),
-    "attention": Bench(
-        "time rotary embedding, KV writes and attention, on a GPU",
-        (
-            Flag("case", {"nargs": "*", "help": "cases by name [default all]"}),
-            flag("--tile ROWS", "tile of tree and prompt rows", 64),
-            *JSON,
-        ),
-    ),
-    "sampling": Bench("time sampling, edits, reports and choosing children, on a GPU", JSON),
-    "trees": Bench("time trees, rows, walks and KV copies of a cycle, on a GPU", JSON),
     "padded": Bench(
         "compare a padded pair's logits with the small pair's, on a GPU",
         (

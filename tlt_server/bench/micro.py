@@ -1,16 +1,14 @@
-"""Benches of single kernels on a GPU: a table of cases, one loop that times them, one writer.
+"""Benches of parts of a step on a GPU: time inside CUDA graphs, by events, and one writer.
 
-Every figure is the time of a call inside a CUDA graph of many calls, by events; what is compared
-takes turns. A case's tensors are made when its turn comes and dropped after it.
+The runs that are compared take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -62,50 +60,6 @@ def captured(function: Call) -> Callable[[], None]:
     torch.cuda.synchronize()
     replay: Callable[[], None] = graph.replay
     return replay
-
-
-def milliseconds(function: Call, repeats: int = 15) -> float:
-    return in_turns({"it": captured(function)}, repeats)["it"]
-
-
-def microseconds(function: Call, repeats: int = 15) -> float:
-    return 1e3 * milliseconds(function, repeats)
-
-
-class TimedCalls(NamedTuple):
-    """A run, and the number of calls in it whose mean time is the figure."""
-
-    run: Call
-    calls: int
-
-
-class Case(NamedTuple):
-    """A row of figures."""
-
-    named: Mapping[str, object]
-    timed: Mapping[str, TimedCalls]  # by the name of the figure, in microseconds
-    known: Mapping[str, float] = {}  # figures that need no clock, such as a floor
-
-
-def floor_us(moved_bytes: float) -> float:
-    return moved_bytes / READ_BYTES_PER_S * 1e6
-
-
-def each(calls: Sequence[Call], count: int) -> TimedCalls:
-    """Return a run of `count` calls, which take turns: the same call on different tensors."""
-
-    def run() -> None:
-        for call in itertools.islice(itertools.cycle(calls), count):
-            call()
-
-    return TimedCalls(run, count)
-
-
-def row_of(case: Case, clock: Callable[[Call], float] = microseconds) -> dict[str, Any]:
-    """Time a case."""
-    figures = {name: clock(timed.run) / timed.calls for name, timed in case.timed.items()}
-    figures |= case.known
-    return {**case.named, **{name: round(value, 2) for name, value in figures.items()}}
 
 
 def say(row: Mapping[str, object]) -> None:
