@@ -1,5 +1,5 @@
-"""Pause and sleep in a whole engine: running requests end, wait or continue with the same bits, and
-memory is really given back.
+"""Pause, sleep and flush in a whole engine: running requests end, wait or continue with the same
+bits, memory is really given back, and cached prefixes are forgotten.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.engine.halting import bits, done, engine, expected, send, started
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import request, root, settings
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.wire.commands import Pause, Resume, Sleep, WakeUp
+from tlt_server.wire.commands import ClearCache, Pause, Resume, Sleep, WakeUp
 from tlt_server.wire.events import ControlReport
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
@@ -76,31 +76,39 @@ def test_aborting_pause_returns_partials_and_later_requests_wait(
     assert (engine.tokens("r1"), engine.logprobs("r1")) == expected["r1"]
 
 
-def test_a_draining_pause_is_answered_when_all_has_ended(
-    engine: Pushable, expected: object
+@pytest.mark.parametrize(
+    ("halt", "end"),
+    [
+        (Pause("halt", "drain"), Resume("end")),
+        (Sleep("halt", ["weights", "kv_cache"], "drain"), WakeUp("end", ["weights", "kv_cache"])),
+    ],
+    ids=["pause", "sleep"],
+)
+def test_draining_halt_follows_the_last_running_request(
+    halt: Pause | Sleep, end: Resume | WakeUp, engine: Pushable, expected: object
 ) -> None:
     started(engine)
-    assert send(engine, Pause("p", "drain")) is None
+    assert send(engine, halt) is None
     reports: list[ControlReport] = []
     while not reports:
         engine.step()
         reports = engine.engine.control_reports()
-    assert reports == [ControlReport("p")]
+    assert reports == [ControlReport("halt")]
     assert engine.engine.gate.by_operator
     assert bits(engine) == expected
     engine.submit(request(1))
     engine.said.clear()
     engine.step(3)
-    assert not engine.said
-
-
-def test_a_resume_answers_a_pause_that_still_waits(engine: Pushable) -> None:
+    assert not engine.said, "later requests wait"
+    done(engine, end)
+    engine.finish()
     started(engine)
-    assert send(engine, Pause("p", "drain")) is None
-    engine.engine.send(Resume("r"))
+    engine.engine.send(halt)
+    engine.engine.send(end)
     engine.step()
     told = {report.id: report.error for report in engine.engine.control_reports()}
-    assert told["r"] is None and told["p"] is not None and told["p"][0] == "conflict"
+    assert told["end"] is None
+    assert told["halt"] is not None and told["halt"][0] == "conflict", "it ended before it began"
     engine.finish()
 
 
@@ -201,32 +209,85 @@ def test_draining_change_is_refused_while_requests_are_paused(engine: Pushable, 
     assert engine.push(root / "base", "v4", in_flight="drain").result == "committed", "nothing runs"
 
 
-def test_sleeping_twice_and_waking_twice_change_nothing(engine: Pushable, expected: object) -> None:
+def test_cached_prefixes_are_forgotten_on_demand(engine: Pushable) -> None:
+    engine.run(request(0))
+    assert engine.engine.scheduler.pool.cached > 0
     started(engine)
-    for _ in range(2):
-        done(engine, Sleep("s", ["weights", "kv_cache"]))
-    for _ in range(2):
-        done(engine, WakeUp("w", ["weights", "kv_cache"]))
+    refused = send(engine, ClearCache("c", unless_held=True))
+    assert refused is not None and refused.error is not None and refused.error[0] == "conflict"
     engine.finish()
-    assert bits(engine) == expected
+    done(engine, ClearCache("c", unless_held=True))
+    assert engine.engine.scheduler.pool.cached == 0
 
 
-def test_kv_of_two_versions_sleeps_and_is_not_computed_again(
-    settings: EngineSettings, root: Path
+def test_the_text_of_earlier_requests_is_forgotten_with_them(settings: EngineSettings) -> None:
+    engine = Pushable(replace(settings, drafter="history"))
+    engine.run(request(0), request(1))
+    assert engine.engine.gauges()["history_pool_tokens"] > 0
+    done(engine, ClearCache("c", unless_held=True))
+    assert engine.engine.gauges()["history_pool_tokens"] == 0
+
+
+def flushed(engine: Pushable) -> bool:
+    report = send(engine, ClearCache("c", unless_held=True))
+    assert report is not None and (report.error is None or report.error[0] == "conflict")
+    return report.error is None
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "recompute", "abort"])
+def test_a_pause_that_leaves_no_kv_can_be_flushed_in(
+    in_flight: str, engine: Pushable, expected: dict[str, object]
 ) -> None:
-    def run(*, sleeping: bool) -> dict[str, tuple[list[int], list[float]]]:
+    """Waiting sequences, preempted or new, do not prevent the flush."""
+    engine.run(request(3))
+    started(engine)
+    done(engine, Pause("p", in_flight))  # type: ignore[arg-type]
+    engine.submit(request(4))
+    engine.step()
+    pool, waiting = engine.engine.scheduler.pool, engine.engine.scheduler.gauges()["waiting"]
+    assert waiting == {"continue": 1, "recompute": 4, "abort": 1}[in_flight]
+    cached = pool.cached
+    assert flushed(engine) == (in_flight != "continue")
+    assert pool.cached == (cached if in_flight == "continue" else 0)
+    done(engine, Resume("r"))
+    engine.finish()
+    assert engine.said["r4"][-1].finish_reason == "length"
+    assert in_flight == "abort" or bits(engine) == expected
+
+
+@pytest.mark.parametrize("memory", [(), ("weights", "kv_cache")], ids=["flush", "sleep"])
+def test_kv_of_two_versions_survives_a_flush_or_a_sleep(
+    memory: tuple[str, ...], settings: EngineSettings, root: Path
+) -> None:
+    """Their states are saved, and not computed again."""
+
+    def run(*, halts: bool) -> dict[str, tuple[list[int], list[float]]]:
         engine = Pushable(settings)
         engine.push(root / "new", "v1", commit=False)
         started(engine, 6)
         engine.commit("v1")
         engine.step(2)
-        if sleeping:
-            assert all(len(engine.spans(f"r{i}")) == 2 for i in range(3)), (
-                "their KV is of two versions"
-            )
-            done(engine, Sleep("s", ["weights", "kv_cache"]))
-            done(engine, WakeUp("w", ["weights", "kv_cache"]))
+        assert all(len(engine.spans(f"r{i}")) == 2 for i in range(3))
+        if halts and memory:
+            done(engine, Sleep("s", memory))  # type: ignore[arg-type]
+            done(engine, WakeUp("w", memory))  # type: ignore[arg-type]
+        elif halts:
+            assert not flushed(engine), "they run"
+            done(engine, Pause("p", "recompute"))
+            assert engine.engine.scheduler.gauges()["spanning"] == 3 and flushed(engine)
+            done(engine, Resume("r"))
         engine.finish()
         return bits(engine)
 
-    assert run(sleeping=True) == run(sleeping=False)
+    assert run(halts=True) == run(halts=False)
+
+
+def test_running_sequence_survives_flush_but_is_not_shared(
+    engine: Pushable, expected: object
+) -> None:
+    started(engine)
+    done(engine, ClearCache("c"))
+    engine.finish()
+    assert bits(engine) == expected and engine.engine.scheduler.pool.cached == 0
+    engine.run(request(0))
+    assert engine.said["r0"][0].cached_tokens == 0 and engine.engine.scheduler.pool.cached > 0

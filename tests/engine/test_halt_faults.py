@@ -29,7 +29,6 @@ from tlt_server.engine.halt import DeviceMemory
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
 from tlt_server.wire.commands import ControlCommand, Pause, Resume, Sleep, WakeUp
-from tlt_server.wire.events import ControlReport
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
 
@@ -119,28 +118,6 @@ class Counted:
 
     def forget(self) -> None:
         self._equipment.forget()
-
-
-def test_draining_sleep_follows_the_last_running_request(
-    engine: Pushable, expected: object
-) -> None:
-    started(engine)
-    assert send(engine, Sleep("s", ["weights", "kv_cache"], "drain")) is None
-    reports: list[ControlReport] = []
-    while not reports:
-        engine.step()
-        reports = engine.engine.control_reports()
-    assert reports == [ControlReport("s")]
-    assert engine.engine.gate.by_operator
-    assert bits(engine) == expected
-    done(engine, WakeUp("w", ["weights", "kv_cache"]))
-    started(engine)
-    engine.engine.send(Sleep("s", ["kv_cache"], "drain"))
-    engine.engine.send(WakeUp("w", ["kv_cache"]))
-    engine.step()
-    told = {report.id: report.error for report in engine.engine.control_reports()}
-    assert told["w"] is None
-    assert told["s"] is not None and told["s"][0] == "conflict", "it was woken before it slept"
 
 
 def test_a_sleep_that_fails_aborts_nothing(engine: Pushable, root: Path, expected: object) -> None:

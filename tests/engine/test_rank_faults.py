@@ -1,5 +1,6 @@
-"""A rank that is killed or stopped while an engine loads, or during a push: one error within its
-bound, no process is left, and the next epoch has the version that was committed.
+"""A rank that is killed or stopped, or whose device fails: one error within its bound, no process
+is left, and the next epoch has the version that was committed. In a sleep nothing has changed, or
+the epoch ends.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors.torch import load_file
 
+from tests.engine.halting import done, send
 from tests.engine.pushing import Pushable
-from tests.engine.test_ranks import root, settings, steps_until
-from tests.engine.two_ranks import give_up_soon, ranks_of
+from tests.engine.ranks_of_tests import run_rank_of_tests
+from tests.engine.test_engine import requests
+from tests.engine.test_ranks import root, settings
+from tests.engine.two_ranks import give_up_soon, ranks_of, two_ranks
 from tests.mostly_long import mostly_long
 from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.channels.checksums import mix64
@@ -30,10 +34,11 @@ from tlt_server.engine.ranks.answers import START_S
 from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
+from tlt_server.wire.commands import Sleep, WakeUp
 
 __all__ = ["root", "settings"]  # fixtures
 
-QUICK = (("once it is staged", "stopped"),)
+QUICK = (("once it is staged", "stopped"), ("at install", "killed"))
 
 
 class RankFault(NamedTuple):
@@ -78,7 +83,7 @@ def hit_before(patch: pytest.MonkeyPatch, holder: Any, name: str, hit: Callable[
     patch.setattr(holder, name, called)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks[Any]]]:
     """Yield the ranks of all engines. At the end none may be left."""
     monkeypatch.setattr(ranks, "BEAT_S", 0.3)
@@ -157,9 +162,8 @@ def test_rank_lost_in_a_push_leaves_one_version_after_restart(
     with pytest.raises(EngineFailed, match=FAULTS[fault].error):
         report = engine.push(root / "new", "v1", commit=moment == "at install")
         assert report.result == "staged", "it ends the epoch, not the push"
-        if moment == "once it is staged":
-            lost()
-        steps_until(engine, lambda: False)
+        lost()
+        engine.commit("v1")
     engine.engine.pushes.transaction.close()
     ranks_of(engine).close()
     next_life = Pushable(replace(lasting, tensor_parallel=1))
@@ -168,3 +172,80 @@ def test_rank_lost_in_a_push_leaves_one_version_after_restart(
     committed = moment == "at install"
     assert next_life.info.weight_version == ("v1" if committed else "initial")
     assert next_life.checksums() == (before | pushed if committed else before)
+
+
+ORDERS = {
+    "loading": ("LoadShard", "CheckNumerics", "Allocate", "ExtendRows"),
+    "serving": ("ExtendRows", "LoadShard", "Install", "Save", "FreePages"),
+    "waking": ("ReclaimPages", "Restore"),
+}
+CASES = [f"{stage} {order}" for stage, orders in ORDERS.items() for order in orders]
+
+
+@pytest.mark.parametrize("case", mostly_long(CASES, "serving ExtendRows"))
+def test_device_failure_at_an_order_is_one_error(
+    settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    failing, begun = case.split()[0], tmp_path / "begun"
+    monkeypatch.setenv("FAILING_ORDER", case.split()[1])
+    monkeypatch.setenv("FAILING_FROM", str(begun))
+    run_rank_of_tests(monkeypatch, "failing_rank")
+    entered: list[str] = []
+
+    def enter(stage: str) -> None:
+        entered.append(stage)
+        if stage == failing:
+            begun.touch()
+
+    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status 1"):
+        enter("loading")
+        engine = Pushable(replace(settings, tensor_parallel=2, state_dir=tmp_path / "state"))
+        enter("serving")
+        engine.submit(*requests(2))
+        engine.step()
+        assert engine.push(root / "new", "v1").result == "committed"
+        send(engine, Sleep("s", ("kv_cache",)))
+        enter("waking")
+        send(engine, WakeUp("w", ("kv_cache",)))
+        engine.finish()
+    assert entered[-1] == failing
+    assert time.monotonic() - float(begun.read_text()) < 10
+
+
+@pytest.fixture(scope="module")
+def short(settings: EngineSettings) -> Iterator[Pushable]:
+    with pytest.MonkeyPatch.context() as patch:
+        run_rank_of_tests(patch, "short_rank")
+        with two_ranks(settings) as engine:
+            yield engine
+
+
+def test_all_ranks_sleep_on_if_one_has_no_room(short: Pushable) -> None:
+    done(short, Sleep("s", ("kv_cache",)))
+    report = send(short, WakeUp("w", ("kv_cache",)))
+    assert report is not None and report.error is not None
+    assert report.error[0] == "unavailable" and "sleeps on" in report.error[1]
+    done(short, WakeUp("again", ("kv_cache",)))
+    short.submit(*requests(2))
+    short.finish()
+
+
+def test_rank_lost_while_staging_ends_the_epoch(
+    short: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*told: object) -> None:
+        raise EngineFailed("rank 1 did not answer in 120 s")
+
+    monkeypatch.setattr(ranks_of(short), "hand_over", lost)
+    with pytest.raises(EngineFailed, match="did not answer"):
+        short.push(root / "new", "lost")
+    short.engine.pushes.transaction.close()
+
+
+def test_rank_death_in_a_sleep_ends_the_epoch(short: Pushable) -> None:
+    done(short, Sleep("s2", ("kv_cache",)))
+    [process] = ranks_of(short)._processes
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(60)
+    with pytest.raises(EngineFailed, match="rank 1 .* ended"):
+        short.engine.halt.apply(WakeUp("dead", ("kv_cache",)))

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from safetensors.torch import load_file
 
 from tests.engine.halting import EAGLE, done
 from tests.engine.pushing import Pushable, perturbed
@@ -22,8 +21,6 @@ from tests.engine.test_engine import bits, requests
 from tests.engine.tiny import write_eagle, write_eagle1, write_target
 from tests.engine.two_ranks import give_up_soon, one, ranks_of, shared, two_ranks
 from tests.waiting import until
-from tlt_client.channels.checkpoint import SINGLE
-from tlt_client.channels.checksums import mix64
 from tlt_server.engine.cpu.link import CpuLink
 from tlt_server.engine.ranks.answers import START_S
 from tlt_server.engine.ranks.ranks import _ended
@@ -31,7 +28,6 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.decoder import Decoder
 from tlt_server.weights.checksums import live_sums
-from tlt_server.weights.parts import Changed, Live
 from tlt_server.wire.commands import ClearCache, SetPolicy, Sleep, WakeUp
 from tlt_server.wire.records import Strategy
 
@@ -276,43 +272,6 @@ def test_idle_engine_notices_an_ended_rank(doomed: Pushable) -> None:
     process.wait(60)
     with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
         doomed.step()
-
-
-def test_rank_death_after_commit_keeps_the_new_version(
-    settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lasting = replace(settings, tensor_parallel=2, state_dir=tmp_path)
-    engine = Pushable(lasting)
-    pushes, [process] = engine.engine.pushes, ranks_of(engine)._processes
-    install = pushes._install
-
-    def killed_first(live: Live, changed: Changed) -> None:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
-        install(live, changed)
-
-    monkeypatch.setattr(pushes, "_install", killed_first)
-    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
-        engine.push(root / "new", "v1")
-    ranks_of(engine).close()
-    next_life = Pushable(lasting)
-    assert next_life.info.weight_version == "v1" and not next_life.info.lost
-    pushed = {name: mix64(tensor) for name, tensor in load_file(root / "new" / SINGLE).items()}
-    assert next_life.checksums().items() >= pushed.items()
-    ranks_of(next_life).close()
-
-
-def test_silent_rank_before_commit_keeps_the_old_version(
-    settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lasting = replace(settings, state_dir=tmp_path)
-    with two_ranks(lasting) as engine:
-        before = engine.info.weight_version
-        assert engine.push(root / "new", "v1", commit=False).result == "staged"
-        stop_rank(engine, monkeypatch)
-        with pytest.raises(EngineFailed, match="rank 1 did not answer"):
-            engine.commit("v1")
-    assert Pushable(lasting).info.weight_version == before
 
 
 def test_rank_that_cannot_start_is_one_error(
