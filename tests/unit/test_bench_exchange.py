@@ -1,7 +1,8 @@
-"""`tlt bench exchange` without GPUs: what ranks report is kept when one fails or is silent."""
+"""`tlt bench exchange` without GPUs, and the flags of ranks that benches of a server hand on."""
 
 from __future__ import annotations
 
+import argparse
 import queue
 import sys
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from tlt_server.__main__ import main
 from tlt_server.bench import exchange
+from tlt_server.bench.arguments import BENCHES
 from tlt_server.bench.exchange import measured
+from tlt_server.bench.settings import rank_flags
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.models.environment import NO_MULTICAST
 
@@ -72,3 +76,28 @@ def test_absent_rank_is_named(tmp_path: Path) -> None:
     assert Meeting(tmp_path, 0, 2, 60).told("grants", b"zero") == [b"zero", b"one"]
     with pytest.raises(TimeoutError, match="rank 1 did not come to 'windows' in 0.1 s"):
         Meeting(tmp_path, 0, 2, 0.1).told("windows")
+
+
+ASKED = {
+    "--tensor-parallel": "2",
+    "--reduction-leaves": "4",
+    "--exchange": "nccl",
+    "--drafter-parallel": "replicated",
+}
+WORDS = [word for pair in ASKED.items() for word in pair]
+
+
+@pytest.mark.parametrize("bench", ["rollout", "weights"])
+def test_a_server_is_started_with_the_flags_of_ranks(bench: str) -> None:
+    parser = argparse.ArgumentParser()
+    BENCHES[bench].add(parser)
+    assert rank_flags(parser.parse_args([])) == []
+    assert rank_flags(parser.parse_args(WORDS)) == WORDS
+
+
+@pytest.mark.parametrize("flag", ASKED)
+def test_pushes_on_a_cpu_take_no_flag_of_ranks(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "weights", flag, ASKED[flag]]) == 2
+    assert f"{flag} is for --device cuda: leave it out" in capsys.readouterr().err

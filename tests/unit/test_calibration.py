@@ -1,19 +1,27 @@
-"""Calibration: loading, cells, and healing of a stale table."""
+"""Calibration tables: their file, loading, cells, healing when stale, and drift on a device."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_kernels.cpu.drafting import calibration_cell
+from tlt_kernels.gpu.tensors import CalibrationTable
+from tlt_server.engine.gpu.steps.drafts.drift import EVERY, Drift
 from tlt_server.errors import ModelError
+from tlt_server.samples import tables
+from tlt_server.samples.tables import TableFile, drafter_of, read_tables, table_file
 from tlt_server.speculation.calibration import (
     BUCKETS,
     DEFAULT_EDGES,
     RANKS,
     Calibration,
     CalibrationSettings,
+    OnlineTable,
     default_acceptance,
 )
 from tlt_server.speculation.learnt import DOUBT
@@ -147,3 +155,94 @@ def test_a_table_that_becomes_another_has_seen_nothing():
     assert calibration.record() == other.record()
     taught(calibration)
     assert np.array_equal(other.acceptance.reshape(-1), other.prior_K), "it is a table of its own"
+
+
+class Later:
+    """An event that passes when the test says so."""
+
+    passed = False
+
+    def record(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_reading_matches_the_host_table_without_waiting() -> None:
+    host = OnlineTable(np.linspace(0.1, 0.9, 7, dtype=np.float32))
+    table = CalibrationTable.of(torch.from_numpy(host.prior_K))
+    drift: Any = Drift(table)
+    drift._event = Later()
+    host.acceptance_K[:] = [0.2, 0.1, 0.5, 0.4, 0.9, 0.8, 0.7]
+    host.trials_K[:] = [3, 0, 10, 1, 0, 7, 2]
+    table.acceptance_Z.copy_(torch.from_numpy(host.acceptance_K))
+    table.trials_Z.copy_(torch.from_numpy(host.trials_K))
+    for _ in range(EVERY - 1):
+        drift.observed()
+    drift._event.passed = True
+    assert drift.value == 0.0, "nothing has been read"
+    drift.observed()
+    assert drift.value == 0.0, "it is on its way"
+    drift._event.passed = True
+    assert abs(drift.value - host.drift) < 1e-6 and host.drift > 0.01
+
+
+def test_a_table_that_has_seen_nothing_has_not_moved() -> None:
+    drift = Drift(CalibrationTable.of(torch.full((5,), 0.5)))
+    for _ in range(EVERY):
+        drift.observed()
+    assert drift.value == 0.0
+
+
+def table(value: float) -> np.ndarray:
+    return np.full(4, value, np.float32)
+
+
+def test_the_newest_tables_are_read_back_by_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "KEPT", 3)
+    path = table_file(tmp_path / "ring")
+    kept = TableFile(path)
+    names = [kept.add("a#b", table(n / 8)) for n in range(4)]
+    assert kept.add("a#b", table(1 / 8)) == names[1]
+    names.append(TableFile(path).add("c", table(0.5)))  # an engine that starts again
+    found = read_tables(path)
+    assert len(names) == len({*names}) == 5 and len(found) == 3 and names[0] not in found
+    assert found[names[4]].tolist() == [0.5] * 4
+    assert [drafter_of(name) for name in names[3:]] == ["a#b", "c"]
+    assert drafter_of("initial") == "initial" and path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x81\xa1a", b"\x93\1\2\3", b"\x81\xa1a\xc4\3abc"])
+def test_a_file_that_is_none_of_tables_has_none(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "tables"
+    if content is not None:
+        path.write_bytes(content)
+    assert read_tables(path) == {}
+
+
+def test_where_no_file_can_be_written_versions_are_still_given(tmp_path: Path) -> None:
+    kept = TableFile(tmp_path / "missing" / "tables")
+    assert kept.add("a", table(0.5)).startswith("a#") and not (tmp_path / "missing").exists()
+
+
+def test_a_held_table_changes_when_it_is_renewed_alone() -> None:
+    plain, held = Calibration(), Calibration()
+    held.hold()
+    shipped = held.acceptance_K.copy()
+    cell_N, parent_N = np.array([3, 3], np.int32), np.array([-1, -1], np.int32)
+    for _ in range(50):
+        for each in (plain, held):
+            each.observe(cell_N, parent_N, np.array([1, 0], np.int8))
+    assert np.array_equal(held.acceptance_K, shipped)
+    assert np.array_equal(held.renew(), plain.acceptance_K)
+    assert (
+        np.array_equal(held.acceptance_K, plain.acceptance_K) and held.acceptance_K[3] != shipped[3]
+    )
+    held.observe(cell_N, parent_N, np.array([1, 1], np.int8))
+    held.forget()  # weights have changed: at once
+    plain.observe(cell_N, parent_N, np.array([1, 1], np.int8))
+    plain.forget()
+    assert np.array_equal(held.acceptance_K, plain.acceptance_K)

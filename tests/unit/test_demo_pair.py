@@ -1,14 +1,22 @@
-"""The shipped pair: its files, its card, and its target against Hugging Face's."""
+"""The shipped pair: its files, its card, its tokenizer and template, its task, and its target
+against Hugging Face's.
+"""
 
+import ast
 import json
+import operator
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 import tlt_server
+from tlt_server.demo import chat, task
+from tlt_server.demo.expressions import parse, render
 from tlt_server.speculation.calibration import Calibration
 
 ROOT = Path(tlt_server.__file__).parent
@@ -67,3 +75,152 @@ def test_target_is_hugging_faces_qwen2(recipe):
     with torch.inference_mode():
         # Two float32 implementations of the same sums: a few ulp of logits of size 20.
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=2e-4, rtol=1e-4)
+
+
+TARGET = Path(tlt_server.__file__).parent / "demo" / "pair" / "target"
+ALPHABETS = (
+    "0123456789",
+    "abcXYZ'",
+    " \t\n\r",
+    "+-*/=().,:!?",
+    "éßñ\u00e9e\u0301",
+    "漢字かな",
+    "\U0001f600\u200d\u00a0",
+    "٣४Ⅷ½",
+)
+
+
+@pytest.fixture(scope="module")
+def raw() -> Tokenizer:
+    return Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def auto():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+def generated_strings(count: int) -> list[str]:
+    rng = Random(0)
+    mixed = [
+        "".join(rng.choice(rng.choice(ALPHABETS)) for _ in range(rng.randint(0, 40)))
+        for _ in range(count // 2)
+    ]
+    solved = [task.solution(task.problem(seed), Random(seed)) for seed in range(count - len(mixed))]
+    return mixed + solved
+
+
+@pytest.mark.slow
+def test_auto_tokenizer_gives_the_ids_of_the_file(raw, auto):
+    for text in generated_strings(1_000):
+        assert auto(text, add_special_tokens=False)["input_ids"] == raw.encode(text).ids, repr(text)
+
+
+def test_digits_are_single_tokens(raw):
+    assert raw.encode("1234567890").tokens == list("1234567890")
+
+
+def test_decoding_gives_the_normalised_text_back(raw, auto):
+    for text in generated_strings(200)[100:]:
+        assert auto.decode(raw.encode(text).ids) == text
+
+
+def test_the_template_is_the_training_format(raw, auto):
+    message = [{"role": "user", "content": "What is 2+3?"}]
+    assert auto.apply_chat_template(
+        message, tokenize=False, add_generation_prompt=True
+    ) == chat.render_prompt("What is 2+3?")
+    assert auto.eos_token == chat.END and auto.pad_token == chat.PAD
+
+
+def test_specials_are_the_last_ids(raw):
+    assert [raw.token_to_id(token) for token in chat.SPECIALS] == [509, 510, 511]
+    assert raw.get_vocab_size() == 512
+
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+}
+
+
+def python_value(text: str) -> int:
+    def walk(node):
+        return (
+            node.value
+            if isinstance(node, ast.Constant)
+            else OPERATORS[type(node.op)](walk(node.left), walk(node.right))
+        )
+
+    return walk(ast.parse(text, mode="eval").body)
+
+
+def test_a_seed_gives_the_same_problem_and_the_splits_are_disjoint():
+    assert task.problem(7) == task.problem(7)
+    assert task.EVAL_SEEDS.stop <= task.TRAIN_SEEDS.start
+    assert {task.problem(seed).kind for seed in range(50)} == {"expression", "column", "countdown"}
+
+
+def test_answers_agree_with_python():
+    for seed in range(300):
+        problem = task.problem(seed)
+        if problem.kind != "countdown":
+            assert problem.answer == str(python_value(problem.body))
+            assert task.reward(problem, f"anything\nanswer: {problem.answer}") == 1.0
+            assert task.reward(problem, f"anything\nanswer: {problem.answer}1") == 0.0
+
+
+def test_rendering_and_parsing_are_inverse():
+    for seed in range(300):
+        problem = task.problem(seed)
+        if problem.kind == "expression":
+            assert render(parse(problem.body)) == problem.body
+
+
+def test_writers_solve_a_part_and_their_claims_hold():
+    rewards = {"expression": [], "column": [], "countdown": []}
+    for seed in range(400):
+        problem = task.problem(seed)
+        rewards[problem.kind].append(task.reward(problem, task.solution(problem, Random(seed))))
+    for kind, values in rewards.items():
+        assert 0.4 < sum(values) / len(values) < 0.95, kind
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("3*4+2", 1.0),
+        ("2+4*3", 1.0),
+        ("3*4+2+2", 0.0),
+        ("14", 0.0),
+        ("4*4-2", 0.0),
+        ("none", 0.0),
+        ("(3*4", 0.0),
+        ("3/0*4+2", 0.0),
+    ],
+)
+def test_countdown_answers_use_every_number_once(given, expected):
+    problem = task.Exercise("Use 3,4,2 to make 14.", "14", "countdown", 3.0, "3,4,2")
+    assert task.reward(problem, f"try\nanswer: {given}") == expected
+
+
+def test_only_the_last_answer_counts():
+    problem = task.Exercise("What is 2+3?", "5", "expression", 1.0, "2+3")
+    assert task.reward(problem, "answer: 6\nanswer: 5<|im_end|>") == 1.0
+    assert task.reward(problem, "answer: 5\nanswer: 6") == 0.0
+    assert task.reward(problem, "5") == 0.0
+
+
+@pytest.mark.parametrize("text", ["1+", "a", "(1", "1)", "2**3", "1 + 2", "9" * 300])
+def test_what_is_no_expression_is_refused(text):
+    with pytest.raises(ValueError):
+        parse(text)
+
+
+def test_written_lengths_have_a_heavy_tail():
+    lengths = sorted(len(task.solution(task.problem(seed), Random(seed))) for seed in range(2_000))
+    assert lengths[1980] >= 10 * lengths[1000]

@@ -1,4 +1,4 @@
-"""Descriptions of exceptions that end the engine."""
+"""Descriptions of exceptions that end the engine, and of ends of a child process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tlt_server.process.faults import describe, trace
+from tlt_server.process.faults import describe, exit_of, trace
 
 DETAILS = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call.\n"
@@ -69,3 +69,17 @@ def test_once_requests_come_a_fault_is_named_by_type_and_place() -> None:
     stack = trace(caught.value, ready=True)
     assert "ValueError at" in stack and "KeyError at" in stack
     assert not [line for line in stack.splitlines() if line.endswith("a prompt")]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (0, "ended with status 0"),
+        (3, "ended with status 3"),
+        (-9, "was ended by SIGKILL"),
+        (-11, "was ended by SIGSEGV"),
+        (-40, "was ended by signal 40"),
+    ],
+)
+def test_an_end_is_named_by_its_status_or_its_signal(status: int, words: str) -> None:
+    assert exit_of(status) == words

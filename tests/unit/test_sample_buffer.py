@@ -1,5 +1,5 @@
-"""The buffer of a drafter's training: its bounds hold, a restart finds it again, and what cannot be
-used is named.
+"""Samples and the buffer of a drafter's training: its bounds hold, a restart finds it again, and
+misfits are named.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ import errno
 import re
 import shutil
 from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.recorded_samples import VOCAB, sample
+from tests.unit.sampled import samples
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, decode_sample, encode_sample
 from tlt_server.samples.segments import (
@@ -264,3 +267,62 @@ def test_output_tokens_are_counted_by_version() -> None:
     buffer.add(sample(1, output=8))
     buffer.add(msgspec.structs.replace(sample(2, output=8), spans=[(0, "v0"), (5, "v1")]))
     assert buffer.tokens_by_version() == {"v0": 13, "v1": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("root_V", -1, "root_V"),
+        ("root_V", 7, "root_V"),
+        ("root_V", 1, "root_V"),
+        ("accepted_V", 5, "accepted_V"),
+        ("rows_V", 1, "accepted_V"),
+        ("own_rows_V", 9, "own_rows_V"),
+        ("own_accepted_V", 3, "own_accepted_V"),
+        ("strategy_V", 9, r"strategy_V .* not in \[0, 2\)"),
+        ("calibration_V", 1, r"calibration_V .* not in \[0, 1\)"),
+        ("request_V", 2, r"request_V .* not in \[0, 2\)"),
+    ],
+)
+def test_misfit_verifications_are_refused(name: str, value: int, says: str) -> None:
+    found = samples()
+    found.check()
+    values = getattr(found.verified, name).copy()
+    values[1] = value
+    with pytest.raises(ValueError, match=says):
+        replace(found, verified=replace(found.verified, **{name: values})).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("token_T", 50, r"token_T .* 50, not in \[0, 50\)"),
+        ("token_T", -1, "token_T lies between -1"),
+        ("prompt_len_N", -3, "prompt_len_N"),
+        ("prompt_len_N", 99, "outputs"),
+        ("start_N", 0, "start_N"),
+        ("max_tokens_N", 1, "outputs"),
+        ("temperature_N", np.nan, "sampling"),
+        ("end_N", 4, "end_N"),
+        ("span_version_S", 3, "span_version_S"),
+        ("span_start_S", 5, "span_start_S"),
+        ("span_request_S", 2, "span_request_S"),
+    ],
+)
+def test_misfit_responses_are_refused(name: str, value: float, says: str) -> None:
+    found = samples()
+    values = getattr(found.responses, name).copy()
+    values[1] = value
+    with pytest.raises(ValueError, match=says):
+        replace(found, responses=replace(found.responses, **{name: values})).check()
+
+
+@pytest.mark.parametrize("part", ["responses", "verified"])
+def test_arrays_of_unequal_length_are_refused(part: str) -> None:
+    found = samples()
+    arrays = getattr(found, part)
+    for field in fields(arrays):
+        if field.name != "token_T":
+            short = replace(arrays, **{field.name: getattr(arrays, field.name)[:-1]})
+            with pytest.raises(ValueError, match="does not fit the rest"):
+                replace(found, **{part: short}).check()

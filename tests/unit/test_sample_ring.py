@@ -1,4 +1,6 @@
-"""The ring between two processes: entries arrive whole and in order, or are dropped and counted."""
+"""The ring between two processes, whose entries arrive whole and in order or are dropped and
+counted, and the word that tells the trainer of work.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt_server.errors import StartupError
+from tlt_server.samples.activity import Activity, ActivityReader, make_activity
 from tlt_server.samples.ring import ENTRY, HEAD_BYTES, RingConsumer, RingProducer, make_ring
+from tlt_server.trainer.process.modes import MODES
 
 CAPACITY = 512
 
@@ -104,3 +108,60 @@ def test_a_file_that_is_no_ring_is_refused(tmp_path: Path, content: bytes) -> No
 def test_a_ring_without_room_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=f"{tmp_path} has no room .* lower drafter_ring_mb"):
         make_ring(tmp_path / "ring", 2**62)
+
+
+def test_the_trainer_sees_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
+    make_activity(tmp_path / "activity")
+    told, seen = Activity(tmp_path / "activity"), ActivityReader(tmp_path / "activity")
+    assert seen.busy  # the engine is not ready
+    told.set("engine", 0)
+    assert not seen.busy
+    with told.during("requests"):
+        assert seen.busy and seen.age_ms < 1000
+        told.set("sequences", 2)
+    assert seen.busy
+    told.set("sequences", 0)
+    assert not seen.busy
+    told.sleeps(True)
+    told.sleeps(True)  # the same one
+    assert seen.busy and seen.asleep == told.asleep == 1
+    told.sleeps(False)
+    assert not seen.busy and not seen.asleep
+    told.sleeps(True)
+    assert seen.asleep == 2
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(bytes(64))
+    with pytest.raises(StartupError, match="another file"):
+        ActivityReader(tmp_path / "other")
+
+
+def test_only_the_reasons_of_the_mode_stop_the_trainer(tmp_path: Path) -> None:
+    make_activity(tmp_path / "activity")
+    told = Activity(tmp_path / "activity", MODES["device"].parks_for)
+    seen = ActivityReader(tmp_path / "activity")
+    told.set("sequences", 3)
+    assert seen.busy  # the engine is not ready
+    told.set("engine", 0)
+    assert not seen.busy
+    with told.during("requests"):
+        assert not seen.busy
+        with told.during("weights"):
+            assert seen.busy
+    assert not seen.busy
+    told.sleeps(True)
+    assert seen.busy
+
+
+def test_engine_sees_trainer_activity_until_the_trainer_ends(tmp_path: Path) -> None:
+    make_activity(tmp_path / "activity")
+    told, trainer, engine = (
+        Activity(tmp_path / "activity"),
+        *(ActivityReader(tmp_path / "activity") for _ in range(2)),
+    )
+    assert not engine.runs
+    trainer.runs = True
+    assert engine.runs
+    told.trainer_ended()
+    assert not engine.runs
