@@ -259,7 +259,7 @@ def test_a_pause_that_leaves_no_kv_can_be_flushed_in(
 def test_kv_of_two_versions_survives_a_flush_or_a_sleep(
     memory: tuple[str, ...], settings: EngineSettings, root: Path
 ) -> None:
-    """Their states are saved, and not computed again."""
+    """Saved states are not computed again."""
 
     def run(*, halts: bool) -> dict[str, tuple[list[int], list[float]]]:
         engine = Pushable(settings)
