@@ -27,7 +27,7 @@ pack() { tar -cf "$tar" -C "$pair" .; }
 if [ -z "${KEEP_TARGET:-}" ]; then
   rm -rf "$pair"
   step train_target.py --recipe hard --start-from "$shipped" --out "$pair/target" \
-    --data "$work/data" --checkpoint "$work/target" --lr 1.5e-3 --steps 100000 \
+    --data "$work/data" --lr 1.5e-3 --steps 100000 \
     --time-limit-s "${TARGET_S:-90}" --workers "${WORKERS:-13}" \
     --tokens-per-batch 32768 --documents 1200000 --per-shard "${SHARD:-4000}" --start-shards 13
 fi

@@ -1,5 +1,5 @@
-"""Step 2: train the target on the written solutions (data is written in parallel while training
-runs) and export it.
+"""Step 2: train the target, a small Qwen2, on the written solutions (data is written in parallel
+while training runs) and export it in bfloat16.
 """
 
 from __future__ import annotations
@@ -14,14 +14,46 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from checkpoint import load_state, save_state
 from corpus import Batch, Batcher, Sequences, write_shards
 from figures import record_figures
 from recipes import RECIPES
-from target_model import TargetConfig, TargetModel, export_target, load_target
 from tokenizers import Tokenizer
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tlt_server.demo import chat
+
+
+def fresh_target(layers: int, intermediate: int) -> Qwen2ForCausalLM:
+    """Return a target with random weights; matrices that write to the residual stream are small."""
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = parameter.shape[1] ** -0.5 * (0.25 if writes else 0.7)
+            torch.nn.init.normal_(parameter, std=0.02 if "embed" in name else scale)
+    return model
+
+
+def export(model: Qwen2ForCausalLM, directory: Path, eos_id: int, pad_id: int) -> None:
+    """Write the model in bfloat16 next to its tokenizer."""
+    model.config.eos_token_id, model.config.pad_token_id = eos_id, pad_id
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=[eos_id, pad_id], pad_token_id=pad_id
+    )
+    model.to(torch.bfloat16).save_pretrained(directory)
 
 
 def learning_rate(progress: float, peak: float) -> float:
@@ -29,8 +61,9 @@ def learning_rate(progress: float, peak: float) -> float:
     return peak * min(progress / 0.02, 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def response_loss(model: TargetModel, batch: Batch) -> torch.Tensor:
-    logits = model(batch.tokens_BT)[:, :-1]
+def response_loss(model: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
+    """Right-padded batches need no mask: attention is causal and positions start at 0."""
+    logits = model(batch.tokens_BT, use_cache=False).logits[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1), batch.tokens_BT[:, 1:].flatten(), reduction="none")
     mask = batch.response_mask().flatten()
     return (loss * mask).sum() / mask.sum()
@@ -78,19 +111,17 @@ class GrowingData:
         self.thread.join()
 
 
-def start_target(options: argparse.Namespace) -> TargetModel:
-    """A fresh target of the options' shape, or the weights of `--start-from`, whose tokenizer is
+def start_target(options: argparse.Namespace) -> Qwen2ForCausalLM:
+    """Return a fresh target of the options' shape, or that of `--start-from`, whose tokenizer is
     copied to `--out`.
     """
     if not options.start_from:
-        shape = TargetConfig(
-            num_hidden_layers=options.layers, intermediate_size=options.intermediate
-        )
-        return TargetModel(shape).to(options.device)
+        return fresh_target(options.layers, options.intermediate).to(options.device)
+    source = options.start_from / "target"
     options.out.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(options.start_from / "target" / name, options.out / name)
-    return load_target(options.start_from / "target", options.device).train()
+        shutil.copyfile(source / name, options.out / name)
+    return Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32).to(options.device).train()
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -108,7 +139,6 @@ def arguments() -> argparse.ArgumentParser:
         help="a pair whose target and tokenizer to continue from, in place of fresh weights",
     )
     parser.add_argument("--data", type=Path, default=Path("build/arith/data"))
-    parser.add_argument("--checkpoint", type=Path, default=Path("build/arith/target"))
     parser.add_argument("--documents", type=int, default=1_600_000)
     parser.add_argument("--per-shard", type=int, default=20_000)
     parser.add_argument(
@@ -121,41 +151,22 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tokens-per-batch", type=int, default=65_536)
     parser.add_argument("--lr", type=float, default=2.5e-3)
-    parser.add_argument("--layers", type=int, default=TargetConfig.num_hidden_layers)
-    parser.add_argument("--intermediate", type=int, default=TargetConfig.intermediate_size)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--intermediate", type=int, default=512)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true")
     return parser
 
 
-def main() -> None:
-    options = arguments().parse_args()
-    torch.manual_seed(options.seed)
-    torch.set_float32_matmul_precision("high")
-    model = start_target(options)
-    data = GrowingData(options)
+def train(model: Qwen2ForCausalLM, data: GrowingData, options: argparse.Namespace) -> dict:
+    """Train for the steps or the time of the options; return the figures of the training."""
     optimizer = optimizer_of(model, options.lr, fused=options.device == "cuda")
-    record = load_state(options.checkpoint, model, optimizer) or {
-        "step": 0,
-        "seconds": 0.0,
-        "epoch": 0,
-        "tokens": 0,
-    }
-    if options.compile:
-        torch._dynamo.config.suppress_errors = True
-        for layer in model.model.layers:
-            layer.compile(dynamic=True)
-    print(f"{sum(p.numel() for p in model.parameters())} parameters, {record}", flush=True)
-    shards, parts = data.wait(options.start_shards), []
-    before, started, last_print, last_save = (
-        record["seconds"],
-        time.monotonic(),
-        0.0,
-        time.monotonic(),
-    )
-    finished = False
-    while not finished:
+    record = {"step": 0, "seconds": 0.0, "epoch": 0, "tokens": 0}
+    parts: list[Sequences] = []
+    data.wait(options.start_shards)
+    started, last_print = time.monotonic(), 0.0
+    while True:
         shards = data.wait(1)
         if len(parts) < len(shards):
             parts += [Sequences.load(path) for path in shards[len(parts) :]]
@@ -164,11 +175,10 @@ def main() -> None:
             )
         record["epoch"] += 1
         for batch in batcher.epoch(record["epoch"]):
-            record["seconds"] = before + time.monotonic() - started
+            record["seconds"] = time.monotonic() - started
             progress = max(record["step"] / options.steps, record["seconds"] / options.time_limit_s)
             if progress >= 1:
-                finished = True
-                break
+                return record
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(progress, options.lr)
             with torch.autocast(options.device, torch.bfloat16):
@@ -187,14 +197,21 @@ def main() -> None:
                     f"{loss.item():.4f} width {batch.tokens_BT.shape[1]}",
                     flush=True,
                 )
-            if time.monotonic() - last_save > 60:
-                last_save = time.monotonic()
-                save_state(options.checkpoint, model, optimizer, record)
-    save_state(options.checkpoint, model, optimizer, record)
+
+
+def main() -> None:
+    options = arguments().parse_args()
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
+    model, data = start_target(options), GrowingData(options)
+    if options.compile:
+        torch._dynamo.config.suppress_errors = True
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
+    print(f"{model.num_parameters()} parameters", flush=True)
+    record = train(model, data, options)
     tokenizer = Tokenizer.from_file(str(options.out / "tokenizer.json"))
-    export_target(
-        model, options.out, tokenizer.token_to_id(chat.END), tokenizer.token_to_id(chat.PAD)
-    )
+    export(model, options.out, *map(tokenizer.token_to_id, (chat.END, chat.PAD)))
     record |= {"seed": options.seed, "documents": options.documents, "lr": options.lr}
     record |= {"recipe": options.recipe, "continued": bool(options.start_from)}
     record_figures(options.out.parent / "figures.json", "target_training", record)

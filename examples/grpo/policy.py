@@ -1,4 +1,4 @@
-"""The policy in plain PyTorch and its GRPO update: advantages normalised in each group, a clipped
+"""The policy's GRPO update in plain PyTorch: advantages normalised in each group, a clipped
 ratio to the server's own log-probs.
 
 Deterministic on a CPU: one order of sums, for one number of threads. Legend: B responses of a
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import Qwen2ForCausalLM
 
-from examples.arith.target_model import TargetModel
 from examples.grpo.rollouts import Group
 from tlt_client.wire import Choice
 
@@ -51,7 +51,7 @@ def advantages(rewards: Sequence[float]) -> torch.Tensor:
 
 
 def update(
-    policy: TargetModel,
+    policy: Qwen2ForCausalLM,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Group],
     minibatches: int,
@@ -82,7 +82,7 @@ def update(
 
 
 def _loss(
-    policy: TargetModel,
+    policy: Qwen2ForCausalLM,
     prompt: list[int],
     choices: Sequence[Choice],
     advantage_B: torch.Tensor,
@@ -99,7 +99,7 @@ def _loss(
     old_BT = nn.utils.rnn.pad_sequence(logprobs, batch_first=True)
     mask_BT = nn.utils.rnn.pad_sequence(list(map(torch.ones_like, logprobs)), batch_first=True)
     with torch.set_grad_enabled(bool(advantage_B.any())):
-        logs_BTV = policy(ids_BT)[:, len(prompt) - 1 : -1].log_softmax(-1)
+        logs_BTV = policy(ids_BT, use_cache=False).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
         new_BT = logs_BTV.gather(-1, chosen_BT1)[..., 0]
         difference_BT = (new_BT - old_BT) * mask_BT
         ratio_BT = difference_BT.exp()

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import Qwen2ForCausalLM
 
-from examples.arith.target_model import load_target
 from examples.grpo.adapt import ADAPTATIONS, STARTS, KeptDrafters, untrained
 from examples.grpo.policy import Update, optimizer_of, update
 from examples.grpo.pushes import PaddedPushes, Pushes
@@ -117,7 +117,8 @@ def train(asked: argparse.Namespace) -> None:
             "use --speculation adaptive"
         )
     run = RunDirectory(asked.out, {n: getattr(asked, n) for n in FIXED}, resume=asked.resume)
-    policy, tokenizer = load_target(asked.model, "cpu"), load_tokenizer(asked.model)
+    policy = Qwen2ForCausalLM.from_pretrained(asked.model, dtype=torch.float32)
+    tokenizer = load_tokenizer(asked.model)
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(asked.train == "all" or "norm" in name)
     optimizer = optimizer_of(policy, asked.lr)
