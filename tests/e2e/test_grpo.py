@@ -29,7 +29,7 @@ from tests.e2e.conftest import PAIR
 from tests.processes import engine, ranks
 from tests.waiting import until
 from tlt_client import Client
-from tlt_server.bench.padding.checkpoint import write
+from tlt_server.bench.pad import write
 from tlt_server.bench.padding.recipe import pad
 from tlt_server.bench.padding.shapes import SHAPES, Shape
 from tlt_server.demo.expressions import evaluate, parse

@@ -21,7 +21,7 @@ from tests.engine.gpu_engine import bits, choose, joined
 from tests.engine.halting import done
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
-from tlt_server.bench.padding.checkpoint import write
+from tlt_server.bench.pad import write
 from tlt_server.bench.padding.recipe import pad
 from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests

@@ -20,7 +20,7 @@ from tests.rows_of_one import Sequence, certain_rows
 from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_kernels.reference import rms_norm
 from tlt_server.__main__ import main
-from tlt_server.bench.padding.checkpoint import write
+from tlt_server.bench.pad import write
 from tlt_server.bench.padding.recipe import WHISPER, pad
 from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests

@@ -1,10 +1,30 @@
-"""`tlt bench pad`: write a padded pair as checkpoints."""
+"""`tlt bench pad`: embed a small trained pair (target and EAGLE-3 drafter) in the shapes of a large
+model.
+
+The result has the large model's tensor names, shapes and dtypes, so a step costs what the large
+model's step costs. It says what the small pair says, so acceptance is that of a trained drafter on
+real answers; it may be higher than a large model's on harder text. The extra weights are random,
+not zero. Use it to measure speculative decoding where no large weights are at hand, with this
+server or any other engine that loads Hugging Face and EAGLE-3 checkpoints. config.json comes last:
+a directory that has one is complete.
+
+    tlt bench pad --shape mid --out /tmp/mid                  small enough for a laptop's CPU
+    tlt bench pad --shape qwen2.5-7b --out /data/padded-7b    15.2 GB target, 0.8 GB drafter
+    tlt serve --model /tmp/mid/target --drafter /tmp/mid/drafter
+
+A Qwen2 or Llama target fits whose head width is the shape's. A Llama shape gets attention biases if
+the small model has some (the shipped pair does). Qwen3 shapes are impossible: their query and key
+norms cannot be undone. Prompts are the small pair's: the shipped pair does written-out arithmetic,
+see tlt_server/demo/pair/README.md.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +32,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tlt_server.bench.padding.checkpoint import write
-from tlt_server.bench.padding.recipe import Pair, pad
+from tlt_client.channels.disk import write as write_tensors
+from tlt_server.bench.padding.recipe import Checkpoint, Named, Pair, pad
 from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.errors import ModelError, StartupError
+
+SHARD_BYTES = 2 * 10**9
+OnTensor = Callable[[str, int], None]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,3 +99,32 @@ def check_room(out: Path, needed: int) -> None:
             f"{out} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there; "
             "choose another --out or fewer --layers"
         )
+
+
+def write(
+    pair: Pair,
+    directory: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor = lambda name, size: None,
+) -> None:
+    """Write `directory`/target and `directory`/drafter. `ModelError` when something lies there.
+    `on_tensor` hears each name and size in bytes.
+    """
+    folders = {directory / part: checkpoint for part, checkpoint in pair._asdict().items()}
+    for folder in folders:
+        if folder.exists() and any(folder.iterdir()):
+            raise ModelError(f"{folder} is not empty; remove it or choose another directory")
+    for folder, checkpoint in folders.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(_told(checkpoint, on_tensor), folder, shard_bytes)
+        for path in sorted(checkpoint.source.iterdir()):
+            if path.is_file() and path.name != "config.json" and not path.name.startswith("model"):
+                shutil.copy(path, folder)
+        (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2) + "\n")
+
+
+def _told(checkpoint: Checkpoint, on_tensor: OnTensor) -> Named:
+    for name, tensor in checkpoint.tensors():
+        yield name, tensor
+        on_tensor(name, tensor.nbytes)

@@ -163,15 +163,18 @@ def write(
     """
     entries: list[dict[str, Any]] = []
     weight_map: dict[str, str] = {}
+    total = 0
     for count, group in enumerate(files(tensors, max_file_bytes), 1):
         file = f"model-{count:05}.safetensors"
         with open(directory / file, "wb", opener=_opened) as opened:
             opened.writelines(written(group))
         weight_map |= dict.fromkeys(group, file)
+        total += sum(tensor.nbytes for tensor in group.values())
         entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
     if len(set(weight_map.values())) == 1:
         (directory / file).rename(directory / SINGLE)
     else:
         with open(directory / INDEX, "w", opener=_opened) as opened:
-            opened.write(json.dumps({"weight_map": weight_map}))
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            opened.write(json.dumps(index))
     return entries
