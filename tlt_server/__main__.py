@@ -118,10 +118,8 @@ def _add_benches(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="NAME", required=True
     )
     for name, kind in import_module("tlt_server.bench.arguments").BENCHES.items():
-        bench = benches.add_parser(
-            name, help=kind.sentence, description=kind.sentence, allow_abbrev=False
-        )
-        kind.add(bench)
+        bench = benches.add_parser(name, help=kind.sentence, allow_abbrev=False)
+        kind.add(name, bench)
         verb, ended = (_with_engine, _in_folder) if kind.loads_engine else (_later, _interruptible)
         bench.set_defaults(run=ended(verb(f"tlt_server.bench.{kind.module or name}")))
 

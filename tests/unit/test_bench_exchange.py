@@ -90,7 +90,7 @@ WORDS = [word for pair in ASKED.items() for word in pair]
 @pytest.mark.parametrize("bench", ["rollout", "weights"])
 def test_a_server_is_started_with_the_flags_of_ranks(bench: str) -> None:
     parser = argparse.ArgumentParser()
-    BENCHES[bench].add(parser)
+    BENCHES[bench].add(bench, parser)
     assert rank_flags(parser.parse_args([])) == []
     assert rank_flags(parser.parse_args(WORDS)) == WORDS
 

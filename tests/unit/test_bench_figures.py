@@ -96,7 +96,7 @@ def test_trees_are_timed_where_their_rows_are_affordable() -> None:
 
 def arguments(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    BENCHES["decode"].add(parser)
+    BENCHES["decode"].add("decode", parser)
     return parser.parse_args(flags)
 
 

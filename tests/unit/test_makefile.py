@@ -40,7 +40,7 @@ def benches(commands: list[list[str]]) -> list[argparse.Namespace]:
     for words in commands:
         if words[0].endswith("/tlt"):
             parser = argparse.ArgumentParser(allow_abbrev=False)
-            BENCHES[words[2]].add(parser)
+            BENCHES[words[2]].add(words[2], parser)
             found.append(parser.parse_args(words[3:], argparse.Namespace(bench=words[2])))
     return found
 

@@ -1,5 +1,6 @@
 """The benches of `tlt bench` and their flags, in one table. It stands apart from the benches,
-because `tlt --help` imports it, and some flags decide how the libraries of a bench are loaded.
+because `tlt --help` imports it, and some flags decide how the libraries of a bench are loaded. The
+help of a bench is the docstring of its module, which is read without importing it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from tlt_server.bench.flags import (
     ranks,
 )
 from tlt_server.bench.padding.shapes import SHAPES
-from tlt_server.bench.texts import PAD, RECORD, REPLAY, ROLLOUT, HelpText
 
 # Requests at once in a full run, and in a quick one.
 Batches = tuple[str, str]
@@ -30,20 +30,19 @@ MAX_RUNNING = flag("--max-running N", "of the server", 256)
 
 
 class Bench(NamedTuple):
-    """One subcommand; the module of the same name, or `module`, has `run(args)`."""
+    """One subcommand; the module of the same name, or `module`, has `run(args)` and the help."""
 
     sentence: str
     flags: tuple[Flag, ...]
     loads_engine: bool = False  # in this process, so the environment of its libraries is set first
     module: str = ""  # where the name of the bench is taken
     batches: Batches = ("", "")  # requests at once, where `--batch` does not name them
-    text: HelpText | None = None  # for its help, instead of the sentence
 
-    def add(self, parser: argparse.ArgumentParser) -> None:
+    def add(self, name: str, parser: argparse.ArgumentParser) -> None:
         flags = self.flags
-        if self.text:
-            parser.description, parser.epilog = self.text
-            parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        source = Path(__file__).with_name(f"{self.module or name}.py").read_text()
+        parser.description = source.split('"""', 2)[1]
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
         if self.batches[0]:
             flags += (batch(*self.batches),)
             parser.set_defaults(batches=tuple(map(batches, self.batches)))
@@ -131,7 +130,6 @@ BENCHES = {
             flag("--pair NAME", "of the models, in the figures", "demo"),
             flag("--penalties", "give every request a repetition and a presence penalty"),
         ),
-        text=ROLLOUT,
     ),
     "record": Bench(
         "store a rollout, so that `tlt bench replay` can judge policies on it",
@@ -155,7 +153,6 @@ BENCHES = {
         ),
         True,
         module="recording",
-        text=RECORD,
     ),
     "replay": Bench(
         "judge policies on a stored rollout: seconds, regret, plots; needs no GPU",
@@ -174,7 +171,6 @@ BENCHES = {
             ),
             *JSON,
         ),
-        text=REPLAY,
     ),
     "overload": Bench(
         "ask a server for three times what it can do; goodput, refusals and memory", ENGINE
@@ -316,6 +312,5 @@ BENCHES = {
             flag("--target DIR", "small target [default the shipped pair's]"),
             flag("--drafter DIR", "its EAGLE-3 drafter [default the shipped pair's]"),
         ),
-        text=PAD,
     ),
 }

@@ -12,6 +12,9 @@ ones that any policy would have had drafted. What is exact in that:
 - a tree is grown in the order of survival under the table of the recording. A replay that has
   learnt another table would have expanded a few other nodes. Chains do not depend on it;
 - on a GPU a node that survives less than 2 % is not expanded, by the table of the recording.
+
+    tlt bench record --out /tmp/rollout.safetensors
+    tlt bench record --device cuda --model DIR --drafter DIR --out gpu.safetensors
 """
 
 from __future__ import annotations

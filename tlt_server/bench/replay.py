@@ -1,4 +1,12 @@
-"""`tlt bench replay`: policies on a recorded rollout, and how far each is from the best choices."""
+"""`tlt bench replay`: policies on a recorded rollout, without a model: seconds, tokens per second,
+switches, and regret against the best choice of every step in hindsight.
+
+Tokens and accepted drafts are those of the record, seconds those of a cost model fitted to its
+cycles, so a replay takes seconds and needs no GPU.
+
+    tlt bench replay /tmp/rollout.safetensors --policy goodput --policy fixed:eagle:7x1x8
+    tlt bench replay gpu.safetensors --rounds 2 --plots plots --json replay.json
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,11 @@ so that a machine's moods fall on all alike. Three workloads: `tail` (one batch 
 end: the batch shrinks to one), `few` (two running all the time, as the longest responses of a batch
 do) and `full` (64 running all the time). Speed-ups are medians over rounds of the arm's rate over
 the faster of the two plain servers' rate in the same round. `--http` is the same for any policies,
-workloads and seeds, without fast numerics (`rollout_http`).
+workloads and seeds, without fast numerics.
+
+    tlt bench rollout --quick
+    tlt bench rollout --http --device cuda --model DIR --drafter DIR --json rollout-http.json
+    tlt bench rollout --http --workload 512 --workload "full 64" --policy goodput --policy off
 """
 
 from __future__ import annotations
