@@ -96,7 +96,7 @@ bench-one-gpu: padded
 	"$(BIN)/tlt" bench exact --device cuda --numerics fast --json "$(RESULTS)/exact-fast-gpu.json"
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) # compiles what is missing, so that the next start is a warm one
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) --json "$(RESULTS)/graphs-gpu.json"
-	"$(BIN)/python" -m benchmarks.record_starts -- $(ON_PAIR)
+	"$(BIN)/python" -m benchmarks.record starts -- $(ON_PAIR)
 	"$(BIN)/tlt" bench decode $(ON_PAIR) --against fast --context 16000 --json "$(RESULTS)/decode-gpu.json"
 	"$(BIN)/tlt" bench prefill --json "$(RESULTS)/prefill-gpu.json"
 	"$(BIN)/tlt" bench padded --pair "$(PAIR)" --json "$(RESULTS)/padded-gpu.json"
@@ -122,8 +122,8 @@ bench-gpus: padded
 	"$(BIN)/tlt" bench decode $(ON_PAIR) $(OVER) --prefill --json "$(RESULTS)/decode$(WIDE)"
 	"$(BIN)/tlt" bench decode --device cuda --shape llama-3.1-70b --batch 1 $(OVER) $(ARGS) --json "$(RESULTS)/decode-llama-3.1-70b-tp$(GPUS)-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(OVER) --json "$(RESULTS)/cycle$(WIDE)"
-	"$(BIN)/python" -m benchmarks.record_starts --json "$(RESULTS)/starts$(WIDE)" -- $(ON_PAIR) $(OVER)
-	"$(BIN)/python" -m benchmarks.record_faults --json "$(RESULTS)/faults$(WIDE)" -- $(ON_PAIR) $(OVER)
+	"$(BIN)/python" -m benchmarks.record starts --json "$(RESULTS)/starts$(WIDE)" -- $(ON_PAIR) $(OVER)
+	"$(BIN)/python" -m benchmarks.record faults --json "$(RESULTS)/faults$(WIDE)" -- $(ON_PAIR) $(OVER)
 	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) $(OVER) --json "$(RESULTS)/rollout-http$(WIDE)"
 	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc $(OVER) $(ARGS) --json "$(RESULTS)/weights-ipc$(WIDE)"
 
@@ -136,7 +136,7 @@ lock: $(STAMP) ## the image's packages with their hashes, and the bill of materi
 	"$(BIN)/python" docker/sbom.py
 
 soak: $(STAMP) tools ## the long tests; renews benchmarks/results/soak.json
-	"$(BIN)/python" -m benchmarks.record_soak $(PYTEST_ARGS) $(ARGS)
+	"$(BIN)/python" -m benchmarks.record soak $(PYTEST_ARGS) $(ARGS)
 
 clean: ## remove the environment and what tools left behind
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 
 from msgspec.structs import asdict
 
-from benchmarks.recording import RESULTS, parser, tested
+from benchmarks.record import RESULTS, tested
 from tlt_server.bench.micro import require_gpu
 from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.errors import StartupError
@@ -115,7 +115,13 @@ GOLDEN = (
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0 if all that the record holds passed, 1 if not, 2 without the GPUs or the part."""
-    flags = parser(__doc__)
+    flags = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    help = "of the code that runs [default: what git says]"
+    flags.add_argument("--commit", metavar="NAME", help=help)
     flags.add_argument(
         "--gpus", type=int, choices=PLANS, default=1, help="that a test needs [default 1]"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks import record_faults
+from benchmarks.record import main
 from tests.e2e.conftest import DRAFTING
 from tests.processes import engine, ranks
 from tests.waiting import until
@@ -70,7 +70,7 @@ def test_shared_target_takes_a_push_and_continues_after_a_kill(tmp_path: Path) -
 def test_faults_of_ranks_are_recorded(tmp_path: Path) -> None:
     record, pair = tmp_path / "faults.json", ("--model", str(TARGET), "--drafter", str(DRAFTER))
     flags = ("--device", "cpu", "--tensor-parallel", "2", *pair)
-    assert record_faults.main(["--json", str(record), "--", *flags]) == 0
+    assert main(["faults", "--json", str(record), "--", *flags]) == 0
     rows = json.loads(record.read_text())["figures"]["rows"]
     assert [(row["fault"], row["rank"]) for row in rows] == [
         ("killed", 1),

@@ -352,5 +352,5 @@ def test_a_million_requests_change_nothing(
     (tmp_path / "root").mkdir()
     with small_disk(tmp_path / "disk") as disk:
         seen = endure(Plan(41_700, 5, 42, 25), seed, tmp_path / "root", disk)
-    record_property("counted", json.dumps(seen))  # benchmarks.record_soak reads it
+    record_property("counted", json.dumps(seen))  # `benchmarks.record` reads it
     assert seen["full"] == 10, seen

@@ -360,7 +360,7 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
 def test_outputs_of_generated_schemas_are_valid(
     engine: Pushable, record_property: Callable[[str, object], None]
 ) -> None:
-    """`benchmarks.record_schemas` asks for a thousand. A schema with numbers may not end within
+    """`benchmarks.record schemas` asks for a thousand. A schema with numbers may not end within
     max_tokens.
     """
     count = int(os.environ.get("TLT_SCHEMAS", "24"))

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from benchmarks import record_tests
+from benchmarks.record import suites
 from benchmarks.record_tests import EXACT, GOLDEN, PLANS, counts, figures, moved, recorded
-from benchmarks.recording import suites
 from tlt_kernels import versions
 from tlt_server.bench.record import write_entry
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record_soak import figures, main
-from benchmarks.recording import suites
+from benchmarks.record import main, suites
+from benchmarks.record import soak_figures as figures
 from benchmarks.sections.service import soak
 
 REPORT = """<testsuites><testsuite>
@@ -52,6 +52,5 @@ def test_kills_under_load_are_told_by_how_their_requests_ended() -> None:
 def test_some_tests_do_not_take_the_place_of_the_record_of_all(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["tests/unit/test_soak_record.py"])
+    assert main(["soak", "tests/unit/test_soak_record.py"]) == 2
     assert "the record of all long tests; name another by --json" in capsys.readouterr().err
