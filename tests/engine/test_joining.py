@@ -136,5 +136,5 @@ def test_failed_mapping_and_gathering_are_both_named(
 def test_absent_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "JOIN_S", 0.1)
     alone = partial(join, RankGroup(tmp_path, 0, RANKS, torch.device("cpu")), SIZES, "auto")
-    with pytest.raises(EngineFailed, match="rank 1 did not come to 'grants' in 0.1 s"):
+    with pytest.raises(EngineFailed, match="rank 1 did not arrive at 'grants' within 0.1 s"):
         alone()

@@ -65,7 +65,7 @@ def test_orders_about_kernels_arrive_as_they_were_sent(sent: RankOrder) -> None:
 @pytest.mark.parametrize(
     ("epoch", "number", "why"),
     [
-        ("b", 5, "an order of the epoch 'b' came in the epoch 'a'"),
+        ("b", 5, "an order of epoch 'b' came in epoch 'a'"),
         ("a", 6, "order 6 came where order 5 was due: one was lost"),
         ("a", 4, "order 4 came where order 5 was due: one came again"),
     ],

@@ -74,7 +74,7 @@ def test_what_is_there_is_kept(
 def test_absent_rank_is_named(tmp_path: Path) -> None:
     (tmp_path / "grants.1").write_bytes(b"one")
     assert Meeting(tmp_path, 0, 2, 60).told("grants", b"zero") == [b"zero", b"one"]
-    with pytest.raises(TimeoutError, match="rank 1 did not come to 'windows' in 0.1 s"):
+    with pytest.raises(TimeoutError, match="rank 1 did not arrive at 'windows' within 0.1 s"):
         Meeting(tmp_path, 0, 2, 0.1).told("windows")
 
 

@@ -1,3 +1,3 @@
-"""The engine process: decides on the host (scheduler, pages), computes in the runner, one page of
-loop between them.
+"""The engine process: the scheduler decides on the host, the runner computes, and one page of loop
+connects them.
 """

@@ -1,4 +1,4 @@
-"""The choice of each step's strategy, and the knowledge that steps add to."""
+"""Chooses each step's strategy, and keeps the knowledge that steps add to."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class StrategyChoice:
         changes: PolicyChanges,
         training: Callable[[], bool],
     ) -> None:
-        """`training`: whether a drafter is being trained now."""
+        """`training`: returns whether a drafter is being trained now."""
         self.policy, self.changes, self.training = policy, changes, training
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.guard, self.switches = guard, switches
 
     def unlearning(self) -> StrategyChoice:
-        """Return another choice with the same policy, which learns nothing for this one."""
+        """Return another choice with the same policy, whose observations do not count here."""
         return StrategyChoice(
             self.policy,
             Knowledge(()),
@@ -45,13 +45,13 @@ class StrategyChoice:
         )
 
     def advance(self) -> None:
-        """Prepare a part of a new policy, or put it in force, between two steps."""
+        """Prepare a part of a new policy or activate it, between two steps."""
         if change := self.changes.advance():
             self.policy = change.policy
             self.switches.policy_replaced(change.command.pins)
 
     def renew(self, weights: WeightsInUse, install: Callable[[], None]) -> None:
-        """Let `install` bring new weights into use, between two steps."""
+        """Switch to new weights by calling `install`, between two steps."""
         self.knowledge.renew(weights, install)
         self.guard.renewed()
         self.switches.weights_changed()
@@ -63,7 +63,7 @@ class StrategyChoice:
         return strategy
 
     def observe(self, cycle: Cycle, drafted: Drafted | None) -> Cycle:
-        """Learn from a step; return it with the time that was expected of it."""
+        """Learn from a step; return its cycle with the predicted time."""
         predicted_s = self.knowledge.observe(cycle, drafted, training=self.training())
         cycle = msgspec.structs.replace(cycle, predicted_s=predicted_s)
         self.policy.observe(cycle)

@@ -1,4 +1,4 @@
-"""The commands that wait for the next step, and who executes which."""
+"""Commands queued for the next step, dispatched to their executors."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Commands:
         self._waiting.append(command)
 
     def receive(self, message: bytes) -> None:
-        """Queue a command from a message. If a value in it is not allowed, end the requests or the
-        command that it names with an error.
+        """Queue a command from a message. If a value is not allowed, end the named requests or
+        command with an error.
         """
         try:
             self.send(decode_command(message))
@@ -75,8 +75,8 @@ class Commands:
                 self._pushes.reports.refuse(fields["id"], error)
 
     def apply(self) -> list[StepOutput]:
-        """Execute what waits, then the changes whose moment has come. Return the outputs of steps
-        that were in flight, and of sequences that end.
+        """Execute the queued commands, then any changes that are due. Return the outputs of
+        in-flight steps and of ended sequences.
         """
         ended, self._unread = self._unread + self._scheduler.expire(), []
         if self._waiting:

@@ -1,9 +1,8 @@
-"""The gate before each step: whether a step may run, and why not, for loop, scheduler, pauses and
-weight pushes. No torch.
+"""The gate before each step: whether a step may run, for loop, scheduler, pauses and weight pushes.
+No torch.
 
-Each of them holds the gate for its own reasons and releases it again; the state follows from the
-reasons alone. Reasons are independent of each other, except that no change of weights is under way
-while the weights sleep.
+Each of them holds the gate for its reasons and releases it again; the state depends on the reasons
+alone. Reasons are independent, except that no weight change is in progress while the weights sleep.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ State = Literal["open", "draining", "closed"]
 
 
 class Reason(Enum):
-    """A reason to hold the gate. `DRAINING` only keeps new sequences from starting, all or those
+    """A reason to hold the gate. `DRAINING` only keeps new sequences from starting: all, or those
     with one adapter.
     """
 
@@ -41,7 +40,7 @@ class StepGate:
 
     @property
     def state(self) -> State:
-        """`open`: any sequence may start or go on. `draining`: those that have started go on.
+        """`open`: any sequence may start or continue. `draining`: only started ones continue.
         `closed`: no step runs.
         """
         if self._reasons - {Reason.DRAINING}:
@@ -59,7 +58,7 @@ class StepGate:
 
     @property
     def asleep(self) -> bool:
-        """Return True if memory is given back, so that nothing may use it."""
+        """Return True if memory is freed, so that nothing may use it."""
         return not self._reasons.isdisjoint({Reason.KV_ASLEEP, Reason.WEIGHTS_ASLEEP})
 
     def held_for(self, reason: Reason) -> bool:
@@ -72,7 +71,9 @@ class StepGate:
         return not self.closed
 
     def hold(self, *reasons: Reason, adapter: str = "") -> None:
-        """`DRAINING` keeps back new sequences with this adapter; all where it is empty."""
+        """Add reasons. `DRAINING` keeps back new sequences with this adapter; all if it is
+        empty.
+        """
         self._reasons.update(reasons)
         if Reason.DRAINING in reasons:
             self._drained = adapter

@@ -1,5 +1,5 @@
-"""Pauses and sleeps: why the gate is held by an operator, and what becomes of memory meanwhile. The
-two are independent of each other.
+"""Pauses and sleeps: an operator's reasons to hold the gate, and the memory meanwhile. The two are
+independent.
 
 Every control command goes to `apply`, and `advance` is called between steps; each command ends in
 exactly one `ControlReport`.
@@ -62,7 +62,7 @@ class Halt:
 
     @property
     def due(self) -> bool:
-        """Return True if a pause or sleep waited until nothing runs, and nothing does."""
+        """Return True if a pause or sleep was waiting for running sequences and none is left."""
         return bool(self._draining) and self._scheduler.idle
 
     def take_reports(self) -> list[ControlReport]:
@@ -70,7 +70,7 @@ class Halt:
         return reports
 
     def apply(self, command: ControlCommand) -> list[StepOutput]:
-        """Return the sequences that this ends, and the outputs of the steps in flight."""
+        """Return the sequences that this ends, and the outputs of the in-flight steps."""
         match command:
             case Pause(_, in_flight) | Sleep(_, _, in_flight) if (
                 in_flight == "drain" and not self._scheduler.idle
@@ -81,7 +81,7 @@ class Halt:
         return self._take_ended()
 
     def advance(self) -> list[StepOutput]:
-        """Execute, between two steps, the commands that waited until nothing runs."""
+        """Execute, between two steps, the commands that waited for running sequences."""
         if self.due:
             draining, self._draining = self._draining, []
             for command in draining:
@@ -89,7 +89,7 @@ class Halt:
         return self._take_ended()
 
     def _answer(self, command: ControlCommand) -> None:
-        """Execute the command; after an error that is reported nothing has changed."""
+        """Execute the command. After an error, which is reported, nothing has changed."""
         try:
             self._do(command)
             self.report(command.id)
@@ -130,8 +130,8 @@ class Halt:
                 self._forget()
 
     def _forget(self) -> None:
-        """Forget cached prefixes and the text of earlier requests. KV that an in-flight step
-        computes for an ended sequence is not published.
+        """Drop cached prefixes and the text of earlier requests. KV that an in-flight step computes
+        for an ended sequence is not published.
         """
         self._scheduler.forget_prefixes()
         self._device.forget()
@@ -158,8 +158,8 @@ class Halt:
         return {memory for memory, reason in ASLEEP.items() if self._gate.held_for(reason)}
 
     def _sleep(self, memory: set[Memory], in_flight: InFlight) -> None:
-        """Give back the memory. Pages are given back with either kind, as nothing can be computed
-        for them without weights.
+        """Free the memory. Pages are freed with either kind, as nothing can be computed for them
+        without weights.
         """
         transaction = self._pushes.transaction
         if memory and transaction.options.intake.groups.hold_gpu:
@@ -186,7 +186,7 @@ class Halt:
             self._device.free()
 
     def _wake(self, memory: set[Memory]) -> None:
-        """Take the memory again, pages first: giving them back cannot fail, putting weights away
+        """Allocate the memory again, pages first: freeing them cannot fail, offloading weights
         can.
         """
         pages = bool(memory) and memory == self._asleep

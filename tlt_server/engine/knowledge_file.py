@@ -1,9 +1,9 @@
 """The file in the state directory with the knowledge of steps and drafts, so that a restarted
-engine neither measures nor learns again.
+engine need not measure and learn again.
 
-It is written after the measuring at start, when the engine has nothing to do, and at its end. A
-file of another machine, model or number format is not used, and neither is a damaged one; the
-start-up report says which and why.
+It is written after the measurements at start, in idle time, and at the engine's end. A damaged
+file, or one of another machine, model or number format, is not used; the start-up report says which
+and why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EVERY_S = 60.0  # between two writes while the engine serves
 
 
 class _Origin(Struct, frozen=True):
-    """The part of the file that is read first, whichever version wrote the rest."""
+    """The part of the file that is read first, in the format of every version."""
 
     made_by: dict[str, str]
 
@@ -46,13 +46,15 @@ class KnowledgeFile:
         made_by: dict[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`made_by`: all that the times of steps depend on. Without a directory nothing is kept."""
+        """`made_by`: everything that the times of steps depend on. `directory`: None keeps
+        nothing.
+        """
         self._path = directory / NAME if directory is not None else None
         self._made_by, self._clock = made_by, clock
         self._written_s = clock()
 
     def load(self, knowledge: Knowledge) -> str:
-        """Restore the file's knowledge, and return its origin; empty if no file fits."""
+        """Restore the file's knowledge and return the file's path; empty if no file fits."""
         if self._path is None or not self._path.exists():
             return ""
         try:
@@ -73,8 +75,8 @@ class KnowledgeFile:
         return str(self._path)
 
     def save(self, knowledge: Knowledge) -> None:
-        """Write the file, unless the next start should measure. A full disk costs the knowledge,
-        not the engine.
+        """Write the file, unless the next start should measure. On a full disk only the knowledge
+        is lost.
         """
         self._written_s = self._clock()
         if self._path is None or not knowledge.cost.profiled:
@@ -94,13 +96,13 @@ class KnowledgeFile:
 
 
 def code() -> dict[str, str]:
-    """Return the versions of what computes steps."""
+    """Return the versions of the code that computes steps."""
     return {"version": __version__, "kernels": sources("tlt_kernels"), "torch": version("torch")}
 
 
 def profile_in(directory: Path | None) -> str:
-    """Say which measured times of steps are in this state directory. Whether they fit, a server
-    decides at its start, when it knows its machine, model and settings.
+    """Describe the measured times in this state directory. A server decides at its start, when it
+    knows machine, model and settings, whether they fit.
     """
     if directory is None:
         return "none is kept (--state-dir keeps it): measured at each start"

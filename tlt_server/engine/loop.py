@@ -48,7 +48,7 @@ class Engine:
         recorder: Recorder | None,
         structures: Structures,
     ) -> None:
-        """`recorder`: where sequences are kept for training."""
+        """`recorder`: keeps sequences for training."""
         self.gate, self.scheduler, self.runner = scheduler.gate, scheduler, equipment.runner
         self.choice, self.pushes, self.halt = choice, pushes, halt
         self.faults = scheduler.faults
@@ -69,7 +69,7 @@ class Engine:
         self._commands.send(command)
 
     def receive(self, message: bytes) -> None:
-        """Queue a command that came as a message."""
+        """Queue a command from a message."""
         self._commands.receive(message)
 
     def step(self) -> list[StepOutput]:
@@ -93,7 +93,7 @@ class Engine:
         return outputs
 
     def _renew(self) -> list[StepOutput]:
-        """Put in force the policy and the drafter's table that are due."""
+        """Activate the policy and the drafter's table that are due."""
         self.choice.advance()
         if not (self._recorder and self._recorder.due):
             return []
@@ -130,9 +130,9 @@ class Engine:
         return self.scheduler.compiling and not (due or self.runner.in_flight)
 
     def use_idle_time(self) -> bool:
-        """Read the tokenizer, measure a batch of steps, begin to recompute states that a trainer
-        waits for, which the steps do, or record one graph that a later step may need, if nothing
-        else is to be done: some tens or hundreds of milliseconds. Return True if there may be more.
+        """Do one short task if nothing else is due: read the tokenizer, measure a batch of steps,
+        start recomputing states for a trainer, or capture one graph. It takes tens or hundreds of
+        milliseconds. Return True if there may be more.
         """
         if not (self.idle and self.scheduler.idle and not self.pushes.busy):
             return False
@@ -154,17 +154,17 @@ class Engine:
         return self._commands.stopping and not self._commands and ended
 
     def reports(self) -> list[WeightReport]:
-        """Take the answers to weight commands since the last call."""
+        """Return the answers to weight commands since the last call."""
         return self.pushes.take_reports()
 
     def control_reports(self) -> list[ControlReport]:
-        """Take the answers to control commands, and to changes of the policy, since the last call.
-        What they ended is among the outputs of the last step.
+        """Return the answers to control commands and policy changes since the last call. The
+        sequences that they ended are in the last step's outputs.
         """
         return self.halt.take_reports() + self.choice.changes.take_reports()
 
     def gauges(self) -> dict[str, float]:
-        """Return the figures; only `contained_faults` where computing the others raised."""
+        """Return the figures; only `contained_faults` if computing the others failed."""
         found: dict[str, float] = {}
         with self.faults.containing("the engine's figures"):
             found = self._figures()
@@ -182,10 +182,10 @@ class Engine:
 
 
 def settle(scheduler: Scheduler, runner: Runner) -> list[StepOutput]:
-    """Commit every step in flight, because what they compute with is about to change.
+    """Commit every step in flight, before its weights or memory change.
 
-    `EngineFailed` ends the epoch where one is lost, also within a command whose faults are
-    contained: the sequences of that step would wait for it for ever.
+    A lost step raises `EngineFailed` and ends the epoch, even within a command whose faults are
+    contained: otherwise the step's sequences would wait for ever.
     """
     outputs: list[StepOutput] = []
     try:

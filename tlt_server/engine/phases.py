@@ -1,4 +1,4 @@
-"""The phases of an engine's start, announced when they begin and reported when they end."""
+"""The phases of an engine's start, announced at their start and reported at their end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OnProgress = Callable[[str, int, int], None]  # what is done, steps done, of how
 
 
 class Phases:
-    """The seconds of each phase of a start. A phase begins with 0 of 0 steps."""
+    """The seconds of each phase of a start. The announcement of a phase has 0 of 0 steps."""
 
     def __init__(self, on_phase: OnPhase, on_progress: OnProgress) -> None:
         self.seconds: dict[str, float] = {}
@@ -19,7 +19,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[list[str]]:
-        """Time the block; what it appends to the list is reported as detail."""
+        """Time the block; the report shows the strings that the block appends to the list."""
         self._on_progress(name, 0, 0)
         started = time.perf_counter()
         detail: list[str] = []

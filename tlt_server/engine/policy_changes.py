@@ -1,8 +1,8 @@
-"""Changes of the policy. A policy is put in force between two steps, once the kernels of its
-strategies are prepared; until then the one before chooses and steps go on.
+"""Changes of the policy. A policy is activated between two steps, once the kernels of its
+strategies are prepared; until then the old policy chooses and steps continue.
 
-Each command that has an id is answered by one `ControlReport`. A newer command takes the place of
-one that is still being prepared, and the same command again waits with it.
+Each command with an id is answered by one `ControlReport`. A newer command replaces one in
+preparation; an equal command waits with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tlt_server.wire.events import ControlReport
 
 
 class Preparation(Protocol):
-    """The kernels and graphs that a policy's strategies need and the device has not."""
+    """The kernels and graphs that a policy's strategies need and the device lacks."""
 
     @property
     def stage(self) -> str:
@@ -34,7 +34,7 @@ class Preparation(Protocol):
         """Describe the finished preparation."""
 
     def advance(self) -> bool:
-        """Do a part between two steps. Return whether all of it is prepared."""
+        """Do a part between two steps. Return True if everything is prepared."""
 
     def stop(self) -> None:
         """Give up."""
@@ -62,7 +62,7 @@ class PolicyChanges:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`prepared`: see `devices.Equipment`. `may_prepare`: whether the device may be used
-        between two steps, that is while no memory sleeps and no push is under way.
+        between two steps, that is, no memory sleeps and no push is in progress.
         """
         self._make_policy, self._prepare, self._prepared = make_policy, prepare, prepared
         self._may_prepare, self._faults, self._clock = may_prepare, faults, clock
@@ -84,7 +84,7 @@ class PolicyChanges:
         return {"policy_preparing": float(bool(self.stage))}
 
     def ask(self, command: SetPolicy) -> None:
-        """Begin a change. One that is refused leaves a preparation under way as it is."""
+        """Start a change. A refused one leaves the current preparation unchanged."""
         before = self._change
         if before is not None and _bare(before.command) == _bare(command):
             before.ids.append(command.id)
@@ -129,12 +129,12 @@ class PolicyChanges:
         return change
 
     def take_reports(self) -> list[ControlReport]:
-        """Take the answers since the last call."""
+        """Return the answers since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
     def _replace(self, change: Change) -> None:
-        """Answer a change that a newer one follows before it took effect."""
+        """Answer a change that was replaced before it took effect."""
         if change.preparation is None:  # it would have been in force for no step
             self._report(change.ids)
             return

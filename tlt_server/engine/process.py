@@ -1,10 +1,10 @@
 """The engine process: settings as one line on stdin, commands and events over two ZeroMQ sockets,
 one loop.
 
-Started by `build.py` as `python -P -m tlt_server.engine.process DIR`; the environment that strict
-numerics needs was set by the parent, before torch is imported here. Ends after `Stop`, with its
-parent, or with one `Failed` event. After a fault it ends at once: freeing what lies on a
-GPU whose context is lost may hang or abort.
+`build.py` starts it as `python -P -m tlt_server.engine.process DIR`; the parent has set the
+environment that strict numerics needs before torch is imported. It ends after `Stop`, with its
+parent, or with one `Failed` event. After a fault it exits at once: freeing memory on a GPU whose
+context is lost may hang or abort.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BUSY_POLL_MS = 5  # an idle engine looks this often whether a push is staged, so
 def serve(
     settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[[Event], None]
 ) -> None:
-    """Build the engine, then step until a `Stop` has ended it."""
+    """Build the engine, then step until a `Stop` ends it."""
     assert settings.directory is not None
 
     def on_phase(name: str, seconds: float, detail: str) -> None:

@@ -1,4 +1,4 @@
-"""The seam between the loop and a device's runner, which computes what was decided before."""
+"""The seam between the loop and a device's runner."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class Finished(NamedTuple):
 
 
 class Runner(Protocol):
-    """Computes batches in order. One that works ahead may keep its newest result while `busy`."""
+    """Computes batches in order. A runner that works ahead may keep its newest result while
+    `busy`.
+    """
 
     learns: bool  # drafters learn from what is accepted
 
     @property
     def in_flight(self) -> int:
-        """Batches launched whose result was not collected."""
+        """Launched batches whose result was not collected."""
 
     def launch(self, batch: Batch, strategy: Strategy) -> None: ...
 

@@ -1,7 +1,7 @@
 """Settings of an engine process: those that it shares with its server, and a few of its own.
 
-None means that the engine decides: `devices.choice.choose` makes `DecidedSettings`, in which what
-depends on the device has a value. Everything that computes gets those.
+None means that the engine decides: `devices.choice.choose` makes `DecidedSettings`, in which every
+value is set. All computing code gets those.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EngineSettings(SharedSettings):
 
     @property
     def trained(self) -> Path | None:
-        """Return where the server's own trainer leaves drafters; None without a trainer."""
+        """Return the directory of the server's trained drafters; None without a trainer."""
         return Path(self.sample_ring).parent / WORK if self.sample_ring else None
 
     @property
@@ -59,7 +59,7 @@ class EngineSettings(SharedSettings):
 
     @property
     def checkpoint(self) -> Path | None:
-        """Return the directory that the target's tensors are read from; None: they are drawn."""
+        """Return the directory of the target's tensors; None: draw random values."""
         return None if self.random_weights else Path(self.model)
 
     @property
@@ -81,7 +81,7 @@ class EngineSettings(SharedSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecidedSettings(EngineSettings):
-    """Engine settings in which nothing that depends on the device is left open."""
+    """Engine settings with every device-dependent value decided."""
 
     policy: PolicyName
     device: Literal["cpu", "cuda"]
@@ -100,19 +100,17 @@ class DecidedSettings(EngineSettings):
 
 
 def encode_settings(settings: EngineSettings) -> bytes:
-    """Return the line that an engine process reads from its standard input."""
+    """Return the line for an engine process's standard input."""
     return msgspec.json.encode(settings, enc_hook=str) + b"\n"
 
 
 def decode_decided(line: str) -> DecidedSettings:
-    """Return the settings in a line that an engine has written for its ranks."""
+    """Parse the settings in an engine's line for its ranks."""
     return msgspec.json.decode(line, type=DecidedSettings, dec_hook=lambda kind, value: kind(value))
 
 
 def decode_settings(line: bytes) -> EngineSettings:
-    """Return the settings in a line, checked once more. `StartupError` for a field that this engine
-    does not have.
-    """
+    """Parse and validate the settings in a line. `StartupError` for an unknown field."""
     unknown = set(msgspec.json.decode(line)) - {field.name for field in fields(EngineSettings)}
     if unknown:
         raise StartupError(

@@ -1,5 +1,5 @@
-"""Lays out the rows that the model extends, from a scheduler's batch and the chosen draft nodes. No
-decisions here.
+"""Lays out the rows of a step from the scheduler's batch and the chosen draft nodes. No decisions
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tlt_server.wire.records import DraftLimits
 def draft_batch(
     chunks: list[Chunk], limits: list[DraftLimits], page_table_SP: NDArray[np.int32]
 ) -> DraftBatch:
-    """Return a drafter's view of the chunks that are speculated on, each with its limits."""
+    """Return a drafter's view of the chunks that take drafts, each with its limits."""
     sequences = [chunk.sequence for chunk in chunks]
     pages = max(len(s.pages) for s in sequences)
     return DraftBatch(
@@ -46,7 +46,7 @@ def draft_batch(
 
 @dataclass(frozen=True)
 class LaidOut:
-    """Rows ready for the model, and where they come from."""
+    """Rows ready for the model, with their origins."""
 
     rows: Rows
     layout: RowLayout
@@ -56,7 +56,7 @@ class LaidOut:
 
 
 def extend(step: LaidOut, scored: list[tuple[int, int]]) -> ExtendRows:
-    """Return the order that repeats this step on other ranks; arrays are not copied."""
+    """Return the order that repeats this step on workers; arrays are not copied."""
     rows, layout = step.rows, step.layout
     return ExtendRows(
         layout.token_R,

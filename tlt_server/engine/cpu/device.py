@@ -1,4 +1,4 @@
-"""The CPU: float32, compiled kernels, a runner that is done when `launch` returns."""
+"""The CPU: float32, compiled kernels, and a runner that has finished when `launch` returns."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class CpuDevice:
 
 
 class CpuEquipment(Equipment):
-    """The runner with all that pushes change and sleeps give back."""
+    """The runner, with everything that pushes change and sleeps free."""
 
     runner: CpuRunner
 
@@ -220,9 +220,7 @@ class CpuEquipment(Equipment):
 
 
 def _draft_weights(live: Live) -> DraftWeights | None:
-    """Return the drafter's weights, which follow the target that is live. Drafts correct a copy of
-    the table.
-    """
+    """Return the drafter's weights for the live target. Drafts correct a copy of the table."""
     if live.drafter is None:
         return None
     live.drafter.network.follow(live.target.network)

@@ -1,4 +1,4 @@
-"""The half of rank 0's `Ranks` that a CPU adds: gloo, and shards in files that are mapped."""
+"""The CPU half of rank 0's `Ranks`: gloo, and shards in mapped files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CpuLink:
     moves, answer_s = False, 10.0
 
     def __init__(self, ranks: Ranks[Any], directory: Path) -> None:
-        """Join the others."""
+        """Join the workers."""
         left, place = partial(ranks.check_ended, left=True), lambda: f" after order {ranks.sent}"
         self.exchange = GlooExchange(directory / "store", 0, ranks.count, left=left, place=place)
 
@@ -36,11 +36,11 @@ class CpuLink:
 
     @staticmethod  # a bound method would keep the ranks
     def close() -> None:
-        """Do nothing: a file is gone with its tensors."""
+        """Do nothing: a file's memory ends with its tensors."""
 
 
 def check_numerics(ranks: Ranks[CpuLink], target: Decoder) -> None:
-    """Test the numerics of every rank. `StartupError` where they differ from rank 0's."""
+    """Test the numerics of every rank. `StartupError` if they differ from rank 0's."""
     own = target.numerics.method.name
     found = ranks.ask(CheckNumerics(key_of(target)))
     for peer, text in zip(target.peers, found, strict=True):

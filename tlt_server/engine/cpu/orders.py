@@ -1,4 +1,4 @@
-"""Orders to the ranks of a CPU: the steps and the target that computes them."""
+"""Orders to the ranks of a CPU: the steps, and the target that computes them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from tlt_server.engine.ranks.orders import Array, RankOrder
 
 
 class ExtendRows(RankOrder, frozen=True):
-    """Extend sequences by the rows of a step (`attention.rows.Rows`), and take part in their
-    logits: those of `sampled_R`, then of each range of rows.
+    """Extend sequences by a step's rows (`attention.rows.Rows`), and help compute the logits of
+    `sampled_R`, then of each range of rows.
     """
 
     token_R: Array
@@ -29,7 +29,7 @@ class Keep(RankOrder, frozen=True):
 
 
 class CheckNumerics(RankOrder, frozen=True):
-    """Test the numerics on the model of this key, and answer with the method of matmuls."""
+    """Test the numerics on the model of this key, and answer with the matmul method."""
 
     key: int
 

@@ -1,4 +1,4 @@
-"""A CPU's half of a rank other than 0: its shard of the target, and KV."""
+"""A CPU's half of a worker rank: its shard of the target, and KV."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tlt_server.models.split import Split
 
 class CpuRank:
     def __init__(self, start: RankStart, side: socket.socket) -> None:
-        """Join the others. `side`: where descriptors come."""
+        """Join the other ranks. `side`: the socket that brings descriptors."""
         settings = self._settings = start.decided
         compile_all(("attention", "checksums", "elementwise"), lambda done, of: None)
         store = Path(start.directory) / "store"
@@ -68,7 +68,7 @@ class CpuRank:
 
 
 class CpuSteps:
-    """The steps of a rank, from its pages on."""
+    """The steps of a rank, once it has pages."""
 
     def __init__(self, models: dict[int, Any], model: Decoder, cache: KVCache) -> None:
         self._models, self._model, self._cache = models, model, cache

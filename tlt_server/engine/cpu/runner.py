@@ -1,8 +1,8 @@
 """Runs one batch on a CPU, within `launch`: draft, verify, sample, accept, commit KV.
 
-Which requests run, and with which strategy, was decided before. Nothing here changes a token: the
-target's sample at every row is fixed by weights, prefix, parameters and seed, and drafts only
-decide how many of these samples one pass yields.
+The scheduler and the policy have chosen the requests and the strategy. Nothing here changes a
+token: the target's sample at every row is fixed by weights, prefix, parameters and seed, and drafts
+only decide how many of these samples one pass yields.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CpuRunner:
 
     @property
     def tables(self) -> dict[str, OnlineTable]:
-        """Return the tables of drafters, and those of the branches in their trees."""
+        """Return the tables of drafters and of branches."""
         found: dict[str, OnlineTable] = {}
         for drafter in self._drafters.values():
             found |= drafter.tables
@@ -80,7 +80,7 @@ class CpuRunner:
         return int(self._finished is not None)
 
     def collect(self, *, busy: bool) -> Finished | None:
-        """Take the batch just launched. On a CPU nothing is held back, `busy` or not."""
+        """Return the batch just launched, `busy` or not: on a CPU nothing is late."""
         self.ranks.check()
         finished, self._finished = self._finished, None
         return finished
@@ -144,7 +144,7 @@ class CpuRunner:
         return self.adapters.of_rows(slot_W[step.layout.request_R])
 
     def _states(self, forward: Forward) -> list[tuple[Tensor, Tensor]]:
-        """Return the arrays of states that are kept per KV slot, each with this step's rows."""
+        """Return the states kept per KV slot, each with this step's rows."""
         cache = self._cache
         found = ((cache.features_SF, forward.features_RF), (cache.hidden_SH, forward.hidden_RH))
         return [(kept_SX, rows_RX) for kept_SX, rows_RX in found if kept_SX.shape[1]]
@@ -196,8 +196,8 @@ class CpuRunner:
         forward: Forward,
         emissions: list[Emission],
     ) -> None:
-        """Add the log-probs of prompt tokens for requests that ask, which are rare. Row p gives
-        those of position p + 1. `scored`: the rows of each chunk, all ranks alike.
+        """Add the log-probs of prompt tokens for the few requests that want them. Row p gives those
+        of position p + 1. `scored`: the rows of each chunk, the same on all ranks.
         """
         for w, (chunk, emission) in enumerate(zip(batch.chunks, emissions, strict=True)):
             sequence, count = chunk.sequence, chunk.sequence.request.sampling.prompt_logprobs
@@ -213,7 +213,7 @@ class CpuRunner:
 
 
 def _scored(batch: Batch, step: LaidOut) -> dict[int, tuple[int, int]]:
-    """Return the rows of prompt tokens whose log-probs are asked for: chunk -> [first, end)."""
+    """Return the rows of prompt tokens that need log-probs: chunk -> [first, end)."""
     found, first = {}, 0
     for w, chunk in enumerate(batch.chunks):
         sequence = chunk.sequence
@@ -226,7 +226,7 @@ def _scored(batch: Batch, step: LaidOut) -> dict[int, tuple[int, int]]:
 
 
 class _Drafts(NamedTuple):
-    """The draft rows of one step, and who learns their outcome."""
+    """The draft rows of one step, and the drafter that learns their outcome."""
 
     candidates: Candidates
     chosen_N: NDArray[np.int32]
@@ -258,7 +258,7 @@ def _draft(
     page_table_SP: NDArray[np.int32],
     scratch: int,
 ) -> _Drafts:
-    """Let the strategy's drafter propose, and choose the nodes to verify: `scratch` at most."""
+    """Let the strategy's drafter propose nodes, and choose at most `scratch` to verify."""
     limits = {
         w: limits
         for w, chunk in enumerate(batch.chunks)
@@ -290,8 +290,8 @@ def _draft(
 def _emissions(
     batch: Batch, step: LaidOut, sampled: Sampled, walk: Walk, own_N: NDArray[np.bool_]
 ) -> list[Emission]:
-    """Return for each chunk the target's tokens along the accepted path, with their log-probs.
-    own_N: which draft rows are of the drafter itself.
+    """Return the target's tokens along each chunk's accepted path, with log-probs. own_N: which
+    draft rows are the drafter's rather than a branch's.
     """
     at_R = np.full(len(step.rows), -1, np.int64)  # row -> its index among the sampled rows
     at_R[step.sampled_R] = np.arange(len(step.sampled_R))

@@ -1,9 +1,9 @@
-"""Devices that an engine computes on: one file each, one table line each, named as `torch.device`
-names them.
+"""Devices that an engine computes on: one file and one table line each, under the names of
+`torch.device`.
 
-`choice.py` says which, and with what. `assembly.py` builds every engine in the same order:
-`compile`, `load`, `allocate`, `equip`. Each but the first returns what exists from then on, and the
-next takes it.
+`choice.py` chooses the device and its options. `assembly.py` builds every engine in the same order:
+`compile`, `load`, `allocate`, `equip`. From `load` on, each returns the object that the next one
+takes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Quiet = Callable[[], bool]
 
 
 class AcceptanceTable(Learnt[TableRecord], HeldTable, Protocol):
-    """Survivals of the nodes of one drafter."""
+    """Acceptance probabilities of one drafter's nodes."""
 
 
 class Equipment(Protocol):
@@ -65,44 +65,44 @@ class Equipment(Protocol):
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
 
     def install(self, live: Live, changed: Changed) -> None:
-        """Let committed weights take over, between two steps."""
+        """Activate committed weights, between two steps."""
 
     def free(self) -> None:
-        """Give back the pages' memory, and all that was recorded over it and over the weights."""
+        """Free the pages' memory, and graphs captured over it or over the weights."""
 
     def reclaim(self) -> None:
-        """Reclaim the pages' memory, empty. If there is too little, raise `torch.OutOfMemoryError`
-        and change nothing.
+        """Allocate the pages' memory again, empty. If there is too little, raise
+        `torch.OutOfMemoryError` and change nothing.
         """
 
     def forget(self) -> None:
-        """Drop the text of requests that have ended."""
+        """Drop the text of ended requests."""
 
     def on_end(self, sequence: Sequence) -> None:
-        """Take note that a sequence has ended."""
+        """Note that a sequence has ended."""
 
     def room(self, decoding: int, max_rows: int) -> int:
-        """Return how many prompt rows a step with these decoding sequences may read."""
+        """Return the prompt rows that fit in a step with these decoding sequences."""
         return unpadded(decoding, max_rows)
 
     def record(self, reach: Reach) -> bool:
-        """Record one step that may come under a policy, while none runs; False: there is none to
-        record.
+        """Capture one step that the policy may need, while none runs. Return False if none is
+        left.
         """
         return False
 
     def prepare(self, reach: Reach) -> Preparation | None:
-        """Return the preparation of a policy's launches; None if they are prepared already."""
+        """Return the preparation of a policy's launches; None if they are prepared."""
         return None
 
     def prepared(self, reach: Reach) -> str:
-        """Describe the preparation that the first steps under a policy find."""
+        """Report the preparation for the first steps under a policy."""
         return "all of its kernels are compiled"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """KV pages, and the operations on them."""
+    """KV pages and their operations."""
 
     pages: int
     on_reuse: Callable[[Iterable[int]], None]
@@ -125,13 +125,13 @@ class RunnerSetup(NamedTuple):
 
 
 def make_device(settings: DecidedSettings) -> Device:
-    """Make the device that these settings name."""
+    """Create the device that the settings name."""
     device: Device = DEVICES.resolve(settings.device)(settings)
     return device
 
 
 def compiled(modules: tuple[str, ...], on_progress: OnProgress) -> str:
-    """Make the CPU kernels of these modules ready, and describe what that took."""
+    """Compile or load the CPU kernels of these modules, and describe the result."""
     new = compile_all(modules, partial(on_progress, COMPILING))
     return f"{new} compiled, once per machine, into {cache_directory()}" if new else "from cache"
 
@@ -145,25 +145,25 @@ class Device(Protocol):
 
     @property
     def numerics(self) -> str:
-        """The guarantee that tokens have, with how it is kept."""
+        """The guarantee on tokens, and how it is kept."""
 
     @property
     def fingerprint(self) -> Fingerprint:
         """Everything that bits depend on; known once the weights are loaded."""
 
     def compile(self, on_progress: OnProgress) -> str:
-        """Make the kernels of the host ready, and describe what that took."""
+        """Compile or load the host's kernels, and describe the result."""
 
     def load(self, config: ModelConfig) -> Live:
-        """Target and drafter as they lie on disk, verified."""
+        """Load and verify target and drafter."""
 
     def allocate(self, live: Live, max_model_len: int) -> Memory:
-        """KV pages as asked for, or as many as fit."""
+        """Allocate the requested KV pages, or as many as fit."""
 
     def equip(self, setup: RunnerSetup) -> Equipment:
-        """Return the runner with its drafters, and graphs captured of all that the policy may
+        """Return the runner with its drafters, and graphs of all strategies that the policy may
         choose.
         """
 
     def free(self) -> Free:
-        """Return the memory that a staged version may take now."""
+        """Return the memory available to a staged version."""

@@ -1,9 +1,8 @@
 """The choice of device, dtype, attention and sizes: everything that settings leave to the device,
 decided once, with the reason.
 
-`look` asks torch which GPU there is; the rest are pure functions of the settings, that answer and
-what the checkpoint says. Called by `assembly.py`, which reports the choice once, and by `tlt
-doctor`.
+`look` asks torch for the GPU; the rest are pure functions of the settings, that answer and the
+checkpoint. Called by `assembly.py`, which reports the choice once, and by `tlt doctor`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SAMPLED_BLOCK = 1024  # tokens; `tlt_kernels.gpu.sampling`, which needs Triton, 
 
 
 class Gpu(NamedTuple):
-    """The GPU that torch would use, or why there is none to be used."""
+    """The GPU that torch would use, or the reason why none is usable."""
 
     name: str = ""
     capability: tuple[int, int] = (0, 0)
@@ -63,7 +62,7 @@ class Gpu(NamedTuple):
 
 
 class ModelFacts(Protocol):
-    """Facts of a model that only its files say."""
+    """Facts that only a model's files contain."""
 
     def dtype(self) -> str: ...
 
@@ -95,7 +94,7 @@ class DeviceChoice(NamedTuple):
 
 
 def look() -> Gpu:
-    """Ask torch for its GPU; nothing is allocated but the context that the engine would use."""
+    """Ask torch for its GPU; allocates only the context that the engine would use."""
     import torch
 
     if torch.version.cuda is None:
@@ -132,7 +131,7 @@ def dotted(capability: tuple[int, int]) -> str:
 
 
 def choose(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
-    """Settings with nothing left open. `StartupError` where what was asked for cannot be had."""
+    """Return settings with everything decided. `StartupError` if a request cannot be met."""
     chosen, asked = _computing(settings, gpu, model), settings.drafter_training_device
     others = gpu.others[settings.tensor_parallel - 1 :]  # the first ones have ranks
     place = Place(chosen.settings.device, gpu.name, gpu.mps, others, asked)
@@ -148,7 +147,7 @@ def choose(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoic
 
 
 def _computing(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
-    """Choose all that concerns the engine."""
+    """Decide everything that concerns the engine."""
     device: str | None = settings.device  # tests name another, the interpreter
     if device == "cpu":
         return for_cpu(settings, model)
@@ -174,7 +173,7 @@ def for_cpu(settings: EngineSettings, model: ModelFacts) -> DeviceChoice:
     _check_width(settings)
     if settings.exchange != "auto":
         raise StartupError(
-            f"exchange is {settings.exchange}, which is of GPUs; ranks of a CPU exchange by gloo: "
+            f"exchange is {settings.exchange}, which needs GPUs; ranks on a CPU use gloo: "
             "leave the setting out"
         )
     if settings.drafter_parallel == "shared":
@@ -239,7 +238,7 @@ def _auto_leaves(settings: EngineSettings, config: ModelConfig) -> int:
 
 
 def for_interpreter(settings: EngineSettings, model: ModelFacts) -> DeviceChoice:
-    """The GPU engine without a GPU, for tests: small."""
+    """Return the choice for the GPU engine without a GPU, for tests: small sizes."""
     config = model.config()
     _check_sums(settings, config)
     suited = filled(
@@ -256,7 +255,7 @@ def for_interpreter(settings: EngineSettings, model: ModelFacts) -> DeviceChoice
 
 
 def _check_width(settings: EngineSettings) -> None:
-    """`StartupError` for settings that only one rank has."""
+    """Raise `StartupError` for settings that allow only one rank."""
     ranks = settings.tensor_parallel
     if ranks > 1 and settings.max_loras:
         raise StartupError(
@@ -271,7 +270,7 @@ def _check_width(settings: EngineSettings) -> None:
 
 
 def _check_sums(settings: EngineSettings, config: ModelConfig) -> None:
-    """`StartupError` for ranks and leaves that the kernels of a GPU do not add."""
+    """Raise `StartupError` for ranks and reduction segments that GPU kernels cannot sum."""
     _check_width(settings)
     check_ranks(config, settings.tensor_parallel, GPU_LEAF_UNIT, str(settings.model))
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
@@ -288,7 +287,9 @@ def _check_sums(settings: EngineSettings, config: ModelConfig) -> None:
 
 
 def _check_gpus(ranks: int, gpu: Gpu, works: Sequence[int]) -> None:
-    """`StartupError` unless there are as many GPUs, of one kind; `works`: the model's widths."""
+    """Raise `StartupError` unless there are enough GPUs of one kind. `works`: the widths that the
+    model supports.
+    """
     others = gpu.others[: ranks - 1]
     seen = 1 + len(others)
     if seen < ranks:
@@ -307,8 +308,8 @@ def _check_gpus(ranks: int, gpu: Gpu, works: Sequence[int]) -> None:
 
 
 def gpu_split(settings: DecidedSettings, config: ModelConfig, rank: int = 0) -> Split:
-    """Return the part of a target that a rank has. Its head is whole where some rank would have no
-    block of it.
+    """Return a rank's part of a target. The head stays whole if some rank would have no block of
+    it.
     """
     leaves, ranks = settings.reduction_leaves, settings.tensor_parallel
     split = Split(leaves, rank, ranks, token_block=SAMPLED_BLOCK)
@@ -316,7 +317,7 @@ def gpu_split(settings: DecidedSettings, config: ModelConfig, rank: int = 0) -> 
 
 
 def wider_settings(settings: DecidedSettings, config: ModelConfig) -> list[DecidedSettings]:
-    """Return the settings with each larger width that GPUs can share this model by."""
+    """Return the settings at each larger width that this model supports on GPUs."""
     alone = settings.numerics == "fast" or settings.max_loras
     elsewhere = settings.weight_staging in ("host", "disk")
     if alone or elsewhere or settings.drafter_parallel == "shared":  # not every width can
@@ -330,14 +331,16 @@ def wider_settings(settings: DecidedSettings, config: ModelConfig) -> list[Decid
 
 
 def _check_gpu_leaves(settings: DecidedSettings, config: ModelConfig) -> None:
-    """`StartupError` for leaves that GPUs cannot cut this model into."""
+    """Raise `StartupError` for reduction segments that GPUs cannot cut this model into."""
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
     if ranks > 1 or leaves != GPU_LEAVES:  # two leaves of one rank may have any lengths
         check_leaves(config, leaves, GPU_LEAF_UNIT, str(settings.model), ranks)
 
 
 def check_attention(name: str | None, device: str) -> None:
-    """`StartupError` unless `name` is None or a backend of the device, cpu or cuda."""
+    """Raise `StartupError` unless `name` is None or an attention backend of the device, cpu or
+    cuda.
+    """
     tables = {"cpu": BACKENDS, "cuda": GPU_BACKENDS}
     if name is None or name in tables[device]:
         return

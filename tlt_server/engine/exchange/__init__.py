@@ -1,6 +1,6 @@
-"""Exchanges between the ranks of one target: one file per way that bytes move. All give the same
-bits, because none lets a library add.
+"""Exchanges between the ranks of one target: one file per way to move bytes. All give the same
+bits, because no library adds.
 
-`models.split.RankExchange` is the protocol of CPUs, and `gloo.py` theirs. That of GPUs is
-`tlt_kernels.gpu.exchange.RankPeers`: windows that they map, or `gathered.py` by NCCL.
+`models.split.RankExchange` is the protocol for CPUs, implemented in `gloo.py`.
+`tlt_kernels.gpu.exchange.RankPeers` is the one for GPUs: mapped windows, or NCCL in `gathered.py`.
 """

@@ -1,8 +1,8 @@
 """The exchange of GPUs that cannot map each other's memory: a library gathers the bytes of all
-ranks into memory of this one, and the kernels of one rank add them, to the same bits.
+ranks, and the kernels for one rank add them, with the same bits.
 
-Nothing signals here: a gather of the library ends when all ranks have come to it. Ranks call the
-same gathers in the same order, in captured graphs too.
+Nothing signals here: a gather ends when all ranks have called it. Ranks call the same gathers in
+the same order, in captured graphs too.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from tlt_server.engine.exchange.gloo import GlooExchange
 
 
 class GatherLibrary(Protocol):
-    """The ranks as a library connects them."""
+    """The ranks as connected by a library."""
 
     def gather(self, mine_X: Tensor, out_X: Tensor) -> None:
-        """Copy the elements of all ranks, in rank order, after the work already queued on the
-        stream.
-        """
+        """Copy the elements of all ranks, in rank order, after the work queued on the stream."""
 
     def failure(self) -> str:
-        """Return why it cannot go on, or nothing. It waits for no rank."""
+        """Return the reason for a failure, or an empty string. It waits for no rank."""
 
     def close(self) -> None:
-        """End it, with the gathers that are open."""
+        """Close it and abort open gathers."""
 
 
 @dataclass
@@ -95,12 +93,12 @@ class GatheredPeers:
 
 
 def rooms(floats: int, device: torch.device) -> Tensor:
-    """Return rooms of at least `floats` elements, each of which begins at whole kilobytes."""
+    """Return memory for at least `floats` elements per rank, each part at a whole kilobyte."""
     return torch.zeros(ROOMS, -(-floats // 256) * 256, dtype=torch.float32, device=device)
 
 
 class GlooGathering:
-    """Stands for NCCL where Triton's interpreter stands for a GPU."""
+    """Stands in for NCCL when Triton's interpreter stands in for a GPU."""
 
     def __init__(self, exchange: GlooExchange) -> None:
         self._exchange = exchange

@@ -23,7 +23,7 @@ WAIT_S = 10.0  # for any later one
 
 
 class GlooExchange:
-    """One of the ranks; all make the same calls in the same order."""
+    """One rank's exchange; all ranks make the same calls in the same order."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class GlooExchange:
         left: Callable[[], None] = lambda: None,
         place: Callable[[], str] = str,
     ) -> None:
-        """Join the others. `store`: a file that all ranks name, in a private directory. `left`:
-        raises why a rank has left, if that is known soon. `place`: says where the ranks are. Both
-        are for errors, each an `EngineFailed`.
+        """Join the other ranks. `store`: a file in a private directory, the same for all ranks.
+        `left`: raises the reason if a rank has left and the reason is known soon. `place`:
+        describes the current position. Both serve error messages. Failures are `EngineFailed`.
         """
         self.rank, self.ranks, self._left, self._place = rank, ranks, left, place
         self._wait_s = FIRST_S
@@ -53,7 +53,7 @@ class GlooExchange:
             ) from None
 
     def ready(self) -> None:
-        """Wait less from now on. Rank 0 ends the others, so they need not."""
+        """Shorten the waits from now on. Rank 0 ends the other ranks, so they keep theirs."""
         self._wait_s = WAIT_S
 
     def add(self, part_RX: Tensor) -> Tensor:
@@ -95,18 +95,18 @@ class GlooExchange:
 
 
 def sum_of_states(hidden_RH: Tensor, rows: Rows) -> int:
-    """Return a 64-bit sum over what every rank holds alike after a step, to be compared in `join`:
-    the last normed rows, and the layout of the rows that gave them.
+    """Return a 64-bit checksum of what every rank must hold after a step, for a comparison in
+    `join`: the last normed rows and their layout.
     """
     laid_out = torch.cat([rows.token_R, rows.position_R, rows.kv_slot_R, rows.request_R])
     return (mixed_sum(hidden_RH)[0] + 3 * mixed_sum(laid_out)[0]) % 2**64
 
 
 def _first(error: RuntimeError) -> str:
-    """Return the first line without its place in gloo's source."""
+    """Return the error's first line without its position in gloo's source."""
     return re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0])[:200]
 
 
 def _signed(value: int) -> int:
-    """Return the number from -2^63 with the same 64 bits."""
+    """Return the signed number with the same 64 bits."""
     return (value + 2**63) % 2**64 - 2**63

@@ -1,4 +1,4 @@
-"""A rank joins the others, by memory that they map or by a library: `--exchange` says which."""
+"""Joins a rank with the others, through mapped memory or a library; `--exchange` decides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JoinedRank(NamedTuple):
 
 
 class RankGroup(NamedTuple):
-    """A group of ranks that come to one directory, as one of them sees it."""
+    """A group of ranks that meet in one directory, as seen by one of them."""
 
     directory: Path
     rank: int
@@ -45,7 +45,7 @@ class RankGroup(NamedTuple):
 
 
 class FileWindows:
-    """The windows of ranks in Triton's interpreter, which are files; as `GroupWindows`."""
+    """The windows of ranks in Triton's interpreter, as files; see `GroupWindows`."""
 
     grant = b""
 
@@ -70,8 +70,8 @@ def _file(path: Path, size: int) -> Tensor:
 
 
 def join(group: RankGroup, sizes: WindowSizes, by: ExchangeName) -> JoinedRank:
-    """Make this rank's part of the exchange, and connect it with those of the others.
-    `EngineFailed` if one does not come, `StartupError` if it cannot be reached.
+    """Create this rank's part of the exchange and connect it with the others. `EngineFailed` if a
+    rank does not join, `StartupError` if it cannot be reached.
     """
     try:
         return _gathered(group, sizes, "") if by == "nccl" else _mapped(group, sizes, by)
@@ -80,7 +80,9 @@ def join(group: RankGroup, sizes: WindowSizes, by: ExchangeName) -> JoinedRank:
 
 
 def _mapped(group: RankGroup, sizes: WindowSizes, by: ExchangeName) -> JoinedRank:
-    """Map the windows of the others. Where one rank cannot, all gather, if `by` allows it."""
+    """Map the windows of the other ranks. If one rank cannot, all gather instead, if `by` allows
+    it.
+    """
     own: GroupWindows | FileWindows
     if group.device.type == "cuda":
         own = GroupWindows(group.rank, sizes, group.device)
@@ -106,7 +108,7 @@ def _mapped(group: RankGroup, sizes: WindowSizes, by: ExchangeName) -> JoinedRan
 
 
 def _gathered(group: RankGroup, sizes: WindowSizes, unmapped: str) -> JoinedRank:
-    """Connect the ranks by a library. unmapped: why memory was not mapped, if that was tried."""
+    """Connect the ranks by a library. `unmapped`: why mapping failed, if it was tried."""
     room_YX = rooms(sizes.room, group.device)
     try:
         library = connected(group, room_YX[0])
@@ -120,7 +122,7 @@ def _gathered(group: RankGroup, sizes: WindowSizes, unmapped: str) -> JoinedRank
 
 
 def connected(group: RankGroup, room_X: Tensor) -> GatherLibrary:
-    """Connect the ranks by NCCL, or by gloo in Triton's interpreter."""
+    """Connect the ranks by NCCL, or by gloo under Triton's interpreter."""
     rank, ranks = group.rank, group.ranks
     if group.device.type != "cuda":
         return GlooGathering(GlooExchange(group.directory / "store", rank, ranks, left=group.check))

@@ -1,4 +1,6 @@
-"""A folder in which the ranks of one host meet: each leaves bytes under a name, and reads all."""
+"""A folder in which the ranks of one host meet: each writes bytes under a name and reads those of
+all.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ FOLDER = "ranks"  # short: sockets in it have paths of 107 bytes at most
 
 @contextmanager
 def meeting_folder(within: Path | None) -> Iterator[Path]:
-    """Yield a new private folder, removed at the end. If the process is killed before that, the
-    owner of `within` removes it. None: it lies in the system's temporary directory.
+    """Yield a new private folder, removed at the end. A killed process leaves it to the process
+    that owns `within`. None: use the system's temporary directory.
     """
     if within is None:
         with tempfile.TemporaryDirectory(prefix="tlt-") as name:
@@ -60,7 +62,7 @@ class Meeting(NamedTuple):
                     raise
                 if time.monotonic() > end:
                     raise TimeoutError(
-                        f"rank {rank} did not come to {name!r} in {self.timeout_s:g} s"
+                        f"rank {rank} did not arrive at {name!r} within {self.timeout_s:g} s"
                     )
                 time.sleep(POLL_S)
             found.append(file.read_bytes())

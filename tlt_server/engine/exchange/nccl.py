@@ -1,9 +1,9 @@
-"""All-gathers of NCCL on the stream that computes, launched or captured: a library moves the bytes,
-and never adds.
+"""All-gathers of NCCL on the computing stream, launched or captured: the library moves bytes and
+never adds.
 
-The communicator blocks, as captures need, so it is joined in a thread of its own, and every wait
-for it has an end. It is aborted, never waited for: a gather that waits for a rank that has ended
-would hold the GPU for ever, so `watch` looks for such ranks meanwhile.
+The communicator blocks, as captures require, so a thread joins it and every wait for it is bounded.
+It is aborted, never waited for: a gather that waits for a dead rank would hold the GPU for ever, so
+`watch` looks for dead ranks meanwhile.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class NcclGathering:
         check: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """Join the others, which have the same id. room_X: as large as any that is gathered.
-        `RuntimeError` where NCCL cannot connect the GPUs, `EngineFailed` after `timeout_s`; `check`
-        raises what ends the wait, such as a rank's death.
+        """Join the ranks with the same id. room_X: as large as any gathered tensor. `check`: raises
+        to end the wait, for example after a rank's death. `RuntimeError` if NCCL cannot connect the
+        GPUs, `EngineFailed` after `timeout_s`.
         """
         os.environ.update(ENVIRONMENT)
         self._id, self._rank, self._ranks = id, rank, ranks
@@ -76,7 +76,9 @@ class NcclGathering:
             failed.append(error)
 
     def _connect(self, room_X: Tensor) -> None:
-        """Gather a little and much, which connects GPUs for all sizes: a capture could not."""
+        """Gather a small and a large tensor: this connects GPUs for all sizes, which a capture
+        could not.
+        """
         out_X = room_X.new_empty(self._ranks * len(room_X))
         for elements in (256, len(room_X)):
             self.gather(room_X[:elements], out_X[: self._ranks * elements])
@@ -101,8 +103,8 @@ class NcclGathering:
         return f"NCCL: {self._library.ncclGetErrorString(state.value).decode()}"
 
     def watch(self, check: Callable[[], None]) -> None:
-        """Close this once `check` raises, or its object is gone, so that what waits for the GPU
-        goes on. `check`: a method.
+        """Close this once `check` raises or its object is gone, so that waits for the GPU end.
+        `check`: a method.
         """
         method = weakref.WeakMethod(check)
         threading.Thread(target=self._watch, args=(method,), daemon=True).start()
@@ -113,8 +115,8 @@ class NcclGathering:
                 self.close()
 
     def close(self) -> None:
-        """Abort, without a wait: kernels end at once, and NCCL its call with the last graph that
-        has captured gathers.
+        """Abort without waiting: kernels end at once, and NCCL's call ends with the last graph that
+        captured gathers.
         """
         with self._closing:
             first = not self._closed.is_set()

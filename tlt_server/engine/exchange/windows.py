@@ -30,8 +30,8 @@ class GroupWindows:
         self.grant = self._own.grant.packed()
 
     def open(self, grants: Sequence[bytes], *, timeout_s: float) -> PeerWindows:
-        """Map the peers' windows; grants are in the order of ranks. Ranks may exchange once all of
-        them have returned. `StartupError` if a GPU cannot reach another one's memory.
+        """Map the peers' windows; grants are in rank order. Ranks may exchange once every rank has
+        returned from this. `StartupError` if a GPU cannot reach another one's memory.
         """
         addresses = []
         for rank, grant in enumerate(Grant.parsed(data) for data in grants):
@@ -63,6 +63,6 @@ class GroupWindows:
             self._others.pop().close()
 
     def close(self) -> None:
-        """Unmap the peers' windows, and free this one, when no rank reads it any more."""
+        """Unmap the peers' windows and free this one. No rank may be reading it."""
         self.unmap()
         self._own.close()

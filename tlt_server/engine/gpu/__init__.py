@@ -1,6 +1,6 @@
-"""The engine's device half on a GPU: what the host decides goes down in one copy, what came of it
-comes up in one copy.
+"""The engine's device half on a GPU: one upload per step carries the host's decisions, and one copy
+brings the results back.
 
-`runner.py` launches, `graphs.py` replays, `extend.py` and `drafts/` are what is captured,
-`state.py` is what lives on the device.
+`runner.py` launches, `memory/graphs.py` replays, `steps/extend.py` and `steps/drafts/` are
+captured, `steps/state.py` holds the device's state.
 """

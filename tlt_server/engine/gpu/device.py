@@ -1,8 +1,8 @@
-"""A GPU: Triton kernels with a fixed order of addition, captured passes, a runner that gets results
-a step late.
+"""A GPU: Triton kernels with a fixed order of addition, captured passes, and a runner that gets
+results one step late.
 
-Pushed weights are exchanged with the live ones in place, because CUDA graphs hold addresses: the
-staged copy then holds the version before. `Interpreted` is the same engine without a GPU.
+Pushed weights are swapped with the live ones in place, because CUDA graphs hold addresses: the
+staged copy then holds the previous version. `Interpreted` is the same engine without a GPU.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CudaDevice:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         if settings.page_size != PAGE_SIZE:
             raise StartupError(
-                f"page_size is {settings.page_size}; the kernels of a GPU have pages of "
+                f"page_size is {settings.page_size}; GPU kernels need pages of "
                 f"{PAGE_SIZE}: leave the setting out"
             )
         self._maker = GpuMaker.of(settings, self.device, self.prompts)
@@ -91,8 +91,8 @@ class CudaDevice:
         return of_gpu(self._settings, self.device)
 
     def compile(self, on_progress: OnProgress) -> str:
-        """Make the checksums of weights that are staged in the host's memory ready; the kernels of
-        the GPU are compiled while the weights load.
+        """Prepare the checksums of weights that are staged in host memory. The GPU's kernels are
+        compiled while the weights load.
         """
         return compiled(("checksums",), on_progress)
 
@@ -130,7 +130,7 @@ class CudaDevice:
         return ranks
 
     def free(self) -> Free:
-        """Return the room for a staged version. Each rank has as much for its slice."""
+        """Return the memory for a staged version. Each rank has as much for its shard."""
         least = min([self._usable()[0], *(free for free, _ in self._free_of_others())])
         free = self._settings.tensor_parallel * least
         return Free(free, host_memory().available, disk_free(self._settings.state_dir))
@@ -228,7 +228,7 @@ class CudaDevice:
         pages_per_sequence: int,
         on_progress: OnProgress,
     ) -> None:
-        """Prepare all ranks. The others find compiled kernels in Triton's cache."""
+        """Prepare all ranks. The other ranks find the compiled kernels in Triton's cache."""
         drafts = [key for key in keys if isinstance(key, DraftKey)]
         extends = [key for key in keys if isinstance(key, ExtendKey)]
         order = Equip(pages_per_sequence, drafts, extends)
@@ -244,13 +244,13 @@ class CudaDevice:
         self._waits.begin()
 
     def _free_of_others(self) -> list[tuple[int, int]]:
-        """Return the bytes of the GPU of each other rank: free, and in all."""
+        """Return (free, total) bytes of each other rank's GPU."""
         self._ranks.order(Drop([], []), wait=True)  # frees what has been dropped
         texts = self._ranks.ask(ReportMemory())
         return [(int(free), int(total)) for free, total in (text.split() for text in texts)]
 
     def _usable(self) -> tuple[int, int]:
-        """Return the bytes of the device: free, or cached by the allocator; and in all."""
+        """Return (usable, total) bytes of the device; memory cached by the allocator is usable."""
         free, total = self._free()
         if self.device.type == "cuda":
             cached = torch.cuda.memory_reserved(self.device)
@@ -258,14 +258,14 @@ class CudaDevice:
         return free, total
 
     def _free(self) -> tuple[int, int]:
-        """Return the bytes of the device: free, and in all."""
+        """Return (free, total) bytes of the device."""
         return torch.cuda.mem_get_info(self.device)
 
     @contextmanager
     def _memory(
         self, what: str, config: ModelConfig, plan: MemoryPlan | None = None
     ) -> Iterator[None]:
-        """Turn the allocator's error into one that names the remedy; `plan`: of KV, if it is
+        """Turn the allocator's error into one that names the remedy. `plan`: of the KV, if it was
         made.
         """
         try:

@@ -1,5 +1,5 @@
-"""The runner with all that pushes exchange, sleeps give back and idle time records, on this rank
-and on the others.
+"""The runner with everything that pushes swap, sleeps free and idle time captures, on this rank and
+on the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GpuEquipment(Equipment):
         detail: str,
         matmuls: str,
     ) -> None:
-        """`kernels`: those of strategies, where they are compiled ahead."""
+        """`kernels`: those of strategies, if they are compiled ahead."""
         self.runner, self.ranks, self.tables = runner, runner.ranks, runner.tables
         self.detail, self.matmuls, self._lent = detail, matmuls, lent
         self._synchronize, self._idle, self._kernels = synchronize, idle, kernels
@@ -96,9 +96,7 @@ class GpuEquipment(Equipment):
             drafts.install(changed)
 
     def _swap(self, resident: object, other: object) -> None:
-        """Let the other ranks exchange these two, which they know by their storage, while this one
-        does.
-        """
+        """Swap two models, named by their storage, on this rank and on the others."""
         if resident is not other:
             self.ranks.order(SwapModels(key_of(resident), key_of(other)))
 
@@ -112,9 +110,9 @@ class GpuEquipment(Equipment):
 
 
 class IdleRecorder:
-    """Uses idle time to record the steps that requests may bring and the start left out: with
-    filters, edits or structures, under a policy set since, after a sleep. One at a time, so that a
-    request waits for one.
+    """Captures steps in idle time that requests may need and the start left out: with filters,
+    edits or structures, under a new policy, after a sleep. It captures one at a time, so a request
+    waits for one at most.
     """
 
     def __init__(self, runner: GpuRunner, recordings: GraphRecordings) -> None:
@@ -123,7 +121,7 @@ class IdleRecorder:
         self._left: list[DraftKey | ExtendKey] = []  # the next one last
 
     def __call__(self, reach: Reach) -> bool:
-        """Record one key; False where none is left, or memory or quiet is lacking."""
+        """Capture one key. Return False if none is left, memory is short or requests run."""
         graphs, shapes = self._runner.graphs, self._runner.shapes
         if not graphs.spare:
             return False
@@ -141,7 +139,7 @@ class IdleRecorder:
         return False
 
     def prepared(self, reach: Reach) -> str:
-        """Describe how many kinds of a policy's steps have their graphs."""
+        """Report how many of a policy's kinds of steps have their graphs."""
         if not self._runner.graphs.captures:
             return "its kernels are launched one by one, and loaded when a step first uses them"
         keys = self._runner.shapes.captured(reach)

@@ -1,4 +1,4 @@
-"""A step of the GPU runner whose outcome is on its way."""
+"""A launched step of the GPU runner whose outcome has not been read."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from tlt_server.wire.records import Strategy
 def entries_of(
     decoding: Sequence[Chunk], prompts: Sequence[Chunk], size: int
 ) -> list[tuple[int, Chunk]]:
-    """Return the chunks with their entries; those of prompts come after a bucket of `size`."""
+    """Pair the chunks with their entries in the pass; prompt entries follow a decode bucket of
+    `size`.
+    """
     return [*enumerate(decoding), *((size + w, work) for w, work in enumerate(prompts))]
 
 
 class AwaitedOutcome(Protocol):
-    """Everything that a step gives, in the host's memory once it is waited for."""
+    """The outcome of a step, in host memory after `wait`."""
 
     @property
     def array(self) -> NDArray[np.int32]: ...
 
     def wait(self) -> None:
-        """Wait until it is there; no more once it was."""
+        """Wait until the outcome has arrived; a second call returns at once."""
 
 
 class Flight(NamedTuple):
@@ -51,14 +53,14 @@ class Flight(NamedTuple):
         return entries_of(self.decoding, self.prompts, self.key.batch)
 
     def outcomes(self, depth: int) -> EntryOutcomes:
-        """Wait for the outcome, and return views of it. `depth`: of the longest draft path."""
+        """Wait for the outcome and return views of it. `depth`: of the longest draft path."""
         self.outcome.wait()
         entries, width = self.key.batch + self.key.chunks, fields(depth)
         return parse(self.outcome.array[: entries * width].reshape(entries, width))
 
 
 def newest_tokens(flights: Iterable[Flight], depth: int) -> dict[EngineSequence, list[int]]:
-    """Wait for steps in flight, and return the tokens that they give structured outputs."""
+    """Wait for the steps in flight and return the tokens that they give structured outputs."""
     found: dict[EngineSequence, list[int]] = {}
     for flight in flights:
         outcome = flight.outcomes(depth)

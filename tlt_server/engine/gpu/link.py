@@ -1,5 +1,5 @@
-"""The half of rank 0's `Ranks` that GPUs add: how they exchange, memory for shards, and waits for
-steps that all of them compute. `ALONE` is that of one GPU.
+"""The GPU half of rank 0's `Ranks`: the exchange, memory for shards, and waits for steps that all
+ranks compute. `ALONE` serves an engine on one GPU.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ Save = Callable[[list[int]], object]
 
 
 class StepWaits:
-    """The waits of rank 0 for steps: here, of one GPU."""
+    """Waits of rank 0 for a step. This base class is for one GPU."""
 
     words = 0  # int32 at the end of an outcome, for the sums of all ranks
 
     def begin(self) -> None:
-        """Begin to exchange, once all ranks are prepared and quiet."""
+        """Start exchanging; all ranks are prepared and quiet."""
 
     def copy_sums(self, outcome: PinnedBuffer) -> AwaitedOutcome:
-        """Queue a copy of the sums of all ranks to the end of the newest step's outcome, after all
-        that the step launches. Return what waits for it: `EngineFailed` where a rank has ended, is
-        stopped, was waited for in vain, or differs.
+        """Queue a copy of every rank's checksum to the end of the newest step's outcome, after
+        everything that the step launches. Return the pending outcome. Its `wait` raises
+        `EngineFailed` if a rank has died, hangs or differs.
         """
         return outcome
 
     @property
     def wait(self) -> Callable[[PinnedBuffer], None] | None:
-        """Return the `wait` of rings: `EngineFailed` where a rank has ended, or is stopped. None
-        where this rank waits for no other.
+        """Return the `wait` for pinned rings, which raises `EngineFailed` if a rank has died or
+        hangs. None with one rank.
         """
         return None
 
     def drain(self, stream: torch.cuda.Stream) -> None:
-        """Wait for all that a stream of this GPU does. Errors as of `wait`."""
+        """Wait for all work on one of this GPU's streams. Raises as `wait` does."""
         synchronize(stream)
 
     def drained(self, stream: torch.cuda.Stream | None, save: Save) -> Save:
@@ -80,7 +80,7 @@ class GpuLink(StepWaits):
         sizes: WindowSizes,
         by: ExchangeName,
     ) -> None:
-        """Join the others. `EngineFailed` or `StartupError` where one cannot."""
+        """Join the other ranks. Raises `EngineFailed` or `StartupError` if one cannot join."""
         self._ranks, self._device, self._begun = ranks, device, False
         joined = join(RankGroup(directory, 0, ranks.count, device, ranks.check_ended), sizes, by)
         self.close, self.peers = joined.close, joined.peers
@@ -89,10 +89,10 @@ class GpuLink(StepWaits):
         self.words = WORDS * ranks.count
 
     def ready(self) -> None:
-        """Do nothing: kernels wait as long as before."""
+        """Do nothing: a GPU's waits keep their limits."""
 
     def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
-        """Return memory on the rank's GPU. Rank 0 needs none of its own."""
+        """Return memory on the rank's GPU. Rank 0 needs none for itself."""
         if not rank:
             return None
         device = self._device
@@ -120,7 +120,7 @@ class GpuLink(StepWaits):
         return lambda buffer: self.wait_for(buffer, self._ranks.sent)
 
     def wait_for(self, buffer: PinnedBuffer, step: int) -> None:
-        """Wait for a copy from this GPU. `step`: the last order of its step."""
+        """Wait for a copy from this GPU. `step`: number of the step's last order."""
         self._poll(lambda: buffer.arrived, step)
 
     def drain(self, stream: torch.cuda.Stream) -> None:
@@ -148,13 +148,13 @@ class GpuLink(StepWaits):
                 looked_s = time.monotonic()
             if looked_s > began_s + STEP_S:
                 raise EngineFailed(
-                    f"rank 0 waited {STEP_S:g} s for the GPUs to end order {step}; another "
-                    "rank is stopped, or still compiles a kernel"
+                    f"rank 0 waited {STEP_S:g} s for order {step} on the GPUs; another "
+                    "rank has stopped or is still compiling a kernel"
                 )
 
     def compare(self, words: Sequence[int], step: int) -> None:
-        """`EngineFailed` where the sums of a step are not those of rank 0, or a rank was waited for
-        in vain.
+        """Raise `EngineFailed` if a rank's checksum differs from rank 0's, or a wait for a rank ran
+        out of time.
         """
         others, missed_T = differing(words), missed(words)
         if not others and not any(rank for rank, _ in missed_T):
@@ -169,10 +169,12 @@ class GpuLink(StepWaits):
 
 
 class SharedOutcome:
-    """The outcome of a step of several ranks: no reader has it before their sums are compared."""
+    """The outcome of a step of several ranks. It is readable only after their checksums were
+    compared.
+    """
 
     def __init__(self, buffer: PinnedBuffer, step: int, link: GpuLink) -> None:
-        """`step`: its last order."""
+        """`step`: number of the step's last order."""
         self._buffer, self._step, self._link = buffer, step, link
         self._compared = False
 

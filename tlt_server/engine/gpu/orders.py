@@ -1,7 +1,7 @@
-"""Orders to the further ranks of a GPU engine: everything that rank 0's runner gives its device.
+"""Orders to the worker ranks of a GPU engine: everything that rank 0's runner gives its device.
 
-`engine/ranks/orders.py` says how they travel. A rank launches what a step names at once; the trees
-and tokens that it makes are those of every rank, because their inputs have equal bits.
+`engine/ranks/orders.py` describes how they travel. A rank launches the named work at once. All
+ranks make equal trees and tokens, because their inputs have equal bits.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tlt_server.engine.ranks.orders import Array, RankOrder
 
 
 class ReportMemory(RankOrder, frozen=True):
-    """Answer with the free bytes of the GPU and those in all."""
+    """Answer with the free and total bytes of the GPU."""
 
 
 class Equip(RankOrder, frozen=True):
-    """Make state, drafters and passes, and prepare these steps."""
+    """Create state, drafters and passes, and prepare these steps."""
 
     pages_per_sequence: int
     drafts: list[DraftKey]
@@ -25,7 +25,7 @@ class Equip(RankOrder, frozen=True):
 
 
 class Begin(RankOrder, frozen=True):
-    """Exchange from here on: every rank is ready, and has settled."""
+    """Start exchanging: every rank is prepared and quiet."""
 
 
 class UploadWords(RankOrder, frozen=True):
@@ -35,11 +35,11 @@ class UploadWords(RankOrder, frozen=True):
 
 
 class TakeOver(RankOrder, frozen=True):
-    """Apply the upload, which had no room for all of a step's changes."""
+    """Apply the upload early, when it is too small for all of a step's changes."""
 
 
 class RunStep(RankOrder, frozen=True):
-    """Draft, verify, learn, and gather logits that are reported; where masks are awaited, up to the
+    """Draft, verify, learn, and gather the logits to report. If masks are pending, run only the
     first half of the pass.
     """
 
@@ -58,15 +58,15 @@ class FinishStep(RankOrder, frozen=True):
 
 
 class RecordStep(RankOrder, frozen=True):
-    """Record a step of this key, if this rank has the memory: nothing is launched."""
+    """Capture a step of this key, if this rank has the memory; launches nothing."""
 
     draft: DraftKey | None
     extend: ExtendKey | None
 
 
 class ListKernels(RankOrder, frozen=True):
-    """List the kernels of these passes that this rank has not loaded: nothing is launched. `first`:
-    a preparation begins, so forget the list of one that was given up.
+    """List the kernels of these passes that this rank has not loaded; launches nothing. `first`: a
+    new preparation begins, so discard an earlier list.
     """
 
     passes: Rehearsed
@@ -74,16 +74,14 @@ class ListKernels(RankOrder, frozen=True):
 
 
 class LoadKernels(RankOrder, frozen=True):
-    """Load the next of what was listed, which rank 0 has had compiled; at `last` all that is
-    left.
-    """
+    """Load the next listed kernels, which rank 0 has had compiled; with `last`, all the rest."""
 
     count: int
     last: bool
 
 
 class DropKernels(RankOrder, frozen=True):
-    """Give back what listing has made: the preparation was given up."""
+    """Free the buffers of the listing: the preparation was given up."""
 
 
 class ForgetTexts(RankOrder, frozen=True):
@@ -91,7 +89,7 @@ class ForgetTexts(RankOrder, frozen=True):
 
 
 class WriteTable(RankOrder, frozen=True):
-    """Set what a table has learnt."""
+    """Set a table's learned values."""
 
     table: str
     acceptance_K: Array  # the bits of float32
@@ -100,24 +98,24 @@ class WriteTable(RankOrder, frozen=True):
 
 
 class RenewTable(RankOrder, frozen=True):
-    """Put what a table has learnt in force."""
+    """Activate a table's learned values."""
 
     table: str
 
 
 class SwapModels(RankOrder, frozen=True):
-    """Let two models change places: graphs know the storage of `resident`. Keys name storage."""
+    """Swap two models in place: graphs hold the storage of `resident`. Keys name storage."""
 
     resident: int
     other: int
 
 
 class Settle(RankOrder, frozen=True):
-    """Answer once everything before is done."""
+    """Answer once all earlier work is done."""
 
 
 class SetDrafterTable(RankOrder, frozen=True):
-    """Begin again with a drafter's table, for the network that has just been swapped in."""
+    """Start a drafter's table afresh, for the network that has just been swapped in."""
 
     edge_G: Array  # the bits of float32
     acceptance_K: Array

@@ -1,7 +1,7 @@
 """The passes of one GPU, by key, and the graphs that replay them: everything that a step launches.
 
-The runner of rank 0 decides which; further ranks launch what they are told. Nothing here knows of a
-request.
+Rank 0's runner decides what to launch; worker ranks follow its orders. Nothing here knows about
+requests.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tlt_server.engine.gpu.steps.state import DeviceState
 
 
 class Rehearsed(NamedTuple):
-    """Passes that are rehearsed at once: a draft, with what steps launch between it and each of the
-    extend passes, or extend passes alone.
+    """Passes to rehearse together: a draft with the launches between it and each extend pass, or
+    extend passes alone.
     """
 
     draft: DraftKey | None
@@ -50,8 +50,8 @@ class Passes:
         readers: Sequence[RowReader] = (),
         run_first: bool = False,
     ) -> None:
-        """`readers`: take what they need of the rows' states, next to the drafters. `run_first`:
-        whether libraries of others get ready in a run, so that no pass is captured before one.
+        """`readers`: read the rows' states, like drafters. `run_first`: run each pass once before
+        its capture, because vendor libraries initialize in a run.
         """
         self.state, self.drafters, self.graphs, self.shapes = state, drafters, graphs, shapes
         self.stream, self._attention = stream, attention
@@ -68,8 +68,8 @@ class Passes:
         return self.extend(key) if isinstance(key, ExtendKey) else self.draft(key)
 
     def extend(self, key: ExtendKey) -> Extend:
-        """A pass that is never captured is made for its one step: there are too many sizes to keep
-        their buffers.
+        """Return the pass of this key. A pass that is never captured is made for one step: the
+        sizes are too many to keep their buffers.
         """
         extend = self.extends.get(key)
         if extend is None:
@@ -90,7 +90,7 @@ class Passes:
         return {*self.extends, *self._drafts}
 
     def drop(self, keys: Iterable[DraftKey | ExtendKey]) -> None:
-        """Give the buffers of these passes back, except those that a graph holds."""
+        """Free the buffers of these passes, except those that a graph holds."""
         for key in keys:
             if not any(graph in self.graphs for graph in graphs_of(key)):
                 if isinstance(key, ExtendKey):
@@ -107,7 +107,7 @@ class Passes:
         buffer.mark()
 
     def take_over(self) -> None:
-        """Apply the upload, unless that has been done."""
+        """Apply the upload, unless it has been applied."""
         state = self.state
         apply(state.upload_U, state.layout, state.batch_slots, state.page_hint_PH)
 
@@ -125,7 +125,7 @@ class Passes:
         return run
 
     def run_draft(self, key: DraftKey, *, capped: bool) -> DraftPass:
-        """Draft, and cut the trees of requests that take few rows."""
+        """Draft, and cut the trees of requests with a row limit."""
         drafted = self.draft(key)
         self.graphs.run(key, self.work(drafted), keep=True)
         if capped:
@@ -133,8 +133,8 @@ class Passes:
         return drafted
 
     def select(self, extend: Extend, drafted: DraftPass | None) -> None:
-        """Lay out what a pass verifies. A plain one does it itself, but the masks of structured
-        outputs need it before.
+        """Lay out the rows that a pass verifies. A plain pass does so itself, unless structured
+        outputs need the layout earlier.
         """
         if drafted is not None and not extend.key.plain:
             extend.select(drafted.nodes, drafted.own_columns)
@@ -159,13 +159,13 @@ class Passes:
         )
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Draft no more from the text in these slots."""
+        """Stop drafting from the text in these slots."""
         slot_N = torch.tensor(slots, dtype=torch.int64).to(self.state.upload_U.device)
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             self.state.batch_slots.group_Q[slot_N] = -1
 
     def run_empty(self, key: DraftKey | ExtendKey) -> None:
-        """Run a pass of dead rows, and capture it if that is worth it."""
+        """Run a pass of dead rows, and capture it if it is worth a graph."""
         part = self.of(key)
         if isinstance(part, Extend) and not part.key.plain:
             part.select(None)

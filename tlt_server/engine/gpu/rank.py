@@ -1,7 +1,7 @@
-"""A GPU's half of a rank other than 0: its shard of the target, its drafter or shard of one, and
-the passes of `passes.py`, which it launches as rank 0 tells it.
+"""A GPU's half of a worker rank: its shard of the target, its drafter or shard of one, and the
+passes of `passes.py`, which it launches on rank 0's orders.
 
-It reads nothing back from its GPU: rank 0 sees whether the ranks differ (`agreement.py`).
+It reads nothing back from its GPU: rank 0 detects whether the ranks differ (`agreement.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ UPLOADS = 8  # buffers of words that may be on their way
 
 class GpuRank:
     def __init__(self, start: RankStart, side: socket.socket) -> None:
-        """Join the others. `side`: where the memory of models comes from."""
+        """Join the other ranks. `side`: the socket that brings the memory of models."""
         settings = self._settings = start.decided
         kind = DEVICES.resolve(start.device)
         device = torch.device("cpu")
@@ -98,7 +98,7 @@ class GpuRank:
         }
 
     def _make(self, target: GpuDecoder | None) -> GpuDecoder | GpuEagleNetwork:
-        """Make a target, or a drafter next to one."""
+        """Create a target, or a drafter for one."""
         directory, layers = self._settings.drafter_directory, tuple[int, ...]()
         if directory is not None:
             loader = find_loader(directory, "cuda")
@@ -150,12 +150,12 @@ class GpuRank:
 
 
 class GpuSteps:
-    """The steps of a rank, and everything that changes between them."""
+    """The steps of a rank, and all changes between them."""
 
     def __init__(
         self, passes: Passes, models: dict[int, Any], synchronize: Callable[[], None]
     ) -> None:
-        """`models`: by the keys that rank 0 names their storage by."""
+        """`models`: by the keys of their storage in rank 0's orders."""
         self.passes, self._models, self._synchronize = passes, models, synchronize
         self._uploads = PinnedRing(UPLOADS, passes.state.layout.size, pinned=passes.pinned)
         self._unfinished: deque[tuple[StructuredExtend, DraftPass | None]] = (
@@ -249,7 +249,7 @@ class GpuSteps:
     # -- models and tables -------------------------------------------------------------------------
 
     def _swap(self, order: SwapModels) -> None:
-        """Exchange the values of two models. Keys go on naming storage."""
+        """Swap the values of two models. Keys keep naming the storage."""
         models, resident, other = self._models, order.resident, order.other
         self._synchronize()
         with torch.cuda.stream(self.passes.stream):

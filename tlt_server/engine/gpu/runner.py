@@ -1,10 +1,10 @@
-"""The GPU runner: tells the device what the scheduler decided, launches draft and extend passes,
-takes results in a step late.
+"""The GPU runner: uploads the scheduler's decisions, launches draft and extend passes, and reads
+results one step late.
 
-`launch` costs the host one upload and a few graph launches and never waits for the step it
-launches; `collect` takes in the step before. Lengths, positions and whether a sequence has ended
-are known to the device first, so a step can follow one whose outcome the host has not seen. What is
-only reported about tokens is computed after the step (`reports.py`).
+`launch` costs the host one upload and a few graph launches and never waits for the step that it
+launches; `collect` reads the previous step. The device knows lengths, positions and ends of
+sequences first, so a step can follow one whose outcome the host has not seen. Reports about tokens
+are computed after the step (`reports.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RING = 8  # uploads, and outcomes, that may be on their way
 
 
 class Held(NamedTuple):
-    """The sequence that the device has in a batch slot."""
+    """The sequence in a batch slot of the device."""
 
     sequence: Sequence
     epoch: int
@@ -80,8 +80,8 @@ class GpuRunner:
         ranks: RankOrders = NO_RANKS,
         waits: StepWaits = ALONE,
     ) -> None:
-        """`capture`: takes the states of recorded sequences; None: they are not captured. `ranks`:
-        the other ranks, which launch what this one does; they are told before it does.
+        """`capture`: takes the states of recorded sequences; None: no capture. `ranks`: the worker
+        ranks, which get each order before this rank acts.
         """
         self.passes, self.state, self.graphs = passes, passes.state, passes.graphs
         self.shapes, self.stream, self.ranks, self._waits = (
@@ -109,7 +109,7 @@ class GpuRunner:
 
     @property
     def tables(self) -> dict[str, DeviceTable]:
-        """Return the tables of drafters, and those of the branches in their trees."""
+        """Return the tables of drafters and of branches."""
         found: dict[str, DeviceTable] = {}
         for drafter in self.passes.drafters.values():
             found |= drafter.tables(self.stream)
@@ -118,7 +118,7 @@ class GpuRunner:
         return found
 
     def _tell_others(self, name: str, table: DeviceTable) -> None:
-        """Let the other ranks take part in each change of a table."""
+        """Repeat each change of a table on the other ranks."""
         table.on_write = lambda acceptance_K, hits_K, trials_K: self.ranks.order(
             WriteTable(name, acceptance_K.view(np.int32), hits_K, trials_K)
         )
@@ -135,13 +135,15 @@ class GpuRunner:
         return gauges
 
     def forget(self) -> None:
-        """Draft no more from the text of sequences that have ended, unless their prompt runs."""
+        """Stop drafting from the text of ended sequences, except those whose prompt is running."""
         slots = self.texts.forget()
         self.ranks.order(ForgetTexts(slots))
         self.passes.forget(slots)
 
     def copy_all_trees(self) -> None:
-        """Give the whole trees of every step from now on, with tokens and cells, to be recorded."""
+        """Return whole trees from every step from now on, with tokens and cells, for a recording to
+        keep.
+        """
         pinned = self.passes.pinned
         self._trees = TreeSampler(RING, pinned=pinned, every=1, most=MAX_NODES, detailed=True)
 
@@ -150,7 +152,9 @@ class GpuRunner:
             self._launch(batch, strategy)
 
     def collect(self, *, busy: bool) -> Finished | None:
-        """Return the oldest step in flight; while `busy`, only if another was launched since."""
+        """Return the oldest step in flight; while `busy`, only if a newer one has been launched
+        since then.
+        """
         self.ranks.check()
         if len(self._flights) <= int(busy):
             return None
@@ -180,8 +184,8 @@ class GpuRunner:
         return Finished(flight.batch, answers, cycle, trees)
 
     def record(self, key: DraftKey | ExtendKey) -> None:
-        """Record a step of this key on all ranks, between two steps. Where libraries get ready in a
-        run, no request may run.
+        """Capture a step of this key on all ranks, between two steps. No request may run if the
+        capture needs a run.
         """
         with self.at_rest():
             if isinstance(key, DraftKey):
@@ -192,14 +196,14 @@ class GpuRunner:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Let passes that the block launches have dead rows."""
+        """Give the passes that the block launches dead rows."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             self._upload([], [])
             yield
 
     def rehearse(self) -> None:
-        """Launch what follows steps, so that its kernels, too, are loaded before a trainer may hold
-        the GPU.
+        """Launch the work that follows steps, so that its kernels are loaded before a trainer may
+        hold the GPU.
         """
         self.passes.forget([])
         for key in REHEARSED_KEYS:
@@ -253,7 +257,7 @@ class GpuRunner:
         )
 
     def _hold(self, work: Chunk) -> None:
-        """Send a sequence that has started, and pages that a batch slot has got since."""
+        """Upload a started sequence, and the pages that a batch slot has gained."""
         sequence = work.sequence
         held = self._held.get(sequence.batch_slot)
         if held is None or held.sequence is not sequence or held.epoch != sequence.epoch:
@@ -303,7 +307,7 @@ class GpuRunner:
         )
 
     def _change(self, write: Callable[[Upload], bool]) -> None:
-        """Put a change into the upload; what is in it goes first when there is no room."""
+        """Add a change to the upload; if it is full, apply its content first."""
         if not write(self._open().upload):
             self._send()
             self.ranks.order(TakeOver())
@@ -324,7 +328,7 @@ class GpuRunner:
         self._writing, self._last_batch = None, None
 
     def _upload(self, batch_slots: list[int], chunks: list[tuple[int, int, int]]) -> None:
-        """Everything the step needs to be told, unless it is what the device was told last."""
+        """Upload the step's batch, unless the device already has it."""
         if self._writing is None and self._last_batch == (batch_slots, chunks):
             return
         self._open().upload.batch(batch_slots, chunks)
@@ -361,7 +365,7 @@ def _limits_rows(sequence: Sequence) -> bool:
 
 
 def _edits_of(sequence: Sequence) -> Edits:
-    """Return the edits of its logits in the form of an admission."""
+    """Return the logit edits of a sequence in the form of an admission."""
     state = sequence.state
     if not state.edits:
         return NO_EDITS

@@ -89,7 +89,7 @@ class WeightPushes:
 
     @property
     def in_use(self) -> bool:
-        """Return True if the weights are being read, or a push or a rollback is in progress."""
+        """Return True if weights are being read, or a push or rollback is in progress."""
         push = self.transaction.push
         return (
             self._changing
@@ -255,7 +255,7 @@ class WeightPushes:
     def _check_no_rollback(self) -> None:
         if self._rollback is not None:
             raise Conflict(
-                "a rollback waits for what runs to end (in a pause, for POST /engine/resume "
+                "a rollback waits for running sequences (in a pause, for POST /engine/resume "
                 "first); send this again after it is answered, or abort it (POST /weights/abort)"
             )
 
@@ -266,7 +266,7 @@ class WeightPushes:
         started = self._scheduler.started(adapter) if adapter or "target" in roles else 0
         if in_flight == "drain" and self._gate.by_operator and started:
             raise Conflict(
-                f"in_flight is drain, and {started} requests that have started do not go on while "
+                f"in_flight is drain, and {started} started requests cannot continue while "
                 "generation is paused or asleep; resume it first (POST /engine/resume, "
                 "/engine/wake), or say another in_flight (continue, recompute, abort)"
             )

@@ -32,7 +32,7 @@ class WeightReads:
     def __init__(
         self, versions: Versions, reports: WeightReports, costs: Callable[[], CostRecord | None]
     ) -> None:
-        """`costs` returns the time of steps; None if it is not known."""
+        """`costs` returns the time of steps; None if it is unknown."""
         self._versions, self._reports, self._costs = versions, reports, costs
         self._readers = Crew("read weights", MAX_READERS)
         self._waiting: list[str] = []  # ids of commands that came during a change
@@ -75,7 +75,7 @@ class WeightReads:
         if changing:
             raise Conflict("the weights in use are about to change; ask once that is done")
         if self._versions.quarantined:
-            raise Conflict("the weights in use are in doubt; push a version first")
+            raise Conflict("the active weights are quarantined; push a version first")
         self._readers.check_room(len(self._waiting))
         live, state, costs = self._versions.live, self._reports.state(), self._costs()
         known = msgspec.json.encode(costs) if costs is not None else b""

@@ -1,4 +1,4 @@
-"""The answers of ranks to the orders that await some, for a bounded time."""
+"""Collects the answers of ranks to orders, for a bounded time."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ class AskedOrder(NamedTuple):
 
 
 class RankAnswers:
-    """The orders that await answers, for one thread at a time."""
+    """The orders with pending answers. For one thread at a time."""
 
     def __init__(self, inbox: zmq.Socket[bytes], ranks: int, check: Callable[[], None]) -> None:
-        """`ranks`: those that answer, from 1. `check`: raises what ends a wait, such as a death."""
+        """`ranks`: number of answering ranks, from rank 1. `check`: raises to end a wait, for
+        example after a death.
+        """
         self._inbox, self._ranks, self._check = inbox, ranks, check
         self._asked: dict[int, AskedOrder] = {}
         self.patience_s = START_S
 
     def expect(self, number: int, order: str) -> None:
-        """Await answers to the order of this number, which is about to be sent."""
+        """Await answers to the order of this number, which is sent next."""
         self._asked[number] = AskedOrder(order, {})
 
     def of(self, number: int) -> list[str]:
-        """Return the texts of all ranks' answers to an order. `EngineFailed` where a rank could
-        not follow it or says nothing, `torch.OutOfMemoryError` where one had no room,
-        `Unavailable` where one refused it.
+        """Return the texts of all ranks' answers to an order. `EngineFailed` if a rank could not
+        execute it or is silent, `torch.OutOfMemoryError` if one was out of memory, `Unavailable` if
+        one refused.
         """
         until_s = time.monotonic() + self.patience_s
         while not self.complete(number, wait_s=POLL_S):
@@ -54,15 +56,15 @@ class RankAnswers:
         return [answers[rank].text for rank in sorted(answers)]
 
     def complete(self, number: int, *, wait_s: float = 0.0) -> bool:
-        """Take the answers that come in this time, and tell whether all ranks have answered an
-        order. `EngineFailed` where one could not follow it.
+        """Read the answers that arrive within `wait_s`. Return True if all ranks have answered the
+        order. `EngineFailed` if a rank could not execute it.
         """
         asked = self._asked[number]
         while len(asked.answers) < self._ranks and self._inbox.poll(int(1000 * wait_s)):
             answer = msgspec.msgpack.decode(self._inbox.recv(), type=RankAnswer)
             if answer.number not in self._asked:
                 raise EngineFailed(
-                    f"rank {answer.rank} answered order {answer.number}, which awaits no answer"
+                    f"rank {answer.rank} answered order {answer.number}, which expects no answer"
                 )
             if answer.error:
                 order = self._asked[answer.number].order
@@ -73,7 +75,7 @@ class RankAnswers:
         return len(asked.answers) == self._ranks
 
     def give_up(self, number: int, waited_s: float) -> None:
-        """Raise the `EngineFailed` that names who did not answer an order."""
+        """Raise `EngineFailed` with the names of the silent ranks."""
         asked = self._asked[number]
         silent = [str(rank) for rank in range(1, self._ranks + 1) if rank not in asked.answers]
         raise EngineFailed(

@@ -1,8 +1,8 @@
-"""The memory of a rank's shard, which rank 0 writes and the rank reads: on a CPU a file in memory,
+"""The memory of a rank's shard, written by rank 0 and read by the rank: on a CPU a file in memory,
 on a GPU an allocation of rank 0 on the rank's GPU.
 
-Rank 0 makes the same model as the rank, on the same memory, so it can write the rank's slices. Both
-take the tensors in the order in which the model asks for them; `layout` proves it.
+Rank 0 builds the same model as the rank on the same memory, so it can write the rank's slices. Both
+place tensors in the order in which the model requests them; `layout` verifies it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ALIGNMENT = 256  # bytes; torch's own allocators give no less on a CPU or a GPU
 
 
 class Arena:
-    """A mapping of the memory, `content`, as uint8. `descriptors` and `grant` are what another
-    process maps it by.
+    """A mapping of the memory, `content`, as uint8. Other processes map it by `descriptors` and
+    `grant`.
     """
 
     def __init__(
         self, data: Tensor, descriptors: Sequence[int] = (), shared: SharedGpuMemory | None = None
     ) -> None:
-        """data: all of it, uint8."""
+        """data: the whole memory, uint8."""
         self.content, self.descriptors, self._shared, self.used = data, descriptors, shared, 0
         self.grant = shared.grant.packed() if shared else bytes(GRANT.size)
         self._size, self._device = len(data), data.device
@@ -46,7 +46,7 @@ class Arena:
 
     @classmethod
     def shared(cls, size: int, device: torch.device) -> Arena:
-        """`torch.OutOfMemoryError` where the device has no room."""
+        """Allocate shared memory. `torch.OutOfMemoryError` if the device has too little."""
         if device.type != "cuda":
             return cls.file(size)
         try:
@@ -60,14 +60,14 @@ class Arena:
 
     @classmethod
     def opened(cls, grant: bytes, descriptors: Sequence[int]) -> Arena:
-        """Map what another process made."""
+        """Map the memory that another process has allocated."""
         if descriptors:
             return cls(_mapped(descriptors[0]), descriptors)
         memory = SharedGpuMemory.open(Grant.parsed(grant), ())
         return cls(memory.view, shared=memory)
 
     def fill(self, make: Callable[[], Any]) -> Any:
-        """Return a model whose storage lies here, with the content that is there."""
+        """Return a model whose storage lies here, with the memory's present content."""
         with _Carving(self):
             return make()
 
@@ -84,34 +84,32 @@ class Arena:
         tensor.set_(self.content.untyped_storage(), start // tensor.itemsize, shape)  # type: ignore[call-overload]
 
     def let_go(self) -> None:
-        """Give the memory back, or unmap it, while its tensors stay: nothing may read them before
-        `move`.
-        """
+        """Free or unmap the memory; its tensors stay. Nothing may read them before `move`."""
         if self._device.type == "cuda":
             self.free()
         else:
             Backing(self.content).free()
 
     def renew(self) -> None:
-        """Take memory again; `torch.OutOfMemoryError` where the device has no room."""
+        """Allocate memory again; `torch.OutOfMemoryError` if the device has too little."""
         self.move(Arena.shared(self._size, self._device))
 
     @torch.inference_mode()
     def move(self, other: Arena) -> None:
-        """Let all tensors lie in another arena, at the same places."""
+        """Move all tensors to another arena, at the same offsets."""
         self.content, self.descriptors = other.content, other.descriptors
         self._shared, self.grant = other._shared, other.grant
         for start, tensor in self._taken:
             self._lay(tensor, start, tensor.shape)
 
     def close(self) -> None:
-        """Close the file; existing mappings stay."""
+        """Close the file; mappings stay."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = ()
 
     def free(self) -> None:
-        """Free a GPU's memory, or unmap it, when nothing reads it any more. A file is gone with its
+        """Free or unmap a GPU's memory that nothing reads any more. A file's memory ends with its
         tensors.
         """
         if self._shared is not None:
@@ -126,7 +124,7 @@ def arena_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def layout(model: Decoder) -> str:
-    """Return where each tensor of the model lies, as text to be compared."""
+    """Return the offset of each tensor of the model, as text to compare."""
     views = model.own_parameters()
     base = min(view.untyped_storage().data_ptr() for view in views.values())
     return ";".join(
@@ -141,8 +139,8 @@ def _mapped(descriptor: int) -> Tensor:
 
 
 class _Carving(TorchFunctionMode):
-    """A mode in which new tensors lie in the arena, as it is: a new one is zeros, and the content
-    of another's is left alone.
+    """A torch mode that places new tensors in the arena. A new arena is zero; an opened one keeps
+    its content.
     """
 
     def __init__(self, arena: Arena) -> None:

@@ -1,9 +1,9 @@
-"""The loop of a rank other than 0: computes its shard as it is ordered. It has no scheduler and no
-policy. A device's half of it makes what orders need, and says how each is followed.
+"""The loop of a worker rank: computes its shard on rank 0's orders. It has no scheduler and no
+policy. The device's half creates the objects and executes the orders.
 
-`rank.py` starts it, with a `RankStart` on its standard input, and ends it with rank 0. An order
-that fails is answered where rank 0 asks for an answer, else it ends this process, as does an
-exchange that fails; nothing waits beyond the bound of an exchange.
+`rank.py` starts it, with a `RankStart` on its standard input, and ends it with rank 0. A failed
+order is answered if rank 0 expects an answer; else it ends this process, and so does a failed
+exchange. Nothing waits longer than an exchange's limit.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ ANSWERS: dict[type[Exception], str] = {
 
 @torch.inference_mode()
 def execute(rank: RankHalf, order: RankOrder) -> str:
-    """Do as ordered, and return the text of an answer."""
+    """Execute an order and return the text of its answer."""
     handler = rank.handlers.get(type(order))
     if handler is None:
-        raise EngineFailed(f"{type(order).__name__} came before what it needs was made")
+        raise EngineFailed(f"{type(order).__name__} came before the objects that it needs")
     return handler(order) or ""
 
 
 def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) -> NoReturn:
-    """Follow orders. `EngineFailed` where one cannot be followed that awaits no answer."""
+    """Execute orders. `EngineFailed` if an order without an answer fails."""
     number, here = 0, msgspec.msgpack.encode(RankAnswer(start.rank, 0))
     outbox.send(here)
     rank: RankHalf = FOLLOWING.resolve(start.device)(start, side)
@@ -80,8 +80,8 @@ def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) 
 
 
 def follow(descriptor: int) -> NoReturn:
-    """Be the rank that the standard input describes. `descriptor`: of the socket by which memory
-    comes.
+    """Run the rank that standard input describes. `descriptor`: of the socket that brings
+    memory.
     """
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
     torch.set_num_threads(start.threads)

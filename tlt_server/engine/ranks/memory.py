@@ -1,6 +1,4 @@
-"""The memory of a rank other than 0: models and saved pages, by the keys that rank 0 names them
-by.
-"""
+"""The memory of a worker rank: models and saved pages, by the keys in rank 0's orders."""
 
 from __future__ import annotations
 
@@ -48,9 +46,9 @@ class RankMemory:
         make: Callable[[Any], Any],
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`side`: where the memory of models comes from. `make`: makes a target, or the drafter of
-        a target that it is given, in memory that rank 0 fills. `settle`: waits until nothing reads
-        what is about to be freed.
+        """`side`: the socket that brings the memory of models. `make`: creates a target, or the
+        drafter of a given target, in memory that rank 0 fills. `settle`: waits until nothing reads
+        memory that is about to be freed.
         """
         self._side, self._make, self._settle = side, make, settle
         self.models: dict[int, Any] = {}
@@ -65,8 +63,8 @@ class RankMemory:
         }
 
     def handlers_of(self, pages: Pages, slept: Freed) -> Handlers:
-        """Return the handlers of orders about these pages. `slept`: all that a sleep takes, but
-        models.
+        """Return the handlers of orders about these pages. `slept`: everything that a sleep frees,
+        except models.
         """
 
         def save(order: Save) -> None:
@@ -116,9 +114,11 @@ class RankMemory:
             del self._saved[key]
 
     def _received(self, key: int) -> Arena:
-        """Map the memory of a model that rank 0 has sent. `EngineFailed` for that of another."""
+        """Map the memory of a model that rank 0 has sent. `EngineFailed` if it belongs to another
+        model.
+        """
         size = 8 + GRANT.size
         data, descriptors, _, _ = socket.recv_fds(self._side, size, 1, socket.MSG_WAITALL)
         if int.from_bytes(data[:8], "little") != key:
-            raise EngineFailed(f"other memory came than that of model {key}")
+            raise EngineFailed(f"the memory received is not that of model {key}")
         return Arena.opened(data[8:], descriptors)

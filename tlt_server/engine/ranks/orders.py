@@ -1,9 +1,9 @@
-"""Orders of rank 0 to the other ranks of its target: everything that a rank does not decide. Here
-are those that a rank of any device follows; `cpu/orders.py` and `gpu/orders.py` have the others.
+"""Orders of rank 0 to the worker ranks: everything that a worker does not decide. These are the
+orders for any device; `cpu/orders.py` and `gpu/orders.py` have the others.
 
-An order travels in an envelope with its number and the epoch that it belongs to, so one that is
-lost, repeated or of another epoch is refused. Arrays travel as their bytes. `RankOrders` sends
-them; it is `NO_RANKS` for a target that this process has alone.
+An order travels in an envelope with its number and epoch, so a lost or repeated order, or one of
+another epoch, is refused. Arrays travel as bytes. `RankOrders` sends orders; `NO_RANKS` is its
+instance for a target in one process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DTYPES = ("<i4", "<i8")
 
 
 class RankOrder(Struct, frozen=True, tag=True):
-    """Base of all orders, each of which travels under the name of its class."""
+    """Base of all orders. An order travels under its class's name."""
 
 
 class LoadShard(RankOrder, frozen=True):
-    """Make a model on the memory that comes by the side channel under this key. `target`: the key
-    of a drafter's target; 0: the model is a target.
+    """Build a model on the memory that the side channel brings under this key. `target`: the key of
+    a drafter's target; 0: the model is a target.
     """
 
     key: int
@@ -41,35 +41,35 @@ class LoadShard(RankOrder, frozen=True):
 
     @property
     def waits(self) -> bool:
-        """Return True if rank 0 waits until the model is made: it writes the drafter's initial
+        """Return True if rank 0 waits for the model, because the rank writes the drafter's initial
         vocabulary map.
         """
         return self.target > 0
 
 
 class UnmapShard(RankOrder, frozen=True):
-    """Let go of the memory of the model of this key, which is about to be freed."""
+    """Unmap the memory of this model, which is about to be freed."""
 
     key: int
 
 
 class MapShard(RankOrder, frozen=True):
-    """Let the model of this key lie in the memory that comes by the side channel."""
+    """Move this model to the memory that the side channel brings."""
 
     key: int
     waits: ClassVar[bool] = True
 
 
 class Drop(RankOrder, frozen=True):
-    """Forget models and saved pages, by key."""
+    """Drop models and saved pages, by key."""
 
     models: list[int]
     saved: list[int]
 
 
 class Allocate(RankOrder, frozen=True):
-    """Compute with these models from now on, and make KV pages for sequences of up to
-    `max_model_len` tokens. `drafter`: 0 where the rank has none.
+    """Compute with these models from now on, and allocate KV pages for sequences of up to
+    `max_model_len` tokens. `drafter`: 0 if the rank has none.
     """
 
     target: int
@@ -79,7 +79,7 @@ class Allocate(RankOrder, frozen=True):
 
 
 class Save(RankOrder, frozen=True):
-    """Copy pages under a key."""
+    """Save pages under a key."""
 
     key: int
     pages: list[int]
@@ -93,15 +93,15 @@ class Restore(RankOrder, frozen=True):
 
 
 class FreePages(RankOrder, frozen=True):
-    """Give the memory of pages back."""
+    """Free the pages' memory."""
 
 
 class ReclaimPages(RankOrder, frozen=True):
-    """Take it again."""
+    """Allocate the pages' memory again."""
 
 
 class Beat(RankOrder, frozen=True):
-    """Answer."""
+    """Answer: a sign of life."""
 
 
 class Envelope(Struct, Generic[AnyOrder], frozen=True):
@@ -142,10 +142,10 @@ def encoded(envelope: Envelope[Any]) -> bytes:
 
 
 def decoded(data: bytes, epoch: str, number: int) -> Envelope[Any]:
-    """Return the envelope. `EngineFailed` unless it is the one with this number, of this epoch."""
+    """Return the envelope. `EngineFailed` unless it has this number and epoch."""
     envelope = _decoder(tuple(RankOrder.__subclasses__())).decode(data)
     if envelope.epoch != epoch:
-        raise EngineFailed(f"an order of the epoch {envelope.epoch!r} came in the epoch {epoch!r}")
+        raise EngineFailed(f"an order of epoch {envelope.epoch!r} came in epoch {epoch!r}")
     if envelope.number != number:
         what = "was lost" if envelope.number > number else "came again"
         raise EngineFailed(f"order {envelope.number} came where order {number} was due: one {what}")
@@ -174,8 +174,8 @@ Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
 
 
 class RankOrders:
-    """Everything that rank 0 tells the other ranks, and their state: here, of a target that this
-    process has alone. `ranks.Ranks` has others.
+    """Orders to the worker ranks, and their state. This base class is for a target in one process;
+    `ranks.Ranks` has workers.
     """
 
     @property
@@ -183,37 +183,37 @@ class RankOrders:
         return []
 
     def order(self, order: RankOrder, *, wait: bool = False) -> None:
-        """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not,
-        `torch.OutOfMemoryError` where it had no room.
+        """Send an order. `wait`: until all ranks have executed it. `EngineFailed` if one could not,
+        `torch.OutOfMemoryError` if one was out of memory.
         """
 
     def ask(self, order: RankOrder) -> list[str]:
-        """Send an order, and return the answers of all ranks. Errors as of `order`."""
+        """Send an order and return the answers of all ranks. Raises as `order` does."""
         return []
 
     def begin(self, order: RankOrder) -> None:
-        """Send an order whose answers are awaited later, by `done` or `finish`."""
+        """Send an order whose answers `done` or `finish` will await."""
 
     def done(self) -> bool:
-        """Return True once all ranks have followed the begun order; does not wait. `Unavailable` if
-        a rank could not follow it.
+        """Return True once all ranks have executed the begun order; does not wait. `Unavailable` if
+        a rank could not execute it.
         """
         return True
 
     def finish(self) -> None:
-        """Wait until all ranks have followed the begun order, with the errors of `order`."""
+        """Wait until all ranks have executed the begun order. Raises as `order` does."""
 
     def confirm(self) -> None:
-        """Wait until all have followed every order so far, with the errors of `order`."""
+        """Wait until all ranks have executed every order sent so far. Raises as `order` does."""
 
     def check(self) -> None:
-        """`EngineFailed` where a rank has ended, or is silent."""
+        """Raise `EngineFailed` if a rank has died or is silent."""
 
     def ready(self) -> None:
-        """Wait less from now on: all have warmed up, and compile nothing more."""
+        """Shorten the waits: all ranks are warm and compile nothing more."""
 
     def copiers(self, *own: *Copiers) -> Copiers:
-        """Return what saves and restores pages on all ranks, from what does on this one."""
+        """Return copiers that save and restore pages on all ranks; `own`: those of this rank."""
         return own
 
 

@@ -1,5 +1,5 @@
-"""The end of the processes of further ranks: of one by itself, and of all where an engine ends in
-order. A server kills an engine that has failed, and the system ends its ranks with it (`rank.py`).
+"""Detects dead worker ranks, and kills all at an orderly end. The server kills a failed engine, and
+the system ends its ranks with it (`rank.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ POLL_S = 0.01
 
 
 def check(processes: Sequence[subprocess.Popen[bytes]], *, left: bool = False) -> None:
-    """`EngineFailed` where a rank has ended. `left`: a connection to one has just broken, so it may
-    be about to end.
+    """Raise `EngineFailed` if a rank has died. `left`: a connection to a rank has just broken, so
+    its process may be about to end.
     """
     until_s = time.monotonic() + (LEAVE_S if left else 0.0)
     while True:
@@ -35,8 +35,8 @@ def check(processes: Sequence[subprocess.Popen[bytes]], *, left: bool = False) -
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill the processes of ranks 1 and on, and wait until they have ended, for a bounded time: one
-    that waits for a driver may be deaf. A line on stderr names each that is left.
+    """Kill the processes of ranks 1 and up and wait for their end, for a bounded time: a process in
+    a driver call may not react. A line on stderr names each one still alive.
     """
     for process in processes:
         process.kill()

@@ -1,8 +1,8 @@
-"""The process of a rank other than 0, which ends with rank 0 from its first moment.
+"""The process of a worker rank, which ends with rank 0 from its first moment.
 
 `ranks.py` starts it as `python -P -m tlt_server.engine.ranks.rank DESCRIPTOR PARENT`. Everything
-else is in `follower.py`, imported only once the system ends this process with its parent: rank 0
-may die during the seconds that torch takes to import, and no GPU may be held after that.
+else is in `follower.py`, imported only once the system will end this process with its parent: rank
+0 may die during the seconds that torch takes to import, and no GPU may be held after that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ranks of a target that several processes share, as rank 0 sees them.
 
-`Ranks` starts the others, sends them orders, and notices their death; a device's `RankLink`
-exchanges with them. A rank that dies, falls silent or differs ends the epoch with one error: the
-supervisor starts the next one, and requests go on with the same tokens.
+`Ranks` starts the workers, sends them orders and detects their death; a device's `RankLink`
+exchanges with them. A rank that dies, hangs or differs ends the epoch with one error: the
+supervisor starts the next epoch, and requests continue with the same tokens.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ BEAT_S = 3.0  # between two looks whether idle ranks live
 
 
 class RankLink(Protocol):
-    """A device's part of `Ranks`: how this rank, which has joined the others, exchanges with
-    them.
-    """
+    """A device's part of `Ranks`: the exchange of this rank with the others."""
 
     moves: bool  # whether a sleep takes memory of shards that is then at another address
     answer_s: float  # an answer is awaited so long once all are ready
@@ -55,22 +53,22 @@ class RankLink(Protocol):
     def exchange(self) -> RankExchange: ...
 
     def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
-        """Return memory for the model that `make` makes on the meta device, which the rank can map;
-        None: this rank's is no different from any other.
+        """Return memory, which the rank can map, for the model that `make` builds on the meta
+        device; None if this rank has the same model.
         """
 
     def ready(self) -> None:
-        """Wait less from now on."""
+        """Shorten the waits from now on."""
 
     def close(self) -> None:
-        """Free what the others read, once they have ended."""
+        """Free memory that the workers read; they have ended."""
 
 
 Link = TypeVar("Link", bound=RankLink)
 
 
 class SavedOnRanks:
-    """Saved pages of this rank, and the key of those of the others, which go with it."""
+    """Saved pages of this rank, and the key of the same pages on the workers."""
 
     def __init__(self, key: int, own: object) -> None:
         self.key, self.own = key, own
@@ -83,8 +81,8 @@ class Ranks(RankOrders, Generic[Link]):
         config: ModelConfig,
         connect: Callable[[Ranks[Any], Path], Link],
     ) -> None:
-        """Start the other ranks, and join them by `connect`, as they do: they meet in a directory.
-        `EngineFailed` if one cannot start, or not in time.
+        """Start the workers and join them by `connect`, in a shared directory. `EngineFailed` if
+        one does not start in time.
         """
         self.count, self._threads = settings.tensor_parallel, settings.rank_threads
         self._epoch, self.sent = secrets.token_hex(8), 0  # the number of the newest order
@@ -117,7 +115,7 @@ class Ranks(RankOrders, Generic[Link]):
             self._met("join")  # so none reads the directory any more
 
     def _met(self, what: str) -> None:
-        """Wait until all have come so far."""
+        """Wait until all ranks have reached this point."""
         self._answers.expect(0, what)
         self._answers.of(0)
 
@@ -126,7 +124,7 @@ class Ranks(RankOrders, Generic[Link]):
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        """End the other ranks; so does the end of this process."""
+        """End the workers; the end of this process does too."""
         self._end()
 
     def _bound(self, kind: int, path: Path) -> zmq.Socket[bytes]:
@@ -167,7 +165,7 @@ class Ranks(RankOrders, Generic[Link]):
                 line.write(msgspec.json.encode(start) + b"\n")
         except ConnectionError:
             self.check_ended(left=True)
-            raise EngineFailed(f"rank {rank} has ended: it takes no settings") from None
+            raise EngineFailed(f"rank {rank} has died before it read its settings") from None
 
     # -- orders ------------------------------------------------------------------------------------
 
@@ -227,7 +225,9 @@ class Ranks(RankOrders, Generic[Link]):
         return self.sent
 
     def answered(self, number: int) -> list[str]:
-        """Return the texts of all ranks' answers to this order. Errors as of `RankOrders.order`."""
+        """Return the texts of all ranks' answers to this order. Raises as `RankOrders.order`
+        does.
+        """
         with self._lock:
             texts = self._answers.of(number)
             for _, free in (each for each in self._freed if each[0] < number):
@@ -250,7 +250,9 @@ class Ranks(RankOrders, Generic[Link]):
             self._lock.release()
 
     def _beat(self) -> None:
-        """Ask now and then whether all ranks live: steps tell it, but an engine may be idle."""
+        """Check periodically whether all ranks are alive: steps show it, but an engine may be
+        idle.
+        """
         now_s = time.monotonic()
         # While this process was busy the others may have been, too.
         self._quiet_s += min(now_s - self._looked_s, BEAT_S)
@@ -276,7 +278,7 @@ class Ranks(RankOrders, Generic[Link]):
             return self._keys
 
     def hand_over(self, arenas: Sequence[Arena], order: orders.LoadShard | orders.MapShard) -> None:
-        """Send each rank its memory, and the order for which it is."""
+        """Send each rank its memory, and the order that uses it."""
         with self._lock:
             for rank, (side, arena) in enumerate(zip(self._sides, arenas, strict=True), 1):
                 data = order.key.to_bytes(8, "little") + arena.grant
@@ -284,12 +286,16 @@ class Ranks(RankOrders, Generic[Link]):
                     socket.send_fds(side, [data], arena.descriptors)
                 except ConnectionError:
                     self.check_ended(left=True)
-                    raise EngineFailed(f"rank {rank} has ended: it takes no memory") from None
+                    raise EngineFailed(
+                        f"rank {rank} has died before it mapped its memory"
+                    ) from None
                 arena.close()
             self.order(order, wait=order.waits)
 
     def drop_model(self, key: int, arenas: Sequence[Arena]) -> None:
-        """Have the ranks forget a model; called when this process has, in any thread."""
+        """Tell the ranks to drop a model that this process has dropped; any thread may call
+        this.
+        """
         closers = self._closers
 
         def free() -> None:
@@ -318,8 +324,8 @@ class Ranks(RankOrders, Generic[Link]):
 
 
 def reclaim_on(ranks: RankOrders, free_own: Callable[[], None]) -> None:
-    """Let the other ranks take the memory of pages again, as this one has. Where one has no room
-    nothing is taken: `torch.OutOfMemoryError`.
+    """Allocate the pages' memory again on the workers after this rank. If one is out of memory,
+    nothing stays allocated: `torch.OutOfMemoryError`.
     """
     try:
         ranks.order(orders.ReclaimPages(), wait=True)
@@ -339,7 +345,9 @@ def _ended(
     context: zmq.Context[Any],
     closers: list[Callable[[], None]],
 ) -> None:
-    """Leave no process: a rank has nothing to save. Then nothing reads what this one shared."""
+    """Kill all processes: a rank has nothing to save. Then close the shared memory, which has no
+    more readers.
+    """
     rank_processes.end(processes)
     for each in sockets:  # a context that ends waits for all of its sockets
         each.close()

@@ -1,5 +1,5 @@
-"""Models that several ranks share: rank 0 builds the shards of all, on memory that the ranks map,
-and takes that memory from them and gives it again when weights sleep and wake.
+"""Models that several ranks share: rank 0 builds the shards of all ranks, on memory that they map,
+and frees and restores that memory when weights sleep and wake.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tlt_server.models.split import Split
 
 @dataclass(frozen=True)
 class SharedSplit(Split):
-    """Rank 0's split: what it builds has the shards of all ranks, on memory that they map."""
+    """Rank 0's split. Its models have the shards of all ranks, on memory that they map."""
 
     ranks: Ranks[Any] = field(kw_only=True)
     held: HeldShards | None = None
 
     @property
     def lent(self) -> HeldShards | None:
-        """Return the memory that is at another address after a sleep."""
+        """Return the memory that moves during a sleep."""
         return self.held if self.ranks.link.moves else None
 
     def build(self, make: Callable[[Split], Any], target: Any = None) -> Any:
-        """`target`: a drafter's."""
+        """Build a model. `target`: of a drafter."""
         _, *others = self.all
         own = replace(self, held=None)  # else one model might keep the memory of another
         models, arenas = list[Any](), list[Arena]()
@@ -55,14 +55,14 @@ class SharedSplit(Split):
 
 
 def share(ranks: Ranks[Any], split: Split) -> SharedSplit:
-    """Return rank 0's split, whose models have the shards of all ranks."""
+    """Return rank 0's split, for models with the shards of all ranks."""
     given = split.leaves, 0, ranks.count, ranks.link.exchange, split.whole, split.token_block
     return SharedSplit(*given, ranks=ranks)
 
 
 class HeldShards:
-    """The memory of the other ranks' shards of one model. It lives as long as the model's storage
-    is used: models may exchange it.
+    """The memory of the workers' shards of one model. It lives as long as the model's storage,
+    which models may swap.
     """
 
     def __init__(self, ranks: Ranks[Any], arenas: Sequence[Arena]) -> None:
@@ -70,7 +70,7 @@ class HeldShards:
         weakref.finalize(self, ranks.drop_model, self.key, arenas)
 
     def load(self, target: int) -> None:
-        """Let each rank make its shard. `target`: see `LoadShard`."""
+        """Tell each rank to build its shard. `target`: see `LoadShard`."""
         self._ranks.hand_over(self._arenas, LoadShard(self.key, target))
 
     @property
@@ -78,14 +78,14 @@ class HeldShards:
         return [arena.content for arena in self._arenas]
 
     def free(self) -> None:
-        """Give the memory back on every rank; nothing may read it before `reclaim`."""
+        """Free the memory on every rank. Nothing may read it before `reclaim`."""
         self._ranks.order(UnmapShard(self.key), wait=True)
         for arena in self._arenas:
             arena.let_go()
 
     def reclaim(self) -> None:
-        """Take it again, content undefined; `torch.OutOfMemoryError`, and all is given back, where
-        a rank has no room.
+        """Allocate the memory again, with undefined content. If a rank is out of memory, all is
+        freed again: `torch.OutOfMemoryError`.
         """
         try:
             for arena in self._arenas:
@@ -97,6 +97,6 @@ class HeldShards:
 
 
 def key_of(model: Any) -> int:
-    """Return the key that orders name this model's storage by; 0 without other ranks."""
+    """Return the key of this model's storage in orders; 0 without workers."""
     split = getattr(model, "split", None)  # a registered drafter may have none
     return split.held.key if isinstance(split, SharedSplit) and split.held else 0

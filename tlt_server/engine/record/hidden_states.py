@@ -1,8 +1,8 @@
 """Hands the states of finished sequences to the trainer: features and last hidden states.
 
-States belong to KV pages. A sequence's pages have those of all its computed positions, also where
-another sequence with the same prefix computed them, so all is taken at its end. Nothing waits:
-without room in the ring the states are dropped and counted.
+States belong to KV pages. A sequence's pages have the states of all its computed positions, even if
+another sequence with the same prefix computed them, so all are taken at its end. Nothing waits: if
+the ring is full, the states are dropped and counted.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class StateSource(Protocol):
 
     def take(self, pages: list[int], length: int, deliver: Deliver) -> None:
         """Deliver copies of the states of the first `length` positions of these pages, now or
-        later; None where some are not there.
+        later; None if some are missing.
         """
 
 
 def describe_states(token_bytes: int, settings: EngineSettings) -> str:
-    """Return what start-up says of features: bytes of a token, tokens that fit."""
+    """Return start-up's line about features: bytes per token, and tokens that fit."""
     return (
         f"; features for the trainer: {token_bytes} bytes a token, room for "
         f"{settings.ring_bytes // token_bytes} on their way (drafter_ring_mb) and "
@@ -62,7 +62,7 @@ def describe_states(token_bytes: int, settings: EngineSettings) -> str:
 
 
 class CachedStates:
-    """States that the KV cache of a CPU keeps."""
+    """States kept in the KV cache of a CPU."""
 
     spent_s = 0.0  # a step copies nothing
 
@@ -84,8 +84,8 @@ class Capture:
         self._spent_s = 0.0  # at their ends
 
     def ended(self, sequence: Sequence, version: str) -> None:
-        """Offer the states of a sequence that still has its pages. One whose KV is of two weight
-        versions, or that was preempted, has no states to give.
+        """Offer the states of a sequence that still has its pages. A preempted sequence, or one
+        with mixed-version KV, has no states to offer.
         """
         began = time.perf_counter()
         self._take(sequence, version)

@@ -1,9 +1,9 @@
-"""Computes the states of recorded texts again, in time that no request needs.
+"""Recomputes the states of recorded texts, in idle time.
 
-What is asked for runs as sequences without output while the engine is idle. They neither find nor
-leave cached prefixes; the pages that they take come from free ones and from those unused for
-longest. The next command ends them between two chunks. What was not finished is
-begun again when the engine is idle next, until something else is asked for.
+The requested texts run as sequences without output while the engine is idle. They neither find nor
+leave cached prefixes; they take free pages first, then the pages unused for longest. The next
+command ends them between two chunks. Unfinished texts restart at the next idle time, until other
+texts are requested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT_ONLY = Sampling(temperature=0.0, max_tokens=0)
 
 
 class Recomputing:
-    """The texts asked for last. It notes the ends of their sequences, as a `Trace` does."""
+    """The texts requested last. Like a `Trace`, it notes the ends of their sequences."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Recomputing:
         self.recomputed = 0  # sequences
 
     def ask(self, command: Recompute) -> None:
-        """Let these texts take the place of what was asked for before."""
+        """Replace the earlier request by these texts."""
         texts = [np.frombuffer(text, np.dtype("<i4")) for text in command.texts]
         self._asked = {f"recompute-{next(self._numbers)}": token_T for token_T in texts}
 
     def start(self) -> bool:
-        """Begin with all that is asked for, while nothing runs. Tell whether there is any."""
+        """Start all requested texts, if nothing runs. Return False if there are none."""
         for id, token_T in list(self._asked.items()):
             request = GenerateRequest(
                 id=id, token_ids=token_T.tolist(), sampling=PROMPT_ONLY, seed=0, sd=False
@@ -68,7 +68,9 @@ class Recomputing:
         """Do nothing: such a sequence emits no token."""
 
     def ended(self, sequence: Sequence, reason: str) -> None:
-        """Offer the states of a sequence that was read to its end; an abandoned one stays."""
+        """Offer the states of a sequence that was read to its end. An abandoned one stays
+        requested.
+        """
         if reason == "abort":
             return
         self._asked.pop(sequence.id, None)

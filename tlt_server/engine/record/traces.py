@@ -1,9 +1,8 @@
-"""The record of sequences while they run, for the training of a drafter.
+"""Records running sequences for the training of a drafter.
 
 A `Trace` belongs to one sequence and takes six small numbers per cycle. At the sequence's end the
 `Recorder` packs them with its tokens and offers them to the ring that the trainer process reads. No
-step waits for that: a full ring drops the sequence and counts it. Without training there are no
-traces.
+step waits: a full ring drops the sequence and counts it. Without training there are no traces.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TURN = 4096  # steps for which a calibration table is in force
 
 
 class HeldTable(Protocol):
-    """The table of a drafter, which changes by `renew` alone."""
+    """The table of a drafter; only `renew` changes it."""
 
     def renew(self) -> NDArray[np.float32]:
         """Activate the learned table, and return it, [K]."""
@@ -53,7 +52,7 @@ class Trace:
     def emitted(
         self, sequence: Sequence, emission: Emission, strategy: Strategy, *, decodes: bool
     ) -> None:
-        """Note what a step gave the sequence, which does not have the tokens yet."""
+        """Note a step's result for the sequence, which does not have the tokens yet."""
         if not emission.tokens:
             return
         version = emission.weight_version
@@ -67,7 +66,9 @@ class Trace:
             self.cycles.extend((sequence.length - 1, 1 + emission.drafted, own, *accepted, how))
 
     def ended(self, sequence: Sequence, reason: str) -> None:
-        """Offer the sequence, which still has its pages. An error leaves nothing to learn from."""
+        """Offer the sequence, which still has its pages. A sequence that ended with an error is not
+        recorded.
+        """
         if sequence.output_len and reason in get_args(EndReason):
             self._recorder.offer(sequence, self, [*self._how], cast(EndReason, reason))
 
@@ -81,8 +82,8 @@ class Recorder:
         table: HeldTable | None = None,
         tables: TableFile | None = None,
     ) -> None:
-        """`drafter`: version of its weights. `table`: its calibration, if it has any; those in
-        force go to `tables`.
+        """`drafter`: version of its weights. `table`: its calibration, if it has one; active tables
+        are written to `tables`.
         """
         self._ring, self._drafter, self.capture = ring, drafter, capture
         self._table, self._tables = table, tables
@@ -91,21 +92,21 @@ class Recorder:
         self.offered = self.dropped = 0
 
     def trace(self, request: GenerateRequest) -> Trace | None:
-        """Return a trace for a sequence that may be recorded. One that an earlier engine started
-        has no record of its first tokens, and the drafter learns to follow the target without
-        adapters.
+        """Return a trace for a sequence that may be recorded. None for one that an earlier engine
+        started, as its first tokens were not traced, or one with an adapter, as the drafter learns
+        to follow the target alone.
         """
         kept = request.train and not request.generated and not request.lora
         return Trace(self) if kept else None
 
     def installed(self, drafter: str) -> None:
-        """Note that a drafter of this version is in force, with its table."""
+        """Note that the drafter of this version is active, with its table."""
         self._drafter = drafter
         self.renew()
 
     @property
     def due(self) -> bool:
-        """Return True if it is time for another table; asked once a step."""
+        """Return True if the table should be renewed; called once per step."""
         self._steps += 1
         return self._steps > TURN
 
@@ -117,7 +118,7 @@ class Recorder:
         self._drafted.clear()
 
     def drafted(self, strategy: Strategy, limits: DraftLimits | None) -> HowDrafted:
-        """Return how a step of this strategy drafts for a request with these limits."""
+        """Return the draft settings of a step of this strategy for a request with these limits."""
         found = self._drafted.get((strategy, limits))
         if found is None:
             if limits is None or not strategy.drafter or not limits.permits(strategy.drafter):
@@ -175,10 +176,10 @@ def recorder_of(
     states: StateSource | None,
     tables: Mapping[str, HeldTable],
 ) -> Recorder | None:
-    """`drafter`: version of its weights. `tables`: those of all drafters, by name.
+    """Return the recorder of an engine; None without a ring. `StartupError` if features are to be
+    captured and the device keeps none.
 
-    Return the recorder of an engine; None without a ring, where nothing is kept. `StartupError`
-    if features are to be captured and the device keeps none.
+    `drafter`: version of its weights. `tables`: those of all drafters, by name.
     """
     if settings.sample_ring is None:
         return None

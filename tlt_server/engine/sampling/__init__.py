@@ -1,1 +1,1 @@
-"""Samples tokens, and says which tokens may follow."""
+"""Samples tokens, and masks those that may not follow."""

@@ -1,8 +1,8 @@
-"""Words of several tokens that an output does not have. A word's last token may not follow the
-others, which depends on the tokens before alone, whether these are drafts or not.
+"""Forbidden words of several tokens. A word's last token may not follow its other tokens, whether
+these are drafts or not.
 
-The masks are filled as those of structured outputs are (`structures.py`). Words of one token are
-biases.
+Their masks are filled like those of structured outputs (`structures.py`). Forbidden words of one
+token are biases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BadWords:
     ready, quick, error = True, True, None  # nothing is compiled, and some token can always follow
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """`words`: tokens of each, at least two."""
+        """`words`: the tokens of each word, at least two."""
         self._bans: dict[int, list[_Ban]] = {}  # by the token before the last
         for *before, last in words:
             self._bans.setdefault(before[-1], []).append(_Ban(before, last))
@@ -39,11 +39,11 @@ class BadWords:
         self._committed = [*self._committed, *tokens][-self._longest :]
 
     def rest(self) -> None:
-        """Hold nothing that could be given back."""
+        """Do nothing: it holds no memory to free."""
 
     def fill(self, path: Sequence[int], mask_W: NDArray[np.int32], certain: int = 0) -> bool:
         """Set the bit of each token that may follow the committed tokens and the drafts of `path`:
-        of all but those that would end a word. Words count in the output only.
+        all but those that would complete a word. Words count in the output only.
         """
         mask_W.fill(-1)
         text = [*self._committed, *path]

@@ -1,6 +1,6 @@
-"""Threads that find masks of structured outputs, and compile grammars, while the model runs: the
-library lets other threads run meanwhile. The owner (API key) that holds the fewest of them comes
-first, and none holds more than half.
+"""Threads that compute masks of structured outputs and compile grammars while the model runs: the
+library releases the GIL. The owner (API key) with the fewest busy threads comes first, and none
+gets more than half of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Job(NamedTuple, Generic[Found]):
 
 class GrammarThreads:
     def __init__(self, count: int | None = None, *, nice: bool = True) -> None:
-        """`count`: threads, at least two; by default half of the cores. `nice`: those of the model
-        come first.
+        """`count`: threads, at least two; by default half of the cores. `nice`: the model's threads
+        have priority.
         """
         self._count = max(2, count or (os.cpu_count() or 1) // 2)
         self._pool = ThreadPoolExecutor(self._count, "grammars", _be_nice if nice else None)
@@ -37,7 +37,7 @@ class GrammarThreads:
 
     @property
     def most(self) -> int:
-        """Threads that one owner may hold."""
+        """Threads that one owner may use."""
         return self._count // 2
 
     def submit(self, owner: str, work: Callable[[], Found]) -> Future[Found]:
@@ -49,7 +49,7 @@ class GrammarThreads:
         return job.found
 
     def _start(self) -> None:
-        """Hand out what may run. Called with the lock held."""
+        """Start the work whose turn has come. Called with the lock held."""
         while self.running.total() < self._count:
             owner = min(self._waiting, key=lambda owner: self.running[owner], default=None)
             if owner is None or self.running[owner] >= self.most:

@@ -1,12 +1,11 @@
 """Compiled grammars and the budgets of their masks.
 
 A lexer caches its states, so the work of a mask depends on all earlier masks of that lexer. Whether
-a structure fails must not. So a sequence fails only by the account that it has on a lexer of its
-own (`sole`), which sees its emitted tokens and no others: each token adds REFILL, up to FUEL, and
-each mask takes its work; below zero the structure fails. While all sequences and drafts of a shared
-lexer together have spent less than SHARED, no account can be empty, so nothing is counted. A lexer
-is a function of its grammar and tokens, so giving its memory back (`Lexers`) changes no token and
-no failure.
+a structure fails must not. So a sequence fails only by its account on a separate lexer (`sole`),
+which sees only its emitted tokens: each token adds REFILL, up to FUEL, and each mask deducts its
+work; below zero the structure fails. While all sequences and drafts of a shared lexer together have
+spent less than SHARED, no account can be empty, so nothing is counted. A lexer is a function of its
+grammar and tokens, so freeing its memory (`Lexers`) changes no token and no failure.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _turns = itertools.count()
 
 
 class User(Protocol):
-    """A sequence with a text of a lexer."""
+    """A sequence with a text in a lexer."""
 
     def begin_again(self, lexer: Lexer) -> None:
-        """Drop the text, and follow the sequence's tokens from the first one on this lexer."""
+        """Drop the text and follow the sequence's tokens again, from the first, on this lexer."""
 
 
 class Lexer:
-    """A grammar, compiled or about to be, with the states that its lexer has cached."""
+    """A grammar, compiled or not, with the states that its lexer has cached."""
 
     def __init__(
         self,
@@ -55,8 +54,8 @@ class Lexer:
         sole: bool = False,
         need: int = LEAST_BYTES,
     ) -> None:
-        """`compile` begins to compile it. `owner` asked for it first. `sole`: for one sequence, and
-        none of its drafts. `need`: bytes that it is known to take.
+        """`compile` starts the compilation. `owner` requested it first. `sole`: for one sequence,
+        without its drafts. `need`: bytes known to be needed.
         """
         self._compile, self.owner, self.sole, self._need = compile, owner, sole, need
         self.compiled: Future[MaskedText] | None = None
@@ -73,7 +72,7 @@ class Lexer:
         self.worn = False  # a sequence on it may have spent its account
 
     def begin(self) -> Future[MaskedText]:
-        """Compile it, unless that has begun."""
+        """Start the compilation, unless it has started."""
         if self.compiled is None:
             self.compiled = self._compile()
         return self.compiled
@@ -83,13 +82,13 @@ class Lexer:
         self.joined += 1
 
     def leave(self, user: User) -> None:
-        """Remove a sequence. After the last one a compilation that has not begun is cancelled."""
+        """Remove a sequence. After the last one, cancel a compilation that has not started."""
         self.users.discard(user)
         if not self.users and self.compiled is not None:
             self.compiled.cancel()
 
     def run(self) -> None:
-        """Note that one of its sequences begins to run."""
+        """Note that one of its sequences starts to run."""
         self._running += 1
         if self._running == 1:
             self.turn = next(_turns)
@@ -103,23 +102,23 @@ class Lexer:
 
     @property
     def spent(self) -> int:
-        """Fuel since it was compiled."""
+        """Fuel spent since the compilation."""
         return max(0, self._spent - self._compiling)
 
     @property
     def nbytes(self) -> int:
-        """Return an estimate of the bytes that it holds, from the fuel that it has spent."""
+        """Return an estimate of its bytes, from the fuel spent."""
         found = FUEL_BYTES * max(self._spent, self._compiling) + self.text_bytes
         return found + LEAST_BYTES if self.compiled is not None else 0
 
     @property
     def need(self) -> int:
-        """Bytes that it holds, or will hold."""
+        """Bytes that it holds or will hold."""
         return max(self._need, self.nbytes)
 
     @property
     def _compiling(self) -> int:
-        """Fuel that compiling it has taken."""
+        """Fuel spent by the compilation."""
         if self._compiled_fuel is not None:
             return self._compiled_fuel
         if self.compiled is not None and self.compiled.done():
@@ -148,7 +147,7 @@ class Lexer:
         return text.items_work <= REFILL and text.fuel - self._compiling <= SHARED
 
     def give_back(self) -> Lexer:
-        """Move its sequences to a new lexer, which may wait for memory, and return that one."""
+        """Move its sequences to a new lexer, which may wait for memory, and return the new one."""
         found = Lexer(self._compile, self.owner, sole=self.sole, need=self.need)
         found.turn = self.turn
         for user in [*self.users]:
@@ -159,11 +158,11 @@ class Lexer:
 class Lexers:
     """Divides LIMIT bytes of memory between lexers, at most half of them for each owner.
 
-    Lexers of sequences come first, in turns of their owners: those of running sequences, then those
-    of waiting ones. A lexer that is not admitted gives its memory back, and its sequences sit out
-    steps and begin again later. One lexer is always admitted, a running sequence's if there is one,
-    so all sequences end. The remaining memory keeps lexers for new sequences to share: those used
-    most recently, each for at most IDLE_S.
+    Lexers of running sequences come first, then those of waiting ones; owners take turns. A lexer
+    that is not admitted frees its memory, and its sequences sit out steps and start over later. At
+    least one lexer is admitted, a running sequence's if possible, so all sequences end. The
+    remaining memory keeps lexers for new sequences to share: those used most recently, each for at
+    most IDLE_S.
     """
 
     def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
@@ -175,7 +174,7 @@ class Lexers:
         self._held = Counter[str]()  # bytes of sequences by owner, as they were shared out
 
     def __len__(self) -> int:
-        """Return how many are kept for new sequences."""
+        """Return the number of lexers kept for new sequences."""
         return len(self._kept)
 
     @property
@@ -184,12 +183,12 @@ class Lexers:
 
     @property
     def held_back(self) -> int:
-        """Lexers whose sequences sit out steps, as memory is used up."""
+        """Lexers whose sequences sit out steps because memory is short."""
         return sum(bool(lexer.users) and not lexer.admitted for lexer in self._all)
 
     def get(self, grammar: Grammar, owner: str = "") -> Lexer | None:
-        """Return the kept lexer of a grammar. None if it is worn out, or if another owner waits for
-        its compilation: a new sequence of this owner then cannot use it.
+        """Return the kept lexer of a grammar. None if it is worn out, or while another owner's
+        compilation of it waits, as this owner's sequence should not wait for that turn.
         """
         found = self._kept.get(grammar)
         if found is None or (found.worn and found.joined > FEW):
@@ -203,8 +202,8 @@ class Lexers:
         return found
 
     def keep(self, grammar: Grammar, lexer: Lexer) -> None:
-        """Keep a sequence's new lexer for other sequences. Memory is divided again once the new
-        ones are 1/SELDOM of all, so the cost per lexer does not grow with their number.
+        """Keep a sequence's new lexer for other sequences. Memory is divided again only once the
+        new ones are 1/SELDOM of all, so the cost per lexer does not grow with their number.
         """
         self._use(grammar, lexer)
         self.add(lexer)
@@ -215,8 +214,8 @@ class Lexers:
             self._kept.popitem(last=False)
 
     def add(self, lexer: Lexer) -> None:
-        """Count a new lexer, which a sequence has joined. Many may come in one step, so memory is
-        divided again only for one that exceeds what the last division left.
+        """Count a new lexer that a sequence has joined. A step may add many, so memory is divided
+        again only for one that exceeds the rest of the last division.
         """
         self._all.add(lexer)
         lexer.admitted = self._fits(lexer, self._held)
@@ -227,7 +226,7 @@ class Lexers:
 
     def admits(self, lexer: Lexer) -> bool:
         """Return True if a lexer may hold memory now. Every sequence asks in every step, so the
-        memory of all lexers is compared only now and then.
+        memory of all lexers is compared only occasionally.
         """
         self._asked += 1
         if self._asked > self._patience:
@@ -235,7 +234,7 @@ class Lexers:
         return lexer.admitted
 
     def forget_idle(self) -> None:
-        """Forget lexers that no sequence has joined for IDLE_S."""
+        """Drop lexers that no sequence has joined for IDLE_S."""
         while self._kept:
             grammar, lexer = next(iter(self._kept.items()))
             if self._clock() - lexer.used_s < IDLE_S:
@@ -254,13 +253,15 @@ class Lexers:
         self._forget_unused(held.copy())
 
     def _fits(self, lexer: Lexer, held: Counter[str]) -> bool:
-        """Return True if a lexer fits next to `held`, bytes by owner; the first one always does."""
+        """Return True if a lexer fits in addition to `held`, bytes by owner; the first one always
+        does.
+        """
         mine, everything = held[lexer.owner], held.total()
         fits = everything + lexer.need <= self._limit
         return (fits and (not mine or mine + lexer.need <= self._limit // 2)) or not everything
 
     def _order(self) -> list[Lexer]:
-        """Return the lexers of sequences in the order in which they are admitted."""
+        """Return the lexers of sequences in order of admission."""
         rank, places = Counter[str](), list[tuple[int, bool, int, Lexer]]()
         used = [lexer for lexer in self._all if lexer.users]
         for lexer in sorted(used, key=lambda lexer: (not lexer.runs, lexer.turn)):
@@ -277,7 +278,7 @@ class Lexers:
                 return
 
     def _forget_unused(self, held: Counter[str]) -> None:
-        """Forget unused lexers until the others fit. `held`: bytes of lexers in use, by owner."""
+        """Drop unused lexers until the others fit. `held`: bytes of lexers in use, by owner."""
         sizes = {each: kept.nbytes for each, kept in self._kept.items() if not kept.users}
         for each, size in sizes.items():
             held[self._kept[each].owner] += size
@@ -299,7 +300,7 @@ class Followed(NamedTuple):
 
 
 class Advanced(NamedTuple):
-    """A text, and how far it has got with the tokens that were to follow."""
+    """A text, and the number of tokens that it has followed."""
 
     text: MaskedText
     read: int  # tokens

@@ -1,10 +1,10 @@
 """The sampler: turns fp32 logits rows into tokens and log-probs, one keyed argmax per row.
 
 The runner calls `sample` on the rows of a step (plain decoding, prefill ends and draft-tree nodes
-alike) and `SamplingState.commit` with the tokens it accepted. A row's result is a pure function of
-its logits, its sequence's parameters and seed, its position and the tokens before it, and does not
-depend on the batch. Penalties and min_tokens count the row's own draft path, so they are exact
-inside the draft window. The arithmetic is in `tlt_kernels.cpu.sampling`.
+alike) and `SamplingState.commit` with the accepted tokens. A row's result is a pure function of its
+logits, its sequence's parameters and seed, its position and the earlier tokens; the batch has no
+influence. Penalties and min_tokens count the row's draft path, so they are exact inside the draft
+window. The arithmetic is in `tlt_kernels.cpu.sampling`.
 
 Legend: S rows, V vocabulary, D path depth, E edited rows (bias, penalties or mask), K alternatives.
 """
@@ -41,9 +41,9 @@ class SamplingState:
         eos_token_ids: Sequence[int],
         structures: Structures | None = None,
     ) -> None:
-        """Pack the request's parameters. A bias on a token outside the vocabulary is an
-        AssertionError: the frontend refuses it. `InvalidRequest` when the request cannot go on
-        after what it says was generated. `structures`: for requests that have one.
+        """Pack the request's parameters. `structures`: for requests with a structured output.
+        Raises `InvalidRequest` if the request has ended with its generated tokens. A bias on a
+        token outside the vocabulary is an AssertionError, as the frontend refuses it.
         """
         sampling = request.sampling
         self.stop_ids = frozenset(sampling.stop_token_ids) | (
@@ -101,9 +101,7 @@ class SamplingState:
             self.structure.rest()
 
     def _count(self, vocab_size: int) -> None:
-        """Bring the counts up to date. A GPU has its own, so they are made only where they are
-        read.
-        """
+        """Update the counts. A GPU counts by itself, so they are made only when they are read."""
         if not len(self._count_V):
             self._prompt_V = np.zeros(vocab_size, np.uint8)
             self._count_V = np.zeros(vocab_size, np.int32)
@@ -146,19 +144,19 @@ class SamplingState:
 
     @property
     def quick(self) -> bool:
-        """Return True if a step may sample for the sequence before the host knows its newest
-        tokens, and verify drafts.
+        """Return True if a step may sample for the sequence, and verify drafts, before the host
+        knows its newest tokens.
         """
         return self.structure is None or self.structure.quick
 
     @property
     def error(self) -> StructureFailed | None:
-        """The reason why no token can follow, if there is one."""
+        """The reason why no token can follow, or None."""
         return self.structure.error if self.structure is not None else None
 
     def edits_at(self, position: int) -> bool:
-        """Return True if the logits of the token at this absolute position are edited, by more than
-        masks. Those of a later one are not if those of an earlier one are not.
+        """Return True if masks aside, the logits of the token at this absolute position are edited.
+        Once False, it stays False for later positions.
         """
         return self._always or position < self.masked_to
 
@@ -170,7 +168,7 @@ class SamplingState:
         edited_V: NDArray[np.float32],
     ) -> bool:
         """Write the logits with bias, penalties and masks to `edited_V`. path_D: the draft tokens
-        after the committed output. Return False if the step leaves the row out.
+        after the committed output. Return False to leave the row out of the step.
         """
         if self.penalised:
             on_path = int((path_D >= 0).sum())
@@ -209,7 +207,7 @@ class SamplingState:
 
 
 class Sampled(NamedTuple):
-    """Samples of one step. A NaN log-prob says that the row's logits were broken (NaN, or no finite
+    """Samples of one step. A NaN log-prob marks a row with broken logits (NaN, or no finite
     maximum).
     """
 
@@ -278,7 +276,7 @@ def prompt_logprobs(
     logits: torch.Tensor, targets: Sequence[int], count: int
 ) -> list[TokenLogprobs]:
     """Return for each row of `logits` (float32, [S, V]) the given token, then the `count` best
-    (which may repeat it), under the raw distribution.
+    tokens, which may include it, under the raw distribution.
     """
     rows_SV = np.ascontiguousarray(logits.detach().numpy())
     rows, depth = len(rows_SV), min(count, rows_SV.shape[1])
@@ -315,7 +313,7 @@ def _edited(
     path_SD: NDArray[np.int32],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[int]]:
     """Copy the rows that bias, penalties or masks change. Return the copies, each row's index into
-    them (-1: the row itself), and the rows that are left out.
+    them (-1: the row itself), and the rows to leave out.
     """
     count, size = logits_SV.shape
     edited_S = np.full(count, -1, np.int64)

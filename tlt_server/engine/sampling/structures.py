@@ -1,10 +1,10 @@
-"""The structured outputs of sequences: which tokens may follow, after the tokens of a sequence and
-drafts on top of them.
+"""The structured outputs of sequences: which tokens may follow the tokens of a sequence and the
+drafts after them.
 
-What may follow is a function of the grammar and of the tokens before, so it is the same whether
-these are drafts or not; and so is whether a structure fails (`lexers.py`). `SamplingState.edit` and
-the GPU's runner ask; `SamplingState.commit` tells what was appended. Masks that take long are found
-in threads, and the sequence sits out the steps until then.
+The allowed tokens depend on the grammar and the earlier tokens, drafts or not; so does whether a
+structure fails (`lexers.py`). `SamplingState.edit` and the GPU's runner ask for masks;
+`SamplingState.commit` reports appended tokens. Masks that take long are computed in threads, and
+the sequence sits out steps until then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEAR = 8  # tokens that a step may follow; more are followed in a thread
 
 @dataclass
 class Cost:
-    """The work that structures have caused since the engine started."""
+    """The work of structures since the engine started."""
 
     compiled: int = 0  # grammars
     cached: int = 0  # sequences whose grammar was there
@@ -45,7 +45,7 @@ class Cost:
 
 
 class Structure:
-    """One sequence's text in its grammar, which may still be being compiled."""
+    """One sequence's text in its grammar, which may not be compiled yet."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Structure:
         lexer: Lexer,
         structures: Structures,
     ) -> None:
-        """`stop_ids` may come wherever the text is complete."""
+        """`stop_ids`: allowed wherever the text is complete."""
         self._job: Future[Advanced] | None = None
         self._grammar, self._owner, self._lexer = grammar, owner, lexer
         self._structures = structures
@@ -81,12 +81,14 @@ class Structure:
 
     @property
     def quick(self) -> bool:
-        """Return True if steps find masks themselves, also of drafts."""
+        """Return True if steps compute the masks themselves, also for drafts."""
         return not (self._lexer.sole or self._dear or self._job or self._lexer.worn)
 
     @property
     def ready(self) -> bool:
-        """Return True if a step may sample for the sequence. If not, a thread finds its mask."""
+        """Return True if a step may sample for the sequence. If not, start a thread that computes
+        its mask.
+        """
         if self._job is not None and self._job.done():
             job, self._job = self._job, None
             self._take(job)
@@ -110,7 +112,7 @@ class Structure:
         return False
 
     def _began(self) -> bool:
-        """Return True if the grammar is compiled, or has failed to."""
+        """Return True if the grammar is compiled or has failed to compile."""
         compiled = self._lexer.begin()
         if not compiled.done():
             return False
@@ -145,7 +147,7 @@ class Structure:
         self._dear = PATIENCE if work > DEAR else max(0, self._dear - 1)
 
     def _fail(self, why: str) -> None:
-        """End the structure if its lexer is its own; else let a lexer of its own decide."""
+        """End the structure if its lexer is its own; else repeat the test on a separate lexer."""
         if not self._lexer.sole:
             self._go_alone()
             return
@@ -161,7 +163,7 @@ class Structure:
         self._structures.lexers.add(lexer)
 
     def begin_again(self, lexer: Lexer) -> None:
-        """Follow the sequence's tokens from the first one, on another lexer."""
+        """Follow the sequence's tokens again, from the first, on another lexer."""
         lexer.join(self)
         if self._runs:
             lexer.run()
@@ -184,7 +186,7 @@ class Structure:
             self._lexer.rest()
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Note output tokens that were appended to the sequence. None follows a stop token."""
+        """Note appended output tokens. No token follows a stop token."""
         for token in tokens:
             if token in self._stop_ids:
                 continue
@@ -202,10 +204,10 @@ class Structure:
                 self._text, self._read = text, self._read + 1
 
     def fill(self, path: Sequence[int], mask_W: NDArray[np.int32], certain: int = 0) -> bool:
-        """Set the bit of each token that may follow the committed tokens and those of `path`, of
-        which the first `certain` are the sequence's own and the others drafts. No bit is set where
-        nothing can follow what is certain. Return False if the step leaves the row out: after
-        drafts that do not fit or end the structure, or where a mask takes too long.
+        """Set the bit of each token that may follow the committed tokens and those of `path`. Its
+        first `certain` tokens belong to the sequence, the others are drafts. No bit is set if
+        nothing may follow the certain tokens. Return False to leave the row out of the step: after
+        drafts that do not fit or end the structure, or if a mask takes too long.
         """
         assert mask_W.shape == (self._words,) and mask_W.flags.c_contiguous
         if not self._runs:
@@ -280,7 +282,7 @@ def _timed(cost: Cost, work: Callable[[], Advanced]) -> Advanced:
 
 
 class Structures:
-    """Compiled grammars for the tokens of one model, those used last."""
+    """The most recently used compiled grammars for the tokens of one model."""
 
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._compiler = Compiler(model, vocab_size, eos_token_ids)
@@ -307,7 +309,7 @@ class Structures:
         return found
 
     def sole(self, grammar: Grammar, owner: str) -> Lexer:
-        """Return a lexer for one sequence, which is compiled when its owner has a thread."""
+        """Return a lexer for one sequence, compiled when its owner gets a thread."""
         self.cost.alone += 1
         return self._lexer(grammar, owner, sole=True)
 
@@ -317,7 +319,7 @@ class Structures:
         return Lexer(lambda: self._counted(threads.submit(owner, work)), owner, sole=sole)
 
     def prepare(self) -> None:
-        """Read the tokenizer, and forget idle lexers; called in idle time."""
+        """Read the tokenizer and drop idle lexers; called in idle time."""
         self._compiler.prepare()
         self.lexers.forget_idle()
 

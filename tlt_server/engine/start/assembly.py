@@ -63,7 +63,9 @@ PROFILE_S = 2.0  # time for the steps that are measured at start
 
 
 class Policies(NamedTuple):
-    """The policy that a start begins with, the making of others, and their knowledge of steps."""
+    """The active policy at start, the factory of other policies, and their shared knowledge of
+    steps.
+    """
 
     knowledge: Knowledge
     first: Policy
@@ -77,11 +79,11 @@ def assemble(
     on_progress: OnProgress = lambda name, done, of: None,
     make_device: Callable[[DecidedSettings], Device] = make_device,
 ) -> tuple[Engine, EngineInfo]:
-    """Return a ready engine and its description. `StartupError` names what cannot be used and the
-    remedy.
+    """Return a ready engine and its description. `StartupError` names the unusable setting or file
+    and the remedy.
 
-    `on_start`: see `Scheduler`. `on_progress`: gets the name of a phase that begins, with
-    0 of 0, or of a part of it that has steps, with those done and their number.
+    `on_start`: see `Scheduler`. `on_progress`: called with a phase's name and (0, 0) when the phase
+    begins, and with (done, total) during parts that have steps.
     """
     phase = Phases(on_phase, on_progress)
     with phase("choose device") as detail:
@@ -155,7 +157,7 @@ def _first_steps(
     vocab_size: int,
     phase: Phases,
 ) -> None:
-    """Warm up and measure steps, unless a file knows their times."""
+    """Warm up and measure steps, unless a file has their times."""
     with phase("warm up"):
         if device.warms_up:
             with nothing_learnt(engine):
@@ -184,7 +186,7 @@ def _connect(
     on_start: Callable[[list[str]], None],
     knowledge_file: KnowledgeFile,
 ) -> Engine:
-    """Make what decides about steps, pushes and pauses, around the runner."""
+    """Create scheduler, pushes and pauses around the runner."""
     vocab_size, eos_token_ids = live.target.network.vocab_size, live.target.network.eos_token_ids
     recorder = recorder_of(settings, live.drafter_version, memory.states, equipment.tables)
     structures = Structures(Path(settings.model), vocab_size, eos_token_ids)
@@ -261,7 +263,7 @@ def _in_use(live: Live) -> WeightsInUse:
 
 
 def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) -> dict[str, str]:
-    """Return all that the times of steps depend on, in the words of a message."""
+    """Return everything that the times of steps depend on, as in error messages."""
     return {
         **code(),
         "processor": gpu.description if device.name == "cuda" else processor(),
@@ -365,7 +367,9 @@ def _make_policy(
     learning: Callable[[str, Strategy | None, Arms | None], Policy],
     command: SetPolicy,
 ) -> Policy:
-    """Return the policy that a command asks for, with what it learnt if it was in force before."""
+    """Return the policy that a command requests, with its earlier knowledge if it was active
+    before.
+    """
     named = [command.strategy, *(pin.strategy for pin in command.pins)]
     named += command.arms.strategies if command.arms else ()
     for strategy in named:

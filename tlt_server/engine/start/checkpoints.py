@@ -1,5 +1,5 @@
-"""Checks of the checkpoints by the loader's own rules, on torch's device without storage: no weight
-is read. A start makes them before it takes requests, and `tlt doctor` without a start.
+"""Checks the checkpoints by the loader's rules on torch's meta device: no weight is read. A start
+does this before it takes requests, and `tlt doctor` without a start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tlt_server.weights.parts import DrafterNetwork, check_own_head
 
 
 def check_checkpoints(settings: DecidedSettings) -> None:
-    """Raise the error of a target, a drafter or a memory for KV that the load would refuse."""
+    """Raise the error that a load would raise for a target, a drafter or the memory for KV."""
     target = empty_model(settings)
     check_target(settings, target, on_gpu=settings.device != "cpu")
     if directory := settings.drafter_directory:
@@ -73,7 +73,7 @@ def check_drafter(settings: EngineSettings, network: DrafterNetwork, device: str
 
 
 def kv_bytes(settings: DecidedSettings) -> int:
-    """Return the bytes of KV that a rank of a CPU takes."""
+    """Return the bytes of KV on a CPU's rank."""
     of_rank = empty_model(settings, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
     per_page = of_rank.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
     return per_page * kv_pages(settings, per_page, of_rank.max_position)

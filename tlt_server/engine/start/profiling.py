@@ -1,12 +1,12 @@
-"""Steps that run while no request does: a first rollout, and those whose time is measured for the
-cost model, at start or once a policy is set that needs it.
+"""Steps that run while no request does: a first rollout, and measured steps for the cost model, at
+start or once a policy needs them.
 
-The engine itself runs them: batches of a few sizes and contexts, each without drafts and with
-every number of decode rows that the policy may choose, in turns with short, long and wide trees of
-every drafter. Each batch gets its share of the time, so a slow machine measures fewer strategies of
-each, not fewer batches. Where prompts alone take longer, their steps stand for those of many rows
-with drafts. Nothing is learnt of the drafts, which follow meaningless prompts. What is missing is
-interpolated, and corrected by the steps that serve.
+The engine itself runs them: batches of a few sizes and contexts, each without drafts and with every
+number of decode rows that the policy may choose, alternating short, long and wide trees of every
+drafter. Each batch gets its share of the time, so a slow machine measures fewer strategies of each,
+not fewer batches. If prompts alone take longer, their steps stand for those of many rows with
+drafts. Nothing is learned about the drafts, which follow meaningless prompts. Missing times are
+interpolated, and corrected by serving steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONGEST = 96  # tokens that a request generates at most
 
 
 class StepProfile:
-    """Measures a batch at a time; then the engine's cost model is fitted to all of them."""
+    """Measures one batch at a time, then fits the engine's cost model to all."""
 
     def __init__(self, engine: Engine, vocab_size: int, max_model_len: int, seconds: float) -> None:
         self._engine, self._vocab_size, self._left_s = engine, vocab_size, seconds
@@ -42,8 +42,8 @@ class StepProfile:
         self.measured: list[Measured] = []
 
     def advance(self) -> bool:
-        """Measure the next batch, under the policy in force; nothing else may run. Tell whether
-        there are more.
+        """Measure the next batch under the active policy; nothing else may run. Return False after
+        the last.
         """
         engine, started_s = self._engine, time.perf_counter()
         until = started_s + self._left_s / len(self._batches)
@@ -63,8 +63,8 @@ class StepProfile:
 
 @contextmanager
 def nothing_learnt(engine: Engine) -> Iterator[None]:
-    """Run steps of meaningless prompts, under any policy, without consequences. Prefixes that were
-    cached before stay, unless their pages are needed.
+    """Run steps of meaningless prompts, under any policy, without consequences. Cached prefixes
+    stay, unless their pages are needed.
     """
     choice, prefixes = engine.choice, engine.scheduler.pool.indexed
     engine.choice, engine.runner.learns = choice.unlearning(), False
@@ -77,7 +77,7 @@ def nothing_learnt(engine: Engine) -> Iterator[None]:
 
 def warm_up(engine: Engine, arms: Iterable[Strategy], vocab_size: int, max_model_len: int) -> None:
     """Run a short rollout without drafts, then with a strategy of each drafter, so that libraries
-    are loaded and memory is taken before a request waits for it.
+    are loaded and memory is allocated before the first request.
     """
     length = max(1, min(8, max_model_len - 8))
     reached = engine.choice.policy.strategies(range(1, 2), prompts=False)
@@ -101,8 +101,8 @@ def warm_up(engine: Engine, arms: Iterable[Strategy], vocab_size: int, max_model
 
 
 def _some(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """Return strategies of each drafter, evenly over their numbers of draft rows and in turns over
-    the shapes of their trees. The drafters take turns, so the first ones are of all kinds.
+    """Return strategies of each drafter, spread over the numbers of draft rows and the shapes of
+    trees. The drafters alternate, so any first few cover all of them.
     """
     by_rows: dict[str, dict[int, list[Strategy]]] = {}
     for strategy in strategies:

@@ -1,8 +1,8 @@
-"""The budget of a GPU's memory, as arithmetic: asked by the device before it allocates KV, and by
-`tlt doctor`.
+"""The budget of a GPU's memory, as arithmetic: for the device before it allocates KV, and for `tlt
+doctor`.
 
-Figures are bytes unless named otherwise. What is free counts what other programs hold, so nothing
-here needs to know them. The messages for too little memory are in `refusals.py`. No tensors.
+Figures are bytes unless named otherwise. Memory of other programs already counts as not free.
+`refusals.py` has the messages for too little memory. No tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEXTS = 64 * MIB  # for texts of sequences that have ended, which others draft f
 
 
 class Needs(NamedTuple):
-    """The sizes of a model, known before anything of it is on the device."""
+    """The sizes of a model, known before any of it is on the device."""
 
     weights: int  # target and drafter
     per_page: int  # KV of a page, and a drafter's part of it
@@ -40,7 +40,7 @@ class Needs(NamedTuple):
 
     @property
     def loaded(self) -> int:
-        """Return the memory that is taken once the weights are loaded."""
+        """Return the memory in use once the weights are loaded."""
         return self.weights + self.exchange
 
     @classmethod
@@ -54,9 +54,9 @@ class Needs(NamedTuple):
         part: DrafterPart | None = None,
         exchange: int = 0,
     ) -> Needs:
-        """`values`: parameters of target and drafter together; `settings`: nothing left to the
-        device; `feature_width`: what the drafter reads of a position; `part`: what a rank has of
-        the drafter, if not all of it; `exchange`: its window.
+        """`values`: parameters of target and drafter together. `settings`: all decided.
+        `feature_width`: features per position that the drafter reads. `part`: this rank's part of a
+        shared drafter. `exchange`: bytes of its window.
         """
         itemsize = 4 if settings.dtype == "float32" else 2
         captures = bool(settings.feature_bytes and feature_width)
@@ -83,19 +83,19 @@ class Needs(NamedTuple):
 
 
 class Wider(NamedTuple):
-    """A larger width that works for the model, and what each rank then needs."""
+    """A larger width that the model supports, and the needs of each rank at that width."""
 
     settings: DecidedSettings
     needs: Needs
 
 
 def kv_slot_values(config: ModelConfig, layers: int) -> int:
-    """Keys and values of one position."""
+    """Return the number of key and value elements of one position."""
     return 2 * layers * config.kv_heads * config.head_dim
 
 
 class MemoryPlan(NamedTuple):
-    """The split of a GPU's memory by the settings. `free` and `total`: of the device, once the
+    """The split of a GPU's memory by the settings. `free` and `total`: of the device, after the
     weights are loaded and ranks can exchange.
     """
 
@@ -107,25 +107,27 @@ class MemoryPlan(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Return the pages of one sequence."""
+        """Return the pages of one sequence of full length."""
         return -(-self.max_model_len // self.settings.page_size)
 
     @property
     def staging(self) -> int:
-        """Return the memory of a version that is pushed, and of the one before."""
+        """Return the memory for a pushed version and the previous one."""
         on_gpu = self.settings.channels and self.settings.weight_staging in (None, "device")
         return 2 * self.needs.weights if on_gpu else 0
 
     @property
     def text_slots(self) -> int:
-        """Return the texts of sequences that have ended that the device has next to batch slots."""
+        """Return the number of ended sequences whose text the device keeps, besides the batch
+        slots.
+        """
         if self.settings.drafter == "none":
             return 0
         return min(2 * self.settings.max_running, TEXTS // (4 * self.max_model_len))
 
     @property
     def working(self) -> int:
-        """Return the memory of the largest step, and what sequences have next to KV."""
+        """Return the memory of the largest step, and of sequences apart from KV."""
         return (
             self.settings.max_rows * self.needs.per_row
             + sampled_rows(self.settings.max_running) * self.needs.per_logits
@@ -145,25 +147,25 @@ class MemoryPlan(NamedTuple):
 
     @property
     def trains_nothing(self) -> bool:
-        """Return True if `drafter_training_mb` holds not even the shortest pack."""
+        """Return True if `drafter_training_mb` is too small for even the shortest pack."""
         shape, asked = self.needs.training, self.settings.drafter_training_mb
         return bool(shape and asked and not shape.slots_in(asked * MIB))
 
     @property
     def state_slots(self) -> int:
-        """Return the rows of the ring of captured states: those of two steps."""
+        """Return the rows of the ring of captured states: two steps' worth."""
         if not self.needs.per_state:
             return 0
         return 2 * (self.settings.max_rows + max(MAX_VERIFIED, self.settings.max_running))
 
     @property
     def named(self) -> bool:
-        """Return True if a setting names the size of KV."""
+        """Return True if a setting fixes the size of the KV."""
         return bool(self.settings.pages or self.settings.kv_memory_mb)
 
     @property
     def unused(self) -> int:
-        """Return the memory that `memory_fraction` leaves alone."""
+        """Return the memory that `memory_fraction` keeps free."""
         return 0 if self.named else math.ceil(self.total * (1 - self.settings.memory_fraction))
 
     @property
@@ -173,31 +175,33 @@ class MemoryPlan(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Pages that `kv_memory_mb` holds."""
+        """Pages that fit in `kv_memory_mb`."""
         return (self.settings.kv_memory_mb or 0) * MIB // self.needs.per_page
 
     @property
     def too_few(self) -> bool:
-        """Return True if `kv_memory_mb` holds no sequence; `pages` may allow a shorter one."""
+        """Return True if `kv_memory_mb` is too small for a full sequence; `pages` may allow a
+        shorter one.
+        """
         return bool(
             self.settings.kv_memory_mb and not self.settings.pages and self.held < self.least
         )
 
     @property
     def wanted(self) -> int:
-        """Pages without which there is no start."""
+        """Pages that a start requires at least."""
         if self.settings.pages:
             return self.settings.pages
         return min(self.held, self.most) if self.settings.kv_memory_mb else self.least
 
     @property
     def most(self) -> int:
-        """Pages that could be in use at once."""
+        """Pages that could be in use at once, at most."""
         return self.least * self.settings.max_running
 
     @property
     def short(self) -> int:
-        """Return the missing bytes; none are missing where it is not above 0."""
+        """Return the missing bytes; 0 or negative if the plan fits."""
         return self.wanted * self.needs.per_page - self.room
 
     @property
@@ -212,24 +216,24 @@ class MemoryPlan(NamedTuple):
 
     @property
     def kv(self) -> int:
-        """Return the memory of the pages."""
+        """Return the memory of the KV pages."""
         return self.pages * self.needs.per_page
 
     def changed(self, name: str, value: Any) -> MemoryPlan:
-        """Return the plan with another setting, or another field of it."""
+        """Return the plan with another value of a setting or field."""
         if name in self._fields:
             return self._replace(**{name: value})
         return self._replace(settings=replace(self.settings, **{name: value}))
 
     @property
     def halved(self) -> MemoryPlan:
-        """Return the plan of a model in half of its precision."""
+        """Return the plan with the model at half its precision."""
         half = self.needs.weights // 2
         needs = self.needs._replace(weights=half, per_page=self.needs.per_page // 2)
         return self.changed("dtype", "bfloat16")._replace(needs=needs, free=self.free + half)
 
     def widened(self, wider: Wider) -> MemoryPlan:
-        """Return the plan of a rank at a larger width, on GPUs with as much free memory."""
+        """Return the plan of a rank at a larger width, with the same free memory per GPU."""
         free = self.free + self.needs.loaded - wider.needs.loaded
         return self._replace(settings=wider.settings, needs=wider.needs, free=free)
 

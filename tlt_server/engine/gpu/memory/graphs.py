@@ -1,11 +1,11 @@
 """The pool of captured CUDA graphs: capture, account, replay, and nothing else.
 
-A key names static shapes; what is captured reads and writes the same buffers each time. Graphs
-share one memory pool, so their intermediates overlap: only one may run at a time, and keys are
-captured from the largest to the smallest. At start, keys are captured without a run, which takes
-half the time. Later, a key that was not captured runs launch by launch, and is recorded after its
-first run if it is worth keeping and the memory set aside for graphs lasts; when that ends, one line
-on stderr says so.
+A key names static shapes; a graph reads and writes the same buffers at each replay. Graphs share
+one memory pool, so their intermediates overlap: only one may run at a time, and keys are captured
+from the largest to the smallest. At start, keys are captured without a run, which takes half the
+time. Later, a key without a graph runs launch by launch and is captured after its first run, if it
+is worth keeping and the memory set aside for graphs lasts. When that memory is used up, one line on
+stderr says so.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class GraphPool:
         quiet: Callable[[], bool] = lambda: True,
         drain: Callable[[torch.cuda.Stream], None] = synchronize,
     ) -> None:
-        """Capture nothing without a stream, nor while it is not `quiet`: recording waits for all
-        that the GPU does. `drain`: waits for the stream, or raises where that would have no end.
+        """`stream`: None captures nothing. `quiet`: capture only while this returns True, because a
+        capture waits for all of the GPU's work. `drain`: waits for the stream, with a bound.
         """
         self._stream, self._most_bytes, self._quiet = stream, most_bytes, quiet
         self._drain = drain
@@ -57,8 +57,8 @@ class GraphPool:
         return key in self._graphs
 
     def run(self, key: Hashable, work: Callable[[], None], *, keep: bool) -> None:
-        """Replay the key, or do its work launch by launch and, to `keep` it, record it for the next
-        time.
+        """Replay the key. Without a graph, run its work launch by launch and, if `keep`, capture it
+        for the next time.
         """
         graph = self._graphs.get(key)
         if graph is not None:
@@ -70,24 +70,24 @@ class GraphPool:
             self._record(key, work, started)
 
     def record(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Record the key without a run of it, if it is not recorded yet. All of its kernels must be
-        loaded. After an error of `work` it is not recorded.
+        """Capture the key without running it, unless it has a graph. All of its kernels must be
+        loaded. If `work` fails, nothing is captured.
         """
         if self.open and key not in self:
             self._record(key, work, time.perf_counter())
 
     @property
     def quiet(self) -> bool:
-        """Return True if the whole device may be waited for."""
+        """Return True if the pool may wait for the whole device."""
         return self._quiet()
 
     @property
     def open(self) -> bool:
-        """Return True if anything may be recorded now."""
+        """Return True if anything may be captured now."""
         return self._stream is not None and not self._full and self._quiet()
 
     def _record(self, key: Hashable, work: Callable[[], None], started_s: float) -> None:
-        """Record the key, which executes nothing."""
+        """Capture the key; a capture executes nothing."""
         assert self._stream is not None
         self._drain(self._stream)
         torch.cuda.empty_cache()  # memory that runs have left is no part of the graph
@@ -123,7 +123,7 @@ class GraphPool:
             )
 
     def end(self, why: str, remedy: str) -> None:
-        """Record nothing more until `clear`, and say so once."""
+        """Capture nothing more until `clear`, and report that once."""
         if self._full:
             return
         self._full = True
@@ -134,7 +134,7 @@ class GraphPool:
         )
 
     def clear(self) -> None:
-        """Forget every graph and give its memory back, because addresses are about to change."""
+        """Drop every graph and free its memory, because addresses are about to change."""
         if self._stream is not None:
             self._drain(self._stream)
             self._pool = torch.cuda.graph_pool_handle()
@@ -151,18 +151,18 @@ class GraphPool:
 
     @property
     def records(self) -> bool:
-        """Return True if a step that lacks its graph would record it."""
+        """Return True if a step without a graph would capture one."""
         return self.captures and not self._full and self._quiet()
 
     @property
     def record_s(self) -> float:
-        """Return the time that recording a graph takes, run included."""
+        """Return the seconds that capturing a graph takes, its run included."""
         return sum(self.seconds.values()) / len(self.seconds) if self.seconds else RECORD_S
 
     @property
     def spare(self) -> bool:
-        """Return True if graphs that no step has asked for may be recorded now. They end at half of
-        the memory.
+        """Return True if graphs that no step has needed yet may be captured now. They may use half
+        of the memory.
         """
         return self.open and 2 * self.total_bytes < self._most_bytes
 

@@ -1,5 +1,5 @@
-"""The KV on the device, from its allocation on: the target's pages, what a drafter with a network
-keeps next to them, and captured states and adapters, where there are any.
+"""The KV on the device: the target's pages, the KV of a drafter with a network, and captured states
+and adapters if there are any.
 
 Legend: P pages, H hidden.
 """
@@ -49,13 +49,15 @@ class GpuKV:
         return self.draft.page_hint_PH if self.draft else None
 
     def save(self, pages: list[int]) -> object:
-        """Copy pages after the step in flight, which may still write there."""
+        """Copy pages after the step in flight, which may still write to them."""
         with torch.cuda.stream(self.stream):
             hints = self.draft.page_hint_PH[pages].cpu() if self.draft else None
             return [cache.save(pages) for cache in self.caches], hints
 
     def restore(self, saved: tuple[list[SavedPages], Tensor | None], pages: list[int]) -> None:
-        """Write pages between the step in flight, which may still write there, and the next."""
+        """Write pages between the step in flight, which may still write to them, and the next
+        step.
+        """
         kept, hints = saved
         with torch.cuda.stream(self.stream):
             for cache, pieces in zip(self.caches, kept, strict=True):

@@ -1,8 +1,8 @@
-"""The messages for too little GPU memory: a budget whose rows add up to more than there is, and the
-settings that make a row smaller, or a width that gives each GPU a smaller part.
+"""The messages for too little GPU memory: a budget whose rows exceed the memory, with the settings
+that shrink a row, or a width that gives each GPU a smaller part.
 
-A setting's value is offered only if the plan fits with it alone. Called by the device before it
-allocates and when the allocator fails, and by `tlt doctor`.
+A setting's value is offered only if that change alone makes the plan fit. Called by the device
+before it allocates and when the allocator fails, and by `tlt doctor`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Row(NamedTuple):
 
 
 def budget(plan: MemoryPlan) -> list[Row]:
-    """Return what takes the GPU's memory: bytes that add up to what it has and what it lacks. With
-    fewer rows or sequences exchanges would take less, which is not counted.
+    """Return the rows of the GPU's memory budget; they add up to the GPU's memory plus the
+    shortage. The saving of smaller exchanges is not counted.
     """
     settings, needs, page = plan.settings, plan.needs, plan.settings.page_size
     pages, kv_mb = settings.pages or 0, 0 if settings.pages else settings.kv_memory_mb or 0
@@ -81,8 +81,8 @@ def budget(plan: MemoryPlan) -> list[Row]:
 
 
 def check_plan(plan: MemoryPlan, wider: Callable[[], Sequence[Wider]] = tuple) -> None:
-    """Raise `StartupError` when not even one sequence would fit, or not what was asked for.
-    `wider`: asked for larger widths then.
+    """Raise `StartupError` if one full sequence, or the requested KV, would not fit. `wider`:
+    called in that case, for larger widths.
     """
     if plan.fits:
         return
@@ -103,8 +103,8 @@ def check_plan(plan: MemoryPlan, wider: Callable[[], Sequence[Wider]] = tuple) -
 
 
 def _remedies(plan: MemoryPlan, rows: Sequence[Row], wider: Sequence[Wider]) -> list[str]:
-    """Return each row's mildest value with which all fits, and the smallest such width; else what
-    makes room together.
+    """Return the mildest value of each row with which everything fits, and the smallest such width;
+    else a combination that makes room.
     """
     found, names = list[str](), list[str]()
     for row in (row for row in rows if row.values):
@@ -126,14 +126,16 @@ def _remedies(plan: MemoryPlan, rows: Sequence[Row], wider: Sequence[Wider]) -> 
 
 
 def _smallest(plan: MemoryPlan) -> MemoryPlan:
-    """Return the plan with every row's value that frees most."""
+    """Return the plan with the value of each row that frees most."""
     for row in budget(plan):
         plan = plan.changed(row.setting, row.values[0]) if row.values else plan
     return plan
 
 
 def widen(now: DecidedSettings, wider: DecidedSettings) -> str:
-    """Name a larger width. Leaves change only where there would be fewer than ranks."""
+    """Name a larger width. It changes the reduction segments only if there would be fewer segments
+    than ranks.
+    """
     leaves = " and reduction_leaves" if now.reduction_leaves != wider.reduction_leaves else ""
     ranks = wider.tensor_parallel
     return f"set tensor_parallel{leaves} to {ranks}, on {ranks} GPUs"
@@ -142,8 +144,8 @@ def widen(now: DecidedSettings, wider: DecidedSettings) -> str:
 def exhausted(
     plan: MemoryPlan | None, what: str, message: str, *, free: int, total: int, wider: str = ""
 ) -> str:
-    """Describe memory that ran out where it was planned to suffice; `plan`: of KV, if it was made;
-    `message`: the allocator's; `wider`: the next width as `widen` names it, if there is one.
+    """Describe an allocation failure in spite of a sufficient plan. `plan`: of the KV, once made.
+    `message`: the allocator's. `wider`: the next width as `widen` names it, if there is one.
     """
     remedies = [SMALLER]
     if plan:
@@ -158,7 +160,7 @@ def exhausted(
 
 
 def shortage(message: str, *, free: int, total: int) -> str:
-    """Describe what the allocator lacked, by its message."""
+    """Describe the shortage by the allocator's message."""
     asked = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", message)
     more = f"{asked[1]} more were asked for and " if asked else ""
     return f"{more}{size(free)} of its {size(total)} are free"

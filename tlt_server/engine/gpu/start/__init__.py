@@ -1,1 +1,1 @@
-"""The start of a GPU engine: kernels compiled and loaded, passes made and recorded."""
+"""The start of a GPU engine: compiles and loads kernels, makes and captures passes."""

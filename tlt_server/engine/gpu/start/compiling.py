@@ -1,8 +1,8 @@
-"""Compiles kernels in parallel while the engine loads weights, so that its own launches find them
-in Triton's cache.
+"""Compiles kernels in parallel while the engine loads weights, so that the engine finds them in
+Triton's cache.
 
-The work is that of another process, `tlt_kernels.gpu.compiler`. Nothing depends on it: what it does
-not compile, the engine compiles when it launches it.
+The process `tlt_kernels.gpu.compiler` does the work. Nothing depends on it: the engine compiles
+missing kernels when it launches them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SILENT_S = 120.0  # without a kernel done, the process is given up
 
 
 def worker_count() -> int:
-    """Return the processes that this machine has cores and memory for."""
+    """Return the number of processes that the machine's cores and memory allow."""
     return max(1, min(available_processors(), host_memory().available // WORKER_BYTES, MAX_WORKERS))
 
 
 class Compiled(NamedTuple):
-    """The work of a compiler that has ended."""
+    """The result of a compiler that has ended."""
 
     done: int
     why: str  # not all are compiled; empty: all are
@@ -51,7 +51,7 @@ class ParallelCompiler:
         command: Sequence[str] = COMMAND,
     ) -> None:
         """Start a process that compiles for `target` (backend, capability, threads of a warp).
-        Without variants it gets ready and waits for them. `niceness`: the least it has.
+        Without variants it initializes and waits for them. `niceness`: its minimum.
         """
         self._target, self._count = target, len(variants or ())
         file = None
@@ -70,7 +70,7 @@ class ParallelCompiler:
         )
 
     def compile(self, variants: Sequence[Variant]) -> None:
-        """Send the variants that it waits for."""
+        """Send the variants to a process that waits for them."""
         self._count = len(variants)
         stdin = self._process.stdin
         assert stdin is not None, "it was started with its variants"
@@ -81,8 +81,8 @@ class ParallelCompiler:
             pass  # it has ended, which `wait` reports
 
     def wait(self, on_progress: Callable[[int, int], None], silent_s: float = SILENT_S) -> int:
-        """Return how many are compiled, when no more will be. What is missing is one line on
-        stderr.
+        """Wait for the end and return the number of compiled variants. Missing ones are reported in
+        one line on stderr.
         """
         compiled, why, _ = self.end(on_progress, silent_s)
         if why:
@@ -94,7 +94,7 @@ class ParallelCompiler:
         return compiled
 
     def end(self, on_progress: Callable[[int, int], None], silent_s: float = SILENT_S) -> Compiled:
-        """Return what is compiled, when no more will be."""
+        """Wait for the end and return the compiled variants."""
         errors: dict[int, str] = {}
         new = 0
         for index, error, compiled in self._lines(silent_s):
@@ -109,13 +109,13 @@ class ParallelCompiler:
         return Compiled(done, why[:200], new)
 
     def stop(self) -> None:
-        """Kill the process and its workers, which ends a wait for it."""
+        """Kill the process and its workers; a wait for it then ends."""
         if self._process.poll() is None:
             with suppress(ProcessLookupError):  # it has ended since
                 os.killpg(self._process.pid, 9)
 
     def _lines(self, silent_s: float) -> Iterator[tuple[int, str, bool]]:
-        """Yield what the process reports, until it has ended or is silent for too long."""
+        """Yield the process's reports until it ends or is silent for too long."""
         stdout = self._process.stdout
         assert stdout is not None
         rest = b""

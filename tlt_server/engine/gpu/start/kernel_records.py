@@ -1,8 +1,8 @@
-"""Records of the kernels that starts needed, in a folder of Triton's cache: with one, the next
+"""Records of the kernels that starts needed, in a folder of Triton's cache: with a record, the next
 start of the same engine knows what to compile before it has loaded anything.
 
-A record is named by all that its list depends on. It never decides what a kernel computes: Triton
-finds its entries by their own keys, and compiles what it does not find.
+A record's name is a digest of everything that its list depends on. It never decides what a kernel
+computes: Triton finds its entries by their own keys and compiles missing ones.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class KernelRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def entry_name(digest: str) -> str:
-    """Return the name of the directory of Triton's cache that has the kernel of this hash."""
+    """Return the directory name, in Triton's cache, of the kernel with this hash."""
     return base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
 
 
 def record_name(toolchain: Mapping[str, str], engine: str) -> str:
-    """Return the name of the file."""
+    """Return the record's file name."""
     content = msgspec.json.encode([sorted(toolchain.items()), engine])
     return f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.json"
 
@@ -75,7 +75,7 @@ def cache_directory() -> Path:
 
 
 def toolchain() -> dict[str, str]:
-    """Return all that compiled kernels depend on, in the words of a message."""
+    """Return the versions and devices that compiled kernels depend on, as in error messages."""
     import torch
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -100,7 +100,7 @@ def _digest(text: str) -> str:
 
 
 def read_record(cache: Path, name: str) -> KernelRecord | None:
-    """Return a record; None where there is none. One that is damaged is named, and not used."""
+    """Return a record, or None. A damaged record is reported and not used."""
     path = cache / FOLDER / name
     if not path.exists():
         return None
@@ -108,7 +108,7 @@ def read_record(cache: Path, name: str) -> KernelRecord | None:
         with path.open("rb") as file:
             record = msgspec.json.decode(file.read(MAX_BYTES), type=KernelRecord)
         if record.name != name:
-            raise ValueError(f"it is a record for {record.name}")
+            raise ValueError(f"the file holds the record {record.name}")
     except (OSError, ValueError, RecursionError) as error:
         print(f"tlt: {path} is not used, and made again: {error}", file=sys.stderr)
         return None
@@ -116,14 +116,14 @@ def read_record(cache: Path, name: str) -> KernelRecord | None:
 
 
 def records(cache: Path) -> Iterator[KernelRecord]:
-    """Yield the records of a cache that can be read."""
+    """Yield the readable records of a cache."""
     for path in sorted((cache / FOLDER).glob("*.json")):
         if record := read_record(cache, path.name):
             yield record
 
 
 def write_record(cache: Path, record: KernelRecord) -> None:
-    """Write a record at once. A full disk costs the record, not the engine."""
+    """Write a record atomically. On a full disk only the record is lost."""
     path = cache / FOLDER / record.name
     draft = path.with_suffix(f".new{os.getpid()}")
     try:
@@ -136,7 +136,7 @@ def write_record(cache: Path, record: KernelRecord) -> None:
 
 
 def extend_record(cache: Path, name: str, found: Mapping[Variant, str]) -> None:
-    """Add kernels to a record, if there is one and it has room. `found`: the hash of each."""
+    """Add kernels to a record, if it exists and has room. `found`: the hash of each."""
     record = read_record(cache, name)
     if record is None:
         return
@@ -154,7 +154,7 @@ def _recorded_kernels(found: Mapping[Variant, str]) -> list[RecordedKernel]:
 def recorded(
     cache: Path, known: KernelRecord | None, toolchain: Mapping[str, str], engine: str
 ) -> Iterator[None]:
-    """Record what is known and the kernels that the block loads, if there is news. Only the first
+    """Record the known kernels and those that the block loads, if they are new. Only the first
     start of a process is recorded.
     """
     from tlt_kernels.gpu.variants import loaded

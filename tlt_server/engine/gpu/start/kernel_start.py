@@ -1,8 +1,8 @@
-"""The kernels of one start: compiled ahead and loaded, in parallel with the load of the weights
-where a record says which, else once a rehearsal has listed them.
+"""The kernels of one start, compiled ahead and loaded: in parallel with the weights if a record
+lists them, else after a rehearsal has listed them.
 
-A start that finds all of them in Triton's cache compiles nothing and rehearses nothing. When a step
-is captured, all of its kernels are loaded.
+A start that finds all of them in Triton's cache compiles and rehearses nothing. All kernels of a
+step are loaded before the step is captured.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _starts = count()  # starts of this process
 
 class KernelStart:
     def __init__(self, engine: str) -> None:
-        """`engine`: see `engine_digest`. Starts to compile or load, or to get ready for it."""
+        """Start to compile or load; without a record, initialize the compiler. `engine`: see
+        `engine_digest`.
+        """
         self._engine, self._toolchain, self._cache = engine, toolchain(), cache_directory()
         self._known = read_record(self._cache, record_name(self._toolchain, engine))
         self.compiled = 0
@@ -64,7 +66,7 @@ class KernelStart:
     def load(
         self, rehearse: Callable[[], list[Variant]], on_progress: Callable[[int, int], None]
     ) -> None:
-        """Return when every kernel is loaded; `rehearse` lists them where no record does."""
+        """Load every kernel; `rehearse` lists them if no record does."""
         if self._loading is not None:
             self._loading.result()
             return
@@ -79,28 +81,28 @@ class KernelStart:
         load_all(variants)
 
     def compiler(self, variants: Sequence[Variant]) -> ParallelCompiler:
-        """Start to compile these next to an engine that serves, with half of the processes, which
-        let it run first.
+        """Start to compile these while the engine serves, with half of the processes at low
+        priority.
         """
         workers = max(1, worker_count() // 2)
         return ParallelCompiler(self._target, variants, workers=workers, niceness=NICENESS)
 
     def remember(self, found: Mapping[Variant, str]) -> None:
-        """Let the next start of this engine load these, too, without a wait for the disk. `found`:
-        as `variants.loaded` does.
+        """Record these kernels for the next start of this engine, without waiting for the disk.
+        `found`: as `variants.loaded` returns them.
         """
         name = record_name(self._toolchain, self._engine)
         self._writer.submit(extend_record, self._cache, name, found)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record what the block loads, for the next start."""
+        """Record the kernels that the block loads, for the next start."""
         with recorded(self._cache, self._known, self._toolchain, self._engine):
             yield
 
 
 def _on_gpu_of_process() -> Callable[[], None]:
-    """Return what a thread begins with: by itself it computes on the first GPU."""
+    """Return the initializer of a thread, whose default GPU would be the first."""
     if not torch.cuda.is_available():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -111,8 +113,8 @@ def _variants(record: KernelRecord) -> list[Variant]:
 
 
 def load_all(variants: Sequence[Variant]) -> None:
-    """Load these kernels. One that cannot be loaded is left to its first launch; how many there are
-    is one line on stderr.
+    """Load these kernels. A kernel that cannot be loaded is left to its first launch; one line on
+    stderr counts these.
     """
     errors = []
     for variant in variants:
@@ -129,8 +131,8 @@ def load_all(variants: Sequence[Variant]) -> None:
 
 
 def engine_digest(settings: DecidedSettings, config: ModelConfig) -> str:
-    """Return a digest of all that decides which kernels an engine needs, apart from the
-    toolchain.
+    """Return a digest of everything, apart from the toolchain, that decides which kernels an engine
+    needs.
     """
     directory = settings.drafter_directory
     drafter = (Path(directory) / "config.json").read_bytes() if directory else b""

@@ -1,5 +1,5 @@
-"""Makes what a rank has on its GPU: KV, state, drafters and passes. Rank 0's device and the further
-ranks use the same one, so their passes have the same shapes.
+"""Makes a rank's objects on its GPU: KV, state, drafters and passes. Rank 0's device and the worker
+ranks share this code, so their passes have the same shapes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GpuMaker:
         return cls(settings, device, placement, sizes, stream)
 
     def shared(self, agreement: Agreement) -> GpuMaker:
-        """Return one whose targets add up with the other ranks in their layers."""
+        """Return a maker whose targets sum their layers over the ranks."""
         placement = replace(self.placement, sums=RankSums(agreement.peers))
         return replace(self, placement=placement, agreement=agreement)
 
@@ -190,7 +190,7 @@ class GpuMaker:
         on_compiled: Callable[[], None] = lambda: None,
     ) -> None:
         """Load every kernel that a step or a push launches, and capture the steps of these keys.
-        `on_compiled`: called before they are captured.
+        `on_compiled`: called before the capture.
         """
         if kernels is not None:
             prepare(runner, kernels, networks, keys, on_progress, on_compiled=on_compiled)
@@ -207,12 +207,14 @@ class GpuMaker:
 
 
 def own_config(network: DrafterNetwork) -> ModelConfig:
-    """Return the shape of this rank's part of a drafter's layer: the whole where none is shared."""
+    """Return the shape of this rank's part of a drafter's layer; the whole layer if it is not
+    sharded.
+    """
     return network.part.layer if network.part else network.config
 
 
 class Lent:
-    """All that a sleep gives back, and the graphs recorded over it."""
+    """Everything that a sleep frees, and the graphs captured over it."""
 
     def __init__(self, passes: Passes, kv: GpuKV) -> None:
         state = passes.state

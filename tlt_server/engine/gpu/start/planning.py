@@ -1,7 +1,7 @@
 """The memory of a start on a GPU, from networks without storage: known before anything is loaded.
 
-`CudaDevice` asks before it reads weights and again before it allocates KV, `tlt doctor` instead of
-a start.
+`CudaDevice` calls this before it reads weights and again before it allocates KV; `tlt doctor` calls
+it without a start.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def placement_on(device: torch.device, settings: DecidedSettings) -> Placement:
 def empty_networks(
     settings: DecidedSettings, config: ModelConfig, placement: Placement, split: Split
 ) -> tuple[GpuDecoder, DrafterNetwork | None]:
-    """Return a rank's target and drafter, not filled."""
+    """Return a rank's target and drafter, without values."""
     directory = settings.drafter_directory
     if directory is None:
         return shards(config, placement, (), split), None
@@ -79,8 +79,8 @@ def window_sizes(settings: DecidedSettings, config: ModelConfig, shapes: Shapes)
 
 
 def exchange_bytes(settings: DecidedSettings, config: ModelConfig, shapes: Shapes) -> int:
-    """Return the memory of a rank's window; a target on one GPU has none. Where NCCL gathers, its
-    own buffers take the place of landings, and are not counted.
+    """Return the memory of a rank's window; 0 on one GPU. NCCL's own buffers replace the landing
+    areas and are not counted.
     """
     alone = settings.tensor_parallel == 1
     return 0 if alone else window_bytes(window_sizes(settings, config, shapes))
@@ -89,7 +89,7 @@ def exchange_bytes(settings: DecidedSettings, config: ModelConfig, shapes: Shape
 def needs_of(
     settings: DecidedSettings, shapes: Shapes, target: GpuDecoder, drafter: DrafterNetwork | None
 ) -> Needs:
-    """Return what a rank needs with these settings for these networks."""
+    """Return the needs of a rank with these settings and networks."""
     networks: list[GpuDecoder | DrafterNetwork] = [target, *([drafter] if drafter else [])]
     stored = [each for network in networks for each in network.parameters().values()]
     values = sum(tensors_of(each)[0].numel() for each in stored)
@@ -100,7 +100,7 @@ def needs_of(
 
 
 def needs_at(settings: DecidedSettings, config: ModelConfig, shapes: Shapes) -> Needs:
-    """Return what a rank would need with these settings, whose width may be another."""
+    """Return the needs of a rank with these settings, which may name another width."""
     nowhere = placement_on(torch.device("meta"), settings)
     split = gpu_split(settings, config)
     return needs_of(settings, shapes, *empty_networks(settings, config, nowhere, split))
@@ -115,8 +115,8 @@ def needs_wider(settings: DecidedSettings, config: ModelConfig, shapes: Shapes) 
 def plan_start(
     settings: DecidedSettings, config: ModelConfig, shapes: Shapes, free: int, total: int
 ) -> MemoryPlan:
-    """Return the plan of a start with so much memory; `StartupError` where it does not fit.
-    `config`: of the whole target, whose positions are those that are served.
+    """Return the plan of a start with this memory. Raises `StartupError` if it does not fit.
+    `config`: of the whole target.
     """
     needs = needs_at(settings, config, shapes)
     plan = MemoryPlan(settings, needs, config.max_position, free - needs.loaded, total)

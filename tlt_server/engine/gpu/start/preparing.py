@@ -1,6 +1,6 @@
-"""Prepares the steps that requests may bring: a rehearsal lists the kernels that they launch, and
-when these are loaded the steps are captured, without a run of them. So ranks need not agree, and a
-failure of one leaves no other waiting.
+"""Prepares the steps that requests may need: a rehearsal lists the kernels that they launch; once
+these are loaded, the steps are captured without a run. So ranks need not agree, and a failing rank
+leaves no other waiting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Keys = list[Key]
 
 
 class StepRunner(Protocol):
-    """A launcher of steps on one GPU: the runner of rank 0, or a further rank."""
+    """A launcher of steps on one GPU: rank 0's runner, or a worker rank."""
 
     @property
     def passes(self) -> Passes: ...
@@ -40,7 +40,7 @@ class StepRunner(Protocol):
         """Let the block launch passes of dead rows, while no request runs."""
 
     def rehearse(self) -> None:
-        """Launch what follows steps."""
+        """Launch the work that follows steps."""
 
 
 def prepare(
@@ -53,7 +53,7 @@ def prepare(
     on_compiled: Callable[[], None] = lambda: None,
 ) -> None:
     """Load the kernels of these steps and of pushes to these networks, and capture the steps.
-    `on_compiled`: called between the two.
+    `on_compiled`: called in between.
     """
     networks = [*networks]
 
@@ -78,7 +78,7 @@ def load_exchange(networks: Iterable[object]) -> None:
 
 
 def rehearse(runner: StepRunner, keys: Keys) -> None:
-    """Launch all that steps of these keys launch, once, and capture nothing."""
+    """Launch everything that steps of these keys launch, once, without a capture."""
     with runner.at_rest():
         for rehearsed in rehearsals(keys):
             _rehearse(runner.passes, rehearsed)
@@ -97,7 +97,7 @@ def rehearsals(keys: Keys) -> Iterator[Rehearsed]:
 
 @contextmanager
 def _refusing(kernel: str = "") -> Iterator[None]:
-    """Refuse a policy for which the GPU has no room, or whose kernel cannot be loaded."""
+    """Refuse a policy if the GPU has no room for it or a kernel of it cannot be loaded."""
     try:
         yield
     except Exception as error:
@@ -115,8 +115,8 @@ def _refusing(kernel: str = "") -> Iterator[None]:
 
 
 class KernelList:
-    """The kernels of a policy that one rank has not loaded, in the order of their passes. What they
-    lack is `Unavailable`.
+    """The kernels of a policy that one rank has not loaded, in the order of their passes. Failures
+    raise `Unavailable`.
     """
 
     def __init__(self, passes: Passes) -> None:
@@ -126,11 +126,13 @@ class KernelList:
 
     @property
     def left(self) -> int:
-        """Return how many are not loaded yet."""
+        """Return the number of kernels that are not loaded yet."""
         return len(self._unloaded)
 
     def add(self, rehearsed: Rehearsed) -> None:
-        """List what these passes lack. No kernel of ours is launched, so requests may run."""
+        """List the unloaded kernels of these passes. It launches none of our kernels, so requests
+        may run.
+        """
         with _refusing(), torch.inference_mode(), torch.cuda.stream(self._passes.stream):
             with listed() as found:
                 _rehearse(self._passes, rehearsed)
@@ -138,20 +140,20 @@ class KernelList:
         self.found |= found
 
     def load(self, count: int, *, last: bool) -> None:
-        """Load the next ones, at `last` all that is left."""
+        """Load the next `count` kernels; with `last`, all the rest."""
         for _ in range(self.left if last else min(count, self.left)):
             variant = self._unloaded.popleft()
             with _refusing(variant.kernel):
                 load(variant)
 
     def drop(self) -> None:
-        """Give back the buffers that listing has made."""
+        """Free the buffers of the listing."""
         self._passes.drop(self._passes.made - self._before)
 
 
 def capture(runner: StepRunner, keys: Keys, on_key: Callable[[int, int], None]) -> None:
-    """Capture the steps of these keys, in this order; `on_key(done, of)` follows each. Kernels of
-    ours are loaded; libraries of others get ready in a run of each key.
+    """Capture the steps of these keys, in order, and call `on_key(done, of)` after each. Our
+    kernels are loaded; vendor libraries initialize in a run of each key.
     """
     passes = runner.passes
     with runner.at_rest():
@@ -169,8 +171,8 @@ def capture(runner: StepRunner, keys: Keys, on_key: Callable[[int, int], None]) 
 
 
 def record(passes: Passes, key: DraftKey | ExtendKey) -> None:
-    """Capture a key between two steps, while no request runs if that takes a run. Where memory does
-    not last, this rank captures nothing more, which costs others nothing.
+    """Capture a key between two steps; if that needs a run, no request may run. When memory runs
+    out, only this rank stops capturing.
     """
     try:
         if passes.run_first:
@@ -184,7 +186,7 @@ def record(passes: Passes, key: DraftKey | ExtendKey) -> None:
 
 
 def _capture_later(passes: Passes, key: DraftKey | ExtendKey) -> None:
-    """Capture a key once what a step of it launches is loaded."""
+    """Capture a key after everything that a step of it launches is loaded."""
     with listed() as found:
         _launch(passes, key)
     for variant in found:
@@ -201,7 +203,7 @@ def _capture(passes: Passes, key: DraftKey | ExtendKey) -> None:
 
 
 def _launch(passes: Passes, key: DraftKey | ExtendKey) -> None:
-    """Launch a key's pass, and what its steps launch next to it."""
+    """Launch a key's pass and its step's other launches."""
     part = passes.of(key)
     if isinstance(part, Extend) and not part.key.plain:
         part.select(None)
@@ -213,7 +215,7 @@ def _launch(passes: Passes, key: DraftKey | ExtendKey) -> None:
 
 
 def _rehearse(passes: Passes, rehearsed: Rehearsed) -> None:
-    """Launch all that steps of these passes launch."""
+    """Launch everything that steps of these passes launch."""
     if rehearsed.draft is None:
         for key in rehearsed.extends:
             _launch(passes, key)

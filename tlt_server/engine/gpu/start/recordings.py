@@ -1,8 +1,9 @@
-"""Strategies whose graphs are recorded, and the time that the others would have saved.
+"""Captured strategies, and the time that the others would have saved.
 
-A policy asks before each step. What a strategy without its graphs would have saved adds up, per
-graph; once it exceeds the time of recording, a step records them, so waiting and recording together
-lose at most twice that time. Idle time records first what would have saved most.
+A policy asks before each step. The time that a strategy without graphs would have saved adds up,
+per graph; once it exceeds the time of a capture, a step captures them, so waiting and capturing
+together lose at most twice that time. Idle time first captures the graphs that would have saved
+most.
 """
 
 from __future__ import annotations
@@ -79,13 +80,13 @@ class GraphRecordings:
         return graphs.records and least_s >= graphs.record_s * sum(map(self._lacking, lacking))
 
     def wanted(self) -> Iterator[Key]:
-        """Yield the keys that would have saved time, most of it first."""
+        """Yield the keys that would have saved time, the largest saving first."""
         for key in sorted(self._saved_s, key=lambda key: -self._saved_s[key]):
             if self._lacking(key):
                 yield key
 
     def _lacking(self, key: Key | None) -> int:
-        """Return how many graphs of the key are not recorded and would be."""
+        """Return the number of graphs that the key needs and lacks."""
         if key is None or (isinstance(key, ExtendKey) and not self._shapes.keeps(key)):
             return 0
         return unrecorded(key, self._graphs)

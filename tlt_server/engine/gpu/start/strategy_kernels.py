@@ -1,9 +1,9 @@
-"""Prepares the kernels and graphs of a policy's strategies while another policy is in force.
+"""Prepares the kernels and graphs of a policy's strategies while another policy is active.
 
-Between two steps a rehearsal lists what the passes launch and is not loaded. Other processes
-compile it while steps go on, then it is loaded, again between steps. All ranks list and load in
-parts of the same size, and the next part waits until the others have done theirs. At last, graphs
-are recorded, one between two steps, unless the policy waits for graphs by itself.
+Between two steps a rehearsal lists the kernels that are not loaded. Other processes compile them
+while steps continue, then they are loaded, again between steps. All ranks list and load in parts of
+the same size, and the next part waits for all ranks. Finally graphs are captured, one between two
+steps, unless the policy itself waits for graphs.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Kernels(Protocol):
 
 
 class StrategyKernels:
-    """The passes whose kernels are loaded. A call returns how to prepare a policy's others, and its
-    graphs; None where it lacks none.
+    """The passes whose kernels are loaded. A call returns the preparation of a policy's missing
+    kernels and graphs; None if nothing is missing.
     """
 
     def __init__(self, runner: Preparing, kernels: Kernels, at_start: Keys) -> None:
@@ -89,8 +89,8 @@ class StrategyKernels:
 
 
 def decided(reach: Reach, requests: range, *, prompts: bool) -> Iterator[Strategy]:
-    """Yield the strategies of a policy for those numbers of requests at which it has one way to
-    draft at most. Where it has more, it may choose those whose graphs are recorded.
+    """Yield the strategies of a policy for each number of requests at which it has at most one
+    choice. A policy with more choices may pick those with graphs.
     """
     for count in requests:
         found = set[Strategy]()
@@ -103,7 +103,7 @@ def decided(reach: Reach, requests: range, *, prompts: bool) -> Iterator[Strateg
 
 
 class KernelPreparation:
-    """The kernels and graphs of one policy, from the list to the last one recorded."""
+    """The kernels and graphs of one policy, from the list to the last capture."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class KernelPreparation:
 
     @property
     def stage(self) -> str:
-        """Describe what is under way."""
+        """Describe the current stage."""
         of, found = len(self._lacking), len(self._kernels.found)
         if self._rehearsed < of:
             return f"{self._rehearsed} of {of} passes are rehearsed"
@@ -139,8 +139,8 @@ class KernelPreparation:
         return f"{loaded}, and {self._recorded} graphs recorded"
 
     def advance(self) -> bool:
-        """Do a part between two steps. Return whether all of it is done. `Unavailable` where a
-        kernel cannot be compiled, or the GPU has no room for it.
+        """Do one part between two steps and return whether all is done. Raises `Unavailable` if a
+        kernel cannot be compiled or the GPU lacks the memory.
         """
         runner = self._strategies.runner
         if not runner.graphs.quiet:  # loading may wait for all that the GPU does
@@ -194,7 +194,7 @@ class KernelPreparation:
         return self._all_told and ranks.done()
 
     def _record(self) -> bool:
-        """Record the next graph, while there is memory for it."""
+        """Capture the next graph, while there is memory for it."""
         runner = self._strategies.runner
         while self._keys and runner.graphs.spare:
             key = self._keys.pop()
@@ -205,7 +205,7 @@ class KernelPreparation:
         return True
 
     def stop(self) -> None:
-        """Give up, and give back what the rehearsals have made."""
+        """Give up and free the buffers of the rehearsals."""
         if self._compiling is not None:
             self._compiling.compiler.stop()
         if self._rehearsed:
@@ -217,7 +217,7 @@ class KernelPreparation:
 
 
 class _Compiling:
-    """A compiler that a thread waits for."""
+    """A compiler and the thread that waits for it."""
 
     def __init__(self, compiler: KernelCompiler) -> None:
         self.compiler, self.done = compiler, 0

@@ -1,5 +1,5 @@
-"""The check that all ranks hold alike what they should: each adds every step to a sum in its
-window, and rank 0 reads all of them with the step's outcome, and whom each waited for in vain.
+"""The check that all ranks hold equal values: each adds every step to a checksum in its window, and
+rank 0 reads all checksums with the step's outcome, and which waits of the ranks ran out of time.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ class Agreement:
         self.found_TW = torch.zeros(peers.ranks, WORDS, dtype=torch.int32, device=peers.device)
 
     def add(self, hidden_RH: Tensor, rows: RowTable, outcome_EF: Tensor) -> None:
-        """Add a step, as part of its pass, and gather the sums of all ranks."""
+        """Add a step to the checksum, as part of its pass, and gather the checksums of all
+        ranks.
+        """
         total = self._mine_W.view(torch.int64)
         add_states(hidden_RH, rows, outcome_EF, self.peers.missed, total)
         self.peers.gather(self._mine_W, self.found_TW)
 
     def gather_again(self) -> None:
-        """Gather once more, after exchanges that follow the step's pass."""
+        """Gather the checksums again, after exchanges that follow the step's pass."""
         self._again_W.copy_(self._mine_W)
         self._again_W[2:].copy_(self.peers.missed)
         self.peers.gather(self._again_W, self.found_TW)
 
     def begin(self) -> None:
-        """Begin with sums of zero, while no rank exchanges."""
+        """Set all checksums to zero, while no rank exchanges."""
         self._mine_W.zero_()
         self._again_W.zero_()
         self.peers.reset()
 
     def failure(self, missed_T: Sequence[Sequence[int]]) -> str:
-        """Return what `RankPeers.failure` does."""
+        """Return the message of `RankPeers.failure`."""
         return self.peers.failure(missed_T)
 
 
 def differing(words: Sequence[int]) -> list[int]:
-    """Return the ranks whose sums are not rank 0's."""
+    """Return the ranks whose checksum differs from rank 0's."""
     sums = list(zip(words[::WORDS], words[1::WORDS], strict=True))
     return [rank for rank, each in enumerate(sums) if each != sums[0]]
 

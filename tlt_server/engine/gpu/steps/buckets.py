@@ -1,10 +1,9 @@
 """Static shapes of a step: the bucket of its batch, its decode rows, its prompt rows, and the keys
 that policies can reach. No tensors.
 
-A matmul computes whole tiles of rows, so a step of 4097 rows costs what one of 4352 does. The rows
-of a step that reads prompts, decode rows and what pads them included, are therefore one of a few
-small sizes, each of which is captured, or a multiple of a grain; the scheduler reads as many prompt
-rows as leave it full.
+A matmul computes whole tiles of rows, so a step of 4097 rows costs as much as one of 4352. A step
+with prompt rows is therefore padded to one of a few small sizes, all of which are captured, or to a
+multiple of a grain. The scheduler fills the padding with prompt rows.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ MIN_DEPTH = (
 
 
 class PromptShape(NamedTuple):
-    """The sizes that a step that reads prompts is padded to: multiples of the height of the tiles
-    that compute that many rows.
+    """The padded sizes of steps with prompt rows: multiples of the tile height for that number of
+    rows.
     """
 
     # Rows of captured steps, decode rows included; more where those leave less than a grain.
@@ -84,20 +83,20 @@ class StepShape(NamedTuple):
 
 
 def batch_buckets(max_running: int, sizes: Sequence[int] = BATCHES) -> tuple[int, ...]:
-    """Sizes that batches are padded to, the last of which holds every batch."""
+    """Return the sizes that batches are padded to; the last one holds every batch."""
     return (*sizes[: bisect_left(sizes, max_running)], max_running)
 
 
 def bucket(sizes: Sequence[int], count: int) -> int:
-    """The smallest size that holds `count`, itself if none does."""
+    """Return the smallest size that holds `count`, or `count` if none does."""
     at = bisect_left(sizes, count)
     return sizes[at] if at < len(sizes) else count
 
 
 def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
-    """The strategy cut to what the device holds: paths of `depth`, TREE_ROWS and per level
-    MAX_DRAFTED draft rows, MAX_WIDTH children; OFF where no draft could be verified, unless none
-    is asked for: a strategy of one row drafts for a recording.
+    """Return the strategy within the device's limits: paths of `depth`, TREE_ROWS rows, MAX_DRAFTED
+    draft rows per level, MAX_WIDTH children. OFF if no draft could be verified, unless the strategy
+    has one row: it drafts for a recording.
     """
     if strategy.rows > 1 and decode_rows(batch, strategy) == batch:
         return OFF
@@ -114,12 +113,12 @@ def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
 
 
 def decode_rows(batch: int, strategy: Strategy) -> int:
-    """Rows of a bucket's decode requests, drafts included."""
+    """Return the rows of a bucket's decode requests, drafts included."""
     return max(batch, min(batch + strategy.draft_rows(batch), MAX_VERIFIED))
 
 
 def sampled_rows(max_running: int) -> int:
-    """Rows of a step whose logits are computed, at most: decode rows, and one per prefill chunk."""
+    """Return the most rows of a step that need logits: decode rows, and one per prefill chunk."""
     return max(MAX_VERIFIED, max_running) + max(PROMPT_CHUNKS, max_running)
 
 
@@ -129,8 +128,8 @@ def draft_key(batch: int, strategy: Strategy) -> DraftKey:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of one engine's steps. It runs up to `max_running` sequences and drafts paths of
-    up to `depth`.
+    """The shapes of one engine's steps, with up to `max_running` sequences and draft paths of up to
+    `depth`.
     """
 
     max_running: int
@@ -151,15 +150,15 @@ class Shapes:
         return max(self.max_running, self.prompts.chunks)
 
     def batch(self, requests: int, *, prompts: bool) -> int:
-        """Return the size that a batch is padded to."""
+        """Return the size that the batch is padded to."""
         return bucket(self.with_prompts if prompts else self.batches, requests)
 
     def decode_rows(self, requests: int, *, prompts: bool) -> NDArray[np.int64]:
-        """Return the decode rows that a step may have, see `speculation.sizes`."""
+        """Return the possible numbers of decode rows of a step; see `speculation.sizes`."""
         return self._decode_rows[self.batch(requests, prompts=prompts), prompts]
 
     def computed(self, decode_rows: NDArray[np.int64], prompt_rows: int) -> NDArray[np.int64]:
-        """Return the rows of steps, padding included."""
+        """Return the rows that steps compute, padding included."""
         if not prompt_rows:
             return decode_rows
         return np.array([self.prompts.padded(rows + prompt_rows) for rows in decode_rows.tolist()])
@@ -182,7 +181,7 @@ class Shapes:
         }
 
     def shape(self, context: StepContext, strategy: Strategy) -> StepShape:
-        """Shape the step of a batch."""
+        """Return the shape of the step of a batch."""
         shape = self.step(context.decoding, strategy, context.prefill_rows, context.chunks)
         extend = shape.extend._replace(
             filtered=context.filtered,
@@ -193,8 +192,8 @@ class Shapes:
         return shape._replace(extend=extend)
 
     def step(self, decoding: int, strategy: Strategy, rows: int = 0, chunks: int = 0) -> StepShape:
-        """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts, without
-        filters, edits, structures or adapters.
+        """Return the shape of a step of `decoding` requests and `rows` prompt rows in `chunks`
+        chunks, without filters, edits, structures or adapters.
         """
         batch = self.batch(decoding, prompts=chunks > 0)
         strategy = fitted(strategy, batch, self.depth) if decoding else OFF
@@ -208,7 +207,9 @@ class Shapes:
         )
 
     def room(self, decoding: int, max_rows: int) -> int:
-        """Prompt rows of a step of at most `max_rows` rows, as padded, where nothing is drafted."""
+        """Return the prompt rows that fit in a padded step of at most `max_rows` rows without
+        drafts.
+        """
         batch = self.batch(decoding, prompts=True)
         return min(max_rows - decoding, max(max_rows, self.prompts.largest(batch)) - batch)
 
@@ -217,21 +218,21 @@ class Shapes:
         return self.prompts.padded(max(MAX_VERIFIED, self.max_running) + max_rows)
 
     def keeps(self, key: ExtendKey) -> bool:
-        """Worth a graph: steps that read long prompts come in too many sizes, and take the device
-        longer than the host to launch.
+        """Return True if the pass is worth a graph. Steps with long prompts come in too many sizes,
+        and the device takes longer than the host does to launch them.
         """
         return not key.chunks or key.decode_rows + key.prompt_rows <= self.prompts.largest(
             key.decode_rows
         )
 
     def at_start(self, max_rows: int, reach: Reach) -> list[DraftKey | ExtendKey]:
-        """Keys of all that runs once before a request may come."""
+        """Return the keys of all passes that run once before requests are accepted."""
         return [*self.rehearsed(max_rows), *self.captured(reach)]
 
     def rehearsed(self, max_rows: int) -> list[ExtendKey]:
-        """Steps run once at start so that no request waits for a compiler: of the largest prompts,
-        of many short ones, with filters, with edits, with a structure. Next to drafts few prompt
-        rows may already be more than any captured step has.
+        """Return the steps to run once at start, so that no request waits for a compiler: with the
+        largest prompts, many short ones, filters, edits or a structure. With drafts, even few
+        prompt rows may exceed every captured step.
         """
         many = self.prompts.chunks + 1
         rows = max(max_rows, self.prompts.sizes[-1] + 1)
@@ -247,8 +248,8 @@ class Shapes:
         ]
 
     def captured(self, reach: Reach) -> list[DraftKey | ExtendKey]:
-        """Keys of all steps that the policy may ask for, of pure decode steps and of those that
-        read short prompts, the largest first.
+        """Return the keys of all steps that the policy may request, largest first: pure decode
+        steps and steps with short prompts.
         """
         keys: dict[DraftKey | ExtendKey, None] = {}
         for prompts, batches in ((False, self.batches), (True, self.with_prompts)):
@@ -262,9 +263,9 @@ class Shapes:
         return sorted(keys, key=_size, reverse=True)
 
     def captured_later(self, reach: Reach) -> list[DraftKey | ExtendKey]:
-        """Keys that are captured when there is time: those of the start, which a sleep or another
-        policy may leave open, then the same steps with filters, with edits, with structures, with
-        adapters, and with several of them.
+        """Return the keys to capture in idle time: those of the start, which a sleep or another
+        policy may leave open, then the same steps with filters, edits, structures, adapters, and
+        combinations.
         """
         keys = self.captured(reach)
         extends = [key for key in keys if isinstance(key, ExtendKey)]
@@ -284,7 +285,7 @@ class Shapes:
     def _keys(
         self, batch: int, strategy: Strategy, *, prompts: bool
     ) -> Iterator[DraftKey | ExtendKey]:
-        """Yield the keys of a batch; with `prompts`, those of every captured step with prompts."""
+        """Yield the keys of a batch. `prompts`: also those of every captured step with prompts."""
         chunks = int(prompts)
         first = self.step(batch, strategy, 0, chunks).extend.decode_rows
         for rows in self.prompts.captured(first) if prompts else [first]:

@@ -1,13 +1,13 @@
-"""The extend pass: a step's rows through the target, its samples, the walk, and the KV that is
-kept. Captured per key.
+"""The extend pass: a step's rows through the target, sampling, the walk, and the accepted KV.
+Captured per key.
 
-Plain decoding is the pass with one row per request; prompt rows come after them. With drafts, rows
-are laid out before the pass (`select`), because the number of nodes to choose from depends on the
-draft; so all depths share an extend graph.
+Plain decoding is the pass with one row per request; prompt rows follow. With drafts, rows are laid
+out before the pass (`select`), because the number of candidate nodes depends on the draft; so all
+depths share an extend graph.
 
-Legend: V decode rows (of logits: vocabulary), P prompt rows, R = V + P, W prefill chunks,
-S = V + W samples, B batch bucket, E = B + W entries, F fields, A entries that ask for a report, N
-tokens of an entry, K best tokens.
+Legend: V decode rows (of logits: vocabulary), P prompt rows, R = V + P, W prefill chunks, S = V + W
+samples, B batch bucket, E = B + W entries, F fields, A entries with a report, N tokens of an entry,
+K best tokens.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tlt_server.models.gpu.layers import RowTensors
 
 
 class ExtendKey(NamedTuple):
-    """Static shapes of a pass. `filtered`: some request has top-k, top-p or min-p. `edited`: some
-    request has penalties, biases or masked tokens. `structured`: some request has masks
-    that the host fills, so the pass is two halves. `adapted`: some request has a LoRA adapter.
+    """Static shapes of a pass. `filtered`: a request has top-k, top-p or min-p. `edited`: a request
+    has penalties, biases or masked tokens. `structured`: the host fills a request's masks, so the
+    pass has two halves. `adapted`: a request has a LoRA adapter.
     """
 
     batch: int
@@ -59,25 +59,25 @@ class ExtendKey(NamedTuple):
 
 
 class SecondHalf(NamedTuple):
-    """Names the second half of a pass among the captured graphs."""
+    """The key of a pass's second half among the captured graphs."""
 
     key: ExtendKey
 
 
 def graphs_of(key: DraftKey | ExtendKey) -> list[DraftKey | ExtendKey | SecondHalf]:
-    """Return the names of the graphs that replay this pass."""
+    """Return the keys of the graphs that replay this pass."""
     if isinstance(key, ExtendKey) and key.structured:
         return [key, SecondHalf(key)]
     return [key]
 
 
 def unrecorded(key: DraftKey | ExtendKey, graphs: Container[object]) -> int:
-    """Return how many graphs of this pass are not among those recorded."""
+    """Return how many graphs of this pass are not captured yet."""
     return sum(graph not in graphs for graph in graphs_of(key))
 
 
 class Report(NamedTuple):
-    """Per entry that asked and token that it emitted."""
+    """Per entry with a report and per token that it emitted."""
 
     raw_logprob_AN: Tensor
     token_ANK: Tensor  # best first; -1 after the last one that filters keep
@@ -85,7 +85,7 @@ class Report(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """The reports of a step that read logits, which all ranks gather."""
+    """The reports of a step that read logits gathered from all ranks."""
 
     tokens: bool = False  # log-probs of what it emits
     raw: bool = False  # raw ones, too
@@ -93,7 +93,7 @@ class Reported(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """The rows of a pass with an adapter, and what each layer adds to them."""
+    """The rows of a pass with an adapter, and the adapter's addition to each layer."""
 
     rows: AdapterRows
     layers: list[GpuAdaptedLayer]
@@ -145,8 +145,8 @@ class Extend:
         )
 
     def run(self) -> None:
-        """Run the whole pass, or its first half; hidden states and logits of the samples outlive
-        it.
+        """Run the whole pass, or its first half. Hidden states and logits of the samples stay valid
+        after it.
         """
         forwarded = self.forward()
         if self._head is not None:
@@ -195,7 +195,7 @@ class Extend:
 
     @property
     def _head(self) -> SharedHead | None:
-        """Return the head in whose blocks ranks sample; None: this pass needs all logits."""
+        """Return the head that samples in the ranks' blocks; None if this pass needs all logits."""
         key = self.key
         return None if key.filtered or key.edited or key.structured else self.state.head
 
@@ -227,9 +227,8 @@ class Extend:
         )
 
     def report(self, entry_A: Tensor, best: int, *, raw: bool) -> Report:
-        """Return more about the tokens that these entries emitted; `raw`: raw log-probs are of use.
-        Called after the pass has run and before the next one does, once: where logits were edited,
-        the raw ones take their place.
+        """Return details of the tokens that these entries emitted; `raw`: raw log-probs are needed.
+        Call it once, after this pass and before the next: raw logits replace edited ones.
         """
         if self._head is not None:
             self.logits()
@@ -245,9 +244,9 @@ class Extend:
         return Report(*(values_S[sample_AN] for values_S in scored))
 
     def score_prompt(self, first: int, count: int, best: int) -> TokenScores:
-        """Score the known tokens that follow rows [first, first + count), SCORED at most, under the
-        raw distribution. Called after `report` and before the next pass runs: it takes the place of
-        the step's logits. The result is padded to a power of two.
+        """Score the known tokens after rows [first, first + count), at most SCORED, under the raw
+        distribution. Call it after `report` and before the next pass: it overwrites the step's
+        logits. The result is padded to a power of two.
         """
         rows, batch_slots = self.rows, self.state.batch_slots
         logits_SV = self._prompt_logits(first, count)
@@ -274,18 +273,18 @@ class Extend:
         self.end_reports(reported)
 
     def end_reports(self, reported: Reported) -> None:
-        """Let rank 0 see whether a rank was waited for in vain in exchanges of these reports."""
+        """Report to rank 0 whether a wait for a rank ran out of time during these reports."""
         if self.state.agreement is not None and reported != Reported():
             self.state.agreement.gather_again()
 
     @property
     def _edits(self) -> bool:
-        """Return True if the pass samples from other logits than the raw ones."""
+        """Return True if the pass samples from edited logits."""
         return self.key.edited or self.key.structured
 
     def finish(self, forwarded: Forward, sampled: Samples) -> None:
-        """Walk, truncate, append; keep the KV of what was accepted. Readers take what they need
-        of the rows' states.
+        """Walk, truncate and append; keep the KV of accepted rows. Readers read the rows'
+        states.
         """
         state, key = self.state, self.key
         chunks = state.layout.chunks_W(state.upload_U, key.chunks) if key.chunks else None
@@ -310,7 +309,7 @@ class Extend:
 
 
 class StructuredExtend(Extend):
-    """A pass of two halves, between which the host fills the masks of its samples."""
+    """A pass of two halves; the host fills the masks of its samples in between."""
 
     def __init__(
         self, key: ExtendKey, state: DeviceState, attention: GpuAttention, readers: list[RowReader]
@@ -324,7 +323,7 @@ class StructuredExtend(Extend):
         self._features_RF.copy_(forwarded.features_RF)
 
     def run_second(self) -> None:
-        """Run the second half, once the masks are there."""
+        """Run the second half; the masks are uploaded."""
         logits_SV, trees = self._logits_SV, self.trees
         apply_masks(logits_SV, trees.sample_row_S, self._masks, self.rows.token_R, trees.count_E)
         self.finish(Forward(self._hidden_RH, self._features_RF), self.sample(logits_SV))

@@ -1,11 +1,12 @@
-"""The LM head of several ranks: each has the rows of its blocks of tokens, for their logits.
+"""The LM head of several ranks: each has the rows of its blocks of tokens and computes their
+logits.
 
-Where that is enough a rank samples in its blocks, and merges the results of all, to the bits of one
-rank that has all blocks. Where a step needs all logits (filters, edits, structures, reports) every
-rank gathers them.
+If those suffice, each rank samples in its blocks and merges all ranks' results, with the bits of
+one rank that has all blocks. If a step needs all logits (filters, edits, structures, reports),
+every rank gathers them.
 
-Legend: S sampled rows, N of them that a room has room for, H hidden, V vocabulary, W tokens of this
-rank, T ranks.
+Legend: S sampled rows, N rows per gathering, H hidden, V vocabulary, W tokens of this rank, T
+ranks.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class SharedHead:
         rows: RowTable,
         batch_slots: BatchSlots,
     ) -> Samples:
-        """Return the samples; logits_SV: memory that is written over."""
+        """Return the samples. logits_SV: memory that is overwritten."""
         logits_SW = logits_SV.view(-1)[: len(hidden_SH) * len(model.head_WH)]
         logits_SW = model.logits(hidden_SH, logits_SW.view(len(hidden_SH), len(model.head_WH)))
         return sample_shared(self.peers, logits_SW, model.vocab_size, row_S, rows, batch_slots)
 
     def logits(self, model: GpuDecoder, hidden_SH: Tensor, logits_SV: Tensor) -> Tensor:
-        """Compute all logits into logits_SV, as every rank does at the same time."""
+        """Compute all logits into logits_SV; every rank calls this together."""
         peers, vocabulary = self.peers, model.vocab_size
         own = blocks_of_rank(vocabulary, peers.ranks) * BLOCK
         part = own // PARTS

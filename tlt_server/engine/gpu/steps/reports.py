@@ -1,13 +1,12 @@
-"""Raw log-probs and alternatives of a step's tokens, and log-probs of prompts: computed by the
+"""Raw log-probs and alternatives of a step's tokens, and log-probs of prompts: computed on the
 device after the step, read with its outcome.
 
-They influence no token, so a request that asks for them is sampled, speculated on and planned ahead
-as any other, and a step without such a request pays nothing. The step's logits and hidden states
-are read on the stream that the next step is queued on, so before it overwrites them. How much there
-is to read depends on the step, so it stays on the device until then: pinned memory is not allocated
-while steps run.
+They influence no token: a request with reports is sampled, drafted for and planned ahead like any
+other, and a step without one pays nothing. The step's logits and hidden states are read on the
+stream of the next step, before it overwrites them. The size of a report depends on the step, so it
+stays on the device until it is read: no pinned memory is allocated while steps run.
 
-Legend: A entries that ask, N tokens of an entry, K best tokens.
+Legend: A entries with a report, N tokens of an entry, K best tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class PromptScores(NamedTuple):
 
 
 class PromptPiece(NamedTuple):
-    """Tokens of a prompt that are scored at once."""
+    """Consecutive prompt tokens that are scored together."""
 
     row: int  # the one before the first token
     first: int
@@ -56,7 +55,7 @@ class Reports(NamedTuple):
     prompts: dict[int, list[PromptScores]]  # entry -> its pieces
 
     def add_to(self, emission: Emission, entry: int, work: Chunk) -> None:
-        """Add the values, which are in the host's memory, to this entry's emission."""
+        """Add this entry's values, already in host memory, to its emission."""
         if entry in self.prompts:
             emission.prompt_logprobs = [None] if work.start == 0 else []
             for piece in self.prompts[entry]:
@@ -74,7 +73,7 @@ class Reports(NamedTuple):
 
 
 class AskedReports(NamedTuple):
-    """The reports that a step's entries ask for, by entry."""
+    """The requested reports of a step, by entry."""
 
     tokens: dict[int, Chunk]
     raw: bool
@@ -82,7 +81,7 @@ class AskedReports(NamedTuple):
 
     @classmethod
     def of(cls, entries: Sequence[tuple[int, Chunk]], decode_rows: int) -> AskedReports:
-        """`decode_rows`: of the pass, after which the rows of prompts come."""
+        """`decode_rows`: of the pass; prompt rows follow them."""
         tokens = {e: work for e, work in entries if work.samples and work.sequence.reports}
         raw = any(work.sequence.state.raw for work in tokens.values())
         prompts, row = dict[int, list[PromptPiece]](), decode_rows
@@ -110,15 +109,13 @@ class AskedReports(NamedTuple):
 
 class Reporter:
     def __init__(self, entries: PinnedRing, device: torch.device) -> None:
-        """`entries` holds those of a step."""
+        """`entries`: the ring of the steps' entries."""
         self._entries, self._device = entries, device
         # Reading runs in parallel with the steps.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch(self, extend: Extend, asked: AskedReports) -> Reports | None:
-        """Report on what these entries of the pass just launched emit, and on the prompts that they
-        read; None where none asks.
-        """
+        """Compute the reports of the pass just launched; None if no entry requests one."""
         tokens, values = asked.tokens, None
         if tokens:
             states = [work.sequence.state for work in tokens.values()]
@@ -141,14 +138,14 @@ class Reporter:
         return Reports({entry: a for a, entry in enumerate(tokens)}, values, prompts)
 
     def rehearse(self, extend: Extend) -> None:
-        """Compile the kernels, so that no request waits for a compiler. All ranks do."""
+        """Compile the kernels on all ranks, so that no request waits for a compiler."""
         extend.report(self._upload([0]), best_of(1), raw=REHEARSED.raw)
         for first, count in REHEARSED.prompts:
             extend.score_prompt(first, count, best_of(1))
         extend.end_reports(REHEARSED)
 
     def read(self, reports: Reports) -> Reports:
-        """Copy to the host's memory, once the step has passed."""
+        """Copy the reports to host memory, after the step."""
         asking, values, prompts = reports
         with torch.cuda.stream(self._stream):
             return Reports(
@@ -172,12 +169,12 @@ class Reporter:
 
 
 def best_of(alternatives: int) -> int:
-    """Return how many are computed: few distinct numbers, so that their kernels are compiled."""
+    """Return how many alternatives to compute: one of a few numbers, whose kernels are compiled."""
     return max(MIN_BEST, 1 << (alternatives - 1).bit_length()) if alternatives else 0
 
 
 def _best(token_NK: Tensor, logprob_NK: Tensor, count: int) -> list[TokenLogprobs]:
-    """Return up to `count` per token."""
+    """Return up to `count` best tokens per token."""
     pairs = zip(token_NK[:, :count].tolist(), logprob_NK[:, :count].tolist(), strict=True)
     return [_kept(token_ids, logprobs) for token_ids, logprobs in pairs]
 
@@ -188,7 +185,7 @@ def _kept(token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:
 
 
 def _scored(piece: PromptScores, sequence: EngineSequence) -> list[TokenLogprobs]:
-    """Return for each token itself, then the best (which may repeat it)."""
+    """Return for each token itself, then the best tokens, which may include it."""
     count = sequence.request.sampling.prompt_logprobs or 0
     logprob_N, token_NK, logprob_NK = (values[: piece.tokens] for values in piece.scores)
     targets = sequence.tokens[piece.first : piece.first + piece.tokens].tolist()

@@ -1,6 +1,4 @@
-"""Pinned host buffers that a copy may still be reading or filling: each is handed out again once
-its copy has passed.
-"""
+"""Pinned host buffers for asynchronous copies: a buffer is reused only after its copy is done."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ class PinnedRing:
         pinned: bool,
         wait: Callable[[PinnedBuffer], None] | None = None,
     ) -> None:
-        """`wait`: waits until a buffer has arrived, or raises; None: the device is waited for."""
+        """`wait`: waits until a buffer has arrived, or raises; None: wait for the device."""
         self._wait = wait
         self._tensors = [
             torch.zeros(ints, dtype=torch.int32, pin_memory=pinned) for _ in range(count)
@@ -32,7 +30,7 @@ class PinnedRing:
         self._next = 0
 
     def take(self) -> PinnedBuffer:
-        """The next buffer, after the copy that used it last."""
+        """Return the next buffer, after its last copy."""
         at, self._next = self._next, (self._next + 1) % len(self._tensors)
         buffer = PinnedBuffer(self._tensors[at], self._events[at], self._wait)
         buffer.wait()
@@ -53,17 +51,17 @@ class PinnedBuffer:
         return self.tensor.numpy()
 
     def mark(self) -> None:
-        """A copy of this buffer has just been queued on the current stream."""
+        """Note that a copy of this buffer has just been queued on the current stream."""
         if self._event is not None:
             self._event.record()
 
     @property
     def arrived(self) -> bool:
-        """Return True if that copy is done."""
+        """Return True if the last copy is done."""
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Wait until that copy is done. Errors as of the ring's `wait`."""
+        """Wait until the last copy is done. Raises as the ring's `wait` does."""
         if self._wait is not None:
             self._wait(self)
         elif self._event is not None:

@@ -1,9 +1,9 @@
-"""The state on the device while the engine runs: weights, KV, batch slots, and the KV slots after
-the pages.
+"""The device's state while the engine runs: weights, KV, batch slots, and the KV slots after the
+pages.
 
-KV slots of both caches are numbered alike: [pages | verified draft rows | trash | the drafter's own
-tree rows], the last of which only the drafter's cache has. A row that does not count writes to the
-trash KV slot. Made by `start/maker.py`, read by everything that is captured.
+The KV slots of both caches have the same numbers: [pages | verified draft rows | trash | the
+drafter's tree rows], the last only in the drafter's cache. A row that does not count writes to the
+trash slot. Made by `start/maker.py`, read by all captured passes.
 
 Legend: P pages, H hidden, U upload, R rows of a step at most, S sampled rows of a step at most, V
 vocabulary.
@@ -30,7 +30,7 @@ SCORED = 256  # prompt tokens that are scored at once
 
 @dataclass(frozen=True)
 class KVSlots:
-    """Scratch after the pages."""
+    """Scratch KV slots after the pages."""
 
     start: int  # the first slot of verified draft rows
     verified: int
@@ -47,8 +47,8 @@ class KVSlots:
 
 @dataclass
 class DeviceState:
-    """The tensors that passes read and write. Only `model` ever changes: to the object that holds
-    the resident storage, see `models.gpu.swapping`.
+    """The tensors that passes read and write. Only `model` ever changes: to the object that has the
+    resident storage, see `models.gpu.swapping`.
     """
 
     model: GpuDecoder
@@ -75,7 +75,7 @@ class DeviceState:
 
     @cached_property
     def masks(self) -> Masks:
-        """Room for the masks of structured outputs, made when the first one comes."""
+        """Return the memory for masks of structured outputs, allocated at first use."""
         samples, vocabulary = self.logits_SV.shape
         return Masks.allocate(samples, vocabulary, device=str(self.logits_SV.device))
 

@@ -1,10 +1,10 @@
 """Masks of structured outputs for a step on a GPU.
 
-A mask depends on the tokens that the step before gives and on the drafts on top of them, and both
-are on the device first. So a step with such a request is launched in two halves: while the first
-one computes logits, the host reads the newest tokens and the trees, lets each sequence's matcher
-fill the masks of its rows, and uploads them; the second half samples. The slow twin is the CPU's
-sampler, which asks row by row. A row whose mask takes too long is left out of the step.
+A mask depends on the previous step's tokens and on the drafts after them, and the device knows both
+first. So a step with such a request is launched in two halves: while the first half computes
+logits, the host reads the newest tokens and the trees, lets each sequence's matcher fill the masks
+of its rows, and uploads them; the second half samples. The slow twin is the CPU's sampler, which
+asks row by row. A row whose mask takes too long is left out of the step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StructureMasks:
         pinned: bool,
         wait: Callable[[PinnedBuffer], None] | None = None,
     ) -> None:
-        """The buffers are made by the first step that needs them. `wait`: as of `PinnedRing`."""
+        """Buffers are allocated at first use. `wait`: as in `PinnedRing`."""
         self._state, self._ring = state, partial(PinnedRing, STEPS, pinned=pinned, wait=wait)
 
     @cached_property
@@ -45,7 +45,7 @@ class StructureMasks:
         return self._ring(len(self._state.masks.whole))
 
     def copy_trees(self, extend: Extend) -> PinnedBuffer:
-        """Queue a copy of the trees of a step, which were selected."""
+        """Queue a copy of a step's selected trees."""
         key, trees, rows = extend.key, extend.trees, extend.rows
         buffer, at = self._trees.take(), 0
         for values, count in (
@@ -66,9 +66,8 @@ class StructureMasks:
         entries: Sequence[tuple[int, Chunk]],
         newest: Mapping[EngineSequence, list[int]],
     ) -> NDArray[np.int32]:
-        """Fill the masks of the step whose `trees` were copied and whose first half runs, and queue
-        their upload. Return the words. `newest`: the tokens of steps whose outcome has not been
-        committed.
+        """Fill and upload the masks of a step whose `trees` were copied and whose first half is
+        running. Return the words. `newest`: the uncommitted tokens of earlier steps.
         """
         device = self._state.masks
         samples, words = len(device.mask_S), device.mask_MW.shape[1]

@@ -1,11 +1,11 @@
-"""The texts that requests may draft from: which slot of the device has whose, and which are sent
-once more.
+"""The texts that requests may draft from: which device slot has which text, and which texts to send
+again.
 
-A sequence that has ended leaves its text in its batch slot until another starts there. The host
-keeps the newest responses of each prompt within bounds, across steps and weight versions. While
-the prompt runs, those that the device has lost are sent to slots for texts, in place of texts that
-no running prompt needs. Responses are shared by prompt, or by group while one of the group runs,
-and never between salts. No tensors.
+An ended sequence leaves its text in its batch slot until another sequence starts there. The host
+keeps the newest responses of each prompt within bounds, across steps and weight versions. While the
+prompt runs, responses that the device has lost are sent to text slots, in place of texts that no
+running prompt needs. Responses are shared by prompt, or by group while one of the group runs, and
+never between salts. No tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SentText(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The text of a sequence as `BatchSlots` has it, and texts to send with it."""
+    """A sequence's text as `BatchSlots` stores it, and texts to send with it."""
 
     group: int
     first: int
@@ -67,7 +67,7 @@ class Texts:
     def __init__(
         self, batch_slots: int, slots: range, settings: TextSettings = TextSettings()
     ) -> None:
-        """`slots`: those for texts."""
+        """`slots`: the text slots."""
         self.settings, self._batch_slots = settings, range(batch_slots)
         self._slots = OrderedDict.fromkeys(slots)  # those not needed for longest first
         self._in_slot: dict[int, Response] = {}
@@ -80,12 +80,12 @@ class Texts:
 
     @classmethod
     def of(cls, batch_slots: BatchSlots, *, kept: bool) -> Texts:
-        """Return those of a device; nothing is `kept` where nothing drafts."""
+        """Return the texts of a device. `kept`: False if nothing drafts, so nothing is kept."""
         slots = range(batch_slots.idle + 1, len(batch_slots.group_Q))
         return cls(batch_slots.idle, slots, TextSettings() if kept else NOTHING_KEPT)
 
     def begin(self, sequence: Sequence) -> Shared:
-        """Take in a sequence that has got a batch slot."""
+        """Add a sequence that has got a batch slot."""
         response = self._running.get(sequence.id)
         if response is None:
             response = self._running[sequence.id] = Response(self._join(sequence))
@@ -101,7 +101,7 @@ class Texts:
         return Shared(_number(response.prompt), _first(sequence), sent)
 
     def end(self, sequence: Sequence) -> None:
-        """Keep the response of a sequence that has ended, unless it ran in the background."""
+        """Keep the response of an ended sequence, unless it ran in the background."""
         response = self._running.pop(sequence.id, None)
         if response is None:
             return  # it never ran
@@ -122,8 +122,8 @@ class Texts:
         self._evict()
 
     def forget(self) -> list[int]:
-        """Drop the text of all prompts that no running sequence has; return the slots whose text is
-        not to be read any more.
+        """Drop the texts of all prompts that no running sequence has. Return the slots whose text
+        may no longer be read.
         """
         for prompt in [prompt for prompt in self._kept if prompt not in self._needed]:
             self._drop_prompt(prompt)
@@ -133,7 +133,7 @@ class Texts:
         return {"history_pool_tokens": float(self._tokens), "history_pools": float(len(self._kept))}
 
     def check(self) -> None:
-        """Assert that every slot has one text, and that memory is bounded."""
+        """Assert that slots, texts and counts agree, and that memory is bounded."""
         assert all(response.slot == slot for slot, response in self._in_slot.items())
         known = [*self._running.values(), *(r for kept in self._kept.values() for r in kept)]
         assert sorted(self._in_slot) == sorted(r.slot for r in known if r.slot >= 0), "slots leak"
@@ -143,7 +143,7 @@ class Texts:
         assert sum(count for _, count in self._groups.values()) <= len(self._running)
 
     def _join(self, sequence: Sequence) -> bytes:
-        """Return the digest of the prompt that its group began with, else of its own."""
+        """Return the digest of its group's first prompt; without a group, of its prompt."""
         request = sequence.request
         key = request.tenant, request.group_id
         prompt, running = self._groups.get(key) or (_digest(sequence), 0)
@@ -164,7 +164,7 @@ class Texts:
 
     def _send(self, prompt: bytes) -> Iterator[SentText]:
         """Yield the newest responses of a running prompt that the device has lost, with slots for
-        them; those that it has stay.
+        them.
         """
         if prompt not in self._kept or prompt not in self._needed:
             return
@@ -219,7 +219,7 @@ def _number(prompt: bytes) -> int:
 
 
 def _first(sequence: Sequence) -> int:
-    """Return where its response begins, with what a match may have in common before it."""
+    """Return where its response begins, including the tokens before it that a match may cover."""
     return max(0, sequence.prompt_len - MAX_MATCH)
 
 

@@ -1,4 +1,4 @@
-"""Draft trees of some steps, copied to the host for the acceptance estimate of their drafter.
+"""Draft trees of sampled steps, copied to the host for the acceptance estimate of their drafter.
 
 A copy is queued after the draft pass, into pinned memory, and read with the step's outcome, so it
 costs the device a few microseconds and the host no wait. Legend: B requests, C columns, N nodes.
@@ -32,8 +32,8 @@ class TreeSample(NamedTuple):
 
 
 class TreeSampler:
-    """Copies the trees of one in `every` steps, `most` nodes at a time; `detailed`: with tokens and
-    cells, which a recording needs.
+    """Copies the trees of one in `every` steps, `most` nodes at a time; `detailed`: with the tokens
+    and cells that a recording needs.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class TreeSampler:
         self._steps = 0
 
     def launch(self, nodes: Nodes, requests: int, own_columns: int) -> TreeSample | None:
-        """Queue a copy of the trees of the first `requests` of a batch, if it is their turn. Their
-        columns from `own_columns` on have branches.
+        """Queue a copy of the trees of the first `requests` of a batch, if a sample is due. Columns
+        from `own_columns` on are branches.
         """
         self._steps += 1
         columns = nodes.acceptance_BC.shape[1]
@@ -72,7 +72,9 @@ class TreeSampler:
 
 
 def read(sample: TreeSample, verified: int) -> Drafted:
-    """Return the trees. `verified`: draft rows of the step, which were the most likely nodes."""
+    """Return the trees. `verified`: the number of draft rows of the step, which were the likeliest
+    nodes.
+    """
     sample.buffer.wait()
     count = sample.requests * sample.columns
     size = 5 * count if sample.detailed else 3 * count

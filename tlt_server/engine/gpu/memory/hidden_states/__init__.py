@@ -1,9 +1,9 @@
-"""The reader of rows that captures states on a GPU: as part of each extend pass, the rows that
-became text of recorded sequences are copied into a ring on the device.
+"""The row reader that captures hidden states on a GPU: each extend pass copies the rows that became
+text of recorded sequences into a ring on the device.
 
-The host chooses batch slots before a step and, one step late, learns how much of the ring the step
-has filled; `pages.py` takes that part. A step for which the ring may have no room is not
-captured. Without a trainer that wants features none of this exists.
+The host chooses batch slots before a step and learns, one step late, how much of the ring the step
+has filled; `pages.py` takes that part. A step that might overflow the ring is not captured. Nothing
+of this exists unless a trainer uses features.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tlt_server.models.gpu.placement import Placement
 
 
 class CapturedStep(NamedTuple):
-    """A step whose rows are captured, until its outcome is known."""
+    """A step that captures rows, until its outcome is known."""
 
     head: PinnedBuffer  # slot of the ring after the rows of the step
     rows: int  # at most
@@ -36,7 +36,7 @@ class CapturedStep(NamedTuple):
 
 class StateCapture:
     def __init__(self, states: PageStates, *, steps: int, pinned: bool) -> None:
-        """`steps`: those that may be in flight."""
+        """`steps`: the number that may be in flight."""
         self.states, self._ring = states, states.ring
         self._flags = PinnedRing(steps, len(self._ring.chosen_Q), pinned=pinned)
         self._heads = PinnedRing(steps, 1, pinned=pinned)
@@ -44,14 +44,14 @@ class StateCapture:
         self._in_flight = 0  # rows of steps in flight, at most
 
     def read_rows(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
-        """Copy what has become text, as part of every extend pass."""
+        """Copy the rows that became text; part of every extend pass."""
         copy_states(
             claim(rows, kept, self._ring), forwarded.features_RF, forwarded.hidden_RH, self._ring
         )
 
     def choose(self, chunks: Iterable[Chunk], depth: int) -> CapturedStep | None:
-        """Tell the device whose rows the next step captures; None where it captures none. `depth`:
-        of its draft trees.
+        """Upload which rows the next step captures. None if it captures none. `depth`: of its draft
+        trees.
         """
         wanted = [chunk for chunk in chunks if chunk.sequence.trace is not None]
         rows = sum(chunk.end - chunk.start + (depth if chunk.decodes else 0) for chunk in wanted)
@@ -72,12 +72,12 @@ class StateCapture:
         return CapturedStep(self._heads.take(), rows, pages)
 
     def launched(self, step: CapturedStep) -> None:
-        """Queue what tells the end of the step's rows; the step has just been launched."""
+        """Queue the copy of the ring's head after the step that has just been launched."""
         step.head.tensor.copy_(self._ring.head, non_blocking=True)
         step.head.mark()
 
     def collected(self, step: CapturedStep) -> None:
-        """Take the rows of a step that is over, but those of sequences that have left meanwhile."""
+        """Take the rows of a finished step, without those of sequences that have left since."""
         step.head.wait()
         self._in_flight -= step.rows
         pages = {slot: own for slot, (chunk, own) in step.pages.items() if not chunk.void}
@@ -87,7 +87,7 @@ class StateCapture:
 def make_states(
     plan: MemoryPlan, model: GpuDecoder, placement: Placement, *, streams: bool
 ) -> PageStates | None:
-    """Return the source of states; None where no trainer wants features, or nothing reads them."""
+    """Return the source of states; None if no trainer wants features or no drafter reads them."""
     if not plan.state_slots:
         return None
     settings, device = plan.settings, placement.device

@@ -1,11 +1,11 @@
 """States of KV pages in host memory, filled from a ring on the device.
 
-The engine's thread says which part of the ring a step has filled and queues its copy into pinned
-memory, on a stream of its own. A worker thread waits for the copy, files the rows by page, and
-hands whole sequences on, so no step waits for any of it. Work is queued in the order of the steps:
-rows of a sequence are filed before it is taken, and before its pages are used again.
+The engine's thread queues the copy of the part that a step has filled into pinned memory, on a
+separate stream. A worker thread waits for the copy, files the rows by page and hands whole
+sequences on, so no step waits. Work is queued in the order of the steps: rows of a sequence are
+filed before the sequence is taken and before its pages are reused.
 
-What is filed is bounded: above the bound the pages that were filed first go.
+Memory is bounded: above the bound, the oldest pages are dropped.
 
 Legend: C slots of the ring, N rows of a step, X features, then hidden, as bytes.
 """
@@ -78,8 +78,8 @@ class PageStates:
         return len(self._bytes_CX) - 1 - (self._claimed - self._freed)
 
     def drain(self, head: int, pages: Mapping[int, list[int]]) -> None:
-        """Copy what a step has claimed, whose kernels have run; the ring's head was `head` after
-        it. pages: the pages of each batch slot whose rows count.
+        """Copy the rows of a step whose kernels have run; the ring's head was `head` after it.
+        pages: of each batch slot whose rows count.
         """
         size = len(self._bytes_CX)
         first = self._claimed % size
@@ -102,14 +102,14 @@ class PageStates:
         self.spent_s += time.perf_counter() - began
 
     def reuse(self, pages: Iterable[int]) -> None:
-        """Drop what was filed of pages that are about to hold other tokens."""
+        """Drop the states of pages that are about to hold other tokens."""
         self._work.put(partial(self._forget, [*pages]))
 
     def take(self, pages: list[int], length: int, deliver: Deliver) -> None:
         self._work.put(partial(self._collect, pages, length, deliver))
 
     def settle(self) -> None:
-        """Wait until all that was queued is done."""
+        """Wait until all queued work is done."""
         done = threading.Event()
         self._work.put(done.set)
         done.wait()
@@ -182,6 +182,6 @@ def _all_filed(pages: list[_Page], length: int) -> bool:
 
 
 def _parts(first: int, count: int, size: int) -> list[tuple[int, int]]:
-    """Return the one or two parts of a ring that `count` slots from `first` on are."""
+    """Return the one or two contiguous parts of a ring that `count` slots from `first` on cover."""
     stop = first + count
     return [(first, stop)] if stop <= size else [(first, size), (0, stop - size)]

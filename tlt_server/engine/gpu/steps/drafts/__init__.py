@@ -34,7 +34,7 @@ class DraftKey(NamedTuple):
 
 
 def index_of(drafter: str) -> int:
-    """Return the bit of a drafter in `BatchSlots.drafters_Q`."""
+    """Return the drafter's bit in `BatchSlots.drafters_Q`."""
     return list(DRAFTERS).index(drafter)
 
 
@@ -57,7 +57,7 @@ class DraftPass(Protocol):
 
 @dataclass(frozen=True)
 class NetworkStorage:
-    """Device memory of the drafter's network, where there is one."""
+    """Device memory of a drafter's network, if it has one."""
 
     drafter: Drafter
     cache: KVCache
@@ -69,9 +69,7 @@ class NetworkStorage:
 
 class RowReader(Protocol):
     def read_rows(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
-        """Take what it needs of the rows that the target has computed, as part of every extend
-        pass.
-        """
+        """Read the rows that the target has computed; part of every extend pass."""
 
 
 class GpuDrafter(RowReader, Protocol):
@@ -81,22 +79,22 @@ class GpuDrafter(RowReader, Protocol):
     def make(cls, state: DeviceState, storage: NetworkStorage | None) -> Self: ...
 
     def tables(self, stream: torch.cuda.Stream | None) -> Mapping[str, DeviceTable]:
-        """Return its tables of survivals, by name. `stream`: that of the passes."""
+        """Return its tables of acceptance probabilities, by name. `stream`: of the passes."""
 
     def install(self, changed: Drafter) -> None:
-        """Draft with another network's values from the next step on, and with its table, of which
-        nothing is observed yet.
+        """Draft with another network's values from the next step on, and with that network's table,
+        without observations.
         """
 
     def begin_again(self, edge_G: NDArray[np.float32], acceptance_K: NDArray[np.float32]) -> None:
-        """Take a table for its network, of which nothing is observed yet."""
+        """Start with a new table for its network, without observations."""
 
     def draft_pass(self, key: DraftKey) -> DraftPass: ...
 
     def observe(
         self, trees: Trees, kept: KeptRows, nodes: Nodes, rows: RowTable, decode_rows: int
     ) -> None:
-        """Learn from what was accepted of the nodes."""
+        """Learn which nodes were accepted."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Return values of the recent past, without waiting for the device."""
+        """Return figures of the recent past, without waiting for the device."""

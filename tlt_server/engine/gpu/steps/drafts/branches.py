@@ -1,8 +1,8 @@
-"""History's branches in the trees of a drafter with weights: they are grafted as part of
-its pass, and trusted by what verification accepts. CPU twin: `speculation/branches.py`.
+"""Branches of history in the trees of a drafter with weights: grafted as part of its pass, with
+acceptance probabilities learned from verification. CPU twin: `speculation/branches.py`.
 
-One calibration table has the drafter's own cells, then those of branches, so that a verified pass
-is counted in one launch.
+One calibration table has the drafter's cells, then those of branches, so one launch counts a
+verified pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tlt_server.speculation.branches import FLOOR, LEFTS, SOURCE, prior
 
 class Branches:
     def __init__(self, state: DeviceState, own_K: NDArray[np.float32]) -> None:
-        """own_K: the drafter's own table."""
+        """own_K: the drafter's table."""
         self._state, self._first_cell = state, len(own_K)
         both_Z = torch.from_numpy(np.concatenate((own_K, prior())))
         self.table = CalibrationTable.of(both_Z.to(state.upload_U.device))
@@ -37,7 +37,7 @@ class Branches:
         return workspace(key.batch, MATCHES, self._state.batch_slots)
 
     def graft(self, key: DraftKey, nodes: Nodes, match_BJW: Tensor) -> None:
-        """Append branches to the trees that a pass has grown. match_BJW: from `workspace`."""
+        """Append branches to the trees of a pass. match_BJW: from `workspace`."""
         graft(
             self._state.batch_slot_B(key.batch),
             self._state.batch_slots,
@@ -53,7 +53,7 @@ class Branches:
         )
 
     def observed(self) -> None:
-        """The table has just learnt from a pass."""
+        """Note that the table has just learned from a pass."""
         self._drift.observed()
 
     def gauges(self) -> Mapping[str, float]:

@@ -1,5 +1,5 @@
-"""The distance of a device's calibration table from its prior: a gauge, read now and then by an
-asynchronous copy.
+"""The distance of a device's calibration table from its prior: a gauge that an occasional
+asynchronous copy updates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Drift:
         self._passes, self._reading, self._value = 0, False, 0.0
 
     def observed(self) -> None:
-        """A pass has just been queued on the current stream."""
+        """Note that a pass has just been queued on the current stream."""
         self._passes += 1
         if self._passes % EVERY:
             return
@@ -34,8 +34,8 @@ class Drift:
 
     @property
     def value(self) -> float:
-        """Mean distance of the table from its prior, over the nodes seen, as of the last reading
-        that has arrived.
+        """Return the table's mean distance from its prior over the observed nodes, as of the last
+        copy that has arrived.
         """
         if self._reading and (self._event is None or self._event.query()):
             self._value, self._reading = float(self._read_1), False

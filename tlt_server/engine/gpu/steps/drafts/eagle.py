@@ -1,8 +1,8 @@
-"""EAGLE on the device: a best-first tree grown with the noise the target will sample with, depth
-passes in one graph.
+"""EAGLE on the device: a best-first tree, grown with the noise that the target will sample with;
+all depths in one graph.
 
-Its KV is always kept: every extend pass also fuses the features of its rows and stores the
-drafter's keys and values at the rows' own slots, so speculation turns on without any catching up.
+Its KV is always kept: every extend pass also fuses the features of its rows and writes the
+drafter's keys and values to the rows' KV slots, so speculation turns on without catching up.
 Legend: R rows, G gap edges, H hidden, F features.
 """
 
@@ -68,14 +68,14 @@ class EagleDrafts:
         }
 
     def install(self, changed: Drafter) -> None:
-        """Exchange the values with those in use. The table has buckets of its own."""
+        """Swap the values with the live ones. The new table has its own buckets."""
         network, table = _of(changed)
         swap_networks(self.network, network)
         self.network = network
         self.begin_again(table.gap_edges, table.acceptance_K)
 
     def begin_again(self, edge_G: NDArray[np.float32], acceptance_K: NDArray[np.float32]) -> None:
-        """Take a table of which nothing is observed yet."""
+        """Start with a new table, without observations."""
         self.gap_edge_G.copy_(torch.from_numpy(edge_G))
         fresh = CalibrationTable.of(torch.from_numpy(acceptance_K))
         for mine, value in zip(self.calibration, fresh, strict=True):

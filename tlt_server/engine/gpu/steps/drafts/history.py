@@ -1,5 +1,5 @@
-"""Model-free drafting on the device: what followed a request's last tokens before, in its own text
-and its siblings'.
+"""Drafting without a model, on the device: continuations of earlier occurrences of a request's last
+tokens, in its text and in its siblings'.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HistoryDrafts:
         return HistoryPass(key, self)
 
     def read_rows(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
-        """The batch slots' text is all it reads."""
+        """Do nothing: it reads only the texts of the batch slots."""
 
     def observe(
         self, trees: Trees, kept: KeptRows, nodes: Nodes, rows: RowTable, decode_rows: int

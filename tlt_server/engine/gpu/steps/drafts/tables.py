@@ -1,5 +1,5 @@
-"""A device's calibration table as `speculation.learnt.Learnt`: read and written between two steps,
-by the arithmetic of its CPU twin.
+"""A device's calibration table as a `speculation.learnt.Learnt`: read and written between two
+steps, with the arithmetic of its CPU twin.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class DeviceTable:
         gap_edge_G: Tensor | None = None,
         in_force_Z: Tensor | None = None,
     ) -> None:
-        """`stream`: where passes read and correct the table. `gap_edge_G`: of a `Calibration`.
-        `in_force_Z`: survivals by which trees are grown, if these are held.
+        """`stream`: on which passes read and correct the table. `gap_edge_G`: of a `Calibration`.
+        `in_force_Z`: the active probabilities, if trees are grown with a held copy.
         """
         self._table, self._stream, self._gap_edge_G = table, stream, gap_edge_G
         self._in_force_Z = in_force_Z
@@ -55,7 +55,7 @@ class DeviceTable:
         self._change(OnlineTable.forget)
 
     def renew(self) -> NDArray[np.float32]:
-        """Put what was learnt in force, and return it."""
+        """Activate the learned values, and return them."""
         self.on_renew()
         acceptance_Z = self._table.acceptance_Z
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -88,7 +88,7 @@ class DeviceTable:
         self.renew()
 
     def write(self, *values: NDArray[Any]) -> None:
-        """Set survivals, hits and trials."""
+        """Set acceptance probabilities, hits and trials."""
         _, *mine = self._table
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for mine_Z, values_K in zip(mine, values, strict=True):
