@@ -211,7 +211,7 @@ def test_record_of_unknown_dtypes_is_named(record: RolloutRecord, tmp_path: Path
     end = 8 + int.from_bytes(data[:8], "little")
     header = data[8:end].replace(b'"dtype":"U16"', b'"dtype":"BF16"', 1)
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
-    with pytest.raises(StartupError, match="is no safetensors file .*BF16"):
+    with pytest.raises(StartupError, match="is not a safetensors file .*BF16"):
         RolloutRecord.load(file)
 
 

@@ -245,5 +245,5 @@ def test_recomputed_features_have_the_bits_of_one_pass(target, source):
 
 def test_a_document_beyond_the_targets_positions_is_refused(target):
     long = Document(np.zeros(2000, np.int32), np.ones(2000, np.bool_))
-    with pytest.raises(InvalidRequest, match="2000 tokens, the target takes 1024"):
+    with pytest.raises(InvalidRequest, match="2000 tokens, the target's limit is 1024"):
         Recomputed(CpuPrefill(target), [long])

@@ -183,7 +183,7 @@ def _as_before(content: dict[str, Any]) -> None:
         (_set("made_by", "processor", value="another"), "processor 'another', now 'one'"),
         (_set("made_by", value={}), "processor 'unknown'"),
         (_cost("extend", value=[1.0]), "numbers of seconds"),
-        (_cost("extend", value=[0.0] * len(KNOTS)), "take 0 seconds"),
+        (_cost("extend", value=[0.0] * len(KNOTS)), "must take more than 0 seconds"),
         (_cost("extend", value=[*range(len(KNOTS), 0, -1)]), "falls with"),
         (_cost("start", "other", value=[0.1] * len(KNOTS)), "drafter there is"),
         (_cost("linear", value=[-1.0, 0.0, 0.0]), "numbers of seconds"),

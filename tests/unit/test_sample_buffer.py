@@ -163,7 +163,7 @@ def test_segments_with_other_headers_are_left_out(tmp_path: Path, header: bytes,
     [
         ({"tokens": sample(1).tokens[:-4] + (VOCAB).to_bytes(4, "little")}, "id is 100, .* 100"),
         ({"tokens": sample(1).tokens[:-4] + b"\xff" * 4}, "id is -1, the vocabulary has 100"),
-        ({"tokens": sample(1).tokens * 100}, "1200 tokens, at most 100"),
+        ({"tokens": sample(1).tokens * 100}, "1200 tokens, the limit is 100"),
         ({"max_tokens": 3}, "output has 8 tokens, max_tokens is 3"),
         ({"prompt_len": 40}, "output has -28 tokens"),
         ({"rows": b"123"}, "rows has 3 bytes for 3 cycles"),

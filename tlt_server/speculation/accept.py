@@ -1,12 +1,11 @@
 """Accept-iff-equal: which draft rows of a verified tree become output.
 
-Theorem. With keyed noise the target's token after a prefix is a function of (weights, prefix,
-sampling parameters, seed). By induction along the walk: the root row's prefix is what plain
-decoding has, so `sampled[root]` is plain decoding's next token. If a child row carries that very
-token, its prefix is again plain decoding's, and so is `sampled[child]`; where no child does, the
-token just sampled is emitted and the next cycle goes on from it. So for every tree, drafter and
-order of rows the emitted tokens are those of plain decoding; a draft decides only how many come per
-cycle.
+Theorem. With keyed noise, the target's token after a prefix is a function of (weights, prefix,
+sampling parameters, seed). By induction along the walk: the root row's prefix is that of plain
+decoding, so `sampled[root]` is plain decoding's next token. If a child row carries that token, its
+prefix is again plain decoding's, and so is `sampled[child]`. If no child carries it, the sampled
+token is emitted and the next cycle continues from it. So for every tree, drafter and order of rows,
+the emitted tokens are those of plain decoding; drafts decide only how many tokens a cycle yields.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ def accept(
     """Walk each request's tree from its root row.
 
     Rows of request b are [row_start_B[b], row_start_B[b] + row_count_B[b]): the root first (its
-    parent is not read), then draft rows, each after the row `parent_row_R` names (an index into R).
-    `sampled_R` is the target's token after each row. Of two children with the same token the first
-    one is followed.
+    parent is not read), then draft rows. Each follows its parent row, `parent_row_R`, an index into
+    R. `sampled_R` is the target's token after each row. Of two children with the same token, the
+    first one is followed.
     """
     return Walk(*kernels.walk(row_start_B, row_count_B, parent_row_R, token_R, sampled_R))
 
 
 def on_path(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return which nodes are on the path of a known response, [N]. follow_BD: the response's tokens
-    after each root, -1 after its end; deeper nodes are not on the path.
+    """Return a mask [N] of the nodes on the path of a known response. follow_BD: the response's
+    tokens after each root, -1 after its end; deeper nodes are not on the path.
     """
     own_N = np.zeros(len(candidates), np.bool_)
     for depth in range(1, min(int(candidates.depth_N.max(initial=0)), follow_BD.shape[1]) + 1):

@@ -16,7 +16,7 @@ from tlt_server.samples.samples import Responses
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Requests about to be verified. The *root* of request b is its last token, at position
+    """Requests to verify next. The *root* of request b is its last token, at position
     len(tokens[b]) - 1. Its KV (and feature) is not computed yet; that of all earlier positions is.
     """
 
@@ -46,7 +46,7 @@ class DraftBatch:
         page_table_BP: NDArray[np.int32],
         capacity_B: NDArray[np.int64] | None = None,
     ) -> DraftBatch:
-        """Return recorded responses, by number, as they were at these roots. `capacity_B`: tokens
+        """Return the batch of recorded responses, by number, at these roots. `capacity_B`: tokens
         that fit in their pages; None: all of them.
         """
         # As in serving: the last token that max_tokens permits is never a draft.

@@ -72,14 +72,14 @@ class Branching:
 
     @staticmethod
     def _permitted(batch: DraftBatch) -> DraftBatch:
-        """Return the batch without room for branches where only another drafter may draft."""
+        """Return the batch with no room for branches in requests that exclude this drafter."""
         barred_B = np.array([name not in ("", SOURCE) for name in batch.drafters], np.bool_)
         if not barred_B.any():
             return batch
         return replace(batch, max_depth_B=np.where(barred_B, 0, batch.max_depth_B))
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
-        """Let each table learn from its own nodes."""
+        """Update each table by its own nodes."""
         accepted_N = np.asarray(accepted_N, np.int8)
         branch_N = candidates.rank_N == RANK
         self.drafter.observe(batch, candidates, np.where(branch_N, np.int8(-1), accepted_N))
@@ -96,7 +96,7 @@ class Branching:
 
 
 def with_branches(drafters: Mapping[str, D]) -> dict[str, D | Branching]:
-    """Return the drafters; if history is loaded, those with weights draft with branches."""
+    """Return the drafters; if history is loaded, those with weights get its branches."""
     source = drafters.get(SOURCE)
     return {
         name: Branching(drafter, source)

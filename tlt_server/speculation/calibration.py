@@ -1,11 +1,11 @@
-"""Calibrated node survival: the probability that a draft child is the target's token, given that
-its parent is on the path.
+"""Calibrated acceptance probabilities: how likely a draft child is the target's token if its parent
+is on the path.
 
-A neural drafter ranks children by z = log q / T + G with the target's own noise; how often rank r
-is right depends on how far it lies from the best: gap = z1 - z2 for rank 0, z1 - z_{r+1} for rank
-r. The table is measured when the drafter is trained (`calibration.json` in its directory), which is
-its prior, and corrected online from what verification accepts, so a stale table heals. `knowledge`
-holds the counts per weight version. Survival of a node = product of the table along its path.
+A neural drafter ranks children by z = log q / T + G with the target's noise. The accuracy of rank r
+depends on its distance from the best: gap = z1 - z2 for rank 0, z1 - z_{r+1} for rank r. The prior
+is measured when the drafter is trained (`calibration.json` in its directory), and corrected online
+by verification results, so a stale table recovers. `knowledge` holds the counts per weight version.
+A node's acceptance probability is the product of the table's values along its path.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CalibrationSettings:
 
 
 def default_acceptance() -> NDArray[np.float32]:
-    """The default table of a drafter without its own.
+    """Return the default table of a drafter without its own.
 
     Derivation: simulated pairs p = softmax(log q + normal error) with 1 - TV of .82, 1.4 nats per
     token, shared Gumbel noise: rank 0 is right with probability 1 - .55 exp(-gap / 1.2), rank r > 0
@@ -107,9 +107,7 @@ class OnlineTable:
     def observe(
         self, cell_N: NDArray[np.int32], parent_N: NDArray[np.int32], accepted_N: NDArray[np.int8]
     ) -> None:
-        """Learn from a verified tree; only nodes whose parent was accepted (or is the root)
-        count.
-        """
+        """Learn from a verified tree; only nodes whose parent is the root or was accepted count."""
         self.observed += tally(
             cell_N,
             parent_N,
@@ -132,7 +130,7 @@ class OnlineTable:
             len(record.hits) == len(record.trials) == len(self.prior_K)
             and all(0 <= hits <= trials <= self.settings.limit for hits, trials in counts)
         ):
-            raise ValueError("the counts of a table are not of the form that this version has")
+            raise ValueError("the counts of a table have another form than this version writes")
 
     def restore(self, record: TableRecord) -> None:
         """Load the counts, unless they belong to another prior."""
@@ -155,7 +153,7 @@ class OnlineTable:
 
     @property
     def drift(self) -> float:
-        """Mean distance of the table from its prior, over the nodes seen."""
+        """Return the table's mean distance from its prior, over the observed nodes."""
         seen = self.trials_K.sum()
         return (
             float(np.abs(self.acceptance_K - self.prior_K) @ self.trials_K / seen) if seen else 0.0
@@ -179,8 +177,8 @@ def _shortest(values: NDArray[np.float32]) -> Any:
 
 
 class Calibration(OnlineTable):
-    """`survival` [phases, ranks, buckets] in [0, 1] and ascending `gap_edges` [buckets - 1]; bucket
-    = edges below the gap.
+    """A table [phases, ranks, buckets] of probabilities in [0, 1], with ascending `gap_edges`
+    [buckets - 1]. A gap's bucket is the number of edges below it.
     """
 
     def __init__(
@@ -215,7 +213,9 @@ class Calibration(OnlineTable):
     def load(
         cls, directory: str | Path, settings: CalibrationSettings = CalibrationSettings()
     ) -> Calibration:
-        """Read a drafter's directory; without `calibration.json` take the default table."""
+        """Read the table of a drafter's directory; without `calibration.json` use the default
+        table.
+        """
         path = Path(directory) / CALIBRATION
         if not path.is_file():
             return cls(settings=settings)
@@ -252,7 +252,7 @@ class Calibration(OnlineTable):
         (Path(directory) / CALIBRATION).write_bytes(msgspec.json.encode(table) + b"\n")
 
     def adopt(self, other: Calibration) -> None:
-        """Become another table, without observations."""
+        """Become a copy of another table, without observations."""
         self.prior_K, self.gap_edges, self.source = other.prior_K, other.gap_edges, other.source
         self.count(np.zeros(CELLS), np.zeros(CELLS))
 
@@ -260,7 +260,7 @@ class Calibration(OnlineTable):
         return super()._digest(self.gap_edges.tobytes() + meaning)
 
     def cell(self, phase: int, rank: int, gap: float) -> int:
-        """Index of a child's cell in the flattened table."""
+        """Return the index of a child's cell in the flattened table."""
         return (phase * RANKS + min(rank, RANKS - 1)) * BUCKETS + int(
             np.searchsorted(self.gap_edges, np.float32(gap), "left")
         )

@@ -1,12 +1,11 @@
 """Factors that correct a profile's numbers, learned from measured steps.
 
-A step's time is a sum of parts, so the logarithm of its error is about the mean of the logarithms
-of its parts' factors, weighted by their shares of the time. A Kalman filter estimates these
-logarithms and their uncertainty: the factor of a newly seen size moves to its measurement at once,
-a well-known one moves a little. Numbers of one kind and of similar sizes are expected to have
-similar factors. One more factor, common to all steps, absorbs passing effects such as a busy
-machine. It fades, so lasting errors are attributed to the measured sizes, and other sizes keep
-their time.
+A step's time is a sum of parts. The logarithm of its error is therefore about the mean of the
+logarithms of its parts' factors, weighted by their shares of the time. A Kalman filter estimates
+these logarithms and their uncertainty: the factor of a newly seen size moves to its measurement at
+once, a well-known one moves a little. Numbers of one kind and of similar sizes should have similar
+factors. One more factor, common to all steps, absorbs passing effects such as a busy machine. It
+fades, so lasting errors are attributed to the measured sizes, and other sizes keep their time.
 
 Errors are clipped before they count: steps sometimes stall, but never run too fast. Corrected
 numbers that must ascend are made to (`ascending`); uncertain ones move the most.
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class FilterSettings:
-    """Standard deviations of logarithms, which are roughly relative errors."""
+    """Standard deviations of logarithms, about equal to relative errors."""
 
     noise: float = 0.08  # standard deviation in the time of a step
     common: float = 0.18  # standard deviation in the factor that all steps share
@@ -46,7 +45,7 @@ class FactorFilter:
 
     @property
     def common(self) -> float:
-        """The factor of all steps."""
+        """The common factor of all steps."""
         return float(np.exp(self.log_N[0]))
 
     @property
@@ -66,8 +65,8 @@ class FactorFilter:
         return slice(first, first + len(sizes_M))
 
     def observe(self, share_N: NDArray[np.float64], error: float) -> None:
-        """Learn from a step: the logarithm of its measured over its expected time, and each
-        number's share of that time. The common factor's share is 1.
+        """Learn from a step. `error`: the logarithm of its measured over its predicted time.
+        `share_N`: each number's share of that time; the common factor's share is 1.
         """
         settings = self._settings
         self.log_N[0] *= 1 - settings.fade
@@ -80,7 +79,7 @@ class FactorFilter:
         covariance_NN -= np.outer(along_N, along_N / variance)
 
     def _fading(self) -> NDArray[np.float64]:
-        """Return how much of each covariance a step replaces by the prior."""
+        """Return the share of each covariance that a step replaces by the prior."""
         kept_N = np.full(len(self.log_N), (1 - self._settings.doubt) ** 0.5)
         kept_N[0] = 1 - self._settings.fade
         return 1 - np.outer(kept_N, kept_N)

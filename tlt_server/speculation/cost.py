@@ -5,15 +5,14 @@ A step's time is modelled as a sum of parts, each a piecewise-linear function of
     seconds = speed * (extend(R) + start(B) + depth * draft(M)
                        + (read * B + attend * R) * context + each * B)
 
-R: rows that the target computes (roots, drafts and prompt rows, with what pads them); B: requests
-that sample, the KV of which is read once; M: rows of one level of the draft pass (requests times
-children). Start and draft are of a drafter: it first takes in the tokens that were accepted, then
-drafts level by level. The values at the knots are the model's
-parameters. A profile fits them by least squares, and every step corrects the ones that it depends
-on (`correction`); either way more rows never take less time. `speed` is what slows all steps alike,
-such as a busy machine, so a moment of load does not make the strategy in use look worse than those
-that are not in use. What the training of a drafter slows all steps by while it runs is a factor of
-its own (`slowdown`), so steps without it stay predicted.
+R: rows that the target computes (roots, drafts, prompt rows and padding); B: requests that sample,
+whose KV is read once; M: rows of one level of the draft pass (requests times children). `start` and
+`draft` belong to a drafter: it first reads the accepted tokens, then drafts level by level. The
+values at the knots are the model's parameters. A profile fits them by least squares, and every step
+corrects the ones that it depends on (`correction`); either way more rows never take less time.
+`speed` is a slowdown of all steps alike, such as a busy machine's, so a moment of load does not
+make the current strategy look worse than the others. The slowdown while a drafter is being trained
+is a separate factor (`slowdown`), so steps without training stay well predicted.
 
 No torch. Times are in seconds.
 """
@@ -62,7 +61,7 @@ class StepLoad(NamedTuple):
 
     @property
     def read(self) -> int:
-        """Rows that the target reads."""
+        """Rows that the target computes."""
         return self.rows + self.prompt_rows
 
 
@@ -98,7 +97,7 @@ def load_of(cycle: Cycle) -> StepLoad:
 
 
 class CostRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of a model: seconds at the knots, and per `ATTENDED`."""
+    """The parameters of a model: seconds at the knots, and per unit of `ATTENDED`."""
 
     extend: list[float]
     start: dict[str, list[float]]
@@ -129,8 +128,8 @@ class CostModel:
 
     @property
     def slowdown(self) -> float | None:
-        """The factor by which steps are slower while a drafter is trained; None after too few of
-        them.
+        """The slowdown factor of steps while a drafter is trained; None until enough of them were
+        measured.
         """
         return self._training if self._slowed >= SLOWED else None
 
@@ -148,7 +147,9 @@ class CostModel:
         prompt_rows: int = 0,
         context: float = 0.0,
     ) -> NDArray[np.float64]:
-        """Predict the time of steps; arguments as in `StepLoad`, arrays of one shape or numbers."""
+        """Predict the time of steps. Arguments as in `StepLoad`: arrays of one shape, or
+        numbers.
+        """
         read = np.asarray(rows) + prompt_rows
         kv, row, request = self._linear_3
         found = self._at(self._extend_K, read) + request * batch / REQUESTS
@@ -164,7 +165,7 @@ class CostModel:
 
     def profile(self, measured: Iterable[Measured]) -> None:
         """Fit the model to the steps measured at start, by least squares of relative errors.
-        Between and beyond the measured sizes its functions are as straight as possible.
+        Between and beyond the measured sizes, its functions are as straight as possible.
         """
         steps = [step for step in measured if step.seconds > 0]
         if not steps:
@@ -201,8 +202,8 @@ class CostModel:
         self.trained = self.profiled = True
 
     def observe(self, load: StepLoad, seconds: float, *, training: bool = False) -> float:
-        """Correct the model by a finished step. `training`: a drafter was trained meanwhile. Return
-        the seconds that the model had predicted; 0 if it had no prediction.
+        """Correct the model by a finished step. `training`: a drafter was trained during the step.
+        Return the predicted seconds; 0 without a prediction.
         """
         if seconds <= 0 or not load.read:
             return 0.0
@@ -221,16 +222,16 @@ class CostModel:
         return CostRecord(self._extend_K.tolist(), start, draft, self._linear_3.tolist())
 
     def restore(self, record: CostRecord) -> None:
-        """Replace the parameters by those of another model. `ValueError` if their form differs."""
+        """Replace the parameters by a record's. `ValueError` if its form differs."""
         for values in (record.extend, *record.start.values(), *record.draft.values()):
             if len(values) != len(KNOTS) or not all(0 <= value < 1e4 for value in values):
                 raise ValueError(f"the time of steps must be {len(KNOTS)} numbers of seconds")
             if values != sorted(values):
-                raise ValueError("the time of steps falls with their rows")
+                raise ValueError("the time of steps must not fall with more rows")
         if {*record.start} != {*record.draft} or not {*record.start} <= {*DRAFTERS}:
-            raise ValueError("the time of drafts must have two parts for each drafter there is")
+            raise ValueError("the time of drafts must have two parts for each drafter")
         if not any(record.extend):
-            raise ValueError("steps of all sizes take 0 seconds")
+            raise ValueError("some steps must take more than 0 seconds")
         if len(record.linear) != 3 or not all(0 <= value < 1e4 for value in record.linear):
             raise ValueError("the time of requests must be 3 numbers of seconds")
         self._extend_K = np.array(record.extend)
@@ -251,7 +252,7 @@ class CostModel:
         return np.hstack((straight, np.zeros((len(straight), 3))))
 
     def _start_correcting(self) -> None:
-        """Let steps correct the current parameters."""
+        """Start to correct the current parameters by steps."""
         self._extend_K = np.maximum(self._extend_K, LEAST_S)
         self._linear_3 = np.maximum(self._linear_3, LEAST_SHARE * self._extend_K[0])
         self._correction = FactorFilter()
@@ -268,7 +269,7 @@ class CostModel:
             self._curves.append((self._correction.add(self._octave_K), values_by[name]))
 
     def _correct(self, load: StepLoad, error: float, training: bool) -> None:
-        """Move the parameters of this shape by an error, the logarithm of a ratio of times."""
+        """Move the parameters of this shape by an error: the logarithm of a ratio of times."""
         correction, parts = self._correction, self._parts(load)
         share_N = np.zeros(len(correction.log_N))
         places = {id(values): place.start for place, values in self._curves}
@@ -313,7 +314,7 @@ class CostModel:
         return parts
 
     def _drafting(self, drafter: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the times of a drafter's start and of a level."""
+        """Return the seconds of a drafter's start and of a level."""
         if drafter not in self._draft_K:
             self._start_K[drafter] = np.zeros(len(KNOTS))
             self._draft_K[drafter] = DRAFT_SHARE * self._extend_K
@@ -335,7 +336,7 @@ class CostModel:
 
 
 def not_negative(equations: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solve by least squares over numbers that are not negative (Lawson and Hanson, 1974)."""
+    """Solve least squares with non-negative unknowns (Lawson and Hanson, 1974)."""
     rotated, square = np.linalg.qr(equations)
     right = rotated.T @ right
     found = np.zeros(equations.shape[1])

@@ -1,16 +1,15 @@
-"""Expected numbers of accepted draft tokens, also under strategies that did not run.
+"""Expected numbers of accepted draft tokens, also for strategies that did not run.
 
-Every node of a drafted tree carries its calibrated survival (`survival`): the probability that it
-is on the path of the target's tokens. The expected number of accepted tokens of any set of nodes is
-the sum of their survivals, so one tree of depth 7 says what every shallower, narrower or smaller
-tree would have brought, and nothing needs to be tried out. What a tree lacks, because it was cut or
-is shallower, is continued from its leaves with the drafter's mean survival from level to level.
-Branches of another drafter (rank -1) count as they are, in trees of every width that have their
-parents.
+Every node of a drafted tree carries its acceptance probability: how likely it is on the path of the
+target's tokens. The expected number of accepted tokens of any set of nodes is the sum of these
+probabilities. So one tree of depth 7 predicts the gain of every shallower, narrower or smaller
+tree, and no trial runs are needed. A cut or shallower tree is extended from its leaves by the
+drafter's mean probability from level to level. Branches of another drafter (rank -1) count
+unchanged, in trees of every width that contain their parents.
 
 The builder verifies the R best nodes of a batch, so the gain of R rows is the sum of the R largest
-survivals. It is kept as a curve over nodes per request, for each depth and width, of the trees of
-the recent past. Predicted gains are compared with what was accepted, and scaled by the ratio.
+probabilities. It is kept as a curve over nodes per request, for each depth and width, averaged over
+recent trees. Predicted gains are compared with accepted tokens, and scaled by the ratio.
 
 No torch. Legend: N nodes, D depths, W widths, X points of a curve.
 """
@@ -37,7 +36,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class EstimateSettings:
-    # Survival from level to level before a tree was seen: hopeful, so that one is drafted.
+    # Acceptance from level to level before any tree: optimistic, so that one is drafted.
     prior: float = 0.9
     memory: float = 96.0  # trees of one request that a curve is the mean of, older ones fading
     every: int = 8  # steps of which the trees of one are looked at
@@ -46,14 +45,14 @@ class EstimateSettings:
 
 
 class CurvePoints(NamedTuple):
-    """Places between the points of a curve."""
+    """Positions between the points of a curve."""
 
     above: NDArray[np.int64]  # the next point
     share: NDArray[np.float64]  # its weight
 
     @classmethod
     def of(cls, nodes: NDArray[np.float64]) -> CurvePoints:
-        """Return the curve positions of these draft rows per request."""
+        """Return the curve positions of these numbers of draft rows per request."""
         nodes = np.minimum(nodes, POINTS[-1])
         above = np.clip(np.searchsorted(_POINT_X, nodes), 1, len(POINTS) - 1)
         below_X = _POINT_X[above - 1]
@@ -82,13 +81,13 @@ class AcceptanceEstimate:
         self._prior_DWX = self._prior()
         self._seen_DWX = self.curve_DWX = self._prior_DWX
         self._requests = 0.0  # trees of one request that were seen, older ones fading
-        self._rate = settings.prior  # mean survival of best children
+        self._rate = settings.prior  # mean acceptance of best children
         self._unseen = 0  # steps since the last tree
         self.ratio = 1.0  # accepted over predicted
 
     def gains(self, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the expected accepted draft tokens per request, [D, W, len(nodes)], by draft rows
-        per request.
+        """Return the expected accepted draft tokens per request, [D, W, len(nodes)], for these
+        numbers of draft rows per request.
         """
         return self.gains_at(CurvePoints.of(nodes))
 
@@ -100,7 +99,9 @@ class AcceptanceEstimate:
         return found
 
     def gain(self, depth: int, width: int, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the gains of one depth and width, or of the next smaller known ones."""
+        """Return the gains of this depth and width; an unknown one counts as the next smaller known
+        one.
+        """
         d, w = bisect_right(self.depths, depth) - 1, bisect_right(self.widths, width) - 1
         return self.gains(nodes)[max(0, d), max(0, w)]
 
@@ -116,15 +117,15 @@ class AcceptanceEstimate:
         self.curve_DWX, self._unseen = self._seen_DWX, 0
 
     def verified(self, predicted: float, accepted: float) -> None:
-        """Compare the sum of the verified nodes' survivals with the accepted tokens."""
+        """Compare the expected with the actual number of accepted tokens of the verified nodes."""
         if predicted > 0:
             weight = self._settings.fade * min(1.0, predicted / 4)
             self.ratio += weight * (min(MOST, accepted / predicted) - self.ratio)
 
     @property
     def due(self) -> bool:
-        """Return True if the trees of the next step are to be added. A curve takes 0.1 ms, so once
-        the mean covers enough trees, one step in `every` is enough.
+        """Return True if the next step's trees should be added. A curve takes 0.1 ms, so once the
+        mean covers enough trees, one step in `every` is enough.
         """
         return self._requests < self._settings.memory or self._unseen >= self._settings.every - 1
 
@@ -137,7 +138,7 @@ class AcceptanceEstimate:
             self.curve_DWX = known * self._seen_DWX + (1 - known) * hope_DWX
 
     def forget(self) -> None:
-        """Discount past observations after a weight change; the next trees count for more."""
+        """Discount past observations after a weight change; the next trees weigh more."""
         self._requests, self.ratio = self._requests / DOUBT, 1.0
 
     def record(self) -> EstimateRecord:
@@ -205,7 +206,9 @@ class _Trees:
         self.rate = min(0.99, float(self.acceptance_N[best_N].sum() / max(above, 1e-9)))
 
     def within(self, depth: int, width: int, rate: float) -> NDArray[np.float32]:
-        """Return the survivals of the nodes of the trees as of this depth and width."""
+        """Return the acceptance probabilities of the nodes within this depth and width, with
+        missing levels extended at `rate`.
+        """
         inside_N = (self.depth_N <= depth) & (self.widest_N < width)
         found = [self.acceptance_N[inside_N]]
         leaf_N = inside_N & self.leaf_N
@@ -217,7 +220,7 @@ class _Trees:
 
 
 def _widest(drafted: Candidates) -> NDArray[np.int32]:
-    """Return the largest rank on each node's path. A branch needs no width of its own."""
+    """Return the largest rank on each node's path. A branch counts as rank 0."""
     widest_N = drafted.rank_N.copy()
     if widest_N.any():
         for depth in range(2, int(drafted.depth_N.max()) + 1):

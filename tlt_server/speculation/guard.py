@@ -1,12 +1,12 @@
-"""The acceptance guard: it detects when a weight change has made a drafter's drafts useless, and
+"""The acceptance guard: it detects that a weight change has made a drafter's drafts useless, and
 rests that drafter until weights change again.
 
 It compares the share of requests, per step of this drafter, that accepted at least the first draft;
-this share hardly depends on the strategy. Before a change the share is averaged over the last
-steps. After the change a new average starts, until the guard can decide whether the drafter has
-collapsed. A policy would notice, too, but pays for every trial, and a policy of one strategy never
-would. Only drafters with weights are watched: the others' drafts depend on the text. Drafts change
-no token, so neither does the guard.
+this share hardly depends on the strategy. Before a change, the share is averaged over recent steps.
+After it, a new average starts, until the guard can decide whether the drafter has collapsed. A
+policy would notice too, but pays for every trial, and a policy with one strategy never would. Only
+drafters with weights are watched: drafts of the others depend on the text. Drafts change no token,
+so neither does the guard.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.wire.records import OFF, Cycle, Strategy
 
-REMEMBERED = 512  # requests times steps that the average before a change looks back on
+REMEMBERED = 512  # requests times steps in the average before a change
 # Requests times steps after a change: before MIN nothing is decided, after MAX all is well.
 MIN_JUDGED, MAX_JUDGED = 64, 1024
 SURE = 3.0  # standard errors
@@ -25,8 +25,8 @@ SURE = 3.0  # standard errors
 
 class AcceptanceGuard:
     def __init__(self, arms: Sequence[Strategy], collapse: float) -> None:
-        """`collapse`: a drafter rests if its acceptance after a change, relative to that before, is
-        below this ratio; 0: never.
+        """`collapse`: a drafter rests if the ratio of its acceptance after a change to that before
+        falls below this; 0: never.
         """
         self._arms, self._collapse = arms, collapse
         self._watched: dict[str, _Drafter] = {
@@ -44,8 +44,8 @@ class AcceptanceGuard:
             drafter.renewed()
 
     def permitted(self, strategy: Strategy) -> Strategy:
-        """Return the strategy or, while its drafter rests, a replacement: the largest strategy of a
-        stand-in that is no larger, or OFF.
+        """Return the strategy. While its drafter rests, return the largest strategy of a stand-in
+        with no more rows, or OFF.
         """
         if strategy.drafter not in self._watched or not self._watched[strategy.drafter].rests:
             return strategy

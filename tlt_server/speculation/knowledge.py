@@ -1,4 +1,4 @@
-"""An engine's knowledge of its own steps: their time, and the value of its drafts.
+"""An engine's knowledge of its steps: their time, and the gain of its drafts.
 
 It belongs to the engine, not to a policy, so a change of policy loses nothing; every step adds to
 it under every policy.
@@ -30,18 +30,18 @@ class Drafted(NamedTuple):
 
     candidates: Candidates
     requests: int
-    predicted: float  # sum of the survivals of the nodes that were verified
+    predicted: float  # sum of the acceptance probabilities of the verified nodes
 
 
 class WeightsInUse(NamedTuple):
-    """Digests of the content of the weights in use; version names do not identify content."""
+    """Digests of the content of the active weights; version names do not identify content."""
 
     target: str
     drafter: str  # empty without a drafter
 
 
 class LearntRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """The value of drafts, as learned under some weights."""
+    """The gain of drafts, as learned under some weights."""
 
     target: str
     drafter: str
@@ -54,7 +54,7 @@ class LearntRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KnowledgeRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """The form of knowledge in a file."""
+    """The form of the knowledge in a file."""
 
     cost: CostRecord
     learnt: Annotated[list[LearntRecord], Meta(min_length=1)]  # last: under the weights in use
@@ -69,7 +69,7 @@ class Knowledge:
             for half in (DRAFTERS[name].half(device),)
         }
         self.expected_rate = 0.0  # tokens per second of steps like the last ones
-        # The survivals by which drafters build their trees: the device's, once it has made them.
+        # The acceptance tables by which drafters build trees: the device's, once it made them.
         self.tables: Mapping[str, Learnt[TableRecord]] = {}
         self.weights = WeightsInUse("", "")
         self._known: list[LearntRecord] = []  # under earlier weights, newest last
@@ -78,8 +78,8 @@ class Knowledge:
         self._last_used: dict[str, int] = {}  # the step that last used a drafter
 
     def observe(self, cycle: Cycle, drafted: Drafted | None, *, training: bool = False) -> float:
-        """Learn from a step. `training`: a drafter was trained meanwhile. Return the expected
-        seconds of the step; 0 if there was no prediction.
+        """Learn from a step. `training`: a drafter was trained during it. Return the predicted
+        seconds of the step; 0 without a prediction.
         """
         self._step += 1
         predicted_s = 0.0
@@ -122,8 +122,8 @@ class Knowledge:
 
     def _take_up(self, weights: WeightsInUse) -> None:
         """Load the statistics learned under these weights. If there are none, load those of the
-        drafter under another target or keep the current ones, and discount them, once for several
-        changes in a row.
+        drafter under another target or keep the current ones, and discount them, only once for
+        several changes in a row.
         """
         self.weights = weights
         same = [each for each in self._known if each.weights == weights]
@@ -140,7 +140,7 @@ class Knowledge:
             self._doubtful = True
 
     def _learnt(self) -> list[LearntRecord]:
-        """Return the statistics by weights; those of the weights in use are last."""
+        """Return the statistics by weights; those of the active weights are last."""
         now = LearntRecord(
             *self.weights,
             {name: known.record() for name, known in self.estimates.items()},
@@ -149,15 +149,15 @@ class Knowledge:
         return [*(each for each in self._known if each.weights != self.weights), now]
 
     def costs(self) -> CostRecord | None:
-        """Return the time of steps; None where no profile has measured it."""
+        """Return the times of steps; None before a profile has measured them."""
         return self.cost.record() if self.cost.profiled else None
 
     def record(self) -> KnowledgeRecord:
         return KnowledgeRecord(self.cost.record(), self._learnt()[-KEPT_WEIGHTS - 1 :])
 
     def restore(self, record: KnowledgeRecord) -> None:
-        """Load another engine's knowledge, for the drafters that both have. `ValueError` and no
-        change if its form is wrong.
+        """Load another engine's knowledge, for the drafters that both have. `ValueError`, and no
+        change, if its form is wrong.
         """
         cost = CostModel()
         cost.restore(record.cost)

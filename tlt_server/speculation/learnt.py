@@ -1,6 +1,6 @@
-"""The seam between draft statistics and `knowledge`, which keeps them per weight version: the
-acceptance estimate of a drafter (`estimate`), and each table of acceptance probabilities
-(`survival`, on a GPU `engine.gpu.drafts.tables`).
+"""The seam between draft statistics and `knowledge`, which keeps them per weight version: a
+drafter's acceptance estimate (`estimate`), and each table of acceptance probabilities
+(`calibration`, on a GPU `engine.gpu.steps.drafts.tables`).
 """
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ class Learnt(Protocol[Record]):
         """Load a record that `check` has accepted."""
 
     def forget(self) -> None:
-        """Discount past observations after a weight change; later ones count for more."""
+        """Discount past observations after a weight change; later ones weigh more."""

@@ -1,4 +1,4 @@
-"""Draft trees as the flat arrays of `batch.Candidates`, from the table of nodes that a GPU fills.
+"""Converts the table of nodes that a GPU fills into the flat arrays of `batch.Candidates`.
 
 Legend: T entries of the table, request after request, N nodes.
 """
@@ -24,7 +24,7 @@ def candidates_of(
     cell_T: Integers | None = None,
 ) -> Candidates:
     """Return the nodes of a table with `columns` entries per request; entries from `own_columns` on
-    are branches. An entry with a negative survival is empty. If no tokens are given, they are 0.
+    are branches. A negative probability marks an empty entry. Tokens default to 0.
     """
     live = np.flatnonzero(acceptance_T >= 0)
     request_N = (live // columns).astype(np.int32)
@@ -47,7 +47,7 @@ def candidates_of(
 
 
 def _ranks(request_N: Integers, parent_N: Integers) -> Integers:
-    """Return each node's index among its siblings, which are in order of rank."""
+    """Return each node's index among its siblings, which are in rank order."""
     family_N = np.where(parent_N >= 0, parent_N + request_N.max(initial=0) + 1, request_N)
     order = np.argsort(family_N, kind="stable")
     ordered = family_N[order]

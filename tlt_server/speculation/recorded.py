@@ -1,15 +1,15 @@
-"""The record of a rollout: responses, the cycles that made them, and what drafters would draft at
-every position.
+"""The record of a rollout: responses, the cycles that made them, and each drafter's tree at every
+position.
 
 A response is fixed by weights, prompt and seed, and does not depend on drafts. So the tree that a
-drafter grows from a position is a property of the record, and how much of it is accepted is known:
-the longest path that the response follows. One recording therefore tells what any policy would have
-gained. Nodes keep the cells of their calibration table, not survivals, so that a replay can learn
-the table as the engine does.
+drafter grows from a position is a property of the record, and its accepted path is known: the
+longest path that the response follows. One recording therefore yields the gain of any policy. Nodes
+keep the cells of their calibration table, not probabilities, so that a replay can learn the table
+as the engine does.
 
-One safetensors file; `bench/recording.py` writes it, `bench/replay.py` reads it. No torch.
-Legend: N requests, C cycles, V verifications, P positions (an output token each, request after
-request), M nodes of a position, D depths.
+One safetensors file; `bench/recording.py` writes it, `bench/replay.py` reads it. No torch. Legend:
+N requests, C cycles, V verifications, P positions (an output token each, request after request), M
+nodes of a position, D depths.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DraftedTrees(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def columns(self) -> int:
-        """Nodes of a position: level 0 plants `width`, each later one `width` squared."""
+        """Nodes of a position: level 0 has `width`, each later one `width` squared."""
         return self.width + (self.depth - 1) * self.width**2
 
 
@@ -114,7 +114,7 @@ class RecordedCycles:
 
 @dataclass(frozen=True)
 class RecordedTrees:
-    """Trees at every position whose root was drafted from. Nodes are in planting order, so a
+    """Trees at every position that was drafted from. Nodes are in the order of their creation, so a
     shallower tree is a prefix of these.
     """
 
@@ -172,7 +172,7 @@ class RolloutRecord:
             size = path.stat().st_size
             if size > MAX_BYTES:
                 raise StartupError(
-                    f"{path} has {size} bytes, a record at most {MAX_BYTES}; record fewer requests"
+                    f"{path} has {size} bytes, the limit is {MAX_BYTES}; record fewer requests"
                 )
             data = path.read_bytes()
             header = _header(data, path)
@@ -182,7 +182,7 @@ class RolloutRecord:
                 f"{path}: {error.strerror}; name a file of `tlt bench record`"
             ) from error
         except (SafetensorError, KeyError) as error:  # KeyError: a type that numpy lacks
-            raise StartupError(f"{path} is no safetensors file ({error}); {REMEDY}") from error
+            raise StartupError(f"{path} is not a safetensors file ({error}); {REMEDY}") from error
         try:
             record = cls(
                 header,
@@ -198,7 +198,7 @@ class RolloutRecord:
         return record
 
     def check(self) -> None:
-        """Raise `ValueError` unless all arrays fit each other."""
+        """Raise `ValueError` unless all arrays match."""
         CostModel().restore(self.header.cost)
         self.samples.check()
         self._check_ends()
@@ -250,12 +250,12 @@ def _header(data: bytes, path: Path) -> RecordHeader:
     """Return the header in the file's metadata."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER, len(data) - 8):
-        raise StartupError(f"{path} is no record of a rollout; {REMEDY}")
+        raise StartupError(f"{path} is not a record of a rollout; {REMEDY}")
     try:
         metadata = msgspec.json.decode(data[8 : 8 + length])["__metadata__"]
         found, header = metadata["format"], metadata["header"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StartupError(f"{path} is no record of a rollout; {REMEDY}") from error
+        raise StartupError(f"{path} is not a record of a rollout; {REMEDY}") from error
     if found != FORMAT:
         raise StartupError(f"{path} is a {str(found)[:80]!r}, this reads {FORMAT!r}; {REMEDY}")
     try:
@@ -287,7 +287,7 @@ def _drafters(header: RecordHeader) -> set[str]:
 
 
 def _before(node_PM: NDArray[np.uint16], limit: NDArray[np.uint16] | None = None) -> bool:
-    """Return True if each value is NONE or an earlier node (than its own index, or than
+    """Return True if each value is NONE or names an earlier node (earlier than itself, or than
     `limit`).
     """
     bound_M = np.arange(node_PM.shape[1]) if limit is None else limit

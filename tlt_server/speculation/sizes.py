@@ -1,6 +1,6 @@
 """The numbers of rows that a device computes.
 
-A CPU computes any number of rows. A GPU replays recorded graphs, so it pads a step to one of a few
+A CPU computes any number of rows. A GPU replays captured graphs, so it pads a step to one of a few
 sizes. Policies weigh only these sizes, and the cost model predicts the computed rows, padding
 included. No torch.
 """
@@ -22,13 +22,13 @@ POINTS = (0.0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 9, 12, 15, 20, 
 
 
 class Reach(Protocol):
-    """The strategies that a policy may choose, as `Policy.strategies`."""
+    """The strategies that a policy may choose; see `Policy.strategies`."""
 
     def __call__(self, requests: range, *, prompts: bool) -> Iterable[Strategy]: ...
 
 
 class Recordings(Protocol):
-    """The recorded step graphs of a device. Recording one takes about ten steps."""
+    """The captured graphs of a device. Capturing one takes about ten steps."""
 
     def missing(
         self,
@@ -38,23 +38,23 @@ class Recordings(Protocol):
         widths: Sequence[int],
         decode_rows: Rows,
     ) -> Rows:
-        """Return the graphs that a step would lack, [depths, widths, decode rows]. Without a
-        drafter: those of a step without drafts, as one depth and width.
+        """Return the number of graphs that a step would lack, [depths, widths, decode rows].
+        Without a drafter: those of a step without drafts, as one depth and width.
         """
 
     def want(self, context: StepContext, strategy: Strategy, saved_s: float) -> bool:
-        """Record the time that this strategy's graphs would have saved in this step. Return True if
-        the sum has reached the time of recording them, so that the step should record them.
+        """Add the time that this strategy's graphs would have saved in this step. Return True once
+        the sum has reached the time of a capture, so that the step should capture them.
         """
 
 
 class Sizes(Protocol):
     def batch(self, requests: int, *, prompts: bool) -> int:
-        """Return the rows of the decoding requests' roots, in a step with or without prompts."""
+        """Return the padded number of decoding requests, in a step with or without prompts."""
 
     def decode_rows(self, requests: int, *, prompts: bool) -> Rows:
-        """Return the possible numbers of decode rows of a step, drafts included, in ascending
-        order; the first one is that of a step without drafts.
+        """Return the possible numbers of decode rows of a step, drafts included, ascending; the
+        first has no drafts.
         """
 
     def computed(self, decode_rows: Rows, prompt_rows: int) -> Rows:

@@ -1,7 +1,7 @@
 """The log of switches: when steps began to use another strategy, and why.
 
-It watches the context and the strategy of every step from outside the policies. The reason of a
-switch is the change since the last one; a change in a policy's learned numbers counts as
+It observes the context and the strategy of every step from outside the policies. A switch's reason
+is the change since the previous switch; a change in a policy's learned numbers counts as
 `acceptance`. The engine's loop feeds the log and sends its entries.
 """
 
@@ -43,7 +43,7 @@ class SwitchLog:
         self._weights_left = SOON
 
     def chose(self, context: StepContext, strategy: Strategy) -> None:
-        """Record the strategy of the next step, unless nothing can be drafted in it."""
+        """Record the strategy of the next step, unless nothing in the step can take drafts."""
         if not context.speculable:
             return
         now = _Used(strategy, context, pinned_at(self._pins, context.decoding) is not None)
@@ -57,7 +57,7 @@ class SwitchLog:
         self._policy_is_new, self._weights_left = False, max(0, self._weights_left - 1)
 
     def take(self) -> list[Switch]:
-        """Return the switches since the last call, the oldest first."""
+        """Return the switches since the last call, oldest first."""
         found = [*self._switches]
         self._switches.clear()
         return found
@@ -85,7 +85,7 @@ class SwitchLog:
 
 def _is_another(before: Strategy, now: Strategy) -> bool:
     """Return True if the strategies differ. A policy that spreads rows over a batch changes their
-    number a little at almost every step; that does not count as a switch.
+    number slightly at almost every step; that is not a switch.
     """
     if (before.drafter, before.depth, before.width) != (now.drafter, now.depth, now.width):
         return True

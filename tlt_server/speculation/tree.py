@@ -1,9 +1,9 @@
 """The choice of draft rows to verify: the best R nodes over batch x nodes.
 
-Candidates come from any drafter; the scheduler asks for `budget` rows and each request also has its
-root. Maximising the sum of survivals is maximising the expected number of accepted tokens of the
-batch, and since a node never survives better than its parent, the best R nodes are whole trees:
-long stragglers and confident requests get more rows by themselves.
+Candidates come from any drafter; the scheduler grants `budget` rows, and each request also has its
+root. Maximising the sum of acceptance probabilities maximises the expected number of accepted
+tokens of the batch. A node's probability never exceeds its parent's, so the best R nodes form whole
+trees: long stragglers and confident requests get more rows by themselves.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def select(
     candidates: Candidates, requests: int, budget: int, most_B: NDArray[np.int32] | None = None
 ) -> Selection:
     """Return the `budget` candidates most likely to be accepted; ties go to the shallower, then to
-    the earlier node.
+    the earlier node. The choice is closed under ancestors.
 
-    `budget` counts draft rows of the whole batch, not roots; `most_B` those of each request, if
-    some have a limit. Closed under ancestors.
+    `budget` counts the draft rows of the whole batch without roots; `most_B` limits those of each
+    request.
     """
     if most_B is not None:
         return _select_within(candidates, requests, budget, most_B)

@@ -1,1 +1,1 @@
-"""The drafter's training: from recorded sequences to a drafter that is proven better."""
+"""Trains the drafter: from recorded sequences to a drafter that is proven better."""

@@ -1,3 +1,3 @@
-"""Weight pushes as transactions: a push is staged next to the running loop, verified and swapped in
+"""Weight pushes as transactions: a push is staged while the loop runs, verified and swapped in
 between two steps; the previous version is kept.
 """

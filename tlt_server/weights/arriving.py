@@ -1,5 +1,5 @@
 """Receives one role's weights into a network. Each tensor is checked on the bytes that are kept,
-then copied to its place and, if there is a spool, written to the spool.
+then copied to its place and, with a spool, written to the spool.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Arriving:
         options: Options,
         arrived: Mapping[str, str] = MappingProxyType({}),
     ) -> Arriving:
-        """Set the network to fill; `arrived`: checksums of the tensors that it already has."""
+        """`network`: the one to fill. `arrived`: checksums of the tensors that it already has."""
         tied = {TIED_HEAD} if network.config.tied_embeddings else set()
         others = tied if role == "target" else network.vocabulary_map  # type: ignore[union-attr]
         return cls(role, network, network.parameters(), others, options, sums=dict(arrived))
@@ -82,8 +82,8 @@ class Arriving:
 
     @property
     def missing(self) -> list[str]:
-        """Return the tensors that a role sent in parts still needs. The vocabulary map counts, as
-        it may still arrive. A tied head does not: it may arrive last, or never.
+        """Return the tensors that a role pushed in parts still needs. The vocabulary map counts, as
+        it may still arrive. A tied head does not: it may arrive last or never.
         """
         return sorted((self.parameters.keys() | self.others) - {TIED_HEAD} - self.sums.keys())
 
@@ -92,9 +92,7 @@ class Arriving:
     def open(
         self, receiver: Receiver, declared: Mapping[str, TensorEntry], *, partial: bool
     ) -> None:
-        """Check that the manifest lists the right tensors; `partial`: a subset of them is
-        enough.
-        """
+        """Check that the manifest lists the right tensors; `partial`: a subset is enough."""
         coming, self.place = receiver.names[self.role], receiver.places[self.role]
         expected = (
             {name: view for name, view in self.parameters.items() if name in coming}
@@ -152,12 +150,12 @@ class Arriving:
                 if name.endswith("rotary_emb.inv_freq"):
                     continue
                 raise WeightsRefused(
-                    f"{batch.where}: tensor {name!r} came, but was not announced; push what the "
+                    f"{batch.where}: tensor {name!r} is not in the manifest; push only what the "
                     "manifest names"
                 )
             if name in self.sums:
                 raise WeightsRefused(
-                    f"{batch.where}: tensor {name!r} came before; push each tensor once"
+                    f"{batch.where}: tensor {name!r} was already received; push each tensor once"
                 )
             coming[name] = tensor
         return coming
@@ -220,8 +218,8 @@ class Arriving:
         missing = sorted(self.parameters.keys() - self.sums.keys())
         if missing:
             raise WeightsRefused(
-                f"{self.place}: tensor {missing[0]!r} did not come, nor did {len(missing) - 1} "
-                "others; push all that the manifest names"
+                f"{self.place}: tensor {missing[0]!r} is missing, and {len(missing) - 1} "
+                "more; push every tensor that the manifest names"
             )
 
     def target(self) -> Target:

@@ -79,9 +79,9 @@ class Candidate:
     def take(
         self, manifest: Manifest, live: Live, receive: Callable[[Manifest], Receiver], enter: Enter
     ) -> Changed | None:
-        """Receive, check and keep tensors. Return complete weights of all roles that have begun, or
-        None if the push needs further manifests. `TltError` if neither is possible; `PushFailed` if
-        a disk fails.
+        """Receive, check and keep tensors. Return the complete weights of all begun roles, or None
+        if the push needs further manifests. `PushFailed` if a disk fails, another `TltError` if the
+        push is wrong.
         """
         first: Exception | None = None
         try:
@@ -208,8 +208,8 @@ class Candidate:
     def _network(
         self, name: str, live: Live, own_embedding: bool | None
     ) -> TargetNetwork | DrafterNetwork:
-        """Return the network to fill. `own_embedding`: whether the pushed drafter has one; None:
-        the same as the active drafter.
+        """Return the network to fill. `own_embedding`: whether the pushed drafter has one; None: as
+        in the active drafter.
         """
         target, in_place = live.target.network, self._options.storage.in_place
         if name == "target" or live.drafter is None:

@@ -1,4 +1,4 @@
-"""Checksums of tensors: those that a push declares, and mix64 of the live values."""
+"""Checksums of tensors: the kinds that a push may declare, and mix64 of the live values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS, PART_BYTES = 16, 2**16  # read by `origin_of` in each file
 
 
 def kind_of(declared: str) -> str:
-    """Return the kind of a declared checksum; xxh3 comes in two lengths."""
+    """Return the kind of a declared checksum. xxh3 has two lengths."""
     kind, _, digits = declared.partition(":")
     return "xxh3_128" if kind == "xxh3" and len(digits) == XXH3_128_DIGITS else kind
 
@@ -93,8 +93,8 @@ def live_sums(parameters: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def origin_of(directory: Path) -> str:
-    """Return a name for a checkpoint's content, from its files' sizes and samples of their bytes.
-    Reading a checkpoint whole takes as long as loading it.
+    """Return a digest of a checkpoint's content, from its files' sizes and samples of their bytes.
+    Reading a whole checkpoint takes as long as loading it.
     """
     found = xxhash.xxh3_128()
     for path in sorted({*tensor_files(directory).values()}):

@@ -1,9 +1,9 @@
-"""Sleeping weights: their bytes are in an unnamed file and their tensors have no memory until a
+"""Sleeping weights: their bytes are in an unnamed file, and their tensors have no memory until a
 wake-up.
 
 The same tensor objects return with the same bits, so holders of a network or of a view need no
-change. Tensors on the GPUs of other ranks return at other addresses. The loop ensures that nothing
-reads the weights meanwhile.
+change. Only tensors on worker ranks' GPUs change address. The loop ensures that nothing reads the
+weights meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SleepingMemory(Protocol):
 
 class Dormant:
     def __init__(self, directory: Path | None) -> None:
-        """Keep the file in `directory`; None: in the system's directory for temporary files."""
+        """`directory`: of the file; None: the system's directory for temporary files."""
         self._directory = directory
         self._file: BinaryIO | None = None
         self._memory: list[SleepingMemory] = []
@@ -100,8 +100,8 @@ class Dormant:
 
 
 def _memory_of(networks: Iterable[Any]) -> list[SleepingMemory]:
-    """Return the memory of these networks without duplicates. A network's shards on other ranks
-    count as one where they are lent.
+    """Return the memory of these networks without duplicates. Shards that one model shares across
+    ranks count once.
     """
     found: dict[object, SleepingMemory] = {}
     for network in networks:

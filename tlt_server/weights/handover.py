@@ -1,4 +1,4 @@
-"""Active weights written for the trainer: the whole drafter, the parts of the target that the
+"""Active weights, written for the trainer: the whole drafter, the parts of the target that the
 drafter's training reads (the embedding, and the head's rows of the draft vocabulary), and step
 times.
 """
@@ -34,8 +34,8 @@ class Saved(Protocol):
 
 def hand_over(live: Live, drafter: Path, costs: bytes = b"") -> Callable[[Path], None]:
     """Copy the live weights into host memory. Return a function that writes the copy into a new
-    directory without reading the live weights again. `drafter` has the live one's config.json,
-    `costs` the content of COSTS. `Conflict` without a drafter.
+    directory without reading the live weights again. `drafter`: directory with the live drafter's
+    config.json. `costs`: content of COSTS. `Conflict` without a drafter.
     """
     if live.drafter is None:
         raise Conflict("this server drafts without a network, so there is nothing to train")

@@ -96,7 +96,7 @@ class _Served:
 
     @property
     def content(self) -> str:
-        """Return the name of the content, the same one for as long as the content is kept."""
+        """Return the name of the content, unchanged for as long as the content is kept."""
         return self.origin or self.digest
 
     def live_sums(self) -> dict[str, str]:

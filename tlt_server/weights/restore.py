@@ -1,8 +1,8 @@
-"""Restores from the spool, at start, the versions that were live when the last engine ended: bit
-for bit or not at all.
+"""Restores, at start, the versions in the spool that were live when the last engine ended: bit for
+bit or not at all.
 
-A lost version is named and the model directory's weights take its place. The frontend serves
-nothing from them until a push replaces them.
+If a version is lost, its name is reported and the model directory's weights take its place. The
+frontend serves nothing from them until a push replaces them.
 """
 
 from __future__ import annotations

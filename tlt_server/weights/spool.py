@@ -1,11 +1,11 @@
 """Keeps committed weights under the state directory, so that a restarted engine loads exactly the
 committed weights.
 
-Files are written during staging, from the same bytes that were verified. Only files uploaded by
-http, which the server alone writes, are linked, once they are confirmed: a link to a trainer's own
-file would change if the trainer rewrote that file in place. The commit itself is one rename of
-`current.json`; folders that it does not name are garbage and are removed. The transaction calls
-this module; the engine calls `current` at start.
+Files are written during staging, from the bytes that were verified. Only confirmed uploads by http,
+which the server alone writes, are linked: a link to a trainer's file would change if the trainer
+rewrote that file in place. The commit itself is one rename of `current.json`; folders that it does
+not name are garbage and are removed. The transaction calls this module; the engine calls `current`
+at start.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Spool:
         self._lost = {role: kept for role, kept in self._lost.items() if role not in self._pushing}
 
     def garbage(self, wanted: Iterable[Live | Changed]) -> list[Path]:
-        """Return the folders that neither a restart nor a rollback to one of `wanted` can need.
-        Call it only while no push is staged.
+        """Return the folders that no restart, and no rollback to one of `wanted`, can need. Call it
+        only while no push is staged.
         """
         used = set()
         for parts in wanted:

@@ -30,7 +30,7 @@ class _Aborted(Exception):
 
 
 class Staging(InThread):
-    """The state of a push while its thread works. The thread sets `outcome` and the loop reads it
+    """The state of a push while its thread works. The thread sets `outcome`, and the loop reads it
     after the thread ends: complete weights under their name, an error, or None if more parts
     follow.
     """

@@ -1,8 +1,8 @@
-"""Memory for a pushed version while it is staged: next to the live version if it fits, else in
+"""Memory for a pushed version while it is staged: alongside the live version if it fits, else in
 pinned host memory, else in mapped files.
 
-The device reports its free memory, and space for a receiver's buffers is kept free. The first place
-with enough space is used, or the requested one. A model is constructed as usual, but its storage is
+The device reports its free memory, and space for a receiver's buffers is kept free. The requested
+place is used, or the first with enough space. A model is constructed as usual, but its storage is
 allocated in that place. If the allocation fails after all, the next place is tried. On a CPU the
 device's memory is the host's.
 """

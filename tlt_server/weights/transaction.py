@@ -147,8 +147,8 @@ class Transaction:
         return push is not None and push.manifest.group == group and push.brings_bytes
 
     def skip(self, group: str) -> None:
-        """Leave a group whose next bytes belong to no push, so that they are not read for another
-        push. If a push is still reading from the group, leave after that.
+        """Leave a group whose next bytes belong to no push, so that no later push reads them. If a
+        push is still reading from the group, leave after that.
         """
         push = self.push
         if push is not None and self.brings(group):

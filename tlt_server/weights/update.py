@@ -2,12 +2,12 @@
 
 Trainers send a step in several calls, and few calls say which step they belong to or where it
 begins. Parts of one session belong together. Other parts form a series: everything that one sender
-sends from its first tensor on, in a fixed order. A sender is a version or, if there is no version,
-a group. Invariant: a complete push is one series without a gap. A part that contains the tensor
-with which its sender began before begins a push. Any other part continues the gathering push or is
-rejected. So the outcome of an earlier push (rejected, silent, aborted, replaced) need not be
-remembered: its remaining parts find no push to continue, and parts of two steps never mix. One
-tensor may arrive after the part that completed its push: the tied head, if it equals the embedding.
+sends from its first tensor on, in a fixed order. A sender is a version or, without a version, a
+group. Invariant: a complete push is one series without a gap. A part that contains its sender's
+first tensor begins a push. Any other part continues the gathering push or is rejected. So the
+outcome of an earlier push (rejected, silent, aborted, replaced) need not be remembered: its
+remaining parts find no push to continue, and parts of two steps never mix. One tensor may arrive
+after the part that completed its push: the tied head, if it equals the embedding.
 
 This relies on a trainer to begin a push after it joins its group. A rejected part does not count as
 a beginning: its group is left (`Transaction.skip`) and must be joined again, as after a restart of
@@ -147,7 +147,7 @@ class Push:
         self.state = FailedPush(type(error)(error.message + consequence))
 
     def give_up(self, why: str) -> None:
-        """Fail because the push cannot become complete; wait for a running thread to end first."""
+        """Fail because the push cannot become complete; a running thread ends first."""
         if isinstance(self.state, InThread):
             self.gap = why
         elif isinstance(self.state, Waiting) or self.takes_more:
@@ -237,13 +237,13 @@ class Series:
             return True
         if start not in (None, tensor):
             raise Conflict(
-                f"tensor {tensor!r} goes on with no push: {sender} begins with {start!r}, and the "
-                "push that began so has ended, or has that tensor, or other fields; push from "
-                f"{start!r} on, in the order of before, or {ELSE}"
+                f"tensor {tensor!r} continues no push: {sender} begins with {start!r}, and the "
+                "push that began with it has ended, or has this tensor, or other fields; push "
+                f"from {start!r} on, in the earlier order, or {ELSE}"
             )
         if other is not None and other != sender and not other.version and not sender.version:
             raise Conflict(
-                f"a push of {other} is on its way, from which parts that come through another "
+                f"a push of {other} is in progress, and parts that come through another "
                 f"group cannot be told; push all through one group, or {ELSE}"
             )
         self.note(part)

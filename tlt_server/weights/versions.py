@@ -1,6 +1,6 @@
-"""The weights in use, each role's previous version, and the content that version names stand for.
+"""The active weights, each role's previous version, and the content of every version name.
 
-`live` changes in `commit`, `roll_back` and `rename` only, by one assignment of complete, verified
+`live` changes only in `commit`, `roll_back` and `rename`, by one assignment of complete, verified
 weights. A version string means one content: other bits under the same name are a conflict.
 """
 
@@ -37,9 +37,9 @@ class Names:
         self._forgotten = False  # a name that is not remembered may have had content
 
     def settled(self, parts: Changed, *kept: Live | Changed, labelled: bool) -> Changed:
-        """Return the parts under the name that their version means. For a label that is the label
-        itself or, if the label is remembered for other content, the label with the digest.
-        `Conflict` if the name belongs to other content, remembered or in `kept`.
+        """Return the parts under the name that their version means. For a label, that is the label
+        itself or, if it is remembered for other content, the label with the digest. `Conflict` if
+        the name belongs to other content, remembered or in `kept`.
         """
         known_by = ChainMap(_in_use(kept), self._digests)
 
@@ -210,13 +210,13 @@ class Versions:
             return False
         if of not in ("", target.version):
             raise Conflict(
-                f"version {of!r} was to be called {version!r} and is not live any more, "
+                f"version {of!r} cannot be renamed to {version!r}: it is no longer live, "
                 f"{target.version!r} is; push it again"
             )
         if "target" in self.quarantined:
             raise Conflict(
-                f"what is live is no version ({self.quarantined['target']}); push one, and name "
-                "that"
+                f"the live target is quarantined ({self.quarantined['target']}); push one and "
+                "name that one"
             )
         if self._spool is not None:
             self.live = self.live.complete()
@@ -296,7 +296,7 @@ class Versions:
         } | {version: frozenset(roles)}
 
     def forget(self, version: str) -> None:
-        """Forget the recorded push: a commit of this version may mean a push that has failed."""
+        """Forget the last push: a commit of this version may mean a push that has failed."""
         self._made.pop(version, None)
 
     def _replace(self, changed: Changed) -> None:
@@ -322,7 +322,7 @@ class Versions:
 
 
 def _repeatable(manifest: Manifest) -> Manifest:
-    """Return the manifest without fields that may differ in a repetition: an upload that it names
-    may have moved or been removed.
+    """Return the manifest without fields that may differ in a repetition: its upload may have moved
+    or been removed.
     """
     return replace(manifest, session="", path="" if manifest.channel == "http" else manifest.path)

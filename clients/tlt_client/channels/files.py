@@ -158,7 +158,7 @@ class File(NamedTuple):
 
 @contextmanager
 def opened(path: Path) -> Iterator[File]:
-    """Open a file; raise `ContentRefused` if it is no safetensors file."""
+    """Open a file; raise `ContentRefused` unless it is a safetensors file."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             start = 8 + header_bytes(data[:8], len(data))

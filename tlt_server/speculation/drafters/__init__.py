@@ -1,9 +1,8 @@
-"""Drafters: sources of candidate tokens. Any answer is lossless; a good one is fast.
+"""Drafters: sources of candidate tokens. Any candidates are lossless; good ones are fast.
 
 A drafter is one file per kind of device and one record in `DRAFTERS`. The record holds all facts
 that settings, policies and devices need before a drafter is made, so none of them refers to a
-drafter by name. No torch here: the halves are named by strings and loaded by the device that
-computes with them.
+drafter by name. No torch here: implementations are named by strings and loaded by their device.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Half(NamedTuple):
 
     @property
     def deepest(self) -> int:
-        """The length of the longest draft path that a policy may ask for."""
+        """Return the longest draft path that a policy may request."""
         return max(*self.depths, *(depth for depth, _, _ in self.rungs))
 
 
@@ -41,7 +40,7 @@ class Declaration(NamedTuple):
 
     @property
     def needs_weights(self) -> bool:
-        """Return True if `--drafter` selects this drafter by a directory with its network."""
+        """Return True if `--drafter` selects this drafter by the directory of its network."""
         return bool(self.architectures)
 
     def half(self, device: str) -> Half:
@@ -95,7 +94,7 @@ def weights_directory(drafter: str) -> Path | None:
 
 
 def architecture_in(directory: Path) -> str | None:
-    """Return the architecture in a directory's config.json; None unless there is exactly one."""
+    """Return the architecture in a directory's config.json; None unless it names exactly one."""
     try:
         named = json.loads((directory / "config.json").read_bytes())["architectures"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -105,8 +104,8 @@ def architecture_in(directory: Path) -> str | None:
 
 
 def drafter_in(directory: Path) -> str:
-    """Return the drafter for a weights directory, by the architecture in its config.json. For an
-    unknown architecture it is the first drafter, whose loader rejects the directory.
+    """Return the drafter for a weights directory, by the architecture in its config.json. An
+    unknown architecture gets the first drafter, whose loader rejects the directory.
     """
     names = [name for name, known in DRAFTERS.items() if known.needs_weights]
     known = {architecture: name for name in names for architecture in DRAFTERS[name].architectures}
@@ -116,8 +115,7 @@ def drafter_in(directory: Path) -> str:
 def to_load(drafter: str) -> tuple[str, ...]:
     """Return the drafters to load for the setting `--drafter`.
 
-    A name loads that drafter alone. A directory loads the drafter of its weights, and all that can
-    stand in for it.
+    A name loads only that drafter. A directory loads the drafter of its weights, and all stand-ins.
     """
     if drafter == "none":
         return ()

@@ -46,20 +46,20 @@ class CpuDrafter(Protocol):
 
     @property
     def caches(self) -> Sequence[Sleeper]:
-        """Return the drafter's own KV, which sleeps and wakes with the target's."""
+        """Return the drafter's KV, which sleeps and wakes with the target's."""
 
     @property
     def tables(self) -> Mapping[str, OnlineTable]:
-        """Return its tables of acceptance probabilities, by name. They stay the same objects."""
+        """Return its tables of acceptance probabilities, by name. The objects never change."""
 
     def install(self, weights: DraftWeights | None) -> None:
-        """Draft for new weights of the target, of the drafter (`weights`), or of both. `knowledge`
-        handles the statistics learned for them.
+        """Switch to new weights of the target, of the drafter (`weights`), or of both. `knowledge`
+        handles their statistics.
         """
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
-        """Return candidate trees no deeper than `strategy.depth` (nor `max_depth_B`), with at most
-        `strategy.width` children per node.
+        """Return candidate trees. Depth is limited by `strategy.depth` and `max_depth_B`, children
+        per node by `strategy.width`.
         """
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
@@ -70,11 +70,11 @@ class CpuDrafter(Protocol):
     def finish(
         self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
     ) -> None:
-        """End a request: its tokens may serve its siblings (of the same salt); its state may be
+        """End a request. Its tokens may serve its siblings with the same salt; its state may be
         freed.
         """
 
     def forget(self) -> None:
-        """Drop the text of finished requests."""
+        """Drop the text of ended requests."""
 
     def gauges(self) -> Mapping[str, float]: ...

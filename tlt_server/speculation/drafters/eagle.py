@@ -1,10 +1,10 @@
-"""EAGLE drafting: a best-first tree grown with the noise the target will sample with.
+"""EAGLE drafting: a best-first tree grown with the noise that the target will sample with.
 
 Slot p of the drafter's KV holds (embed x_p, feature of p - 1), under the target's page ids, so
-shared prefix pages are drafted once. Slots it has not seen are caught up when a request is next
-speculated on, from the features the engine keeps with the target's KV: speculation turns on
-without a flush or a re-prefill. Tree rows live in the drafter's own scratch for one proposal. Any
-answer is lossless (see `speculation/accept.py`).
+shared prefix pages are drafted once. When a request is next speculated on, missing slots are caught
+up from the features kept with the target's KV: speculation turns on without a flush or a
+re-prefill. Tree rows live in the drafter's scratch for one proposal. Any answer is lossless (see
+`speculation/accept.py`).
 
 Legend: R rows, B requests, P pages per request, D longest path, H hidden, F features, C nodes per
 request, S slots.
@@ -47,7 +47,7 @@ FLOOR = 0.02  # a node that survives less is not expanded: its row costs more th
 
 
 class DraftNetwork(Protocol):
-    """The operations that the drafter needs of a model; see `models/eagle.py`."""
+    """A network's operations for the drafter; see `models/eagle.py`."""
 
     target_ids: Tensor  # int64 [draft vocabulary]
 
@@ -125,7 +125,7 @@ class EagleLoader:
 
 
 class GpuEagleLoader(EagleLoader):
-    """The loader of the same layouts on a GPU."""
+    """The loader of the same checkpoint layouts on a GPU."""
 
     def network(self, architecture: Architecture) -> str:
         return architecture.gpu
@@ -137,8 +137,8 @@ class GpuEagleLoader(EagleLoader):
 
 
 class Eagle:
-    """`max_rows` bounds the scratch: the tree rows of one proposal over all requests and depths.
-    Larger strategies are cut to it.
+    """The EAGLE drafter on a CPU. `max_rows` bounds the scratch: the tree rows of one proposal over
+    all requests and depths. Larger strategies are cut to it.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Eagle:
         return {"eagle": self.calibration}
 
     def install(self, weights: DraftWeights | None) -> None:
-        """Drop all drafter KV, which is stale after a change of target or drafter: it is caught up
+        """Drop all drafter KV, which is stale after a change of target or drafter; it is caught up
         lazily.
         """
         assert weights is not None, "a push replaces the drafter's weights, it never removes them"
@@ -266,7 +266,7 @@ class Eagle:
     def _limits(
         self, batch: DraftBatch, strategy: Strategy
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return the position of each root, and the levels below it."""
+        """Return the position of each root, and the number of levels below it."""
         requests = len(batch)
         root_B = np.fromiter(map(len, batch.tokens), np.int64, requests) - 1
         limit_B = np.minimum(
@@ -284,14 +284,14 @@ class Eagle:
     def finish(
         self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
     ) -> None:
-        """Do nothing: a request's pages come back through `pages_freed`."""
+        """Do nothing: `pages_freed` handles a request's pages."""
 
     def forget(self) -> None:
         """Do nothing: this drafter keeps no text."""
 
     def pages_freed(self, page_ids: Iterable[int]) -> None:
-        """Forget the KV of these pages, which may hold other tokens from now on. The engine calls
-        this before it reuses a page.
+        """Drop the KV of these pages. The engine calls this before it reuses a page for other
+        tokens.
         """
         pages = np.fromiter(page_ids, np.int64)
         self.drafted_S.reshape(-1, self.page_size)[pages] = False
@@ -317,8 +317,8 @@ class Eagle:
         table_BP: np.ndarray,
         page_table_BP: Tensor,
     ) -> Tensor:
-        """Catch up, then run the root rows. Return their hidden states, with their requests at the
-        head of the buffer.
+        """Catch up, then run the root rows. Return their hidden states; the buffer begins with
+        their requests.
         """
         buffer, cursor = self.buffer, np.array([0, 1])
         kv_slot, source, position, request = (

@@ -1,11 +1,11 @@
-"""Model-free drafting: continuations of earlier occurrences of the same tokens, in the prompt, this
-output, its siblings and earlier responses.
+"""Drafting without a model: continuations of earlier occurrences of the same tokens, in the prompt,
+this output, its siblings and earlier responses.
 
 One pool of tokens per prompt serves all requests of its group: running siblings, finished ones, and
 responses to the same prompt in earlier rollouts; nothing is shared between salts. The longest
 earlier occurrences of a request's last tokens become one trie with counts. Each node's acceptance
 probability is learned online per (match length, share of matches that agree, depth). It needs no
-torch and no network: it is the drafter of day 0, and the fallback when another drafter's acceptance
+torch and no network: it drafts before any drafter is trained, and when another drafter's acceptance
 collapses.
 """
 
@@ -46,8 +46,8 @@ class HistorySettings:
 
 
 def prior() -> NDArray[np.float32]:
-    """Acceptance probability before any observation: share x L / (L + 3). Half the share at three
-    tokens in common, .84 of it at sixteen.
+    """Return the acceptance probabilities before any observation: share x L / (L + 3), for L common
+    tokens. That is half the share at three, .84 of it at sixteen.
     """
     length = np.array(TYPICAL_LENGTH)[:, None, None]
     share = ((np.arange(SHARES) + 1) / SHARES)[None, :, None]
@@ -101,7 +101,7 @@ class History:
         return {"history": self.table}
 
     def install(self, weights: DraftWeights | None) -> None:
-        """Keep everything: drafts come from text, with any weights."""
+        """Keep everything: drafts depend on text, not on weights."""
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
         depth_B = np.minimum(batch.max_depth_B, strategy.depth).astype(np.int32)
@@ -182,7 +182,7 @@ class History:
             self._drop(digest)
 
     def check(self) -> None:
-        """Assert that memory is bounded and the sums are right."""
+        """Assert that memory is bounded and the sums are consistent."""
         assert self._tokens == sum(group.pool.used for group in self._groups.values()), (
             "the token count drifts"
         )
@@ -205,7 +205,7 @@ class History:
     def _follow(
         self, request_id: str, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int
     ) -> Running:
-        """Return the request's state after extending its pool to `tokens`."""
+        """Extend the request's pool to `tokens` and return the request's state."""
         state = self._running.get(request_id)
         if state is None:
             state = self._running[request_id] = self._start(key, tokens, prompt_len)

@@ -1,8 +1,8 @@
 """The seam between devices and the checkpoint of a drafter with weights; `Half.loader` names an
 implementation.
 
-Networks are made next to a target: on its device, with its numerics, and without storage where the
-target has none.
+A network is made for a target: on its device, with its numerics, and without storage if the target
+has none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tlt_server.speculation.drafters import DRAFTERS, drafter_in
 
 
 class Loader(Protocol):
-    """Raises `ModelError` for a directory that cannot be used. A network is a
+    """Loads a drafter's directory. `ModelError` if it cannot be used. A network is a
     `weights.parts.DrafterNetwork`.
     """
 
@@ -29,8 +29,8 @@ class Loader(Protocol):
     def fill(self, network: Any, directory: Path) -> None: ...
 
     def check(self, network: Any, directory: Path) -> None:
-        """Reject files that `fill` would reject, and shapes without a kernel on the device; no
-        weight is read.
+        """Reject files that `fill` would reject, and shapes without a kernel on the device. Reads
+        no weight.
         """
 
     def calibration(self, directory: Path) -> object:

@@ -1,11 +1,10 @@
 """A bounded pool of token segments in one flat array: a group's prompts, running outputs and
 finished outputs.
 
-The history drafter owns one per prompt; the matching kernel reads `tokens`, `start_G` and
-`length_G` as they stand. A segment grows in place or moves to the end. The newest finished
-segments of up to `kept` tokens stay. Past `limit` tokens in all the oldest of them are dropped, and
-a running segment that still does not fit stops growing. Invariant: live segments never overlap
-(`check`).
+The history drafter has one per prompt; the matching kernel reads `tokens`, `start_G` and `length_G`
+directly. A segment grows in place or moves to the end. The newest finished segments of up to `kept`
+tokens stay. Beyond `limit` tokens in total the oldest of them are dropped, and a running segment
+that still does not fit stops growing. Invariant: live segments never overlap (`check`).
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ class TokenPool:
         self._free.append(segment)
 
     def _move(self, segment: int, room: int) -> None:
-        """Give the segment `room` tokens at the end, compacting into a larger array if the end is
-        reached.
+        """Move the segment to the end, with `room` tokens; if the array ends, compact into a larger
+        one.
         """
         if self._end + room > len(self.tokens):
             old, total = self.tokens, int(self.room_G.sum())

@@ -1,6 +1,6 @@
 """Policies: which strategy the next step uses. "No speculation" is an ordinary arm. No torch here.
 
-One file each, one table line each. `make` builds a policy from what the engine has for it.
+One file and one table line each. `make` builds a policy from a `Setup`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLICIES = Registry(
 
 
 class Setup(NamedTuple):
-    """The inputs that an engine gives a policy."""
+    """The engine's inputs to a policy."""
 
     ladder: Ladder  # for `beg`
     strategy: Strategy  # for `fixed`
@@ -46,8 +46,9 @@ class Policy(Protocol):
     def observe(self, cycle: Cycle) -> None: ...
 
     def strategies(self, requests: range, *, prompts: bool) -> Iterable[Strategy]:
-        """Return every strategy the policy may choose for these numbers of decoding requests, which
-        a device pads to one size, with or without prompts in the step. A device prepares for these.
+        """Return every strategy that the policy may choose for these numbers of decoding requests,
+        with or without prompts in the step. A device pads these numbers to one size, and prepares
+        these strategies.
         """
 
     def gauges(self) -> Mapping[str, float]: ...

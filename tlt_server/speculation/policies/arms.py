@@ -42,7 +42,7 @@ class Ladder:
     groups: tuple[BatchGroup, ...] = CPU_GROUPS
 
     def within(self, arms: Arms | None) -> Ladder:
-        """Return the ladder restricted to these arms, with the strategies that they name."""
+        """Return the ladder restricted to these arms, including the strategies that they name."""
         if arms is None:
             return self
         own = (arm for arm in self.arms if arm == OFF or arm.drafter in arms.drafters)

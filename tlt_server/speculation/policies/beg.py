@@ -1,9 +1,9 @@
-"""TLT's Bucketed-Epsilon-Greedy bandit (arXiv 2511.16665, section 5), to compare others with.
+"""TLT's Bucketed-Epsilon-Greedy bandit (arXiv 2511.16665, section 5), as a baseline.
 
 Strategies are grouped by their verify rows, and each range of batch sizes uses one group (`arms`).
 With probability epsilon a step explores an arm of its group; else it uses the arm with the largest
 median reward in a sliding window. The reward is accept length times batch size over the step's
-time, of steps without prompts. The first window of an arm is the reward that the cost model and the
+time, from steps without prompts. An arm's first window is the reward that cost model and acceptance
 estimate predict, so a start is not blind.
 """
 
@@ -80,7 +80,7 @@ class Beg:
         }
 
     def _window(self, index: int, arm: Strategy, context: StepContext) -> deque[float]:
-        """Return the rewards of an arm, the newest last."""
+        """Return the rewards of an arm, newest last."""
         key = index, arm
         if key not in self._rewards:
             expected = self._expected(arm, context)

@@ -1,4 +1,4 @@
-"""One strategy for every load: for operators who know better, and for benchmarks."""
+"""One strategy for every load: for operators who know their load, and for benchmarks."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""The strategy with the most expected tokens per second, by what is known of steps and drafts.
+"""Chooses the strategy with the most expected tokens per second, from knowledge of steps and
+drafts.
 
-Nothing is explored: the cost model predicts the time of a step under every strategy, and the
-estimate of each drafter predicts its accepted tokens (`cost`, `estimate`), from steps of whichever
-strategy ran. So each step weighs all of them: drafter, depth, width, rows of the batch, and no
-speculation. Another drafter, depth or width replaces the one in use only where it promises `margin`
-more, so that noise does not make the choice flap. Nothing latches. A strategy whose graphs are not
-recorded waits until idle time has recorded them, or until it would have saved as much time as that
-takes.
+Nothing is explored: the cost model predicts the time of a step under every strategy, and each
+drafter's acceptance estimate predicts its accepted tokens (`cost`, `estimate`), from steps of any
+strategy. So each step weighs all of them: drafter, depth, width, rows of the batch, and no
+speculation. Another drafter, depth or width replaces the current one only if it promises `margin`
+more, so that noise does not make the choice flap. No choice is final. A strategy without captured
+graphs waits until idle time has captured them, or until it would have saved as much time as the
+capture takes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Weighed(NamedTuple):
 
 
 class StepShapes(NamedTuple):
-    """The strategies of one drafter that are weighed for steps of one kind."""
+    """The strategies of one drafter to weigh for steps of one kind."""
 
     points_V: CurvePoints  # draft rows per request
     depth_D11: NDArray[np.int64]
@@ -72,7 +73,7 @@ class StepShapes(NamedTuple):
         decode_V: NDArray[np.int64],
         allowed_DW: NDArray[np.bool_],
     ) -> StepShapes:
-        """`requests`: those that take drafts of this drafter."""
+        """`requests`: the number that take this drafter's drafts."""
         drafts_V = np.minimum(decode_V[1:] - context.decoding, context.most_drafts)
         depth_D, width_W = np.array(estimate.depths), np.array(estimate.widths)
         sensible_DW = _sensible(estimate, decode_V) & allowed_DW
@@ -143,8 +144,8 @@ class Goodput:
         return self._strategy(held, context)
 
     def _weigh(self, context: StepContext) -> tuple[list[Weighed], Weighed, list[Weighed]]:
-        """Return the best choices that are recorded, the best one of the tree in use, and the best
-        ones that are not recorded.
+        """Return the best choices with graphs, the best choice with the current tree, and the best
+        choices without graphs.
         """
         decode_V = self._sizes.decode_rows(context.decoding, prompts=context.prefill_rows > 0)
         computed_V = self._sizes.computed(decode_V, context.prefill_rows)
@@ -199,7 +200,9 @@ class Goodput:
         return self._recordings.missing(context, drafter, depths, widths, decode_V)
 
     def _records(self, context: StepContext, late: Weighed, held: Weighed) -> bool:
-        """Return True if a choice has been better for long enough to be recorded now."""
+        """Return True if a choice without graphs has been better for long enough to capture it
+        now.
+        """
         assert self._recordings is not None, "only recordings make a choice wait"
         saved_s = held.seconds * (1 - held.rate / late.rate)
         return self._recordings.want(context, self._strategy(late, context), saved_s)
@@ -237,8 +240,8 @@ class Goodput:
         decode_V: NDArray[np.int64],
         computed_V: NDArray[np.int64],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the expected tokens per second, and the seconds, of every depth and width, and of
-        all numbers of decode rows but the first.
+        """Return the expected tokens per second, and the seconds, for every depth, width and number
+        of decode rows except the first.
         """
         requests = context.taking(self._names[d])
         shapes = self._shapes_of(d, estimate, context, requests, decode_V)
@@ -260,8 +263,8 @@ class Goodput:
         requests: int,
         decode_V: NDArray[np.int64],
     ) -> StepShapes:
-        """Return the shapes of a kind of step, independent of learned numbers; many steps are of
-        one kind.
+        """Return the shapes of a kind of step. They do not depend on learned numbers, and many
+        steps are of one kind.
         """
         key = (
             *(d, requests, context.decoding, context.prefill_rows > 0),
@@ -300,7 +303,7 @@ class Goodput:
 
 
 def _allowed(drafter: str, estimate: AcceptanceEstimate, arms: Arms | None) -> NDArray[np.bool_]:
-    """Return by depth and width which trees an operator allows."""
+    """Return a mask, by depth and width, of the trees that an operator allows."""
     permitted = [
         [arms is None or arms.permit(drafter, depth, width) for width in estimate.widths]
         for depth in estimate.depths
@@ -315,8 +318,8 @@ def _nodes(depth: NDArray[np.int64], width: NDArray[np.int64]) -> NDArray[np.int
 
 
 def _sensible(estimate: AcceptanceEstimate, decode_V: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return by depth and width which trees such a step can use. `decode_V`: its possible numbers
-    of decode rows, the first of which are the roots.
+    """Return a mask, by depth and width, of the trees that such a step can use. `decode_V`: its
+    possible numbers of decode rows; the first has no drafts.
     """
     roots, most = int(decode_V[0]), int(decode_V[-1])
     depth_D, width_W = np.array(estimate.depths), np.array(estimate.widths)

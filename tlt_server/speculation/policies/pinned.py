@@ -1,4 +1,4 @@
-"""Any policy under pins: ranges of batch sizes for which an operator has set the strategy."""
+"""Wraps any policy with pins: ranges of batch sizes for which an operator has set the strategy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ def pinned_at(pins: Sequence[Pin], requests: int) -> Strategy | None:
 
 
 def limit(max_batch: int) -> tuple[Pin, ...]:
-    """Return the pin for an operator's limit: larger batches get no drafts; 0: no limit."""
+    """Return the pin that stops drafts in batches larger than an operator's limit; 0: no limit."""
     return (Pin(max_batch + 1, MAX_BATCH, OFF),) if max_batch else ()
 
 
 class Pinned:
-    """A policy with pins. It still observes every step, so its statistics are current when a pin
-    ends.
-    """
+    """A policy with pins. It observes every step, so its statistics are current when a pin ends."""
 
     def __init__(self, policy: Policy, pins: Sequence[Pin]) -> None:
         self.policy, self._pins = policy, tuple(pins)

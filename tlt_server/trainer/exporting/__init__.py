@@ -1,1 +1,1 @@
-"""Drafters as files: a new one for a target, and one in the layouts of other engines."""
+"""Writes drafters as files: a new one for a target, or one in the layouts of other engines."""

@@ -1,7 +1,7 @@
-"""A drafter in the layouts of other engines: written, read back and compared bit by bit.
+"""Exports a drafter in the layouts of other engines: written, read back and compared bit by bit.
 
-`tlt drafter export` calls `export`. Weights keep the dtype that they have; nothing of the target is
-read but its config, its embedding and its head.
+`tlt drafter export` calls `export`. Weights keep their dtype. Of the target, only config, embedding
+and head are read.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def export(
     card: Card,
     replay: Callable[[Path, Path], str] = lambda drafter, directory: "",
 ) -> Exported:
-    """Write `drafter` into the empty `directory` in a layout of `EXPORTS`. `StartupError` where it
-    does not fit the target or the layout, or reads back differently: what was written is then of no
-    use. `base`: the target's name for other engines. `replay` compares the two on recorded
-    responses, too, and returns what the card says of accept lengths.
+    """Write `drafter` into the empty `directory` in a layout of `EXPORTS`. `StartupError` if it
+    does not fit the target or the layout, or reads back differently: the written files are then
+    unusable. `base`: the target's name for other engines. `replay`: also compares the two drafters
+    on recorded responses, and returns the model card's text on accept lengths.
     """
     frame = _frame(target, drafter)
     origin = _origin(drafter, target, frame, base)
@@ -78,7 +78,7 @@ def export(
 
 
 def _frame(target: Path, drafter: Path) -> Decoder:
-    """The target without storage, apart from the embedding and the head, which drafters share."""
+    """Return the target without storage, except for the embedding and head that drafters share."""
     tied = ModelConfig.read(target).tied_embeddings
     embedding_VH = read_tensor(target, "model.embed_tokens.weight")
     head_VH = embedding_VH if tied else read_tensor(target, "lm_head.weight")
@@ -99,8 +99,8 @@ def _origin(drafter: Path, target: Path, frame: Decoder, base: str) -> Origin:
 
 
 def _refuse_misfits(origin: Origin, layout: str) -> None:
-    """Refuse a drafter that other engines would run at other positions than it was trained for, or
-    that the layout cannot describe; every field with both values.
+    """Refuse a drafter that other engines would run at other positions than in training, or that
+    the layout cannot describe. The error names every field with both values.
     """
     network = origin.described.config.architecture
     if network != EXPORTS[layout].network:
@@ -132,13 +132,13 @@ def _refuse_misfits(origin: Origin, layout: str) -> None:
     lacking = [*EXPORTS[layout].lacks(origin)]
     if lacking:
         raise StartupError(
-            f"{origin.directory} cannot be told in --layout {layout}: {'; '.join(lacking)}; use "
+            f"{origin.directory} does not fit --layout {layout}: {'; '.join(lacking)}; use "
             "another layout"
         )
 
 
 def _tensors(origin: Origin, layout: DraftLayout, network: EagleNetwork) -> dict[str, Tensor]:
-    """The tensors of the new file, in the dtypes that they have."""
+    """Return the tensors of the new file, in their present dtypes."""
     before, _ = read_layout(origin.directory)
     tensors = {
         layout.published(name): read_tensor(origin.directory, before.published(name))
@@ -161,7 +161,7 @@ def _tensors(origin: Origin, layout: DraftLayout, network: EagleNetwork) -> dict
 
 
 def _compare(written: EagleNetwork, read: EagleNetwork, frame: Decoder) -> int:
-    """Return how many values were compared. `ModelError` unless all have the same bits."""
+    """Return the number of compared values. `ModelError` unless all have the same bits."""
     if not torch.equal(written.target_ids, read.target_ids):
         raise ModelError(
             "the draft vocabulary reads back differently; nothing was exported: report this as a "
@@ -183,7 +183,7 @@ def _compare(written: EagleNetwork, read: EagleNetwork, frame: Decoder) -> int:
 
 @torch.inference_mode()
 def _probed(network: EagleNetwork, frame: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Draft after random text and features: over the target's features, then over its own."""
+    """Draft after random text and features: first with the target's features, then with its own."""
     random = torch.Generator().manual_seed(0)
     token_R = torch.randint(0, frame.vocab_size, (2 * ROWS,), generator=random)
     features_RF = torch.randn(ROWS, frame.feature_width, generator=random)
@@ -199,7 +199,7 @@ def _probed(network: EagleNetwork, frame: Decoder) -> Iterator[tuple[str, Tensor
 
 
 def _rows(token_R: Tensor, start: int) -> Rows:
-    """Rows of one request on pages in order."""
+    """Return the rows of one request on consecutive pages."""
     count = len(token_R)
     position_R = torch.arange(start, start + count)
     return Rows(

@@ -1,5 +1,5 @@
-"""The layouts of other engines: which network each holds, its config.json, what it cannot say, and
-the model card of an exported drafter.
+"""The layouts of other engines: the network of each, its config.json, its limits, and the model
+card of an exported drafter.
 
 `EXPORTS` has one row per layout of `tlt drafter export`; `export.py` writes them. Sources:
 SafeAILab/EAGLE (`cnets.py`, `cnets1.py`), SGLang (`llama_eagle.py`, `llama_eagle3.py`) and
@@ -29,7 +29,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Origin:
-    """The drafter to be exported, and its target."""
+    """The drafter to export, and its target."""
 
     directory: Path
     raw: Raw  # its config.json, made flat
@@ -47,7 +47,9 @@ class Origin:
 
 
 class ExportLayout(NamedTuple):
-    """A layout that other engines read. `lacks` lists what it cannot say of a drafter."""
+    """A layout that other engines read. `lacks` returns the properties of a drafter that it cannot
+    express.
+    """
 
     network: str
     layout: DraftLayout
@@ -154,7 +156,7 @@ EXPORTS = {
 
 
 class Card(NamedTuple):
-    """The facts of a model card that the files do not say."""
+    """Facts for a model card that the files do not contain."""
 
     version: str = ""
     data: str = ""  # what it was trained on
@@ -162,7 +164,7 @@ class Card(NamedTuple):
 
 
 def model_card(origin: Origin, layout: str, sha256: str, card: Card) -> str:
-    """Return README.md."""
+    """Return the text of README.md."""
     row, described = EXPORTS[layout], origin.described
     facts = {
         "Target": f"`{origin.base}` ({origin.target.architecture}, {origin.target.layers} layers "

@@ -1,7 +1,7 @@
 """An untrained EAGLE-3 drafter for a target: configuration, draft vocabulary and first weights.
 
-The LM head begins as the target's rows of the draft vocabulary and the last norm as the target's,
-so the draft layer has to learn what comes before them only; all else is random.
+The LM head starts as the target's rows of the draft vocabulary and the last norm as the target's,
+so training has to learn only the layer before them; everything else is random.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RESIDUAL = ("o_proj.weight", "down_proj.weight")  # they write into the residual
 
 
 def draft_vocabulary(count_V: NDArray[np.int64], size: int, always: tuple[int, ...]) -> Tensor:
-    """Return ascending ids, int64 [min(size, V)]: the end tokens `always`, then the most frequent;
-    ties go to the lower id.
+    """Return ascending ids, int64 [min(size, V)]: the end tokens `always`, then the most frequent
+    tokens; ties go to the lower id.
     """
     count_V = count_V.astype(np.int64)
     count_V[list(always)] = np.iinfo(np.int64).max
@@ -45,9 +45,8 @@ def write_drafter(
     start_from: Path | None = None,
     seed: int = 0,
 ) -> TrainableEagle3:
-    """Write a drafter that `tlt serve` loads into an existing directory. `start_from`: another
-    drafter of the target, whose weights it takes over. `ModelError` where the target or that one
-    cannot be used.
+    """Write a drafter that `tlt serve` can load into an existing directory. `start_from`: another
+    drafter of the target, whose weights are copied. `ModelError` if either cannot be used.
     """
     config = eos_token_ids(ModelConfig.read(target), target)
     earlier = load_trainable(start_from, config) if start_from else None
@@ -101,7 +100,7 @@ def _described(
 
 
 def _fill(network: TrainableEagle3, seed: int) -> None:
-    """Random matrices whose outputs keep the scale of their inputs, norms of one."""
+    """Set random matrices whose outputs keep the scale of their inputs, and norms of one."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in network.weights.items():
         if weight.dim() == 1:
@@ -112,7 +111,7 @@ def _fill(network: TrainableEagle3, seed: int) -> None:
 
 
 def _take_over(network: TrainableEagle3, earlier: TrainableDrafter) -> None:
-    """Copy an earlier drafter's weights, of its head the rows of tokens that both draft."""
+    """Copy an earlier drafter's weights; of its head, the rows of tokens that both draft."""
     for name, weight in network.weights.items():
         theirs = earlier.weights.get(name)
         own_head = name == "lm_head.weight"
@@ -130,7 +129,7 @@ def _take_over(network: TrainableEagle3, earlier: TrainableDrafter) -> None:
 
 
 def _outputs(target: Path, config: ModelConfig, ids_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Read the target's LM head rows [C, H] and last norm [H]; no other tensor is read."""
+    """Read the target's LM head rows [C, H] and last norm [H]; reads no other tensor."""
     head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     head_VH, norm_H = (read_tensor(target, name).float() for name in (head, "model.norm.weight"))
     return head_VH[ids_C], norm_H

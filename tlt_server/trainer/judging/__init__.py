@@ -1,1 +1,1 @@
-"""The judgement of a candidate: figures of replayed cycles, and the test that it must pass."""
+"""Judges a candidate: figures of replayed cycles, and the test that it must pass."""

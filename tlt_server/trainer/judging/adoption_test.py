@@ -1,31 +1,31 @@
-"""The test that a candidate drafter must pass: paired, and valid however often it is asked.
+"""The test that a candidate drafter must pass: paired, and valid at any number of looks.
 
-Each observation is the gain of one prompt group: for each response (a - b) / max(a, b), where a and
-b are the costs (expected time, or cycles) under the drafter in force and under the candidate, and
-the mean of these over the group, as siblings are alike. It is the share that is saved, or lost, and
-lies in [-1, 1]. The hypothesis to reject is that its expectation, given all that came before, is
-not above 0.
+Each observation is the gain of one prompt group. A response's gain is (a - b) / max(a, b), where a
+and b are its costs (expected time, or cycles) under the active drafter and under the candidate; the
+group's gain is the mean over its responses, as siblings are alike. It is the saved or lost share,
+in [-1, 1]. The null hypothesis: its conditional expectation, given the past, is at most 0.
 
-The test bets on gains: wealth is multiplied by 1 + bet * gain, with a bet in [0, 1) that only
-earlier observations decide. Without gain wealth is a non-negative supermartingale that starts at 1,
-so with probability at least 1 - level it never reaches 1 / level (Ville's inequality). Bets and
-the interval, which are the means that bets have not disproved: Waudby-Smith and Ramdas, "Estimating
-means of bounded random variables by betting", JRSS-B 86 (2024), with their approximate GRAPA bets.
+The test bets on gains: wealth is multiplied by 1 + bet * gain, with a bet in [0, 1) that depends
+only on earlier observations. Under the null hypothesis wealth is a non-negative supermartingale
+that starts at 1, so with probability at least 1 - level it never reaches 1 / level (Ville's
+inequality). The bets, and the interval of means that the bets have not disproved, follow
+Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 86
+(2024), with their approximate GRAPA bets.
 
 A candidate has to pass two such tests, and the sum of costs has to agree.
 
 1. Bets on gains cut to [-`CUT`, `CUT`] and scaled to [-1, 1]. A loss is then small, so bets may be
-   large, and two dozen groups prove a gain that most of them show. Candidate k of those that were
-   tested since the last adoption has level / (k (k + 1)), which sums to the level: where cut gains
-   have a mean of at most 0, the chance that any of them is ever adopted is at most the level.
-2. Bets on the gains as they are, each candidate at the whole level. Many small gains and few large
-   losses can have a positive mean once they are cut, and none as they are. Each such candidate is
-   adopted with a chance of at most the level; for several of them the chances add up.
+large, and two dozen groups prove a gain that most of them show. Candidate k since the last adoption
+has level / (k (k + 1)), which sums to the level: if cut gains have a mean of at most 0, the
+probability that any candidate is ever adopted is at most the level.
+2. Bets on uncut gains, each candidate at the whole level. Many small gains and few large losses can
+have a positive mean when cut, but not uncut. Each such candidate is adopted with a probability of
+at most the level; for several of them the probabilities add up.
 
-After an adoption the count begins again, so both bounds hold for each drafter that was adopted, not
-for a whole run of adoptions.
+After an adoption the count restarts, so both bounds hold for each adopted drafter, not for a whole
+run of adoptions.
 
-Legend: K tests in step with each other, a dimension that simulations use.
+Legend: K parallel tests, a dimension for simulations.
 """
 
 from __future__ import annotations
@@ -43,18 +43,22 @@ GRID = np.linspace(-1.0, 1.0, 401)  # means that an interval tells apart
 
 
 def level_of(candidate: int, level: float = LEVEL) -> float:
-    """Return the first test's level for the `candidate`-th candidate since an adoption, from 0."""
+    """Return the first test's level for the `candidate`-th candidate since an adoption, counted
+    from 0.
+    """
     return level / ((candidate + 1) * (candidate + 2))
 
 
 def gains(
     before_N: NDArray[np.float64], after_N: NDArray[np.float64], group_N: NDArray[np.int32]
 ) -> NDArray[np.float64]:
-    """Return the observations of responses, one per group, in order of their first response.
-    before_N, after_N: costs under the drafter in force and under the candidate.
+    """Return one observation per group, in order of the groups' first responses. before_N, after_N:
+    costs under the active drafter and under the candidate.
     """
     if not ((before_N > 0).all() and (after_N > 0).all()):
-        raise ValueError("the cost of a response must be above 0: leave out those without cycles")
+        raise ValueError(
+            "the cost of a response must be above 0: leave out responses without cycles"
+        )
     gain_N = (before_N - after_N) / np.maximum(before_N, after_N)
     _, first_G, place_N = np.unique(group_N, return_index=True, return_inverse=True)
     mean_G = np.bincount(place_N, gain_N) / np.bincount(place_N)
@@ -78,7 +82,7 @@ class Betting:
         self._sum_K, self._squares_K = np.zeros(len(mean_K)), np.full(len(mean_K), 0.25)
 
     def observe(self, gain_K: NDArray[np.float64]) -> None:
-        """Take one more observation. `ValueError` unless it lies in [-1, 1]."""
+        """Add one observation. `ValueError` unless it lies in [-1, 1]."""
         if not (np.abs(gain_K) <= 1).all():  # also NaN
             raise ValueError(f"a gain must lie in [-1, 1], found {gain_K}")
         above_K = (gain_K - self._mean_K) / (1 + self._mean_K)
@@ -93,9 +97,9 @@ class Betting:
 
 
 class GainInterval:
-    """An interval that holds the mean gain at all times at once: the means that no bettor has
-    disproved. A bound is the last one before the first that stands, so it is wrong only where a
-    true hypothesis lost.
+    """An interval that contains the mean gain at all times simultaneously: the means that no bettor
+    has disproved. Each bound is next to the outermost mean that stands, so it is wrong only if a
+    bet disproved a true hypothesis.
     """
 
     def __init__(self, level: float = INTERVAL_LEVEL) -> None:
@@ -110,7 +114,7 @@ class GainInterval:
 
     @property
     def bounds(self) -> Interval:
-        """Return the mean gain, with an interval that holds it at all times at once."""
+        """Return the mean gain, with an interval that contains it at all times simultaneously."""
         count = self._above.count
         return Interval(
             self._sum / count if count else 0.0, self._least(self._above), -self._least(self._below)
@@ -122,7 +126,7 @@ class GainInterval:
 
 
 class Proof:
-    """The bets on gains that are cut, and those on gains as they are, of K candidates."""
+    """The bets on cut and on uncut gains of K candidates."""
 
     def __init__(self, count: int, candidate: int, level: float = LEVEL) -> None:
         """`candidate`: how many were tested before it since the last adoption."""
@@ -136,7 +140,7 @@ class Proof:
 
     @property
     def found_K(self) -> NDArray[np.bool_]:
-        """Tell which candidates are proven better."""
+        """Return a mask of the candidates that are proven better."""
         wealth = zip(self._bets, self.needed, strict=True)
         cut_K, plain_K = (betting.most_K >= needed for betting, needed in wealth)
         return cut_K & plain_K
@@ -156,7 +160,7 @@ class AdoptionTest:
         after_N: NDArray[np.float64],
         group_N: NDArray[np.int32],
     ) -> None:
-        """Take the responses of some more prompt groups, each group whole."""
+        """Add the responses of more prompt groups, each group whole."""
         for gain in gains(before_N, after_N, group_N).tolist():
             self._proof.observe(np.array([gain]))
             self._interval.observe(gain)
@@ -165,8 +169,8 @@ class AdoptionTest:
 
     @property
     def better(self) -> bool:
-        """Return True if the candidate may be adopted: the bets have proven it better, and the sum
-        of all costs agrees, in which long responses weigh more.
+        """Return True if the candidate may be adopted: the bets have proven it better, and so does
+        the sum of all costs, in which long responses weigh more.
         """
         return bool(self._proof.found_K[0]) and self._saved > 0
 

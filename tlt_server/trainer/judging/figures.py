@@ -1,10 +1,10 @@
 """Figures of walked cycles: accept lengths, shares by depth, length and kind of problem, time, and
 paired differences with intervals.
 
-Drafters are compared on the same responses, so what is common to both falls out. Intervals come
-from resampling whole groups, since responses to one prompt are alike.
+Drafters are compared on the same responses, so common effects cancel. Intervals come from
+resampling whole groups, since responses to one prompt are alike.
 
-Legend: N responses, C cycles, G groups, D depths, K drafts of a bootstrap.
+Legend: N responses, C cycles, G groups, D depths, K draws of a bootstrap.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def by_response(walked: Walked, ms_C: NDArray[np.float64] | None = None) -> ByRe
 
 
 def accept_length(walked: Walked) -> float:
-    """Return the tokens of a cycle, the target's own included."""
+    """Return the mean tokens per cycle, including the target's own."""
     return float(walked.emitted_C.sum()) / max(1, len(walked))
 
 
@@ -65,7 +65,7 @@ def by_depth(walked: Walked, depth: int) -> list[float]:
 
 
 def by_length(walked: Walked, responses: Responses) -> list[tuple[int, float]]:
-    """Return for each tenth of the responses, from short to long, the tokens of its longest and the
+    """Return for each tenth of the responses, from short to long, the length of its longest and the
     accept length.
     """
     sums = by_response(walked)
@@ -85,7 +85,7 @@ def by_kind(walked: Walked, kinds: Sequence[str]) -> dict[str, float]:
 
 
 def coverage(responses: Responses, chosen: Sequence[int], vocabulary: NDArray[np.int64]) -> float:
-    """Return the share of output tokens that a draft vocabulary has."""
+    """Return the share of output tokens that are in a draft vocabulary."""
     outputs = [responses.tokens(n)[responses.prompt_len_N[n] :] for n in chosen]
     return float(np.isin(np.concatenate(outputs), vocabulary).mean()) if outputs else 0.0
 
@@ -93,7 +93,7 @@ def coverage(responses: Responses, chosen: Sequence[int], vocabulary: NDArray[np
 def cycle_ms(
     walked: Walked, strategies: Sequence[Strategy], cost: CostModel, batch: int
 ) -> NDArray[np.float64]:
-    """Return the milliseconds of each cycle in a batch of `batch` requests like it, [C]."""
+    """Return the milliseconds of each cycle, [C], in a batch of `batch` such requests."""
     ms_C = np.zeros(len(walked))
     for index, strategy in enumerate(strategies):
         same = np.flatnonzero(walked.strategy_C == index)
@@ -110,7 +110,7 @@ def cycle_ms(
 
 
 class MeanMs(NamedTuple):
-    """Mean milliseconds; None where the cost of a cycle is not known."""
+    """Mean milliseconds; None if the cost of a cycle is unknown."""
 
     per_cycle: float | None
     per_token: float | None
@@ -162,7 +162,7 @@ def paired(base: ByResponse, other: ByResponse, group_N: NDArray[np.int32]) -> P
 
 
 def _bootstrap(figure: Any, groups: int) -> Interval:
-    """Return a figure of weights [K, G] with the interval that resampled groups give it."""
+    """Return a figure of weights [K, G], with the interval from resampled groups."""
     if not groups:
         return Interval(float("nan"), float("nan"), float("nan"))
     weights_KG = np.random.default_rng(0).multinomial(

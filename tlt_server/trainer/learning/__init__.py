@@ -1,1 +1,1 @@
-"""The training itself: network, objectives, packs, steps and checkpoints."""
+"""Trains: network, objectives, packs, steps and checkpoints."""

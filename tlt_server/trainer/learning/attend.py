@@ -1,13 +1,13 @@
-"""Attention of an unrolled step: a query at root r sees the trunk keys of its own document up to r,
-and the keys of its own branch, one per step since. Queries are of some slots, those of a document
-up to its end; keys of the trunk are of all.
+"""Attention of an unrolled step. A query at root r sees the trunk keys of its document up to r, and
+one branch key for each step since. Some slots have queries, up to the end of their document; all
+slots have trunk keys.
 
 The trunk part runs in blocks of one document (or as one varlen flash-attention call) and returns
-its log-sum-exp; the branch part is one score per step and slot; the two are merged by their
-log-sum-exps. No mask over the whole pack exists. The backward pass gives the merged output and
-log-sum-exp to the trunk's own backward pass, which makes its gradients those of the merged softmax.
+its log-sum-exp; the branch part is one score per step and slot; their log-sum-exps merge the two.
+No mask over the whole pack exists. The backward pass gives the merged output and log-sum-exp to the
+trunk's own backward pass, so its gradients are those of the merged softmax.
 
-Legend: N slots, M those with a query, A query heads, K KV heads, G = A / K, D head width, J branch
+Legend: N slots, M slots with a query, A query heads, K KV heads, G = A / K, D head width, J branch
 steps, Q queries and S keys of a block.
 """
 
@@ -42,8 +42,8 @@ class Blocks:
     """The trunk in plain matmuls, document by document: any device and dtype, fixed order."""
 
     def __init__(self, bounds: Sequence[int], first: Sequence[int] | None = None) -> None:
-        """`bounds`: first slot of each document, and the end of the last. `first`: its first slot
-        with a query, before its end; None: all slots have one.
+        """`bounds`: the first slot of each document, and the end of the last. `first`: each
+        document's first slot with a query; None: all slots have one.
         """
         self._bounds, self._first = tuple(bounds), tuple(first or bounds[:-1])
 
@@ -85,7 +85,9 @@ class Blocks:
         return dq_MAD, dk_NKD, dv_NKD
 
     def _blocks(self) -> Iterator[tuple[slice, slice, int]]:
-        """Yield queries, the slots whose keys they see, and how many of these precede them all."""
+        """Yield slices of queries, the slice of keys that they see, and the number of keys before
+        all of them.
+        """
         at = 0
         for start, root, end in zip(self._bounds, self._first, self._bounds[1:], strict=False):
             for first in range(root, end, BLOCK):
@@ -100,7 +102,7 @@ class Flash:
     def __init__(
         self, bounds: Sequence[int], device: torch.device, first: Sequence[int] | None = None
     ) -> None:
-        """`bounds`, `first`: as of `Blocks`. The kernels align queries with a document's end."""
+        """`bounds`, `first`: see `Blocks`. The kernels align queries with a document's end."""
         queries = [b - a for a, b in zip(first or bounds[:-1], bounds[1:], strict=True)]
         assert min(queries) > 0, "a document without a query"
         starts = [0, *accumulate(queries)], list(bounds)
@@ -144,7 +146,7 @@ def trunk_of(
     dtype: torch.dtype,
     first: Sequence[int] | None = None,
 ) -> Trunk:
-    """Return the fastest trunk that this device and compute dtype have."""
+    """Return the fastest trunk for this device and compute dtype."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         return Flash(bounds, device, first)
     return Blocks(bounds, first)
@@ -159,10 +161,11 @@ def attend(
     branch_k: Sequence[Tensor] = (),
     branch_v: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return [M, A, D] in float32: each query over its document's trunk and its own branch.
+    """Return [M, A, D] in float32: the attention of each query over its document's trunk and its
+    branch.
 
-    k_NKD, v_NKD: of the true slots. branch_k, branch_v: J tensors [M, K, D], key i of query m being
-    that of step i + 1 of its root. All are float32 and take gradients; products run in `dtype`.
+    k_NKD, v_NKD: of the true slots. branch_k, branch_v: J tensors [M, K, D]; key i of query m
+    belongs to step i + 1 of its root. All are float32 and get gradients; matmuls run in `dtype`.
     """
     assert len(branch_k) == len(branch_v)
     result: Tensor = _Merged.apply(trunk, dtype, q_MAD, k_NKD, v_NKD, *branch_k, *branch_v)  # type: ignore[no-untyped-call]
@@ -226,8 +229,8 @@ def _spread(branch: Sequence[Tensor], heads: int) -> Tensor:
 
 
 def _scores(q_QAD: Tensor, k_SKD: Tensor, known: int) -> Tensor:
-    """Scaled float32 scores [K, G, Q, S], -inf where a key follows its query. `known` keys precede
-    the first query.
+    """Return scaled float32 scores [K, G, Q, S], -inf where a key follows its query. `known`: the
+    number of keys before the first query.
     """
     query_KGQD = _heads(q_QAD, q_QAD.shape[1] // k_SKD.shape[1])
     key_KSD = k_SKD.transpose(0, 1).float()
@@ -239,7 +242,7 @@ def _scores(q_QAD: Tensor, k_SKD: Tensor, known: int) -> Tensor:
 
 
 def _heads(x_QAD: Tensor, groups: int) -> Tensor:
-    """[Q, A, D] as float32 [K, G, Q, D]."""
+    """Return [Q, A, D] as float32 [K, G, Q, D]."""
     return x_QAD.float().transpose(0, 1).unflatten(0, (-1, groups))
 
 

@@ -1,10 +1,10 @@
-"""Checkpoints of a trainer's state: trained tensors, AdamW's moments, step and cursor, nothing that
-is frozen.
+"""Checkpoints of a trainer's state: trained tensors, AdamW's moments, step and cursor, without
+frozen tensors.
 
-`begin` starts to copy the state into host memory, on a GPU on a side stream while the next step's
-forward runs; `settle`, which the trainer calls before it changes a weight, waits for that copy. A
-thread then writes it: a draft file, fsync, an atomic rename, fsync of the directory. Two are kept.
-`newest` reads the newest one that is whole and names the others.
+`begin` starts to copy the state into host memory, on a GPU on a side stream during the next step's
+forward; `settle`, which the trainer calls before it changes a weight, waits for that copy. A thread
+then writes it: a draft file, fsync, an atomic rename, fsync of the directory. Two are kept.
+`newest` reads the newest intact checkpoint and names the damaged ones.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Found(NamedTuple):
 
 
 class Checkpoints:
-    """Writes a trainer's states, whose last copy is the one it goes back to. A failure to write is
-    kept in `failure` and training goes on.
+    """Writes a trainer's states. The last copy serves to restore the state. A write error is kept
+    in `failure`, and training continues.
     """
 
     def __init__(self, directory: Path, trainer: Trainer, identity: Mapping[str, str]) -> None:
@@ -67,8 +67,8 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
 
     def begin(self) -> bool:
-        """Start a checkpoint of the state as it is now; False, and counted, while one is still
-        being copied or written.
+        """Start a checkpoint of the present state. While another is being copied or written, return
+        False and count it as skipped.
         """
         if self._copying is not None or (self._writer is not None and self._writer.is_alive()):
             self.skipped += 1
@@ -86,8 +86,8 @@ class Checkpoints:
         return True
 
     def settle(self) -> None:
-        """Wait until the copy that has begun is through, and hand it to the writer. It stays as it
-        is until the next `begin`.
+        """Wait until the started copy is complete, and hand it to the writer. It stays unchanged
+        until the next `begin`.
         """
         copy, self._copying = self._copying, None
         if copy is None:
@@ -102,13 +102,13 @@ class Checkpoints:
         self._trainer.good = copy
 
     def close(self) -> None:
-        """Write the checkpoint that has begun, and wait for it."""
+        """Write the started checkpoint, and wait for it."""
         self.settle()
         if self._writer is not None:
             self._writer.join()
 
     def finish(self) -> None:
-        """Write the last state, after a checkpoint that is still being written."""
+        """Write the last state, after any checkpoint that is being written."""
         self.close()
         self.begin()
         self.close()
@@ -125,7 +125,7 @@ class Checkpoints:
 
 
 def write(directory: Path, state: State, identity: Mapping[str, str]) -> Path:
-    """Write a state as one file, whole or not at all."""
+    """Write a state as one file, atomically."""
     tensors = dict(zip(NAMES, state.tensors(), strict=True))
     sums = {name: checksum(CHECKSUM, tensor) for name, tensor in tensors.items()}
     layout = CheckpointLayout(state.step, state.rate_scale, state.cursor, dict(identity), sums)
@@ -140,9 +140,9 @@ def write(directory: Path, state: State, identity: Mapping[str, str]) -> Path:
 
 
 def newest(directory: Path, identity: Mapping[str, str]) -> tuple[Found | None, list[str]]:
-    """Return the newest whole checkpoint of a run, and the faults of newer ones.
+    """Return the newest intact checkpoint of a run, and the faults of newer ones.
 
-    `StorageFailed` where whole ones belong to another run only.
+    `StorageFailed` if every intact checkpoint belongs to another run.
     """
     faults: list[str] = []
     for path in _files(directory):
@@ -163,7 +163,7 @@ def newest(directory: Path, identity: Mapping[str, str]) -> tuple[Found | None, 
 
 
 def read(path: Path) -> tuple[State, CheckpointLayout]:
-    """Read a checkpoint. `ValueError`, `SafetensorError` or `OSError` where it is not whole."""
+    """Read a checkpoint. `ValueError`, `SafetensorError` or `OSError` if it is damaged."""
     with safe_open(path, framework="pt") as file:
         metadata: dict[str, Any] = file.metadata() or {}
         layout = msgspec.json.decode(metadata.get("layout", ""), type=CheckpointLayout)
@@ -172,12 +172,14 @@ def read(path: Path) -> tuple[State, CheckpointLayout]:
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in NAMES}
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32 or tensor.dim() != 1:
-            raise ValueError(f"{name!r} is {tensor.dtype} {list(tensor.shape)}")
+            raise ValueError(
+                f"{name!r} must be a float32 vector, found {tensor.dtype} {list(tensor.shape)}"
+            )
         found = checksum(CHECKSUM, tensor)
         if found != layout.sums.get(name):
             raise ValueError(f"{name!r} has checksum {found}, recorded is {layout.sums.get(name)}")
     if len({len(tensor) for tensor in tensors.values()}) != 1:
-        raise ValueError("its tensors differ in length")
+        raise ValueError("its tensors must have the same length")
     weight_P, mean_P, square_P = (tensors[name] for name in NAMES)
     return State(weight_P, mean_P, square_P, layout.step, layout.rate_scale, layout.cursor), layout
 

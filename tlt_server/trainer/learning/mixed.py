@@ -1,7 +1,7 @@
 """Matmuls and the MLP's gate with float32 weights, computed in a narrower dtype.
 
-What stays until the backward pass is in the compute dtype, and weights are cast once, not in every
-unrolled step: at a 7B model's drafter shapes a cast writes 0.8 GB. Gradients of weights leave their
+Tensors kept for the backward pass have the compute dtype, and weights are cast once, not in every
+unrolled step: at a 7B model's drafter shapes a cast writes 0.8 GB. Weight gradients leave their
 matmul in float32.
 
 Legend: N slots, X inputs, Y outputs, I inner width of the MLP.
@@ -18,14 +18,16 @@ from torch.nn import functional
 
 def linear(x_NX: Tensor, weight_YX: Tensor, cast_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias, [N, Y] in float32, computed in the dtype of `x_NX`. `weight_YX`
-    and `bias_Y` are float32 and take the gradients, `cast_YX` is the weight in that dtype.
+    and `bias_Y` are float32 and get the gradients; `cast_YX` is the weight in the compute dtype.
     """
     found: Tensor = _Linear.apply(x_NX, weight_YX, cast_YX, bias_Y)  # type: ignore[no-untyped-call]
     return found
 
 
 def gated(gate_NI: Tensor, up_NI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return silu(gate) * up in float32. The inputs are float32 and have values of `dtype`."""
+    """Return silu(gate) * up in float32. The inputs are float32 with values representable in
+    `dtype`.
+    """
     found: Tensor = _Gated.apply(gate_NI, up_NI, dtype)  # type: ignore[no-untyped-call]
     return found
 

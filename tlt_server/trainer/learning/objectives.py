@@ -1,7 +1,7 @@
-"""Objectives: what a drafter is trained to match, a line of a table each.
+"""Objectives: what a drafter is trained to match, one table line each.
 
 An objective says how far a branch is unrolled, how its steps are weighted, and what a slot costs.
-Each may add one acceptance term over the whole draft vocabulary.
+It may add one acceptance term over the whole draft vocabulary.
 
 Legend: N slots, C draft vocabulary.
 """
@@ -63,8 +63,8 @@ OBJECTIVES = {
 def make_objective(
     name: str, acceptance: Acceptance = "none", weight: float = 0.5, steps: int = 0
 ) -> Objective:
-    """Return an objective by name, unrolled over `steps` steps where that is not 0, with an
-    acceptance term added to its token loss.
+    """Return an objective by name, with an acceptance term added to its token loss. `steps`: number
+    of unrolled steps; 0: the objective's own.
     """
     objective = OBJECTIVES[name]
     objective = replace(objective, steps=steps or objective.steps)

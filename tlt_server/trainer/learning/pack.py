@@ -1,16 +1,16 @@
-"""Packs: documents side by side in a static budget of slots, so that shapes never change.
+"""Packs: documents in a static budget of slots, so that shapes never change.
 
-A document of T tokens has slots 1 .. T-1. Its positions count from its own start; it attends to
-itself only (`Pack.bounds`), and prompt tokens weigh nothing. A pack that is not full ends in slots
-of no weight.
+A document of T tokens has slots 1 .. T-1. Its positions count from its start; it attends only to
+itself (`Pack.bounds`), and prompt tokens have no weight. The unused end of a pack is slots of no
+weight.
 
 A document with more slots than the budget is cut into windows of the budget's size. Every root
-belongs to exactly one window, which also holds the tokens of all its unrolled steps; before its
-first root a window has a quarter of the budget as context, so windows overlap. Positions in a
-window are the document's.
+belongs to exactly one window, which also has the tokens of all its unrolled steps. Before its first
+root a window has a quarter of the budget as context, so windows overlap. Positions in a window are
+the document's.
 
-The same assembly pads: a placed document may be given more slots than it has, which is how padded
-batches are compared with packs.
+The same assembly pads: a placed document may get more slots than it has, for a comparison of padded
+batches with packs.
 
 Legend: T tokens, N slots, F feature width, H hidden.
 """
@@ -35,7 +35,7 @@ SMALL = ("token_N", "position_N", "root_N", "counted_N", "left_N")  # a pack's t
 
 
 class DocumentPart(NamedTuple):
-    """Consecutive tokens of a document with the target's states over them."""
+    """Consecutive tokens of a document with the target's states."""
 
     tokens_T: Tensor  # int64
     features_TF: Tensor  # inputs of the drafter's feature layers, side by side
@@ -44,11 +44,11 @@ class DocumentPart(NamedTuple):
 
 
 class DocumentSource(Protocol):
-    """Documents of one target version, from wherever their features come."""
+    """Documents of one target version; the features may come from anywhere."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each document."""
+        """Return the number of tokens of each document."""
         ...
 
     def read(self, document: int, start: int, stop: int) -> DocumentPart:
@@ -92,8 +92,8 @@ class Pack:
         return len(self.token_N)
 
     def first_queries(self) -> tuple[int, ...]:
-        """Return the slot of each document from which on it is drafted from: its first root, or the
-        last slot of one that has no root. Slots before it are only attended to.
+        """Return the first slot of each document with a query: its first root, or the last slot of
+        a document without roots. Earlier slots are only attended to.
         """
         firsts = []
         for start, end in zip(self.bounds, self.bounds[1:], strict=False):
@@ -102,12 +102,12 @@ class Pack:
         return tuple(firsts)
 
     def pinned(self) -> Pack:
-        """Copy to memory from which a GPU copies at full speed."""
+        """Copy into pinned memory, from which a GPU copies at full speed."""
         names = (*SMALL, "feature_NF", "teacher_NH")
         return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Pack:
-        """Copy to a device; features and hidden states become `dtype`."""
+        """Copy to a device, with features and hidden states in `dtype`."""
         tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in SMALL}
         return replace(
             self,
@@ -119,7 +119,7 @@ class Pack:
 
 def windows(document: int, length: int, budget: int, steps: int) -> Iterator[Window]:
     """Cut a document of `length` tokens into windows of at most `budget` slots for `steps` unrolled
-    steps; none where it has no root.
+    steps. A document without roots has none.
     """
     if length < 3:
         return  # a root needs a token before it and one after it
@@ -141,8 +141,8 @@ def windows(document: int, length: int, budget: int, steps: int) -> Iterator[Win
 
 
 def fit(pieces: Sequence[Window], budget: int) -> list[list[Placed]]:
-    """Put windows into packs of `budget` slots, each into the fullest pack that has room for it:
-    within a few per cent of full for long-tailed lengths.
+    """Put windows into packs of `budget` slots, each into the fullest pack with room. Packs of
+    long-tailed lengths are full to within a few per cent.
     """
     bins: list[list[Placed]] = []
     room: list[tuple[int, int]] = []  # (free slots, bin), ascending
@@ -159,8 +159,8 @@ def fit(pieces: Sequence[Window], budget: int) -> list[list[Placed]]:
 
 
 def padded(pieces: Sequence[Window], budget: int, edges: Sequence[int]) -> list[list[Placed]]:
-    """Put windows of one length class into batches that all get the class's width, about `budget`
-    slots each. `edges`: ascending widths of the classes; one edge is plain padding.
+    """Put windows of one length class into batches of about `budget` slots, all padded to the
+    class's width. `edges`: ascending widths of the classes; one edge is plain padding.
     """
     classes: dict[int, list[Placed]] = {}
     for window in pieces:
@@ -219,15 +219,15 @@ def assemble(source: DocumentSource, placed: Sequence[Placed], slots: int) -> Pa
 
 
 class Cursor(NamedTuple):
-    """Place in the endless sequence of epochs."""
+    """A position in the endless sequence of epochs."""
 
     epoch: int = 0
     pack: int = 0
 
 
 class Packer:
-    """Every window of a source once an epoch, in an order that follows from seed and epoch alone,
-    so a cursor is all there is to resume from.
+    """Yields every window of a source once per epoch. The order depends only on seed and epoch, so
+    a cursor suffices to resume.
     """
 
     def __init__(self, source: DocumentSource, budget: int, steps: int, seed: int = 0) -> None:
@@ -239,7 +239,7 @@ class Packer:
         ]
         if not self._windows:
             raise InvalidRequest(
-                f"none of {len(source.lengths)} documents has three tokens; nothing can be trained"
+                f"none of {len(source.lengths)} documents has three tokens; training needs one"
             )
         self._planned: tuple[int, list[list[Placed]]] = (-1, [])
 
@@ -255,7 +255,7 @@ class Packer:
         return planned[1]
 
     def next(self, cursor: Cursor) -> tuple[Pack, Cursor]:
-        """Return the pack at a cursor, and the cursor after it."""
+        """Return the pack at a cursor, and the next cursor."""
         packs = self.plan(cursor.epoch)
         pack = assemble(self.source, packs[cursor.pack], self.budget)
         last = cursor.pack + 1 == len(packs)
@@ -264,15 +264,15 @@ class Packer:
 
 
 class PacksAhead:
-    """The packs of a `Packer`, on a device. On a GPU a thread reads the next one while a step runs:
-    at a 7B model's shapes a pack has 58 MB of states, and reading them may take as long as a step
-    of EAGLE. A CPU needs its processors for the step. Leaving the `with` waits for the thread.
+    """The packs of a `Packer`, on a device. On a GPU a thread reads the next pack during a step: at
+    a 7B model's shapes a pack has 58 MB of states, and reading them may take as long as a step of
+    EAGLE. A CPU needs its processors for the step. Leaving the `with` waits for the thread.
     """
 
     def __init__(
         self, packer: Packer, device: torch.device, dtype: torch.dtype, *, ahead: bool | None = None
     ) -> None:
-        """`ahead`: read them so; None: on a GPU."""
+        """`ahead`: read in a thread; None: only on a GPU."""
         self._packer, self._device, self._dtype = packer, device, dtype
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._thread = ThreadPoolExecutor(1, "packs")
@@ -290,7 +290,7 @@ class PacksAhead:
         self._thread.shutdown()
 
     def next(self, cursor: Cursor) -> tuple[Pack, Cursor]:
-        """Return the pack at a cursor, and the cursor after it, as `Packer.next` does."""
+        """Return the pack at a cursor, and the next cursor."""
         coming, self._coming = self._coming, None
         if coming is not None and coming[0] == cursor:
             pack, after = coming[1].result()

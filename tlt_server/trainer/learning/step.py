@@ -2,8 +2,8 @@
 
 All trained tensors lie in one flat float32 buffer, and so do gradients and AdamW's two moments: a
 chunk of the optimizer is a slice, a checkpoint is three tensors. A step whose loss or gradient is
-not finite changes nothing, to the bit; the second in a row goes back to the last good state and
-halves the learning rate.
+not finite changes nothing, to the bit; the second in a row restores the last good state and halves
+the learning rate.
 
 Legend: P trained values, S unrolled steps.
 """
@@ -30,15 +30,17 @@ CHUNK = 1 << 25  # values of an optimizer chunk: 0.6 GB of memory traffic
 
 
 def default_rate(hidden_size: int) -> float:
-    """Return the paper's rate for its hidden size; others in inverse proportion, since a matrix's
-    updates add up over its inputs.
+    """Return the paper's learning rate for its hidden size. For other sizes it is inversely
+    proportional, since a matrix's updates add up over its inputs.
     """
     return PAPERS_RATE * PAPERS_HIDDEN / hidden_size
 
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise torch's errors for memory as `MemoryError`; it has a class of its own on a GPU only."""
+    """Raise torch's out-of-memory errors as `MemoryError`; only a GPU's have a class of their
+    own.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -72,7 +74,7 @@ class AdamWSettings:
 
 @dataclass
 class State:
-    """Everything that a step changes. `cursor` is the caller's place in its data."""
+    """Everything that a step changes. `cursor`: the caller's position in its data."""
 
     weight_P: Tensor
     mean_P: Tensor  # AdamW's mean of gradients
@@ -82,13 +84,13 @@ class State:
     cursor: tuple[int, ...] = ()
 
     def copy_from(self, other: State) -> None:
-        """Take over all values; tensors are written in place."""
+        """Copy all values; tensors are written in place."""
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(theirs, non_blocking=mine.is_pinned())
         self.step, self.rate_scale, self.cursor = other.step, other.rate_scale, other.cursor
 
     def host_copy(self) -> State:
-        """Return room for a copy in host memory, pinned where the state is on a GPU."""
+        """Return a buffer for a copy in host memory, pinned if the state is on a GPU."""
         pinned = self.weight_P.is_cuda
         weight_P, mean_P, square_P = (
             torch.empty(len(x), pin_memory=pinned, device="cpu") for x in self.tensors()
@@ -154,8 +156,8 @@ class Trainer:
             pause()
 
     def segments(self, packs: Sequence[Pack]) -> Generator[str, None, StepOutcome]:
-        """Run one step, yielding the name of each segment after it; the generator's value is the
-        `StepOutcome`. One step at a time; one that is not run to its end must be `abandon`ed.
+        """Run one step, yielding each segment's name after it; the generator's value is the
+        `StepOutcome`. Only one step may run at a time; an unfinished one must be `abandon`ed.
         """
         steps, device = self.objective.steps, self.network.device
         sums = Sums.zero(steps, device)
@@ -183,18 +185,18 @@ class Trainer:
         return StepOutcome(applied, loss, loss_S, agreed_S, norm, tokens)
 
     def abandon(self) -> None:
-        """Forget a step that was not run to its end. It must not have reached its optimizer: then
-        only `restore` helps.
+        """Drop an unfinished step. It must not have reached its optimizer; after that, call
+        `restore`.
         """
         self._gradient_P.zero_()
 
     def restore(self, state: State) -> None:
-        """Go on from a copy of an earlier state."""
+        """Continue from a copy of an earlier state."""
         self.abandon()
         self.state.copy_from(state)
 
     def resume(self, state: State) -> None:
-        """Go on from the state of a checkpoint, which is known to be good."""
+        """Continue from the state of a checkpoint, which is known to be good."""
         self.restore(state)
         self.good.copy_from(state)
 
@@ -227,7 +229,7 @@ class Trainer:
         state.step += 1
 
     def _settle(self, weighs: bool, applied: bool) -> None:
-        """Count failures; packs without any weight are none."""
+        """Count failures; packs without weight are not failures."""
         self._gradient_P.zero_()
         if applied:
             self._failures = 0

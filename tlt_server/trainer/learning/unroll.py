@@ -1,13 +1,13 @@
 """One pack's losses and gradients, in segments: each unrolled step forward, chunks of the loss,
 each step backward.
 
-The graph is cut between segments: a step reads detached inputs and leaves its output's gradient to
-be filled in, so a trainer can stop between any two segments and keep all it has done. Logits exist
-for one chunk of slots at a time, forward and backward at once. Losses are sums, so that those of a
-pack are the sums over its documents. Of slots before a document's first root, such as those of its
-prompt, only keys and values are computed.
+The graph is cut between segments: a step reads detached inputs, and its output's gradient is filled
+in later, so a trainer can stop between any two segments and keep all finished work. Logits exist
+for one chunk of slots at a time, forward and backward together. Losses are sums, so a pack's losses
+are the sums over its documents. For slots before a document's first root, such as prompts, only
+keys and values are computed.
 
-Legend: N slots, R those from a document's first root on, H hidden, A query heads, K KV heads, D
+Legend: N slots, R slots from a document's first root on, H hidden, A query heads, K KV heads, D
 head width, C draft vocabulary, S unrolled steps, M slots of a chunk, L = S x M.
 """
 
@@ -43,8 +43,8 @@ class Sums(NamedTuple):
 
 @dataclass
 class Unrolled:
-    """One step's graph and its cut ends. Input, keys and values of the first step are of all slots,
-    those of later ones of R.
+    """One step's graph and its cut ends. The first step's input, keys and values cover all slots,
+    later ones' R slots.
     """
 
     g_NH: Tensor  # its input
@@ -72,8 +72,8 @@ class DraftedSlots(NamedTuple):
 
 
 def weights_of(frozen: Frozen, pack: Pack, steps: int) -> Tensor:
-    """Return weights [S, N] of every slot and step. The predicted token must be of the response and
-    in the draft vocabulary: the others are the coverage's loss, which no training mends.
+    """Return weights [S, N] of every slot and step. The predicted token must be in the response and
+    in the draft vocabulary; no training can help with other tokens.
     """
     predicted_N = pack.counted_N & frozen.drafted_V[pack.token_N]
     return torch.stack(
@@ -89,8 +89,8 @@ def forward(
     before: list[Unrolled],
     slot_R: Tensor | None = None,
 ) -> Unrolled:
-    """Run the next unrolled step after `before`. `slot_R`: the slots that it is run for, which are
-    the queries of `trunk`; None: all.
+    """Run the next unrolled step after `before`. `slot_R`: the slots to run, which are the queries
+    of `trunk`; None: all.
     """
     step = len(before)
     token_N, position_N = pack.token_N.roll(-step), pack.position_N + step
@@ -121,7 +121,7 @@ def accumulate(
     sums: Sums,
 ) -> Iterator[str]:
     """Add a pack's gradients of sum_s factor_s * loss_s to the weights' `grad`, and its totals to
-    `sums`; yields after each segment.
+    `sums`. Yields after each segment.
     """
     trunk = trunk_of(pack.bounds, network.device, network.compute, pack.first_queries())
     weight_SN = weights_of(frozen, pack, objective.steps)
@@ -141,7 +141,7 @@ def accumulate(
 
 
 def chunks(spans: Sequence[tuple[int, int]], size: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut spans of slots into chunks of `size` slots. Each chunk costs the gradient of the whole
+    """Cut spans of slots into chunks of `size` slots. Each chunk computes the gradient of the whole
     head, so short documents share one.
     """
     chunk: list[tuple[int, int]] = []
@@ -171,8 +171,8 @@ def _chunk(
     factor_S: Tensor,
     sums: Sums,
 ) -> None:
-    """Loss of some spans of slots over all steps, and its gradient with respect to each step's
-    output. The steps share one matmul with the head, whose gradient is added up once.
+    """Add the loss of some spans over all steps, and its gradient with respect to each step's
+    output. The steps share one matmul with the head, so its gradient is added once.
     """
     # The teacher says what follows a slot's last step, too: a span reads that many slots more.
     read = [torch.arange(start, stop + len(steps)) for start, stop in spans]
@@ -205,7 +205,9 @@ def _chunk(
 
 
 def _backward(steps: list[Unrolled]) -> None:
-    """Backward through the last step that is left; its input's gradient goes to the step before."""
+    """Run the backward of the last remaining step, and pass its input's gradient to the step
+    before.
+    """
     last = steps.pop()
     ends = [last.h_RH, last.k_NKD, last.v_NKD]
     grads = [last.grad_RH, last.k_cut.grad, last.v_cut.grad]

@@ -1,1 +1,3 @@
-"""The trainer process: takes what was recorded, decides when to train, and does a round of it."""
+"""The trainer process: reads recorded sequences, decides when to train, and does a round of
+training.
+"""

@@ -1,5 +1,5 @@
-"""The features that a round of training reads: asks the engine to compute those that are missing,
-and tells when a round may begin. No torch.
+"""Gathers the features for a round of training: asks the engine to compute missing ones, and
+decides when a round may start. No torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Lacking(NamedTuple):
 
 
 class NeedsFeatures(Protocol):
-    """Work that reads features."""
+    """A round's need for features."""
 
     def lacking(self) -> Lacking:
-        """Return the sequences of the next round without features."""
+        """Return the sequences of the next round that lack features."""
 
     def ready(self) -> bool:
         """Return True if there are features to train on."""
@@ -40,11 +40,11 @@ class FeatureGathering:
         self._look_s = self._came_s = 0.0
 
     def begin_again(self) -> None:
-        """Wait no longer for features: the weights changed."""
+        """Stop waiting for features: the weights changed."""
         self._asked = None
 
     def done(self, work: NeedsFeatures) -> bool:
-        """Return True if a round may begin: no features are missing, or the engine computes no more
+        """Return True if a round may start: no features are missing, or the engine computes no more
         of them.
         """
         now_s = self._clock()

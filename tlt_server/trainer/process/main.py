@@ -1,10 +1,11 @@
-"""The trainer process: takes finished sequences from the ring, keeps them, and trains the drafter
-on them while it may (`modes.py`).
+"""The trainer process: reads finished sequences from the ring, keeps them, and trains the drafter
+on them when its mode allows (`modes.py`).
 
-Its settings are one line of JSON on standard input, after which come messages of `training.py`; its
-own go to standard output. One thread does all: between two segments of training it takes what the
-rings have and looks for work of the engine. It never touches the engine: killed or hung, sequences
-are dropped and counted, and the next process goes on with the segment files and the checkpoints.
+Its settings are one line of JSON on standard input, followed by messages of `training.py`; its own
+messages go to standard output. One thread does everything: between two segments of training it
+reads the rings and checks whether the engine has work. It never touches the engine: if it is killed
+or hangs, sequences are dropped and counted, and the next process continues with the segment files
+and the checkpoints.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ BATCH = 256  # sequences taken between two looks at the parent
 
 
 class Keeper:
-    """Moves sequences from the ring to the buffer and reports on it."""
+    """Moves sequences from the ring to the buffer and reports on the buffer."""
 
     def __init__(
         self, settings: TrainerSettings, clock: Callable[[], float] = time.monotonic
@@ -81,8 +82,8 @@ class Keeper:
         self._report_s = self._beat_s = clock()
 
     def take(self) -> int:
-        """Take what the rings have, a batch at most of each; return the larger count. Takes one
-        file of other servers, too.
+        """Read the rings, at most a batch from each, and one file of other servers. Return the
+        larger batch's size.
         """
         if self._inbox is not None:
             self.buffer.take_in(self._inbox)
@@ -111,7 +112,7 @@ class Keeper:
         return BATCH
 
     def report(self) -> BufferReport | None:
-        """Return the report; None where nothing has changed, or too little time has passed."""
+        """Return the report; None if nothing has changed, or too little time has passed."""
         now_s = self._clock()
         if self._reported is not None and now_s < self._report_s:
             return None
@@ -135,7 +136,7 @@ class Keeper:
 
 
 def _newest(tokens_by_version: dict[str, int]) -> dict[str, int]:
-    """Return the newest versions, with all before them as `older`."""
+    """Return the tokens of the newest versions, with the sum of the others as `older`."""
     entries = [*tokens_by_version.items()]
     older = sum(tokens for _, tokens in entries[:-VERSIONS])
     return ({"older": older} if older else {}) | dict(entries[-VERSIONS:])
@@ -149,7 +150,7 @@ class FrontendPipes:
         self._part = b""
 
     def settings(self) -> TrainerSettings:
-        """Wait for the first line. `ValueError` if it is none of settings."""
+        """Wait for the first line and parse the settings. `ValueError` if it has none."""
         while b"\n" not in self._part:
             data = os.read(self._input, MAX_REPORT)
             if not data:
@@ -172,7 +173,7 @@ class FrontendPipes:
 
 
 class Trained:
-    """The part of the process that trains, where there is a drafter to train."""
+    """The training part of the process, if there is a drafter to train."""
 
     def __init__(self, settings: TrainerSettings, keeper: Keeper, channel: FrontendPipes) -> None:
         def work(device: str) -> Work:
@@ -195,7 +196,9 @@ class Trained:
         keeper.on_sample = self.spot.took
 
     def advance(self) -> bool:
-        """Take messages, run a segment if one may run and report; False if nothing was done."""
+        """Handle messages, run a segment if one may run, and report. Return False if nothing was
+        done.
+        """
         activity = self._activity
         for message in self._channel.messages():
             self.spot.take(message)
@@ -207,8 +210,8 @@ class Trained:
 
 
 def visible(index: int, environment: Mapping[str, str]) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES that leaves one GPU, the one with this number among
-    those that are visible now. CUDA reads it when torch first asks for a GPU.
+    """Return the value of CUDA_VISIBLE_DEVICES that leaves only the GPU with this number among the
+    visible ones. CUDA reads it when torch first uses a GPU.
     """
     seen = environment.get("CUDA_VISIBLE_DEVICES")
     return str(index) if seen is None else seen.split(",")[index].strip()

@@ -1,6 +1,6 @@
-"""The modes of `drafter_training`, as the trainer process runs in them. No torch.
+"""The modes of `drafter_training` in the trainer process. No torch.
 
-Where it runs, the engine decides when it knows its own device (`engine.devices.training`).
+The engine chooses the trainer's device once it knows its own (`engine.devices.training`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def half(processors: int, engine: int) -> int:
 
 
 def left_over(processors: int, engine: int) -> int:
-    """Leave the engine's threads their processors; without others, take one thread."""
+    """Return the processors that the engine's threads leave; at least one."""
     return max(1, processors - engine)
 
 

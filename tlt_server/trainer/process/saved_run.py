@@ -1,5 +1,5 @@
-"""The files of a run of training: checkpoints of its state, which lie together by the drafter in
-force that it follows, and the number of its last candidate.
+"""The files of a training run: the checkpoints of its state, in a directory per active drafter, and
+the number of its last candidate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUMBER = "last-candidate"  # file next to the directory of candidates
 
 
 class SavedRun:
-    """`lineage` names the drafter in force: its version and a digest."""
+    """Checkpoints of a run. `lineage` names the active drafter: its version and a digest."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         self._directory, self._model = directory, model
@@ -27,18 +27,18 @@ class SavedRun:
 
     @property
     def checkpoints(self) -> Checkpoints | None:
-        """Return the writer of checkpoints; None while no state is trained."""
+        """Return the writer of checkpoints; None before a state is trained."""
         return self._checkpoints
 
     def newest(
         self, trainer: Trainer, lineage: Mapping[str, str]
     ) -> tuple[Found | None, list[str]]:
-        """Return the newest checkpoint under a lineage, if any, and the faults of others."""
+        """Return the newest checkpoint of a lineage, if any, and the faults of others."""
         directory, identity = self._place(trainer, lineage)
         return newest(directory, identity) if directory.is_dir() else (None, [])
 
     def follow(self, trainer: Trainer, lineage: Mapping[str, str], cursor: tuple[int, ...]) -> None:
-        """Write checkpoints of this trainer under a lineage from now on, and keep no others."""
+        """Write checkpoints of this trainer under a lineage from now on, and remove all others."""
         if self._checkpoints is not None:
             self._checkpoints.close()
         directory, identity = self._place(trainer, lineage)
@@ -50,24 +50,24 @@ class SavedRun:
                 shutil.rmtree(other, ignore_errors=True)
 
     def save(self, trainer: Trainer, cursor: tuple[int, ...]) -> None:
-        """Begin a checkpoint of the state as it is now."""
+        """Start a checkpoint of the present state."""
         trainer.state.cursor = cursor
         assert self._checkpoints is not None
         self._checkpoints.begin()
 
     def settle(self) -> None:
-        """Have the checkpoint written that has begun."""
+        """Write the checkpoint that was started."""
         assert self._checkpoints is not None
         self._checkpoints.settle()
 
     def end(self) -> None:
-        """Write the last state and let go of it."""
+        """Write the last state and release it."""
         if self._checkpoints is not None:
             self._checkpoints.finish()
         self._checkpoints = None
 
     def forget(self) -> None:
-        """Remove all checkpoints and let go of the state."""
+        """Remove all checkpoints and release the state."""
         if self._checkpoints is not None:
             self._checkpoints.close()  # nothing is written after the removal
         self._checkpoints = None
@@ -85,14 +85,14 @@ class SavedRun:
 
 
 class CandidateNumbers:
-    """Numbers of candidates, each given once: a number is in a file before it is used, so that the
-    process after a killed one gives the next. Clients may still read the last candidate, and each
-    is tested at a level of its own. The file has the last number, and that of the candidate that
-    was last adopted.
+    """Numbers of candidates, each used once: the file has a number before it is used, so the
+    process after a killed one continues with the next. Clients may still read the last candidate,
+    and each candidate is tested at its own level. The file has the last number, and the number of
+    the last adopted candidate.
     """
 
     def __init__(self, file: Path) -> None:
-        """`file` lasts as long as the server."""
+        """`file`: kept as long as the server."""
         self._file, self.failure = file, ""
         self.last = self._adopted = 0
         try:
@@ -104,7 +104,9 @@ class CandidateNumbers:
 
     @property
     def before(self) -> int:
-        """Return how many candidates before the last one were tested since one was adopted."""
+        """Return how many candidates were tested between the last adoption and the last
+        candidate.
+        """
         return max(0, self.last - self._adopted - 1)
 
     def adopted(self, number: int) -> None:
@@ -112,11 +114,11 @@ class CandidateNumbers:
         self._write()
 
     def after(self, number: int) -> None:
-        """Give higher numbers than this one from now on."""
+        """Continue with numbers above this one."""
         self.last = max(self.last, number)
 
     def take(self) -> int:
-        """Return the next number. Where it cannot be written, `failure` says why."""
+        """Return the next number. If it cannot be written, `failure` has the reason."""
         self.last += 1
         self._write()
         return self.last

@@ -1,8 +1,8 @@
-"""The times of rounds and of trials: training only where it pays. No torch.
+"""The times of rounds and trials: training only where it pays. No torch.
 
-A round is due once enough output tokens were recorded since the last one, and at once after one
-without a trial or whose candidate gained on those before. Two in a row without gain double that
-number; a push of weights or a falling acceptance takes it back.
+A round is due once enough output tokens were recorded since the last one, and immediately after a
+round that had no trial or whose candidate improved on earlier ones. Two rounds in a row without
+gain double that number; a weight push or a falling acceptance resets it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Schedule:
         return self.recorded >= self.interval
 
     def took(self, sample: Sample) -> None:
-        """Count a new sequence in."""
+        """Count a new sequence."""
         self.recorded += sample.output_len
         drafted = sum(rows > 1 for rows in memoryview(sample.rows).cast("H"))
         if not drafted:
@@ -70,8 +70,8 @@ class Schedule:
 
 
 class TrialSpacing:
-    """The steps from one trial to the next: twice as many after one that paid. Each trial leaves
-    less of the run's level to those after it, so a drafter that still learns is tried rarely.
+    """The number of steps between two trials: doubled after a trial that paid. Each trial leaves
+    less of the run's level for later ones, so a drafter that is still learning is tried rarely.
     """
 
     def __init__(self) -> None:
@@ -79,11 +79,13 @@ class TrialSpacing:
         self._steps, self._best = FIRST_STEPS, 0.0
 
     def trained(self) -> None:
-        """Count a step."""
+        """Count a training step."""
         self.left = max(0, self.left - 1)
 
     def judged(self, gain: float) -> bool:
-        """Learn the gain of a candidate on the drafter in force; return whether the steps paid."""
+        """Record a candidate's gain over the active drafter. Return True if its training steps
+        paid.
+        """
         paid = gain >= self._best + WORTH
         self._best = max(self._best, gain)
         self._steps = min(2 * self._steps, MOST_STEPS) if paid else FIRST_STEPS
@@ -91,7 +93,7 @@ class TrialSpacing:
         return paid
 
     def renewed(self) -> None:
-        """Compare with no candidate of before: weights have changed. The spacing stays, as every
-        step of an RL run pushes weights.
+        """Reset the comparison with earlier candidates after a weight change. The spacing stays, as
+        every step of an RL run pushes weights.
         """
         self._best = 0.0

@@ -1,10 +1,10 @@
-"""The spot trainer: decides between two segments whether to train, evaluate, park or wait, carries
-out orders and reports. No torch; the work itself is a `Work`, made from the first weights that are
-handed over.
+"""The spot trainer: decides between two segments whether to train, evaluate, park or wait, executes
+orders and reports. No torch; the work is a `Work`, created from the first weights that the engine
+hands over.
 
-Faults stay in here: a step that ran out of memory is tried once with half a micro-batch, then the
-trainer pauses with the reason; a drafter that cannot be trained makes it fail until weights change.
-Nothing depends on any of this, as tokens are the target's.
+Faults stay in here: after a step that ran out of memory, training is retried once with half a
+micro-batch, then paused with the reason. If a drafter cannot be trained, the trainer has failed
+until weights change. Nothing depends on any of this, as tokens are the target's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HELD = "it is paused for a time"
 
 
 class RoundEnd(NamedTuple):
-    """The end of a round: a candidate to adopt, a word that says why there is none, or no trial."""
+    """The end of a round: a candidate to adopt, the reason why there is none, or no trial."""
 
     refused: str = ""
     judged: Judged | None = None
@@ -61,25 +61,25 @@ class Work(NeedsFeatures, Protocol):
     def facts(self) -> Facts: ...
 
     def install(self, handed: HandedOver) -> None:
-        """Take over weights in force. `TltError` or `StartupError`: they cannot be trained on;
-        `MemoryError`: there is no memory for them.
+        """Install the active weights. `TltError` or `StartupError` if they cannot be trained on,
+        `MemoryError` if memory is too small.
         """
 
     def round(self) -> Round:
         """Train on recorded sequences and judge the result, yielding the state after each segment.
-        `MemoryError` where memory ran out: the round is over.
+        `MemoryError` ends the round.
         """
 
     def halve(self) -> bool:
-        """Halve the micro-batch; False where that was done before."""
+        """Halve the micro-batch. Return False if it was halved before."""
 
     def adopted(self, version: str) -> None:
-        """Note that the last candidate is in force under this version. `MemoryError`: there is no
-        memory to take it over.
+        """Note that the last candidate is active under this version. `MemoryError` if memory is too
+        small to load it.
         """
 
     def release(self) -> None:
-        """Give memory back that a later `round` takes again."""
+        """Free memory that a later `round` allocates again."""
 
 
 class SpotTrainer:
@@ -90,7 +90,7 @@ class SpotTrainer:
         clock: Callable[[], float] = time.monotonic,
         schedule: Schedule | None = None,
     ) -> None:
-        """`work` makes the work on a device, once weights are handed over."""
+        """`work`: creates the work on a device, once weights are handed over."""
         self.phases, self.schedule = StateMachine(clock), schedule or Schedule()
         self._make, self._send, self._clock = work, send, clock
         self._made: Work | None = None
@@ -208,8 +208,8 @@ class SpotTrainer:
     # -- work --------------------------------------------------------------------------------------
 
     def advance(self, *, busy: bool, busy_ms: float = 0.0, asleep: int = 0) -> bool:
-        """Run a segment if one may run; False if nothing was done. `busy_ms`: the time since work
-        has come. `asleep`: number of the sleep for which memory is to be given back; 0 for none.
+        """Run a segment if one may run. Return False if nothing was done. `busy_ms`: time since the
+        engine got work. `asleep`: number of the sleep that needs memory freed; 0: none.
         """
         if not self.phases.may_run(busy=busy):
             if self.state == TrainerState.PARKING:
@@ -238,7 +238,7 @@ class SpotTrainer:
         return True
 
     def _begin(self) -> bool:
-        """Begin a round, if one is due and the weights in force are here."""
+        """Start a round, if one is due and the active weights are loaded."""
         if self._live is None or self._offered is not None or not self.schedule.due:
             return False
         if self._handed != self._live:
@@ -294,7 +294,7 @@ class SpotTrainer:
         self.phases.pause(f"{reason}; give the trainer more, then POST /drafter/resume")
 
     def _abandon(self, reason: str) -> None:
-        """End a round or an offer whose weights are not in force any more."""
+        """End a round or an offer whose weights are no longer active."""
         self._gathering.begin_again()
         if self._round is not None or self._offered is not None:
             self._refused[reason] += 1
@@ -310,7 +310,7 @@ class SpotTrainer:
     # -- reports -----------------------------------------------------------------------------------
 
     def report(self) -> SpotReport | None:
-        """Return the report; None where nothing has changed, or too little time has passed."""
+        """Return the report; None if nothing has changed, or too little time has passed."""
         state = self.state
         same = self._reported is not None and state == self._reported.state
         if same and self._clock() < self._report_s:

@@ -1,9 +1,9 @@
 """The states of the trainer, and the quiet time after which it continues. No torch, and clocks are
 passed in.
 
-`StateMachine` is asked between two segments. It parks as soon as the engine has work, keeps what is
-half done, and lets it go on once the engine has been idle for a while. That time doubles when work
-came back sooner than it lasted, and shrinks again.
+`StateMachine` is asked between two segments. It parks as soon as the engine has work, keeps
+half-done work, and continues it once the engine has been idle for the quiet time. That time doubles
+if work returns sooner than it lasted, and shrinks again later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEXT: dict[TrainerState, frozenset[TrainerState]] = {
 
 
 def quiet_after(quiet_s: float, worked_s: float) -> float:
-    """Return how long the engine must be idle, once a request has ended a stretch of work."""
+    """Return how long the engine must be idle after a request has interrupted the work."""
     if worked_s < quiet_s:
         return min(2 * quiet_s, MOST_QUIET_S)
     return max(quiet_s / 2, LEAST_QUIET_S)
@@ -56,8 +56,8 @@ class StateMachine:
             self._half_done = None
 
     def may_run(self, *, busy: bool) -> bool:
-        """Return True if a segment may run now. After a False the state may be `PARKING`: the
-        caller lets go of the device and calls `parked`.
+        """Return True if a segment may run now. After False the state may be `PARKING`: the caller
+        then releases the device and calls `parked`.
         """
         now_s = self._clock()
         if busy:
@@ -85,18 +85,18 @@ class StateMachine:
         self.enter(TrainerState.PARKED)
 
     def pause(self, reason: str) -> None:
-        """Stop until `resume`, and keep a half-done round."""
+        """Pause until `resume`, and keep a half-done round."""
         self.enter(TrainerState.PAUSED, reason)
 
     def resume(self) -> None:
-        """Go on after a pause or a failure; elsewhere nothing changes."""
+        """Continue after a pause or a failure; has no effect in other states."""
         if self.state == TrainerState.PAUSED and self._half_done is not None:
             self.enter(TrainerState.PARKED)
         elif self.state in (TrainerState.PAUSED, TrainerState.FAILED):
             self.enter(TrainerState.IDLE)
 
     def drop(self) -> None:
-        """Forget the half-done round: it was abandoned."""
+        """Drop the half-done round: it was abandoned."""
         self._half_done = None
         if self.state in WORKING or self.state in (TrainerState.PARKED, TrainerState.ADOPTING):
             self.enter(TrainerState.IDLE)

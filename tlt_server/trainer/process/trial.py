@@ -1,8 +1,8 @@
-"""The trial of a candidate: written as it would be pushed, calibrated, and replayed on held-out
-prompts against the drafter in force.
+"""The trial of a candidate: written as for a push, calibrated, and replayed on held-out prompts
+against the active drafter.
 
-The self-check comes first on each part: where the drafter in force, replayed, does not repeat the
-server's own counts, nothing is adopted on this record.
+Each part starts with the self-check: if the active drafter's replay does not repeat the server's
+counts, nothing is adopted on this record.
 
 Legend: B roots, N responses.
 """
@@ -59,10 +59,10 @@ class Trial:
         checked: Facts | None,
         tables: Mapping[str, NDArray[np.float32]],
     ) -> None:
-        """`number`: of the candidate, from 1 on. `before`: how many were tested before it since the
-        last adoption. `states`: those of all sequences of the trial.
-        `checked`: where the self-check counts; None: the engine rounds otherwise than this replay.
-        `tables`: those by which the engine grew its trees.
+        """`number`: of the candidate, from 1. `before`: how many were tested before it since the
+        last adoption. `states`: of all sequences of the trial. `checked`: counts of the self-check;
+        None: the engine rounds differently from this replay. `tables`: calibration tables that the
+        engine grew its trees by.
         """
         self._handed, self._directory, self._number = handed, directory, number
         self.digest = ""  # the candidate's; empty before it was read
@@ -74,7 +74,7 @@ class Trial:
         self._walked: list[list[Walked]] = []  # both drafters, by part
 
     def write(self, network: TrainableDrafter) -> None:
-        """Write the candidate with the calibration in force."""
+        """Write the candidate with the active calibration."""
         shutil.rmtree(self._directory, ignore_errors=True)
         private_directory(self._directory, parents=True)
         write_flat(self._handed.directory, self._directory)
@@ -82,7 +82,7 @@ class Trial:
         shutil.copyfile(self._handed.directory / CALIBRATION, self._directory / CALIBRATION)
 
     def run(self, fitted: Sequence[Recorded], groups: Sequence[Sequence[Recorded]]) -> Round:
-        """Fit the calibration to sequences, then judge on prompt groups until it is decided."""
+        """Fit the calibration to sequences, then judge prompt groups until the test decides."""
         parts = [
             [entry for group in groups[at : at + PART] for entry in group]
             for at in range(0, len(groups), PART)
@@ -108,7 +108,7 @@ class Trial:
     def _fit(
         self, candidate: ReplayedDrafter, entries: Sequence[Recorded]
     ) -> Generator[TrainerState, None, None]:
-        """Fit the candidate's calibration and write it, every number as it is in force."""
+        """Fit the candidate's calibration and write it, in full precision."""
         responses = self._samples(entries).responses
         for n in range(len(entries)):
             fit_calibration(candidate, responses, [n], self._stage, self._strategy)

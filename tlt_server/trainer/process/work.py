@@ -1,10 +1,10 @@
-"""The work of the spot trainer: rounds over recorded sequences, each of which ends in a candidate
-that is replayed against the drafter in force.
+"""The work of the spot trainer: rounds over recorded sequences, each with a candidate that is
+replayed against the active drafter.
 
-A round draws sequences that have features in force, trains on them, and writes the candidate
-with a calibration fitted to the same sequences. Held-out prompts decide, after the self-check: a
-difference from the server's own counts blocks the adoption. The trained state goes on over rounds
-and pushes of the target; a candidate that is proven worse goes back to the drafter in force.
+A round draws sequences with features of the active weights, trains on them, and writes the
+candidate with a calibration fitted to the same sequences. Held-out prompts decide, after the
+self-check: a difference from the server's counts blocks the adoption. The trained state continues
+over rounds and target pushes; a candidate that is proven worse is reset to the active drafter.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DrafterWork:
 
     @property
     def facts(self) -> Facts:
-        """Return the counts as they are now."""
+        """Return the present counts."""
         self._measure()
         return self._facts
 
@@ -112,7 +112,7 @@ class DrafterWork:
             self._follow(self._handed)
 
     def _follow(self, handed: Handed) -> None:
-        """Go on with the trained state if it belongs to the drafter in force. That one may have
+        """Continue with the trained state if it belongs to the active drafter. That may have
         another version by now: a client has pushed the last candidate, or the same drafter again.
         """
         before, self._lineage = self._lineage, handed.identity()
@@ -127,13 +127,15 @@ class DrafterWork:
             self._checkpoint_as(self._trainer)
 
     def _bound(self, network: TrainableDrafter) -> None:
-        """Choose packs that the memory holds, and let the allocator give no more than that."""
+        """Choose packs that fit in the memory, and limit the allocator to it."""
         on_gpu = self._device == "cuda"
         shape = TrainingShape.of(network.config, network.draft_vocab_size, on_gpu=on_gpu)
         memory = self._settings.memory or shape.most_bytes
         slots = shape.slots_in(memory)
         if not slots:
-            raise StartupError(f"{memory // 2**20} MiB are too little; raise drafter_training_mb")
+            raise StartupError(
+                f"{memory // 2**20} MiB are too little for one pack; raise drafter_training_mb"
+            )
         if not self._halved:
             self._facts.micro_batch = slots
         if on_gpu:
@@ -247,7 +249,7 @@ class DrafterWork:
         return found
 
     def _draw(self, strata: Strata) -> list[Recorded]:
-        """Draw as many sequences as a round has room for; each once."""
+        """Draw as many sequences as fit in a round, each once."""
         room = max(FIRST_STEPS, self._spacing.left) * self._facts.micro_batch
         drawn: dict[int, Recorded] = {}
         for entry in sampling.draw(strata, DRAWN, 0, self._rounds):
@@ -305,7 +307,7 @@ class DrafterWork:
         return trainer
 
     def _checkpoint_as(self, trainer: Trainer) -> None:
-        """Write checkpoints under the drafter that is in force now, and no others."""
+        """Write checkpoints under the active drafter from now on, and remove all others."""
         self._saved_as, self._trainer = self._lineage, trainer
         self._saved.follow(trainer, self._lineage, self._cursor)
 
@@ -336,7 +338,7 @@ class DrafterWork:
         return self._directory / candidate_directory(self._candidates)
 
     def _clear(self, pattern: str, *kept: Path) -> None:
-        """Remove directories that were handed over or hold candidates, by their names."""
+        """Remove directories of handed-over weights or candidates, by name pattern."""
         for found in self._directory.glob(pattern):
             if found not in kept:
                 shutil.rmtree(found, ignore_errors=True)
@@ -375,6 +377,8 @@ class DrafterWork:
         return outcome
 
     def _held_out(self, entries: list[Recorded], version: str) -> list[list[Recorded]]:
-        """Return the held-out prompts that judge, each with its sequences that have states."""
+        """Return the held-out prompts for the judgement, each with its sequences that have
+        states.
+        """
         held = self._states.having(version, sampling.evaluated(entries, version))
         return sampling.judging(held, JUDGED_GROUPS)

@@ -1,1 +1,1 @@
-"""Recorded sequences and their states: kept, drawn, and read as documents."""
+"""Recorded sequences and their states: stored, sampled, and read as documents."""

@@ -1,10 +1,9 @@
-"""The sequences that a drafter is trained on: in memory, and in segment files that outlive the
-process.
+"""The sequences to train a drafter on: in memory, and in segment files that outlive the process.
 
-Every key's sequences are in segments of their own. Once tokens or bytes exceed their bound, the
-oldest segment of the key that holds most goes; so a key may use what no other needs, and a flood
-from one displaces only its own. What is in memory follows from the files, so a restart finds the
-same buffer. Where files cannot be written the buffer goes on in memory and says so.
+Every API key has its own segments. When tokens or bytes exceed their bound, the oldest segment of
+the key with the most data is dropped; so a key may use capacity that no other needs, and a flood
+from one displaces only its own data. Memory is rebuilt from the files, so a restart finds the same
+buffer. If files cannot be written, the buffer continues in memory and reports it.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ class BufferBounds:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that is taken."""
+        """Tokens of the longest sequence that is kept."""
         return max(1, self.tokens // 4)
 
 
 @dataclass
 class Segment:
-    """Sequences of one key that come and go together."""
+    """Sequences of one API key that are kept and dropped together."""
 
     owner: str
     path: Path | None  # None: in memory only
@@ -69,7 +68,7 @@ class SampleBuffer:
         bounds: BufferBounds,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the directory's segments. Without one everything stays in memory."""
+        """Read the directory's segments. `directory`: None keeps everything in memory."""
         self.header, self.bounds = header, bounds
         self.refusals = Refusals()
         self.disk_error = ""  # why sequences are in memory only; empty: they are not
@@ -132,10 +131,14 @@ class SampleBuffer:
         return dict(found)
 
     def add(self, sample: Sample) -> bool:
-        """Keep a sequence. False, with a refusal, if it does not fit the target or the bounds."""
+        """Keep a sequence. Return False, and record the reason, if it does not fit the target or
+        the bounds.
+        """
         try:
             if len(sample.tokens) > 4 * self.bounds.longest:
-                raise ValueError(f"{len(sample.tokens) // 4} tokens, at most {self.bounds.longest}")
+                raise ValueError(
+                    f"it has {len(sample.tokens) // 4} tokens, the limit is {self.bounds.longest}"
+                )
             sample.check(self.header.vocab_size)
         except (ValueError, OverflowError) as error:
             self.refusals.add(f"sequence {self._next}: {error}; it is left out")
@@ -156,8 +159,8 @@ class SampleBuffer:
         return True
 
     def take_in(self, inbox: Inbox) -> None:
-        """Take one file of another server that waits, without the sequences that are here: those
-        of the same tokens, seed and weight versions.
+        """Read one waiting file of another server, without sequences that are here already: those
+        with the same tokens, seed and weight versions.
         """
         entries = [*inbox.take(self.header, self.refusals, self.bounds.longest)]
         known = {_fact(entry.sample) for entry in self} if entries else set()
@@ -167,7 +170,7 @@ class SampleBuffer:
                 self.add(entry.sample)
 
     def _segment(self, owner: str, entry: Recorded) -> Segment:
-        """Return the key's segment to append to; a new one where it is full or failed."""
+        """Return the key's segment to append to; a new one if the last is full or failed."""
         segment = self._open.get(owner)
         if segment is not None and self._takes(segment, entry):
             return segment
@@ -188,8 +191,8 @@ class SampleBuffer:
         return not (full or segment.bytes + entry.size > self.bounds.bytes // PARTS)
 
     def _write(self, path: Path, data: bytes) -> bool:
-        """Append to a file; False where that failed. The next process finds what was written
-        before.
+        """Append to a file. Return False if that failed; the next process finds the earlier
+        content.
         """
         try:
             append(path, data)
@@ -203,7 +206,7 @@ class SampleBuffer:
         self._retry_s = self._clock() + RETRY_S
 
     def _shrink(self) -> None:
-        """Let go of segments until the bounds hold."""
+        """Drop segments until the bounds hold."""
         while self.tokens > self.bounds.tokens or self.size > self.bounds.bytes:
             held: Counter[str] = Counter()
             for segment in self._segments:
@@ -217,7 +220,7 @@ class SampleBuffer:
                 self._unlink(gone.path)
 
     def _remove(self, left_out: list[Path]) -> None:
-        """Remove the oldest files that are of no use while all files exceed the bound."""
+        """Remove the oldest unused files while all files exceed the bound."""
         sizes = [path.stat().st_size for path in left_out]
         for path, size in zip(left_out, list(sizes), strict=True):
             if self.size + sum(sizes) > self.bounds.bytes:
@@ -243,7 +246,7 @@ class SampleBuffer:
 
 
 def _first_number(path: Path) -> int:
-    """Return the number in a segment's name; 0 for another name."""
+    """Return the number in a segment's name; 0 for another file's name."""
     try:
         number = int(path.name.removesuffix(SUFFIX), 16)
     except ValueError:

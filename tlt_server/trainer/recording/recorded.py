@@ -1,8 +1,8 @@
-"""Recorded sequences with the states that the engine computed over them: a `DocumentSource` to
-train on, and a `FeatureSource` to replay drafters on.
+"""Recorded sequences with the states that the engine computed: a `DocumentSource` to train on, and
+a `FeatureSource` to replay drafters on.
 
-Documents are a fixed choice of sequences under one target version. They keep their states, so what
-the store drops meanwhile stays readable until they are let go.
+Documents are a fixed choice of sequences under one target version. They hold their states, so
+states that the store drops meanwhile stay readable until the documents are released.
 
 Legend: T tokens, F feature width, H hidden.
 """
@@ -28,15 +28,15 @@ class RecordedDocuments:
     def __init__(
         self, documents: Sequence[tuple[Sample, Captured]], recomputed: Sequence[bool]
     ) -> None:
-        """The states of each sequence are those over its tokens without the last one. `recomputed`:
-        whether they were computed again.
+        """`documents`: sequences, with states of all tokens but the last. `recomputed`: which
+        states were recomputed.
         """
         self._documents, self.recomputed = documents, recomputed
 
     @classmethod
     def of(cls, entries: Iterable[Recorded], states: StateStore, version: str) -> RecordedDocuments:
-        """Return the sequences that have states of this target version, in this order; the others,
-        `StateStore.missing`, are left out.
+        """Return the sequences that have states of this target version, in this order. The others,
+        see `StateStore.missing`, are left out.
         """
         found = ((entry.sample, states.find(version, entry.sample.tokens)) for entry in entries)
         kept = [(sample, captured) for sample, captured in found if captured is not None]
@@ -47,8 +47,8 @@ class RecordedDocuments:
         return [captured.length + 1 for _, captured in self._documents]
 
     def read(self, document: int, start: int, stop: int) -> DocumentPart:
-        """Return tokens [start, stop) of a sequence. States are float32, or bfloat16 where the
-        engine computes in it; those of the last token, which nothing follows, are 0.
+        """Return tokens [start, stop) of a sequence. States are float32, or bfloat16 if the engine
+        computes in it; the last token has none, so its states are 0.
         """
         sample, captured = self._documents[document]
         return DocumentPart(
@@ -60,7 +60,7 @@ class RecordedDocuments:
 
 
 class CapturedFeatures:
-    """Features of responses that all have states of one version. The last token of each has zeros:
+    """Features of responses that all have states of one version. The last token's features are 0:
     nothing is drafted after it.
     """
 

@@ -1,19 +1,19 @@
-"""One-step-off sampling: which recorded sequences the next training step takes.
+"""One-step-off sampling: chooses the recorded sequences of the next training step.
 
-Steps are the weight versions of the target, in the order in which they came; the one in force is
-the newest one, also after a rollback. Sequences of a step
-end in the order of their lengths, so a step in progress lacks its long ones: until it has as many
-of a length as the step before had, the longest of that step stand in. Strata are length (a power of
-two) x step and are drawn alike; within one, keys are drawn alike, and of a key's sequences each
-weighs 1 + its accept failures. So a flood from one key leaves the others their share.
+Steps are the weight versions of the target, in order of arrival; the active one is the newest, even
+after a rollback. Sequences of a step end in the order of their lengths, so a step in progress lacks
+its long ones: until it has as many of a length as the step before had, the longest of that step
+stand in. Strata are length (a power of two) x step and are drawn uniformly. Within a stratum, API
+keys are drawn uniformly, and each of a key's sequences has the weight 1 + its accept failures. So a
+flood from one key leaves the others their share.
 
-Of a sequence every output token is a root that is drafted from in training, with the same weight.
-Replays prefer that, as measured with a weak drafter of the demo pair after 24 steps: accept lengths
-were 0.4 % shorter where the roots of the server's own cycles weighed 2 and those whose drafts had
-failed 3, and 4 % shorter where these roots alone were drafted from.
+Every output token of a sequence is a root to draft from in training, with equal weight. Replays
+showed that this is best, with a weak drafter of the demo pair after 24 steps: accept lengths were
+0.4 % shorter with weight 2 for the roots of the server's cycles and 3 for those whose drafts had
+failed, and 4 % shorter with these roots alone.
 
-A tenth of the prompts is held out, by a hash of their tokens, so that no sibling of a held-out
-response is ever trained on. The same buffer, seed and number of a draw give the same choice.
+A tenth of the prompts is held out, by a hash of their tokens, so no sibling of a held-out response
+is ever trained on. The same buffer, seed and draw number give the same choice.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Stratum(NamedTuple):
 
 
 def held_out(sample: Sample) -> bool:
-    """Return True if this sequence is for evaluation only, as all of its prompt are."""
+    """Return True if this sequence is for evaluation only, like all sequences of its prompt."""
     return xxhash.xxh3_64_intdigest(sample.prompt_key.to_bytes(8, "little")) % HELD_OUT == 0
 
 
 def steps_of(entries: Iterable[Recorded], in_force: str) -> list[str]:
-    """Return the versions of the target, the newest first. Entries come in order of arrival."""
+    """Return the versions of the target, newest first. Entries are in order of arrival."""
     versions = dict.fromkeys(version for e in entries for _, version in e.sample.spans)
     newest = [in_force] if in_force in versions else []
     return newest + [version for version in reversed(versions) if version != in_force]
@@ -70,7 +70,9 @@ def strata_of(entries: Sequence[Recorded], in_force: str) -> dict[Stratum, list[
 
 
 def weights_of(entries: Sequence[Recorded]) -> list[float]:
-    """Return the probability of each sequence of one stratum; all keys have the same."""
+    """Return the probability of each sequence of one stratum; all keys together have equal
+    probabilities.
+    """
     total: Counter[str] = Counter()  # by key
     for entry in entries:
         total[entry.sample.owner] += 1 + entry.sample.failures
@@ -82,8 +84,8 @@ def weights_of(entries: Sequence[Recorded]) -> list[float]:
 def draw(
     by_stratum: Mapping[Stratum, Sequence[Recorded]], count: int, seed: int, number: int
 ) -> list[Recorded]:
-    """Return `count` sequences, with repetition, for the step `number` of a training run; none
-    where nothing may be trained on.
+    """Return `count` sequences, with repetition, for step `number` of a training run; none if
+    nothing may be trained on.
     """
     strata = [*by_stratum.values()]
     if not strata:
@@ -100,7 +102,7 @@ def draw(
 
 
 def evaluated(entries: Sequence[Recorded], version: str) -> list[Recorded]:
-    """Return the held-out sequences that this version of the target computed whole."""
+    """Return the held-out sequences that this target version computed completely."""
     return [
         entry
         for entry in entries
@@ -110,7 +112,7 @@ def evaluated(entries: Sequence[Recorded], version: str) -> list[Recorded]:
 
 def judging(entries: Iterable[Recorded], most: int) -> list[list[Recorded]]:
     """Return the sequences of at most `most` prompts, by prompt. The newest prompts of all keys
-    come in turn, so that no key decides alone. Entries come in order of arrival.
+    alternate, so no key decides alone. Entries are in order of arrival.
     """
     by_owner: dict[str, dict[int, list[Recorded]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:

@@ -1,8 +1,8 @@
-"""States that the engine captured: a cache for the weight versions in force, bounded in bytes.
+"""States that the engine captured: a cache for the active weight versions, bounded in bytes.
 
-Features belong to the weights that made them. Another version in force, which its first sequence
-tells too, drops those of versions before it, except the newest `staleness`; a version that comes
-back counts as new. Above the bound the oldest sequences go. No torch: the server reads the
+Features belong to the weights that made them. A new active version, which its first sequence may
+announce, drops those of earlier versions, except the newest `staleness`; a version that returns
+counts as new. Above the bound, the oldest sequences are dropped. No torch: the server reads the
 trainer's settings.
 """
 
@@ -17,7 +17,7 @@ from tlt_server.wire.commands import MAX_TEXT_BYTES, MAX_TEXTS, Recompute
 
 class StateStore:
     def __init__(self, bound: int, staleness: int = 0) -> None:
-        """`bound`: bytes of states. `staleness`: versions kept before the newest one."""
+        """`bound`: bytes of states. `staleness`: number of versions kept before the newest."""
         self._bound, self._staleness = bound, staleness
         self._versions: list[str] = []  # the newest one last
         self._kept: dict[tuple[str, bytes], Captured] = {}  # the oldest first
@@ -29,7 +29,7 @@ class StateStore:
         return len(self._kept)
 
     def add(self, captured: Captured) -> None:
-        """Keep a sequence's states, unless they alone are above the bound."""
+        """Keep a sequence's states, unless they alone exceed the bound."""
         self.renewed(captured.version)
         if _bytes(captured) > self._bound:
             return
@@ -45,19 +45,21 @@ class StateStore:
             self._drop(next(iter(self._kept)))
 
     def find(self, version: str, tokens: bytes) -> Captured | None:
-        """Return the states over these int32 tokens, prompt and output; None if not kept."""
+        """Return the states of these int32 tokens, prompt and output; None if not kept."""
         return self._kept.get((version, key_of(tokens)))
 
     def expect(self, command: Recompute) -> None:
-        """Note whose states come because they were asked for."""
+        """Note the sequences whose states were requested."""
         self._expected = {key_of(text) for text in command.texts}
 
     def recomputed(self, captured: Captured) -> bool:
-        """Return True if these states were computed again, not captured as their sequence ended."""
+        """Return True if these states were recomputed rather than captured at their sequence's
+        end.
+        """
         return (captured.version, captured.key) in self._recomputed
 
     def having(self, version: str, entries: Iterable[Recorded]) -> list[Recorded]:
-        """Return those that have states of this version."""
+        """Return the sequences that have states of this version."""
         return [e for e in entries if self.find(version, e.sample.tokens) is not None]
 
     def missing(self, version: str, entries: Iterable[Recorded]) -> list[Recorded]:
@@ -65,7 +67,7 @@ class StateStore:
         return [e for e in entries if self.find(version, e.sample.tokens) is None]
 
     def only(self, version: str, entries: Iterable[Recorded]) -> StateStore:
-        """Return the states of these sequences, which stay when they are dropped here."""
+        """Return a store of these sequences' states; they stay there when they are dropped here."""
         kept = StateStore(2**62)
         for entry in entries:
             captured = self.find(version, entry.sample.tokens)
@@ -74,7 +76,7 @@ class StateStore:
         return kept
 
     def renewed(self, version: str) -> None:
-        """Note which version of the target is in force."""
+        """Note the active version of the target."""
         if self._versions and self._versions[-1] == version:
             return
         self._versions = [*(v for v in self._versions if v != version), version]
@@ -94,8 +96,8 @@ def _bytes(captured: Captured) -> int:
 
 
 def recompute_of(entries: Iterable[Recorded]) -> Recompute:
-    """Return the command that computes the states of the first of these sequences again: as many
-    as one command takes, without those that are longer than it takes.
+    """Return the command that recomputes the states of the first of these sequences: as many as fit
+    in one command, without sequences that are too long for one.
     """
     texts: list[bytes] = []
     room = MAX_TEXT_BYTES

@@ -1,1 +1,1 @@
-"""Replays of drafters on recorded responses, with the functions that serve."""
+"""Replays drafters on recorded responses, with the serving functions."""

@@ -1,13 +1,13 @@
-"""The accept length that drafters would have had on recorded responses, cycle by cycle.
+"""Computes the accept length that drafters would have had on recorded responses, cycle by cycle.
 
-Every response is walked from its first token on: draft at the root, go on after what it accepts and
-the token after that. On a CPU responses are walked in step, a batch of roots at a time, since an
-accept length of 7 makes a seventh of all positions roots. On a GPU a small batch takes as long as a
-large one, and the longest response would set the time: there all positions are drafted from first.
-Memory is bounded by staging some responses at a time. No target pass is needed but for features.
+Every response is walked from its first token: draft at the root, then continue after its accepted
+drafts and one more token. On a CPU responses are walked in step, a batch of roots at a time, since
+an accept length of 7 makes a seventh of all positions roots. On a GPU a small batch takes as long
+as a large one, and the longest response would determine the time: there all positions are drafted
+from first. Memory is bounded by staging some responses at a time. Only features may need a target
+pass.
 
-Legend: N responses, C cycles, B roots, T tokens of several responses, one after another, F
-features.
+Legend: N responses, C cycles, B roots, T tokens of several concatenated responses, F features.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STAGED_TOKENS = 1 << 15  # tokens whose features are in memory at once, unless a
 
 @dataclass(frozen=True)
 class Walked:
-    """Cycles of a drafter over responses, those of a response in order."""
+    """Cycles of a drafter over responses; those of a response are in order."""
 
     response_C: NDArray[np.int32]
     root_C: NDArray[np.int32]
@@ -46,7 +46,7 @@ class Walked:
 
     @classmethod
     def joined(cls, parts: Sequence[Walked]) -> Walked:
-        """Return all cycles, by response and root."""
+        """Return all cycles, sorted by response and root."""
         names = list(cls.__dataclass_fields__)
         arrays = {
             name: np.concatenate([getattr(part, name) for part in parts])
@@ -59,7 +59,7 @@ class Walked:
 
 
 class FeatureSource(Protocol):
-    """The target's features over recorded responses: captured by the engine, or recomputed."""
+    """The target's features of recorded responses: captured by the engine, or recomputed."""
 
     @property
     def width(self) -> int:
@@ -84,8 +84,8 @@ def evaluate(
     *,
     on_response: Callable[[int], None] = lambda count: None,
 ) -> list[Walked]:
-    """Return the cycles of each task over these responses. `on_response` gets how many responses of
-    a task are done.
+    """Return the cycles of each task over these responses. `on_response`: called with the number of
+    finished responses of a task.
     """
     found: list[list[Walked]] = [[] for _ in tasks]
     for part, replays in stage.parts(responses, chosen, [task.drafter for task in tasks]):
@@ -96,8 +96,8 @@ def evaluate(
 
 
 class ReplayStage:
-    """A place for some responses at a time, and a replay of each drafter on them. Its buffers are
-    kept from call to call; they are made again where responses need more pages than ever before.
+    """A stage for some responses at a time, with a replay of each drafter on them. Its buffers are
+    reused, and grow only when responses need more pages than ever before.
     """
 
     def __init__(self, source: FeatureSource) -> None:
@@ -107,7 +107,7 @@ class ReplayStage:
         self._replays: dict[int, DraftReplay] = {}  # by id of the drafter
 
     def reserve(self, lengths: NDArray[np.int64]) -> None:
-        """Let the next buffers have room for responses of these lengths, given in one call."""
+        """Make the next buffers large enough for responses of these lengths in one call."""
         self._cut(range(len(lengths)), lengths)
 
     def parts(
@@ -162,8 +162,8 @@ def fit_calibration(
     stage: ReplayStage,
     shape: Strategy,
 ) -> None:
-    """Correct the drafter's calibration table by whole trees of a depth and width, from every
-    `STRIDE`-th output token of these responses.
+    """Correct the drafter's calibration table by whole trees of this shape, from every `STRIDE`-th
+    output token of these responses.
     """
     for _, (replay,) in stage.parts(responses, chosen, [drafter]):
         staged = replay.staged
@@ -226,7 +226,7 @@ def _accepted(
     root_B: NDArray[np.int64],
     planned: PlannedRoots,
 ) -> NDArray[np.int32]:
-    """Return the accepted drafts of each root, [B]; 0 where none are planned."""
+    """Return the accepted drafts of each root, [B]; 0 for roots outside the plan."""
     roots, drafts_B = Roots(response_B, root_B, planned.rows_B), planned.rows_B > 0
     accepted_B = np.zeros(len(root_B), np.int32)
     for index in np.unique(planned.strategy_B[drafts_B]).tolist():

@@ -1,9 +1,9 @@
-"""Trees of a replayed drafter on a GPU, by the kernels that serve there: `replay` on a device.
+"""Trees of a replayed drafter on a GPU, by the serving kernels: the device half of `replay`.
 
 A drafter's keys and values of all staged tokens are computed once, from their features; then any
-number of roots is drafted from at a time, each in a batch slot of its own whose pages are those of
-its response. In strict numerics the bits do not depend on the batch, so a chain of drafts is the
-one that was served.
+number of roots is drafted from together, each in its own batch slot with the pages of its response.
+In strict numerics the bits do not depend on the batch, so a chain of drafts is the one that was
+served.
 
 Legend: B roots, T staged tokens, N nodes, S KV slots, H hidden, G gap edges.
 """
@@ -82,7 +82,9 @@ class GpuTrees:
         self._known = 0  # number of the staging whose keys and values are here
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
-        """Draft a tree from each root; without a budget also below nodes that hardly survive."""
+        """Draft a tree from each root. Without a budget, also expand nodes of very low acceptance
+        probability.
+        """
         with torch.inference_mode():
             self._catch_up()
             return self._drafted(batch, strategy)
@@ -142,7 +144,7 @@ class GpuTrees:
         return candidates_of(columns, columns, *(part.flatten().cpu().numpy() for part in parts))
 
     def _of(self, requests: int, depth: int, width: int) -> DraftTrees:
-        """Return the buffers of a shape. The last used ones are kept."""
+        """Return the buffers of a shape. The most recently used ones are kept."""
         key = requests, depth, width
         trees = self._trees.pop(key, None) or DraftTrees(
             self._attention, *key, columns=growth.columns(depth, width), device=self._device.type
@@ -153,7 +155,7 @@ class GpuTrees:
         return trees
 
     def _catch_up(self) -> None:
-        """Compute hints, keys and values of all staged tokens."""
+        """Compute fused features, keys and values of all staged tokens."""
         staged, network = self._staged, self._network
         if self._known == staged.number:
             return

@@ -1,6 +1,6 @@
-"""The active weights as a trainer reads them: a directory that the engine writes. The target is
-there with its embedding and the head's rows of the draft vocabulary only; on a GPU the trainer, and
-drafters that are replayed, share them.
+"""The active weights as a trainer reads them: a directory that the engine writes. Of the target it
+has only the embedding and the head's rows of the draft vocabulary; on a GPU the trainer and the
+replayed drafters share them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Handed(NamedTuple):
     cost: CostModel | None = None  # the engine's; None: it has not measured its steps
 
     def identity(self) -> dict[str, str]:
-        """Name the drafter in force: another one may have its version, such as `initial`."""
+        """Return the identity of the active drafter: the version alone, such as `initial`, may name
+        several.
+        """
         return {"drafter": self.drafter_version, "digest": digest_of(self.in_force)}
 
     def trainable(self, device: torch.device, compute: torch.dtype) -> TrainableDrafter:
@@ -79,7 +81,7 @@ class Handed(NamedTuple):
 
 
 def digest_of(drafter: ReplayedDrafter) -> str:
-    """Return a checksum of weights and draft vocabulary, as they are in memory."""
+    """Return a checksum of weights and draft vocabulary, as stored in memory."""
     sums = live_sums(drafter.weights.network.parameters())
     sums["d2t"] = xxhash.xxh3_64_hexdigest(drafter.vocabulary().tobytes())
     return digest(sums)
@@ -93,9 +95,8 @@ def read_handed(
     device: str,
     leaves: int,
 ) -> Handed:
-    """Read what the engine has handed over, to be replayed on a device of `FRAMES`. `model`: the
-    directory that is served; `leaves`: of its long sums. `ModelError` where the drafter does not
-    fit.
+    """Read the handed-over weights, for a replay on a device of `FRAMES`. `model`: the served
+    directory. `leaves`: its number of reduction segments. `ModelError` if the drafter does not fit.
     """
     own = directory / DRAFTER
     tensors = load_file(directory / TARGET, device=device)
@@ -114,7 +115,7 @@ def read_handed(
 
 
 def _cost(file: Path, drafter: str) -> CostModel | None:
-    """Return the time of steps; None where it is not known with this drafter."""
+    """Return the times of steps; None if they are unknown for this drafter."""
     cost = CostModel()
     try:
         record = msgspec.json.decode(file.read_bytes(), type=CostRecord)

@@ -1,7 +1,7 @@
 """Plans of a replay: a pinned strategy at every root, or the strategy and rows that a server had.
 
-Where rows were a decision of a whole batch, the record has the rows of every verification, and a
-replay takes as many of the best nodes of that root.
+If rows were decided for a whole batch, the record has the rows of every verification, and a replay
+uses as many of that root's best nodes.
 
 Legend: B roots, V verifications.
 """
@@ -21,7 +21,7 @@ _REQUEST = 1 << 32  # positions of one response, in a key of (response, position
 
 
 def usual_tree(drafter: str) -> Strategy:
-    """Return the tree of trials, calibrations and exports."""
+    """Return the tree shape of trials, calibrations and exports."""
     return Strategy(drafter, depth=7, width=4, rows=16)
 
 
@@ -37,7 +37,7 @@ class RootPlan(Protocol):
 
     @property
     def floored(self) -> bool:
-        """Return True if chains end where serving would; see `DraftReplay.accepted`."""
+        """Return True if chains end where they would in serving; see `DraftReplay.accepted`."""
 
     def first(
         self, response_B: NDArray[np.int64], output_B: NDArray[np.int64]
@@ -65,8 +65,8 @@ class PinnedPlan:
 
 
 class RecordedPlan:
-    """The strategy and rows of the last recorded root up to this position. `kind`: the drafter, as
-    strategies name it. Roots of other drafters are passed over.
+    """The strategy and rows of the last recorded root up to each position. `kind`: the drafter, as
+    named in strategies. Roots of other drafters are skipped.
     """
 
     floored = False  # as many rows as are recorded had survived
@@ -83,8 +83,8 @@ class RecordedPlan:
     def first(
         self, response_B: NDArray[np.int64], output_B: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """A server drafts for the first output token, too, where all of the prompt but its last
-        token was cached.
+        """Return the first roots. A server drafts for the first output token, too, if all of the
+        prompt but its last token was cached.
         """
         at_B = np.searchsorted(self._key_V, response_B * _REQUEST + output_B - 1)
         at_B = np.minimum(at_B, len(self._key_V) - 1)
@@ -103,8 +103,8 @@ class RecordedPlan:
 def own_rows(
     strategies: Sequence[Strategy], verified: Verifications, kind: str
 ) -> NDArray[np.int32]:
-    """Return the rows that the drafter itself brought, with the root, per verification; 0 where
-    another drafter was asked or none.
+    """Return the number of rows from the drafter itself, plus the root, per verification; 0 if
+    another drafter or none was used.
     """
     asked = np.array([strategy.drafter == kind for strategy in strategies], np.bool_)
     own_V = np.where(verified.own_rows_V > 0, verified.own_rows_V, verified.rows_V)

@@ -1,10 +1,9 @@
-"""Drafts again at roots of recorded responses, with the functions that serve.
+"""Drafts again at roots of recorded responses, with the serving functions.
 
-A response is fixed by target, prompt and seed, with any drafter. So what a drafter would have had
-accepted at a root is known without the target: the longest path of its tree that the response
-follows. The drafter, its tree builder and the noise are those of the engine on the drafter's
-device, and the calibration is frozen. Each root takes its own best nodes, so no count depends on
-what is drafted along with it.
+A response is fixed by target, prompt and seed, with any drafter. So the accepted drafts of any
+drafter at a root are known without the target: the longest path of its tree that the response
+follows. The drafter, its tree builder and the noise are the engine's on the drafter's device, and
+the calibration is frozen. Each root uses its own best nodes, so counts do not depend on the batch.
 
 Legend: B roots of a batch, D depths, N nodes.
 """
@@ -37,7 +36,7 @@ UNBOUNDED = 2**30  # draft rows of a batch in which no tree is cut for the sake 
 
 @dataclass(frozen=True)
 class ReplayedDrafter:
-    """A drafter with the calibration that its directory holds."""
+    """A drafter with the calibration of its directory."""
 
     label: str  # in figures
     kind: str  # in `DRAFTERS`
@@ -48,7 +47,7 @@ class ReplayedDrafter:
     def load(
         cls, directory: Path, target: Served, label: str = "", device: str = "cpu"
     ) -> ReplayedDrafter:
-        """`target`: of the same device. `ModelError` when it does not fit the target."""
+        """`target`: on the same device. `ModelError` if the drafter does not fit it."""
         loader = find_loader(directory, device)
         network = loader.empty(directory, target)
         loader.fill(network, directory)
@@ -56,7 +55,7 @@ class ReplayedDrafter:
         return cls(label or str(directory), drafter_in(directory), weights, device)
 
     def vocabulary(self) -> NDArray[np.int64]:
-        """Return the target's ids of all tokens that it can draft."""
+        """Return the target's ids of all draftable tokens."""
         ids: NDArray[np.int64] = self.weights.network.target_ids.cpu().numpy()
         return ids
 
@@ -89,7 +88,9 @@ class DraftReplay:
 
     @property
     def all_at_once(self) -> bool:
-        """Return True if all positions of a response are best drafted from before it is walked."""
+        """Return True if it is faster to draft from all positions of a response before walking
+        it.
+        """
         return self.drafter.device == "cuda"
 
     def accepted(
@@ -97,8 +98,8 @@ class DraftReplay:
     ) -> NDArray[np.int32]:
         """Return how many drafts of each root's tree the response follows, [B].
 
-        `floored`: leave out what serving does not expand, as it hardly survives. False gives the
-        whole tree, which has the chain of any recorded number of rows.
+        `floored`: leave out nodes that serving does not expand, as their acceptance probability is
+        too low. False uses the whole tree, which contains the chain of any recorded number of rows.
         """
         parts = self._at_once(roots, depth, width)
         found = [self._accepted(part, depth, width, floored) for part in parts]
@@ -121,7 +122,7 @@ class DraftReplay:
         return accepted_drafts(candidates, chosen.node_M, own_N, len(batch))
 
     def _at_once(self, roots: Roots, depth: int, width: int) -> Iterator[Roots]:
-        """Cut roots into parts that one proposal of such trees has room for."""
+        """Cut roots into parts that fit in one proposal of such trees."""
         roots_at_once = GPU_ROOTS if self.all_at_once else MAX_ROOTS
         most = max(1, min(roots_at_once, DRAFT_ROWS // max(1, width * (depth - 1))))
         for first in range(0, len(roots.position_B), most):

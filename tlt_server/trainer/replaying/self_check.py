@@ -1,13 +1,13 @@
-"""The comparison of a replay with the server's own counts, cycle by cycle.
+"""Compares a replay with the server's counts, cycle by cycle.
 
-The drafter in force, replayed with the recorded rows, accepts exactly what it accepted on the
-server. A difference says that features and tokens are paired wrongly, that a norm or a vocabulary
-map is another, or that weights or calibration are of another version: what would be trained, or
-adopted, is then not what is served. So a difference blocks adoption.
+The active drafter, replayed with the recorded rows, accepts exactly the drafts that it accepted on
+the server. A difference means that features and tokens are paired wrongly, that a norm or a
+vocabulary map is wrong, or that weights or calibration are of another version: the trained or
+adopted drafter would not be the served one. So a difference blocks adoption.
 
-A tree is the recorded one only under the calibration table of its cycle, which `samples.tables`
-keeps; a chain of a number of rows is the same under any. Legend: V verifications, B of those that
-are staged, K cells.
+A replayed tree equals the recorded one only under its cycle's calibration table, which
+`samples.tables` keeps; a chain of a given number of rows is the same under any table. Legend: V
+verifications, B staged verifications, K cells.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_TABLES: Mapping[str, NDArray[np.float32]] = {}
 
 
 class Difference(NamedTuple):
-    """One verification that a replay does not repeat."""
+    """A verification that a replay does not repeat."""
 
     response: int
     position: int  # the root's, in prompt and output
@@ -47,7 +47,7 @@ class Difference(NamedTuple):
 
 
 class SelfCheck(NamedTuple):
-    """The result. `unknown` counts verifications that cannot be compared, by reason."""
+    """The result. `unknown` counts the verifications that cannot be compared, by reason."""
 
     compared: int
     different: int
@@ -66,8 +66,8 @@ def self_check(
     on_response: Callable[[int], None] = lambda count: None,
 ) -> SelfCheck:
     """Compare all verifications of the drafter. `version`: the target's weights. `tables`: the
-    calibration tables [K] that are known, by version. `drafter_version`: the drafter's weights,
-    where those of several are recorded.
+    known calibration tables [K], by version. `drafter_version`: the drafter's weights, if several
+    were recorded.
     """
     verified, responses = samples.verified, samples.responses
     rows_V = own_rows(samples.legend.strategies, verified, drafter.kind)
@@ -117,7 +117,7 @@ def _unknown(
     tables: Mapping[str, NDArray[np.float32]],
     drafter_version: str | None,
 ) -> dict[str, NDArray[np.bool_]]:
-    """Return which verifications cannot be compared, by reason."""
+    """Return masks of the verifications that cannot be compared, by reason."""
     verified, legend = samples.verified, samples.legend
     width_V = np.array([strategy.width for strategy in legend.strategies])[verified.strategy_V]
     of_table_V = np.array([name in tables for name in legend.calibrations])
@@ -135,7 +135,7 @@ def _unknown(
 
 
 def of_version(samples: SampleSet, version: str) -> NDArray[np.bool_]:
-    """Return which responses this version of the target has computed all of."""
+    """Return a mask of the responses that this target version computed completely."""
     responses, names = samples.responses, np.array(samples.legend.versions)
     other_S = names[responses.span_version_S] != version
     found_N = np.zeros(len(responses), np.bool_)
@@ -151,8 +151,8 @@ def _replayed(
     here: NDArray[np.int64],
     tables: Mapping[str, NDArray[np.float32]],
 ) -> NDArray[np.int32]:
-    """Draft again at these roots, whose verifications are `here`: each tree by its own table, and
-    chains, which read none, together.
+    """Draft again at these roots, whose verifications are `here`: each tree by its own table;
+    chains, which need no table, together.
     """
     strategies = samples.legend.strategies
     chain_S = np.array([strategy.width == 1 for strategy in strategies])

@@ -1,4 +1,4 @@
-"""Recorded responses as drafters read them, and the positions to draft from.
+"""Recorded responses in the form that drafters read, and the positions to draft from.
 
 Legend: N staged responses, T tokens of all of them, B roots of a batch, D depths, F features.
 """
@@ -21,7 +21,7 @@ PAGE_SIZE = 16  # tokens, as of a GPU's kernels; no bit depends on it
 
 
 class Roots(NamedTuple):
-    """Positions to draft from. The last token known is the one at the root."""
+    """Positions to draft from. The root's token is the last known one."""
 
     response_B: NDArray[np.int64]  # index into the staged responses
     position_B: NDArray[np.int64]
@@ -32,8 +32,8 @@ class Roots(NamedTuple):
 
 
 class StagedResponses:
-    """Recorded responses as drafters read them: tokens, pages, and features in a cache that all of
-    them share.
+    """Recorded responses in the form that drafters read: tokens, pages, and a shared cache of
+    features.
     """
 
     def __init__(self, width: int, pages: int) -> None:
@@ -50,7 +50,7 @@ class StagedResponses:
         )
 
     def stage(self, responses: Responses, chosen: Sequence[int], features_TF: Tensor) -> None:
-        """Take these responses instead of those before."""
+        """Replace the staged responses by these."""
         chosen_N = np.array(chosen, np.int64)
         self._responses, self._chosen_N = responses, chosen_N
         self.prompt_len_N = responses.prompt_len_N[chosen_N]

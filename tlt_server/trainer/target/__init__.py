@@ -1,1 +1,1 @@
-"""The target over recorded tokens, where no engine has captured its states."""
+"""Runs the target over recorded tokens, if no engine has captured its states."""

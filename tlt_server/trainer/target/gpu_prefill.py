@@ -1,9 +1,9 @@
-"""A prefill of whole texts on a GPU: `prefill` by the kernels that serve there.
+"""A prefill of whole texts on a GPU: `prefill` by the serving kernels.
 
-Passes have at most `STEP_ROWS` rows and are no CUDA graphs; a pass of that size hides what
-launching its kernels takes.
+Passes have at most `STEP_ROWS` rows and no CUDA graphs; a pass of that size hides the time to
+launch its kernels.
 
-Legend: T tokens of several texts, one text after another, R rows, N texts.
+Legend: T tokens of several concatenated texts, R rows, N texts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GpuPrefill:
         feature_layers: tuple[int, ...],
         device: torch.device | None = None,
     ) -> GpuPrefill:
-        """Return a target that computes in the type and leaves that a server chooses for this
+        """Return a target with the dtype and reduction segments that a server chooses for this
         checkpoint.
         """
         device = device or torch.device("cuda", torch.cuda.current_device())
@@ -61,7 +61,7 @@ class GpuPrefill:
         device: torch.device,
         dtype: torch.dtype = torch.bfloat16,
     ) -> GpuPrefill:
-        """Return a target whose weights are not filled."""
+        """Return a target without values."""
         placement = Placement(device, dtype, StrictMatmuls())
         split = Split(auto_gpu_leaves(config))
         return cls(
@@ -119,7 +119,7 @@ class GpuPrefill:
 
 
 def _passes(pages: TextPages, device: torch.device) -> Iterator[RowTable]:
-    """Yield the rows of each pass; texts are in batch slots of their numbers."""
+    """Yield the rows of each pass; text n is in batch slot n."""
     columns = {
         "token_R": pages.token_T,
         "position_R": pages.position_T,

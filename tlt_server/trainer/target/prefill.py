@@ -1,10 +1,10 @@
-"""A prefill of whole texts: the target's states over recorded tokens, on any device.
+"""A prefill of whole texts: the target's states of recorded tokens, on any device.
 
-In strict numerics a row's bits depend on its prefix only, so large chunks, which may hold rows of
-several texts, give the bits that serving had on such a device.
+In strict numerics a row's bits depend only on its prefix, so large chunks, even with rows of
+several texts, give the bits of serving on such a device.
 
-Legend: T tokens of several texts, one text after another, R rows, N texts, P pages, F feature
-width, C draft vocabulary.
+Legend: T tokens of several concatenated texts, R rows, N texts, P pages, F feature width, C draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Texts = Sequence[NDArray[np.int32]]
 
 
 class Prefill(Protocol):
-    """A target that computes the states of texts. Its drafters are made next to `model`."""
+    """A target that computes the states of texts. `model`: its drafters are made for it."""
 
     @property
     def model(self) -> Served: ...
@@ -95,8 +95,8 @@ PREFILLS = {
 def load_prefill(
     directory: Path, device: str, feature_layers: tuple[int, ...], config: ModelConfig | None = None
 ) -> Prefill:
-    """Return the target in `directory` on a device. `config`: its own, with `max_position` lowered
-    to what is needed. Raises `ModelError` or `StartupError`.
+    """Return the target in `directory` on a device. `config`: its config with a lower
+    `max_position`, if enough. Raises `ModelError` or `StartupError`.
     """
     config = config or ModelConfig.read(directory)
     made: Prefill = load_object(PREFILLS[device]).load(directory, config, feature_layers)
@@ -112,9 +112,7 @@ def joined(forwards: Iterable[Forward]) -> Forward:
 
 
 class TextPages:
-    """The tokens of several texts, one text after another, and pages that no two of them share:
-    those of a text lie one after another.
-    """
+    """The tokens of several concatenated texts, with separate, consecutive pages for each text."""
 
     def __init__(self, texts: Texts, page_size: int) -> None:
         self.token_T = np.concatenate(texts).astype(np.int32)
@@ -133,7 +131,7 @@ class TextPages:
 
 
 def _chunks(pages: TextPages) -> Iterator[Rows]:
-    """Yield the rows of each forward: the next `CHUNK` tokens, whichever texts they are of."""
+    """Yield the rows of each forward: the next `CHUNK` tokens, across texts."""
     for start in range(0, len(pages.token_T), CHUNK):
         part = slice(start, start + CHUNK)
         text_R = pages.text_T[part]

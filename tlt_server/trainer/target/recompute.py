@@ -1,9 +1,9 @@
-"""Features that the target computes again: a `DocumentSource` over recorded token ids, and a
+"""Recomputes the target's features: a `DocumentSource` over recorded token ids, and a
 `FeatureSource` over recorded responses.
 
-The project's own model reads each document once, some at a time. A row's bits do not depend on what
-is batched with it, so these are the bits that a server captured while it generated. Documents stay
-in memory up to a bound; the others are computed each time they are read.
+The project's own model reads each document once, several together. A row's bits do not depend on
+its batch, so they equal those that a server captured during generation. Documents stay in memory up
+to a bound; the others are computed each time they are read.
 
 Legend: T tokens, of one document or of several responses, F feature width, H hidden.
 """
@@ -38,11 +38,13 @@ class Recomputed:
     def __init__(
         self, target: Prefill, documents: Sequence[Document], *, kept_bytes: int = KEPT_BYTES
     ) -> None:
-        """`InvalidRequest` for a document that is longer than the target's positions."""
+        """`InvalidRequest` for a document longer than the target's positions."""
         longest = max((len(document.token_T) for document in documents), default=0)
         most = target.model.max_position
         if longest > most:
-            raise InvalidRequest(f"a document has {longest} tokens, the target takes {most}")
+            raise InvalidRequest(
+                f"a document has {longest} tokens, the target's limit is {most}; shorten it"
+            )
         self._target, self._documents, self._room = target, documents, kept_bytes
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.computed = 0  # tokens
@@ -73,7 +75,7 @@ class Recomputed:
         return found
 
     def _together(self, document: int) -> list[int]:
-        """Return the document, and those after it that are not there yet and will be kept."""
+        """Return the document, and the next missing ones that will be kept."""
         target, chosen = self._target, [document]
         width = target.feature_width + target.model.hidden_size
         most = min(TOGETHER, self._room // (width * target.embedding_VH.element_size()))
@@ -100,8 +102,8 @@ class Recomputed:
 
 
 class RecomputedFeatures:
-    """Features by a prefill of the recorded tokens, each time they are asked for. The target is
-    loaded with the layers that the drafter reads.
+    """Features from a prefill of the recorded tokens, each time they are needed. `target`: loaded
+    with the layers that the drafter reads.
     """
 
     def __init__(self, target: Prefill) -> None:

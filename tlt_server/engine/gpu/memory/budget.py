@@ -118,9 +118,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def text_slots(self) -> int:
-        """Return the number of ended sequences whose text the device keeps, besides the batch
-        slots.
-        """
+        """Return the number of ended sequences whose text the device keeps in extra slots."""
         if self.settings.drafter == "none":
             return 0
         return min(2 * self.settings.max_running, TEXTS // (4 * self.max_model_len))
