@@ -1,7 +1,7 @@
 """The kernels: everything that the engine computes and that no library computes in a fixed order.
 
-`cpu/` holds kernels for the host, compiled by numba; `gpu/` holds Triton kernels; `reference*.py`
-hold slow twins in plain PyTorch and numpy, which the tests compare the kernels with. Every kernel
-keeps one rule: the bits of a row depend on that row's own inputs only, never on the batch around
-it, its index in the batch or the number of threads.
+`cpu/` has kernels for the host, compiled by numba; `gpu/` has Triton kernels; `reference*.py` have
+slow twins in plain PyTorch and numpy, which tests compare with the kernels. Every kernel keeps one
+rule: the bits of a row depend only on that row's inputs, never on the batch, the row's index in it
+or the number of threads.
 """

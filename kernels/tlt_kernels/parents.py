@@ -1,7 +1,7 @@
-"""The bond of a process to the one that started it. The standard library only, for a process that
-has yet to import what takes seconds.
+"""Binds a process to its parent. Uses only the standard library, for a process that has not yet
+imported anything slow.
 
-`python -m tlt_kernels.parents PID COMMAND...` binds itself and then becomes any command.
+`python -m tlt_kernels.parents PID COMMAND...` binds itself and then becomes the command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 def end_with(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:
     """End this process when the thread that started it ends, or that thread's process `parent`; at
-    once if it has. A fork has to bind itself.
+    once if it has ended. A fork must call this again.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
@@ -25,9 +25,7 @@ def end_with(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """Return the command as one that is asked to end (SIGTERM) when the thread that starts it, or
-    this process, has ended.
-    """
+    """Return a command that gets SIGTERM when the thread that starts it, or this process, ends."""
     return [sys.executable, "-P", "-m", "tlt_kernels.parents", str(os.getpid()), *command]
 
 

@@ -1,8 +1,8 @@
-"""Model families: one file each, one table line each, keyed by `architectures[0]` of an ordinary HF
+"""Model families: one file and one table line each, keyed by `architectures[0]` of an ordinary HF
 config.
 
-A target is built by `loader.load_target(directory, ...)` and has: `config` (`ModelConfig`),
-`forward(rows, cache) -> Forward`, `logits(hidden_RH) -> logits_RV` (fp32).
+`loader.load_target(directory, ...)` builds a target with `config` (`ModelConfig`), `forward(rows,
+cache) -> Forward` and `logits(hidden_RH) -> logits_RV` (fp32).
 """
 
 from __future__ import annotations

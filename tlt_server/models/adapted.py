@@ -1,9 +1,9 @@
-"""LoRA on a CPU: the matrices of all loaded adapters, each in a slot, and what they add to the rows
-of a step.
+"""LoRA on a CPU: the matrices of all loaded adapters, each in a slot, and their additions to the
+rows of a step.
 
 Ranks are padded with zeros to one bound, so all matmuls have shapes that the self-test of
-`Numerics` has seen, and what is added to a row depends on the row and its adapter alone. Rows
-without an adapter are not touched.
+`Numerics` has seen, and a row's addition depends only on the row and its adapter. Rows without an
+adapter are not touched.
 
 Legend: R rows, A rows of one adapter, K inputs, N outputs of a fused projection, r padded rank, X =
 r times its parts, S slots.
@@ -32,7 +32,7 @@ FUSED = {  # projection of a layer -> its linear maps, side by side
 
 
 class AdaptedRows(NamedTuple):
-    """Rows of a step that have the adapter of one slot."""
+    """Rows of a step with the adapter of one slot."""
 
     slot: int
     row_A: Tensor | None  # int64; None: all rows
@@ -40,7 +40,7 @@ class AdaptedRows(NamedTuple):
 
 class ProjectionSlots:
     """The matrices of one fused projection, for every slot. The parts of B, with the scale, lie on
-    a diagonal between zeros, which add nothing, so that one matmul serves all parts.
+    a diagonal between zeros, which add nothing, so one matmul serves all parts.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ProjectionSlots:
         self._b_SXN[slot].zero_()
 
     def fill(self, slot: int, part: str, pair: MatrixPair, scale: float) -> None:
-        """Copy a part's matrices, of at most the padded rank, to a slot of zeros."""
+        """Copy a part's matrices, of at most the padded rank, to a zeroed slot."""
         at, widths = [*self.parts].index(part), [*self.parts.values()]
         x, n = at * self._rank, sum(widths[:at])
         low = slice(x, x + len(pair.a_rK))
@@ -63,7 +63,7 @@ class ProjectionSlots:
         self._b_SXN[slot, low, n : n + widths[at]].copy_(pair.b_Nr.t()).mul_(scale)
 
     def add(self, x_RK: Tensor, out_RN: Tensor, adapted: Sequence[AdaptedRows]) -> None:
-        """Add to the rows of `out_RN` what their adapters make of the rows of `x_RK`."""
+        """Add the adapters' results for the rows of `x_RK` to the same rows of `out_RN`."""
         for slot, row_A in adapted:
             x_AK = x_RK if row_A is None else x_RK.index_select(0, row_A)
             low_AX = self._numerics.linear(x_AK, self._a_SKX[slot])
@@ -74,7 +74,9 @@ class ProjectionSlots:
                 out_RN.index_add_(0, row_A, added_AN)
 
     def samples(self) -> Iterator[Tensor]:
-        """Yield a weight like those of each matmul, for the self-test: zeros would pass any."""
+        """Yield a weight like those of each matmul, for the self-test; zeros would pass any
+        test.
+        """
         for weights_SKX in (self._a_SKX, self._b_SXN):
             yield torch.randn(weights_SKX.shape[1:], generator=torch.Generator().manual_seed(0))
 
@@ -88,7 +90,7 @@ class AdaptedProjection(NamedTuple):
 
 
 class AdaptedLayer(NamedTuple):
-    """The additions of a layer's projections to the rows of a step."""
+    """The adapters' additions to a layer's projections in one step."""
 
     qkv: AdaptedProjection
     output: AdaptedProjection
@@ -97,7 +99,7 @@ class AdaptedLayer(NamedTuple):
 
 
 class AdapterSlots:
-    """Slots for the adapters of one target, whichever version of it is live."""
+    """Slots for the adapters of one target, in any of its versions."""
 
     def __init__(self, config: ModelConfig, slots: int, rank: int, numerics: Numerics) -> None:
         sizes = linear_sizes(config)
@@ -116,7 +118,7 @@ class AdapterSlots:
         ]
 
     def fill(self, slot: int, weights: AdapterWeights) -> None:
-        """Put an adapter into a slot, in place of the one it holds."""
+        """Put an adapter into a slot, in place of the previous one."""
         for layer in self._layers:
             for projection in layer.values():
                 projection.clear(slot)
@@ -126,8 +128,8 @@ class AdapterSlots:
                     projection.fill(slot, part, pair, weights.adapter.scale)
 
     def of_rows(self, slot_R: NDArray[np.int32]) -> list[AdaptedLayer] | None:
-        """Return, by layer, what is added in a step whose rows have these slots (-1: none); None
-        where that is nothing.
+        """Return the additions, by layer, for a step whose rows have these slots (-1: none); None
+        if there are none.
         """
         held = np.unique(slot_R).tolist()
         adapted = [

@@ -1,9 +1,10 @@
 """LoRA adapters of a target in PEFT's layout: `adapter_config.json`, and two matrices for each
-linear map that is adapted, so that y = x W^T + scale * (x A^T) B^T.
+adapted linear map, so that y = x W^T + scale * (x A^T) B^T.
 
-The tensors' names say what is adapted: `target_modules` may hold paths or be a pattern, which is
-not evaluated. What this server cannot compute exactly as PEFT would (DoRA, biases, ranks that
-differ by module, other modules) is refused by field and value, or by the tensor.
+The tensors' names determine the adapted maps: `target_modules` may have paths or be a pattern,
+which is not evaluated. Adapters that this server cannot compute exactly as PEFT would (DoRA,
+biases, ranks that differ by module, other modules) are refused, with the field and value or the
+tensor.
 
 Legend: r rank, K inputs, N outputs.
 """
@@ -55,7 +56,7 @@ class LinearSizes(NamedTuple):
 
 
 def linear_sizes(config: ModelConfig) -> dict[str, LinearSizes]:
-    """Return the sizes of the linear maps of a layer."""
+    """Return the sizes of a layer's linear maps."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {
@@ -77,7 +78,9 @@ class AdapterConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str, max_rank: int) -> AdapterConfig:
-        """`ModelError` names field, value and remedy; `where` is what holds the fields."""
+        """Parse the fields. `ModelError` names field, value and remedy. `where`: the source of the
+        fields.
+        """
         _check_neutral(raw, where)
         rank: Any = raw.get("r")
         alpha: Any = raw.get("lora_alpha")
@@ -94,7 +97,7 @@ class AdapterConfig:
         return cls(rank, scale, _named(raw, where))
 
     def maps(self, tensors: Iterable[str], layers: int) -> list[Map]:
-        """Return the maps of a model that have tensors of these names, or must have."""
+        """Return the maps of a model that these tensors belong to, or should belong to."""
         found = {
             (int(parts[1]), parts[3])
             for parts in map(_MATRIX.fullmatch, tensors)
@@ -140,7 +143,7 @@ def _named(raw: Mapping[str, Any], where: str) -> frozenset[str]:
 
 
 def _ends(path: str) -> Iterator[str]:
-    """Yield a module's path, and its remainder after each dot."""
+    """Yield a module's path, then the remainder after each dot."""
     while path:
         yield path
         _, _, path = path.partition(".")
@@ -159,21 +162,21 @@ def _wrong(where: str, field: str, value: Any, remedy: str) -> ModelError:
 
 
 class MatrixPair(NamedTuple):
-    """One linear map's own matrices."""
+    """The two matrices of one linear map."""
 
     a_rK: Tensor
     b_Nr: Tensor
 
 
 class AdapterWeights:
-    """The matrices of one adapter, in memory of the host."""
+    """The matrices of one adapter, in host memory."""
 
     vocabulary_map: frozenset[str] = frozenset()  # a push of it brings no other tensors
 
     def __init__(
         self, config: ModelConfig, adapter: AdapterConfig, dtype: torch.dtype, maps: Iterable[Map]
     ) -> None:
-        """`config`: of the model that is adapted; `maps`: those that have matrices."""
+        """`config`: of the adapted model. `maps`: the linear maps that have matrices."""
         self.config, self.adapter = config, adapter
         sizes = linear_sizes(config)
         self._pairs = {
@@ -190,7 +193,7 @@ class AdapterWeights:
             yield layer, name, pair
 
     def parameters(self) -> dict[str, Tensor]:
-        """PEFT's name -> tensor."""
+        """Return the matrices by PEFT's names."""
         named: dict[str, Tensor] = {}
         for layer, name, pair in self.pairs():
             prefix = f"{PREFIX}{layer}.{BLOCKS[name]}.{name}."

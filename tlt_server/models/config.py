@@ -1,8 +1,8 @@
 """A model's shape, parsed strictly from an ordinary Hugging Face `config.json`.
 
-Read once by the loader; frozen. What this server cannot compute exactly as the reference
+Read once by the loader; frozen. Models that this server cannot compute exactly as the reference
 implementation would (sliding windows, partial rotary embeddings, unknown scalings, other
-activations) is refused by name instead of approximated.
+activations) are refused by name instead of approximated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> str:
-        """All that the time of a step depends on, in the words of a message."""
+        """Return everything that the time of a step depends on, as in error messages."""
         return (
             f"{self.layers} layers, hidden {self.hidden_size}, MLP {self.intermediate_size}, "
             f"heads {self.heads}/{self.kv_heads}, vocab {self.vocab_size}"
@@ -65,7 +65,7 @@ class ModelConfig:
 
     @classmethod
     def parse(cls, raw: dict[str, Any], source: str) -> ModelConfig:
-        """`source` names the file in errors."""
+        """`source`: the file's name in errors."""
         fields = _Fields(raw, source)
         architectures = raw.get("architectures")
         if (
@@ -194,7 +194,9 @@ def _refuse_windows(raw: dict[str, Any], source: str) -> None:
 
 
 def _rope(raw: dict[str, Any], max_position: int, source: str) -> Rope:
-    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
+    """Parse `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (older
+    versions).
+    """
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise ModelError(

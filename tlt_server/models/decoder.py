@@ -65,7 +65,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Families subclass this and override `shape`."""
+    """The decoder of a family on a CPU. Families subclass it and override `shape`."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Decoder:
         raise NotImplementedError
 
     def blank(self) -> Decoder:
-        """The same model with storage of its own, to be filled with other weights."""
+        """Return the same model with its own empty storage."""
         return self.split.build(
             lambda split: type(self)(
                 self.config,
@@ -142,7 +142,7 @@ class Decoder:
         self, rows: Rows, cache: KVCache, adapted: Sequence[AdaptedLayer] | None = None
     ) -> Forward:
         """Extend by `rows`: writes their KV at `kv_slot_R` in every layer. Requires `position_R <
-        max_position`. `adapted`: what adapters add to some of the rows, by layer.
+        max_position`. `adapted`: the adapters' additions to some rows, by layer.
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
         residual_RH = self.embedding_VH.index_select(0, rows.token_R)
@@ -170,7 +170,7 @@ class Decoder:
         )
 
     def logits(self, hidden_RH: Tensor, check: int = 0) -> Tensor:
-        """[R, V] float32, from `Forward.hidden_RH` or any of its rows. `check`: see
+        """Return logits [R, V] float32, from `Forward.hidden_RH` or any of its rows. `check`: see
         `RankExchange.join`.
         """
         own_RV = self.numerics.linear(hidden_RH, self.head_HV)
@@ -179,7 +179,7 @@ class Decoder:
     def make_cache(
         self, pages: int, page_size: int, scratch: int, *, hidden: bool = False
     ) -> KVCache:
-        """`hidden`: keep the last hidden state of every slot, too."""
+        """`hidden`: also keep the last hidden state of every slot."""
         assert page_size == self.page_size, (
             f"built for pages of {self.page_size}, asked for {page_size}"
         )
@@ -195,8 +195,8 @@ class Decoder:
         )
 
     def parameters(self) -> Mapping[str, Stored]:
-        """Hugging Face name -> view [out, in] of the live storage, with the shards of `peers`. A
-        tied `lm_head.weight` is not listed.
+        """Return a view [out, in] of the live storage, including the shards of `peers`, for each
+        Hugging Face name. A tied `lm_head.weight` is not listed.
         """
         if not self.peers:
             return self.own_parameters()
@@ -208,14 +208,14 @@ class Decoder:
         return dict(target_parameters(self, self.head_HV.t()))
 
     def self_test(self, others: Iterable[tuple[Tensor, None]] = ()) -> None:
-        """Check strict numerics on this model's own matmuls, and by `others`; see
+        """Check strict numerics on this model's matmuls, and on `others`; see
         `Numerics.self_test`.
         """
         weights, slices = self.tested()
         self.numerics.self_test([*weights, *others], slices)
 
     def tested(self) -> tuple[list[tuple[Tensor, Tensor | None]], list[WeightSlice]]:
-        """Return one (weight_KN, bias_N) of each kind, and the slices of wider weights."""
+        """Return one (weight_KN, bias_N) of each kind, and slices of wider weights."""
         attention, mlp, head_HV = self.layers[0].self_attention, self.layers[0].mlp, self.head_HV
         whole = [(p.weight_KX, p.bias_X) for p in (attention.qkv, mlp.gate_up)]
         summed = [

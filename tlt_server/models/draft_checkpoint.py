@@ -1,8 +1,8 @@
 """Checkpoints of draft networks: what a directory describes, whether it fits a target, and its
 weights.
 
-Called by the loaders of the `eagle` drafter, on any device, and where the target's features must be
-known beforehand.
+Called by the loaders of the `eagle` drafter on any device, and to find the target's features in
+advance.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Served(Protocol):
 
 
 class Fillable(Protocol):
-    """A draft network to be filled, on any device."""
+    """A draft network whose tensors can be filled, on any device."""
 
     config: ModelConfig
     draft_vocab_size: int
@@ -62,8 +62,8 @@ class Fillable(Protocol):
 
 
 def feature_layers(directory: str | Path, target: ModelConfig) -> tuple[int, ...]:
-    """Target layers whose inputs the drafter in `directory` reads; what
-    `load_target(feature_layers=...)` needs. `ModelError`.
+    """Return the target layers whose inputs the drafter in `directory` reads, for
+    `load_target(feature_layers=...)`. Raises `ModelError`.
     """
     directory = Path(directory)
     _, raw = read_layout(directory)
@@ -83,7 +83,7 @@ def _architecture(raw: Raw, directory: Path) -> Architecture:
 
 
 def describe(directory: Path, target: Served) -> Described:
-    """`ModelError` when it does not fit the target."""
+    """Return the network that a directory describes. `ModelError` if it does not fit the target."""
     source = directory / "config.json"
     _, raw = read_layout(directory)
     architecture = _architecture(raw, directory)
@@ -125,7 +125,7 @@ def describe(directory: Path, target: Served) -> Described:
 
 
 def fill_drafter(network: Fillable, directory: Path) -> None:
-    """Weights and vocabulary map of a published checkpoint."""
+    """Fill the weights and the vocabulary map from a published checkpoint."""
     parameters, ignored = _published(network, directory)
     fill(parameters, directory, ignored=ignored)
     if not ARCHITECTURES[network.config.architecture].own_head:
@@ -152,14 +152,14 @@ def fill_drafter(network: Fillable, directory: Path) -> None:
 
 
 def check_drafter(network: Fillable, directory: Path) -> None:
-    """Raise the errors of `fill_drafter` that the files' headers reveal; no weight is read."""
+    """Raise the errors of `fill_drafter` that the files' headers reveal. Reads no weight."""
     parameters, ignored = _published(network, directory)
     check_files(parameters, directory, ignored=ignored)
 
 
 def _published(network: Fillable, directory: Path) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Return the network's tensors by the names of the directory's layout, and those of the files
-    that are not read.
+    """Return the network's tensors by the names in the directory's layout, and the names of file
+    tensors to ignore.
     """
     layout, _ = read_layout(directory)
     parameters = {layout.published(name): view for name, view in network.parameters().items()}
@@ -167,17 +167,17 @@ def _published(network: Fillable, directory: Path) -> tuple[dict[str, Tensor], f
 
 
 def refuse_own_embedding(own_embedding: bool) -> None:
-    """Refuse a push for a network that has none of its own."""
+    """Refuse a pushed embedding for a network without its own."""
     if own_embedding:
         raise ModelError(
-            "the drafter in use drafts with the target's embedding and head, and the push brings "
+            "the active drafter uses the target's embedding and head, and the push contains "
             "'embed_tokens.weight'; leave it out of the push"
         )
 
 
 def map_tensor(name: str, tensor: Tensor, place: Path | str) -> Tensor:
-    """Return a tensor of the vocabulary map in the type that is kept: `d2t` as int64, `t2d` as
-    bool. Files have them in any type of integers. `ModelError` for another type or value.
+    """Return a tensor of the vocabulary map in its stored dtype: `d2t` as int64, `t2d` as bool.
+    Files may have any integer dtype. `ModelError` for another dtype or value.
     """
     kept = torch.int64 if name == "d2t" else torch.bool
     if tensor.dtype not in (kept, *INTEGERS):
@@ -195,8 +195,8 @@ def map_tensor(name: str, tensor: Tensor, place: Path | str) -> Tensor:
 
 
 def target_ids(d2t_C: Tensor, t2d_V: Tensor, count: int, vocab: int, path: Path) -> Tensor:
-    """Draft id -> target id, int64 [C], as a checkpoint's two tensors say; `ModelError` where they
-    disagree.
+    """Return the target id of each draft id, int64 [C], from a checkpoint's two tensors.
+    `ModelError` if they disagree.
     """
     d2t_C, t2d_V = map_tensor("d2t", d2t_C, path), map_tensor("t2d", t2d_V, path)
     check_tensor("d2t", d2t_C, torch.empty(count, dtype=torch.int64), path)

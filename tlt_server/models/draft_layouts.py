@@ -1,7 +1,7 @@
-"""Layouts of draft networks: where config.json keeps what, and how files name tensors.
+"""Layouts of draft networks: the fields of config.json, and the names of tensors in files.
 
-A layout's config is read as if it were flat, its tensors under the names of `models/names.py`, so
-nothing else asks which layout a directory has. `tlt drafter export` writes the same layouts.
+A layout's config is read as if it were flat, and its tensors under the names of `models/names.py`,
+so nothing else depends on a directory's layout. `tlt drafter export` writes the same layouts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SPECULATORS = "speculators_model_type"  # the key by which a layout of vLLM's sp
 
 
 class DraftLayout(NamedTuple):
-    """A way to describe a network in a directory. `flat` turns its config.json into ours and raises
-    `ModelError`; the second argument names the file.
+    """A way to describe a network in a directory. `flat` converts its config.json into ours and
+    raises `ModelError`; the second argument names the file.
     """
 
     flat: Callable[[Raw, str], Raw]
@@ -41,8 +41,8 @@ class DraftLayout(NamedTuple):
 
 
 def _as_it_is(raw: Raw, source: str) -> Raw:
-    """SafeAILab's and SGLang's configs. vLLM puts its own prefix before the architecture;
-    `qkv_bias` is what SafeAILab calls the biases of a Qwen2 layer.
+    """Return the config of SafeAILab and SGLang. vLLM puts its own prefix before the architecture;
+    `qkv_bias` is SafeAILab's name for the biases of a Qwen2 layer.
     """
     named = raw.get("architectures")
     known = {"EagleLlamaForCausalLM": EAGLE1, "Eagle3LlamaForCausalLM": EAGLE3}
@@ -55,7 +55,7 @@ def _as_it_is(raw: Raw, source: str) -> Raw:
 
 
 def _check_norms(raw: Raw, source: str) -> None:
-    """Refuse norms that some EAGLE-3 networks have, and that are not computed here."""
+    """Refuse norms of some EAGLE-3 networks that this server does not compute."""
     nested = raw.get("eagle_config")
     for name, what in NORMS.items():
         if raw.get(name) or (isinstance(nested, dict) and nested.get(name)):
@@ -66,8 +66,8 @@ def _check_norms(raw: Raw, source: str) -> None:
 
 
 def _speculators(raw: Raw, source: str) -> Raw:
-    """The layer's config lies inside, in the target's sizes; see vllm-project/speculators,
-    `Eagle3SpeculatorConfig`.
+    """Return the config of vllm-project/speculators (`Eagle3SpeculatorConfig`), whose inner config
+    describes the layer in the target's sizes.
     """
     kind, layer = raw[SPECULATORS], raw.get("transformer_layer_config")
     if kind != "eagle3":
@@ -100,7 +100,7 @@ def layout_of(raw: Raw) -> DraftLayout:
 
 
 def read_layout(directory: Path) -> tuple[DraftLayout, Raw]:
-    """Return the layout of a directory and its config.json, made flat. `ModelError`."""
+    """Return the layout of a directory and its flat config.json. Raises `ModelError`."""
     source = directory / "config.json"
     raw = read_json(source)
     layout = layout_of(raw)

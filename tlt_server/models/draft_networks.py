@@ -1,8 +1,8 @@
 """The draft networks, one row each: the facts that hold on every device and in training.
 
-A row names the classes of a network, the layers of the target that it reads, and its tensors with
-their shapes. Serving, training, the memory plan and the loaders ask the row, so that none of them
-compares names of networks.
+A row names a network's classes, the target layers that it reads, and its tensors with their shapes.
+Serving, training, the memory plan and the loaders use the row, so none of them compares network
+names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Architecture(NamedTuple):
 
     @property
     def vocabulary_map(self) -> frozenset[str]:
-        """Return the tensors of a checkpoint that say what can be drafted."""
+        """Return the checkpoint's tensors of the draft vocabulary."""
         return VOCABULARY_MAP if self.own_head else frozenset()
 
     def matrices(self, config: ModelConfig, draft_vocab: int) -> Mapping[str, Shape]:
@@ -76,9 +76,9 @@ class Architecture(NamedTuple):
 
 
 def _three_layers(raw: dict[str, Any], target: ModelConfig, source: str) -> tuple[int, ...]:
-    """`eagle_aux_hidden_state_layer_ids` counts layer inputs at the top level of config.json, but
-    layer outputs (one less) inside `eagle_config`: both conventions are in use. Without either: [2,
-    L // 2, L - 3].
+    """Return the target layers of EAGLE-3. `eagle_aux_hidden_state_layer_ids` counts layer inputs
+    at the top level of config.json, but layer outputs (one less) inside `eagle_config`: both
+    conventions are in use. Without either: [2, L // 2, L - 3].
     """
     nested = raw.get("eagle_config") or {}
     ids, shift = raw.get("eagle_aux_hidden_state_layer_ids"), 0
@@ -113,12 +113,14 @@ def usual_layers(target: ModelConfig) -> tuple[int, int, int]:
 
 
 def layers_within(layers: int) -> tuple[int, int, int]:
-    """Return the usual layers of a target, the nearest ones where it has too few."""
+    """Return the usual feature layers of a target, or the nearest ones if it has too few."""
     return min(2, layers - 1), layers // 2, max(layers - 3, 0)
 
 
 def _last_hidden(raw: dict[str, Any], target: ModelConfig, source: str) -> tuple[int, ...]:
-    """The target's hidden state after its final norm, from which its head computes logits."""
+    """Return the layer index of the target's hidden state after its final norm, the input of its
+    head.
+    """
     return (target.layers,)
 
 

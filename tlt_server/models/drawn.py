@@ -1,4 +1,4 @@
-"""Random weights instead of a checkpoint's, for benches of a model's shapes: no file is read or
+"""Random weights in place of a checkpoint's, for benches of a model's shapes: no file is read or
 written, so a model may be larger than the disk.
 """
 
@@ -13,8 +13,8 @@ from tlt_server.models.shards import Stored
 
 
 def draw(parameters: Mapping[str, Stored]) -> None:
-    """Fill every tensor with normal values of size 1 / sqrt(inputs), so that activations keep the
-    size of a trained model's. They depend on the tensor's name, shape and kind of device, not on
+    """Fill every tensor with normal values of size 1 / sqrt(inputs), so that activations have the
+    size of a trained model's. Values depend on the tensor's name, shape and kind of device, not on
     the ranks that hold it. The largest tensor is in memory twice meanwhile.
     """
     for name, stored in parameters.items():

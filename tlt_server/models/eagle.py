@@ -1,10 +1,10 @@
 """Draft networks of EAGLE-3 (arXiv 2503.01840) and of EAGLE-1 and EAGLE-2 (arXiv 2401.15077,
 2406.16858) in the published checkpoint layouts: one decoder layer over the target's features.
 
-Slot p holds (embedding of x_p, feature g_{p-1}); slot 0 is never used, so attention starts at
-position 1. The layer's output h is the next drafted step's feature as it stands: `fuse` is for the
-target's features only. Called by the `eagle` drafter. What a network reads, how it joins that with
-the embedding and which head it has is in its class; the rest is common.
+Slot p has (embedding of x_p, feature g_{p-1}); slot 0 is never used, so attention starts at
+position 1. The layer's output h is directly the next drafted step's feature: `fuse` is only for the
+target's features. Called by the `eagle` drafter. A network's class says which layers it reads, how
+it joins features with the embedding, and which head it has; the rest is common.
 
 Legend: R rows, H hidden, F feature width, X width of the layer's input, C draft vocabulary, V
 target vocabulary.
@@ -34,15 +34,15 @@ from tlt_server.models.rope import rotary_table
 
 
 class LayerInput(NamedTuple):
-    """The embeddings and features of rows, as the layer takes them."""
+    """The embeddings and features of rows, in the form of the layer's input."""
 
     input_RX: Tensor  # for its attention
     residual_RH: Tensor  # at the start of the residual stream; not to be written to
 
 
 class EagleNetwork:
-    """Layers and storage of one drafter, sharing the target's numerics, page size and (where
-    absent) embedding.
+    """Layers and storage of one drafter. It shares the target's numerics and page size and, if it
+    has none, the target's embedding.
     """
 
     part = None  # whole: ranks of a CPU share no drafter
@@ -88,7 +88,7 @@ class EagleNetwork:
 
     @classmethod
     def load(cls, directory: str | Path, target: Decoder) -> Self:
-        """Raises `ModelError`. The target must have been built with this drafter's
+        """Load a drafter. Raises `ModelError`. The target must have been built with this drafter's
         `feature_layers`.
         """
         directory = Path(directory)
@@ -97,41 +97,43 @@ class EagleNetwork:
         return drafter
 
     def blank(self, target: Decoder, *, own_embedding: bool) -> Self:
-        """Return the same network with storage of its own, to be filled with other weights; the
-        vocabulary map is kept until another is set.
+        """Return the same network with its own empty storage. The vocabulary map stays until
+        another is set.
         """
         network = type(self)(self.described._replace(own_embedding=own_embedding), target)
         network.target_ids = self.target_ids
         return network
 
     def follow(self, target: Decoder) -> None:
-        """Read the embedding of this target from now on, unless the drafter has its own."""
+        """Read this target's embedding from now on, unless the drafter has its own."""
         if not self.own_embedding:
             self.embedding_VH = target.embedding_VH
 
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None:
-        """Map draft ids to target ids as a checkpoint's two tensors say; they must agree. `path`
-        names them in errors.
+        """Set the map from draft ids to target ids by a checkpoint's two tensors, which must agree.
+        `path`: their name in errors.
         """
         self.target_ids = target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path)
 
     def fuse(self, features_RF: Tensor) -> Tensor:
-        """The target's features of position p - 1 as the drafter's g: [R, H]."""
+        """Return the drafter's g, [R, H], from the target's features at position p - 1."""
         raise NotImplementedError
 
     def join(self, rows: Rows, g_RH: Tensor) -> LayerInput:
         raise NotImplementedError
 
     def logits(self, h_RH: Tensor) -> Tensor:
-        """[R, C] over the draft vocabulary, predicting x_{p+1}."""
+        """Return logits [R, C] over the draft vocabulary, which predict x_{p+1}."""
         raise NotImplementedError
 
     def parameters(self) -> dict[str, Tensor]:
-        """Map published names to views [out, in] of the live storage, without d2t and t2d."""
+        """Return views [out, in] of the live storage by published names, without d2t and t2d."""
         return dict(self.described.architecture.parameters(self))
 
     def forward(self, rows: Rows, g_RH: Tensor, cache: KVCache) -> Tensor:
-        """Write KV of rows (x_p, g_{p-1}) at positions p >= 1; return h_RH, the feature of p."""
+        """Write the KV of rows (x_p, g_{p-1}) at positions p >= 1; return h_RH, the feature of
+        p.
+        """
         joined = self.join(rows, g_RH)
         attended_RH = self.self_attention(joined.input_RX, cache.k[0], cache.v[0], rows, first=1)
         residual_RH = joined.residual_RH.clone()
@@ -141,7 +143,7 @@ class EagleNetwork:
         return residual_RH.add_(self.mlp(normed_RH))
 
     def store_only(self, rows: Rows, g_RH: Tensor, cache: KVCache) -> None:
-        """Write the rows' KV and compute nothing else: catch-up over committed tokens."""
+        """Write only the rows' KV: catch-up over committed tokens."""
         self.self_attention.store(self.join(rows, g_RH).input_RX, cache.k[0], cache.v[0], rows)
 
     def make_cache(self, pages: int, page_size: int, scratch: int) -> KVCache:
@@ -159,8 +161,8 @@ class EagleNetwork:
 
 
 class Eagle3(EagleNetwork):
-    """Three layers' inputs through `fc`; norms of embedding and feature side by side; a head of its
-    own over the draft vocabulary.
+    """The network of EAGLE-3: three layers' inputs through `fc`; separate norms of embedding and
+    feature; its own head over the draft vocabulary.
     """
 
     def __init__(self, described: Described, target: Decoder) -> None:
@@ -190,9 +192,9 @@ class Eagle3(EagleNetwork):
 
 
 class Eagle1(EagleNetwork):
-    """The network of EAGLE-1 and EAGLE-2: the target's hidden state after its final norm is the
-    feature; `fc` joins it with the embedding; a layer without input norm; the target's own head,
-    which follows the target like the embedding. As in SafeAILab/EAGLE, `eagle/model/cnets1.py`.
+    """The network of EAGLE-1 and EAGLE-2: the feature is the target's hidden state after its final
+    norm; `fc` joins it with the embedding; the layer has no input norm; head and embedding are the
+    target's. As in SafeAILab/EAGLE, `eagle/model/cnets1.py`.
     """
 
     def __init__(self, described: Described, target: Decoder) -> None:

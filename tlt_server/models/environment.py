@@ -1,6 +1,6 @@
-"""The environment that torch's libraries read once, when they are loaded. Imports no torch.
+"""Environment variables that torch's libraries read once, when they are loaded. Imports no torch.
 
-A parent process sets it before it starts the engine, a test before the first `import torch`.
+A parent process sets them before it starts the engine, a test before the first `import torch`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 
 
 def library_environment(numerics: str = "strict") -> dict[str, str]:
-    """Variables to set before torch is imported.
+    """Return the variables to set before torch is imported.
 
-    Waiting OpenMP workers sleep instead of spinning: where the cores are shared with a frontend and
-    a client, a spinning worker keeps the one it waits for off the core (measured 15 to 27 times
-    slower on two busy cores).
+    Waiting OpenMP workers sleep instead of spinning: if the cores are shared with a frontend and a
+    client, a spinning worker keeps the worker that it waits for off the core (measured 15 to 27
+    times slower on two busy cores).
 
-    For every connection of a process group torch asks the name server for the peer's name, and goes
-    on without one: a server that loses one question in 25 held up one join in 20 for the resolver's
-    5 s. So it waits for a second, twice at most.
+    For every connection of a process group, torch asks the name server for the peer's name and
+    continues without one: a server that lost one query in 25 delayed one join in 20 by the
+    resolver's 5 s. So it waits for one second, at most twice.
 
-    torch's own groups over NCCL end the process where a broadcast does not come in time, unless
-    they are told not to: a trainer that dies is no reason for that.
+    torch's own groups over NCCL end the process if a broadcast does not arrive in time, unless told
+    not to; a trainer's death must not end the server.
 
-    No switch of a network adds numbers, nor sends them to several GPUs at once: an order of
-    addition that the library chooses is not ours.
+    No network switch may add numbers or multicast to several GPUs: the library, not this project,
+    would choose the order of addition.
     """
     waiting = {
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
@@ -39,10 +39,11 @@ def library_environment(numerics: str = "strict") -> dict[str, str]:
 
 
 def strict_environment(cpuinfo: str | None = None) -> dict[str, str]:
-    """Return what makes MKL's float32 matmuls row-invariant, by the text of /proc/cpuinfo.
+    """Return the variables that make MKL's float32 matmuls row-invariant, by the text of
+    /proc/cpuinfo.
 
-    Empty where no fixed-order mode is known (no AVX2: ARM, old x86). `Numerics` tests whether it
-    holds, and takes another method where it does not.
+    Empty if no fixed-order mode is known (no AVX2: ARM, old x86). `Numerics` tests whether the mode
+    works, and uses another method if not.
     """
     if cpuinfo is None:
         try:

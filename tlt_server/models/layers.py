@@ -1,6 +1,6 @@
 """The pieces of a decoder layer on fused weights, shared by every family and by the EAGLE drafter.
 
-A piece owns its storage; what its parts are called in a checkpoint is in `names.py`.
+A piece owns its storage; `names.py` has the checkpoint's names of its parts.
 
 Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a matmul's inputs), D head
 width, S slots, X fused width.
@@ -24,8 +24,8 @@ from tlt_server.models.split import WHOLE, Split
 
 
 class Projection:
-    """Linear maps of one input, fused side by side and stored transposed ([K, X]), which is what a
-    matmul of few rows reads fastest.
+    """Linear maps of one input, fused side by side and stored transposed ([K, X]), the fastest
+    layout for a matmul of few rows.
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class Projection:
 
 
 class SummedProjection(Projection):
-    """A linear map whose sums run over the leaves of a split, here and on other ranks."""
+    """A linear map that is summed over the reduction segments of a split, here and on other
+    ranks.
+    """
 
     def __init__(
         self, inputs: int, parts: dict[str, int], *, bias: bool, numerics: Numerics, split: Split
@@ -73,13 +75,13 @@ class SummedProjection(Projection):
 
     @property
     def leaf_KX(self) -> Tensor:
-        """Return the weights of one leaf."""
+        """Return the weights of one reduction segment."""
         return self.weight_KX[: len(self.weight_KX) // self.own_leaves]
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The differences between families that are no number in the config."""
+    """Differences between families that the config's numbers do not express."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -138,7 +140,7 @@ class SelfAttention:
         return self.output(out_RND.view(len(rows), self.query_width), adapted and adapted.output)
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows) -> None:
-        """Write the rows' keys and values, and nothing else."""
+        """Write only the rows' keys and values."""
         start, bias_X = self.query_width, self.qkv.bias_X
         kv_RX = self.qkv.numerics.linear(
             x_RH, self.qkv.weight_KX[:, start:], None if bias_X is None else bias_X[start:]

@@ -1,8 +1,7 @@
 """Loading: an ordinary Hugging Face directory becomes a filled model. Reads safetensors only.
 
 Called at start-up, for targets and drafters. Every name, shape, dtype and value is checked before
-it is copied; any fault is a `ModelError` that names file, tensor, what was expected and
-what was found.
+it is copied; any fault is a `ModelError` with file, tensor, expected and found value.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ def load_target(
     split: Split = WHOLE,
     random: bool = False,
 ) -> Decoder:
-    """The target model in `directory`, filled and self-tested. Raises `ModelError` or
+    """Return the target model in `directory`, filled and self-tested. Raises `ModelError` or
     `StartupError`.
 
-    `config`: the directory's own, with `max_position` lowered to what will be served; None reads
-    it. `random`: the weights are drawn.
+    `config`: the directory's own, with `max_position` lowered to the served length; None reads it.
+    `random`: draw the weights.
     """
     model = empty_target(
         directory,
@@ -72,8 +71,8 @@ def empty_target(
     feature_layers: tuple[int, ...] = (),
     split: Split = WHOLE,
 ) -> Decoder:
-    """The model that the directory's JSON files describe, its storage not filled; on torch's device
-    `meta` it takes no memory.
+    """Return the model that the directory's JSON files describe, without values; on torch's `meta`
+    device it takes no memory.
     """
     directory = Path(directory)
     config = eos_token_ids(config or ModelConfig.read(directory), directory)
@@ -96,7 +95,7 @@ def empty_target(
 
 
 def eos_token_ids(config: ModelConfig, directory: Path) -> ModelConfig:
-    """The config with the end tokens that `generation_config.json` names, where there is one."""
+    """Return the config with the end tokens of `generation_config.json`, if that exists."""
     generation = directory / "generation_config.json"
     if not generation.exists():
         return config
@@ -107,8 +106,8 @@ def eos_token_ids(config: ModelConfig, directory: Path) -> ModelConfig:
 
 
 def own_dtype(directory: Path) -> str:
-    """The type of the checkpoint's embedding, as torch names it; of some tensor, where there is no
-    such one.
+    """Return the dtype of the checkpoint's embedding, as torch names it; without one, of some
+    tensor.
     """
     files = tensor_files(directory)
     name = "model.embed_tokens.weight" if "model.embed_tokens.weight" in files else min(files)
@@ -124,7 +123,7 @@ def gpu_dtype(own: str) -> str:
 
 
 def unread(config: ModelConfig) -> set[str]:
-    """Return the tensors that a checkpoint of this model may hold and that are not read."""
+    """Return the tensors of a checkpoint of this model that are ignored."""
     return {"lm_head.weight"} if config.tied_embeddings else set()
 
 
@@ -141,8 +140,8 @@ def fill_target(
 def fill(
     parameters: Mapping[str, Stored], directory: Path, *, ignored: Collection[str] = ()
 ) -> None:
-    """Copy every tensor of the directory into the view of that name; all must be there, and no
-    other but `ignored`.
+    """Copy every tensor of the directory into the view of that name. All views must be filled, and
+    only `ignored` tensors may be left over.
     """
     files = tensor_files(directory)
     check_names(parameters, files, ignored, directory)
@@ -169,7 +168,7 @@ def check_files(
     parameters: Mapping[str, Stored], directory: Path, *, ignored: Collection[str] = ()
 ) -> None:
     """Raise the errors of `fill` that the files' headers reveal: names, shapes, dtypes, missing or
-    cut files. Reads no values.
+    truncated files. Reads no values.
     """
     files = tensor_files(directory)
     check_names(parameters, files, ignored, directory)
@@ -186,8 +185,8 @@ def check_names(
     ignored: Collection[str],
     directory: Path | str,
 ) -> None:
-    """`files` (tensor name -> file) must hold every parameter, and nothing else but `ignored` and
-    rotary tables.
+    """Check that `files` (tensor name -> file) has every parameter, and nothing else but `ignored`
+    and rotary tables.
     """
     known = {*parameters, *ignored}
     unexpected = [
@@ -210,7 +209,7 @@ def check_names(
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file, by the index where there is one."""
+    """Return the file of each tensor, by the index if there is one."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -272,7 +271,7 @@ def read_tensor(directory: Path, name: str) -> Tensor:
 
 
 def dtypes_for(parameter: Stored) -> tuple[torch.dtype, ...]:
-    """Return the dtypes in which its values may come."""
+    """Return the dtypes in which its values may be stored."""
     return STORAGE_DTYPES if parameter.is_floating_point() else (parameter.dtype,)
 
 

@@ -1,9 +1,9 @@
 """Hugging Face's names of a model's tensors, once for every device: each function yields (name,
 view of the live storage).
 
-The models of a device differ in how weights lie and are computed with, not in what they are called:
-a piece is any object with the attributes that are read here. Loading a checkpoint and pushing new
-weights both write through these views.
+Devices differ in the layout and computation of weights, not in their names: a piece is any object
+with the attributes that are read here. Loading a checkpoint and pushing new weights both write
+through these views.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def mlp_parameters(mlp: Any, prefix: str) -> Parameters:
 
 
 def target_parameters(model: Any, head_VH: Tensor) -> Parameters:
-    """A tied `lm_head.weight` is not listed."""
+    """Yield the target's tensors. A tied `lm_head.weight` is not listed."""
     yield "model.embed_tokens.weight", model.embedding_VH
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}."

@@ -1,10 +1,10 @@
-"""The two ways of matmuls: `strict` (a row's bits depend on the row and the weights only) or
+"""The two ways of matmuls: `strict` (a row's bits depend only on the row and the weights) or
 `fast`.
 
 A model owns one `Numerics` and sends every matmul through `linear`. Strict on a CPU is the first of
-`METHODS` that keeps a row's bits in any company of rows; a self-test decides that on the
-model's own weights. Which one passes depends on the library, the processor and whether
-`strict_environment()` was set in time.
+`METHODS` that keeps a row's bits in any company of rows, according to a self-test on the model's
+weights. That depends on the library, the processor and whether `strict_environment()` was set in
+time.
 
 Legend: R rows, K inputs, N outputs.
 """
@@ -46,7 +46,7 @@ def _by_onednn(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor
 
 
 class MatmulMethod(NamedTuple):
-    """A matmul of a library, and the row counts that it is called with."""
+    """A library's matmul, and the row counts that it is called with."""
 
     name: str
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -98,7 +98,9 @@ class Numerics:
         return self._call(x_RK, weight_KN, bias_N)
 
     def sum_of_leaves(self, x_RK: Tensor, weight_KN: Tensor, leaves: int) -> Tensor:
-        """Return `x @ weight`, [R, N], as the tree sum of the matmuls of `leaves` slices of K."""
+        """Return `x @ weight`, [R, N], as the tree sum of the matmuls of `leaves` slices of K, the
+        reduction segments.
+        """
         if leaves == 1:
             return self.linear(x_RK, weight_KN)
         # A slice is copied, so that a leaf has the same memory layout at every width.
@@ -173,8 +175,8 @@ class Numerics:
         return True
 
     def _thread_invariant(self, weight_KN: Tensor, bias_N: Tensor | None) -> bool:
-        """Compare with one thread, as every server and rank does, so that all have equal bits with
-        any number of threads. Few rows take a tenth of the time of the other tests.
+        """Compare with one thread: servers and ranks with any number of threads then have equal
+        bits. Few rows take a tenth of the time of the other tests.
         """
         alone = copy(self)
         alone.threads = 1
@@ -183,7 +185,7 @@ class Numerics:
         return torch.equal(own_RN, alone.linear(x_RK, weight_KN, bias_N))
 
     def _slice_invariant(self, cut: WeightSlice) -> bool:
-        """Compare the matmul of a slice with matmuls of its copies inside the wider weight. There
+        """Compare the matmul of a slice with matmuls of its copies inside the wider weight, where
         the copies of each part are adjacent, as on a single rank.
         """
         weight_KN, widths, ranks = cut

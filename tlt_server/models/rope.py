@@ -1,8 +1,7 @@
 """Rotary position tables: cos and sin of every position, computed once in float64 and rounded.
 
 A row looks its position up, so its bits cannot depend on the batch. Sources: RoFormer (arXiv
-2104.09864), YaRN (arXiv
-2309.00071), Llama 3.1's frequency scaling.
+2104.09864), YaRN (arXiv 2309.00071), Llama 3.1's frequency scaling.
 
 Legend: P positions, D head width.
 """
@@ -26,7 +25,7 @@ class RotaryTable(NamedTuple):
 
 @lru_cache(maxsize=8)
 def rotary_table(rope: Rope, head_dim: int, max_position: int) -> RotaryTable:
-    """float32 [P, D/2] each; the scaling's attention factor is multiplied in."""
+    """Return cos and sin, float32 [P, D/2] each, multiplied by the scaling's attention factor."""
     frequency, factor = _frequencies(rope, head_dim)
     angle = torch.outer(torch.arange(max_position, dtype=torch.float64, device="cpu"), frequency)
     return RotaryTable((angle.cos() * factor).float(), (angle.sin() * factor).float())
@@ -46,7 +45,7 @@ def _frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    """Stretch long waves by `factor`, keep short ones, interpolate between."""
     turns = rope.original_max_position * plain / (2 * math.pi)  # within the trained context
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
         0, 1
@@ -56,7 +55,7 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
 
 def _yarn(plain: Tensor, rope: Rope, head_dim: int) -> Tensor:
     def pair_turning(turns: float) -> float:
-        """Index of the pair that turns so often within the trained context."""
+        """Return the index of the pair that makes this many turns within the trained context."""
         return (
             head_dim
             * math.log(rope.original_max_position / (turns * 2 * math.pi))

@@ -1,8 +1,8 @@
-"""The shards of a target: which slice of each tensor of a checkpoint a rank holds.
+"""The shards of a target: each rank's slice of each checkpoint tensor.
 
-`RULES` is the table; `cut` reads it for one rank. `SpreadTensor` is a tensor of the checkpoint
-whose slices lie with several ranks: a checkpoint and a push write through it, and its checksum is
-that of the whole tensor.
+`RULES` is the table; `cut` reads it for one rank. `SpreadTensor` is a checkpoint's tensor whose
+slices lie on several ranks: loads and pushes write through it, and its checksum is that of the
+whole tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def _heads(config: ModelConfig, split: Split) -> tuple[int, int]:
 
 
 def _kv_heads(config: ModelConfig, split: Split) -> tuple[int, int]:
-    """Give several ranks the same head where there are fewer than ranks."""
+    """Return the rank's range of KV heads. If there are fewer heads than ranks, several ranks share
+    one.
+    """
     count = kv_heads(config, split)
     first = split.rank * config.kv_heads // split.of
     return first * config.head_dim, (first + count) * config.head_dim
@@ -70,7 +72,7 @@ RULES: dict[str, Rule] = {
 
 
 def cut(name: str, config: ModelConfig, split: Split) -> ShardCut | None:
-    """Return the rank's slice of a tensor; None: all of it."""
+    """Return the rank's slice of a tensor; None: the whole tensor."""
     if split.of == 1:
         return None
     *_, layer, kind = name.split(".")
@@ -81,7 +83,7 @@ def cut(name: str, config: ModelConfig, split: Split) -> ShardCut | None:
 
 
 def rank_config(config: ModelConfig, split: Split) -> ModelConfig:
-    """Return the shape of a rank's layers; those of a whole target are `config` itself."""
+    """Return the shape of a rank's layers; for a whole target, `config` itself."""
     if split.of == 1:
         return config
     return replace(
@@ -102,13 +104,13 @@ def vocabulary(config: ModelConfig, split: Split) -> tuple[int, int]:
 
 
 def most_tokens(config: ModelConfig, split: Split) -> int:
-    """Return the tokens of every rank but the last one, which may have fewer."""
+    """Return the number of tokens of every rank but the last, which may have fewer."""
     blocks = -(-config.vocab_size // split.token_block)
     return split.token_block * -(-blocks // split.of)
 
 
 def has_tokens(config: ModelConfig, split: Split) -> bool:
-    """Return True if the last rank has any."""
+    """Return True if the last rank has any tokens."""
     return config.vocab_size > most_tokens(config, split) * (split.of - 1)
 
 
@@ -124,7 +126,7 @@ def widths(config: ModelConfig, unit: int) -> list[int]:
 
 
 def check_ranks(config: ModelConfig, ranks: int, unit: int, where: str) -> None:
-    """`StartupError` with the widths that work, where this is none of them."""
+    """Raise `StartupError`, with the possible widths, if this is not one of them."""
     works = widths(config, unit)
     if ranks not in works:
         raise StartupError(
@@ -136,9 +138,7 @@ def check_ranks(config: ModelConfig, ranks: int, unit: int, where: str) -> None:
 
 
 class SpreadTensor:
-    """A tensor of a checkpoint as the ranks hold it, in order of the ranks. What several of them
-    hold is the same.
-    """
+    """A checkpoint's tensor as slices on the ranks, in rank order. Replicated slices are equal."""
 
     def __init__(self, pieces: Sequence[Tensor], cuts: Sequence[ShardCut | None]) -> None:
         self.pieces, self.cuts = pieces, cuts
@@ -207,7 +207,7 @@ def pieces_of(
 
 
 def values_of(parameters: Mapping[str, Stored], config: ModelConfig, split: Split) -> int:
-    """Return the elements of a model's tensors that a rank has."""
+    """Return the number of elements of a model's tensors on a rank."""
     total = 0
     for name, stored in parameters.items():
         own, sizes = cut(name, config, split), list(stored.shape)

@@ -1,9 +1,9 @@
-"""The split of a target: the leaves of its long sums, and the ranks that share them.
+"""The split of a target: the reduction segments of its long sums, and the ranks that share them.
 
-The inputs of a row-parallel matmul (attention output, MLP down) are cut into equal *leaves*. Each
-leaf is one matmul; leaves add up as a fixed binary tree, then the bias is added, then the residual.
-A rank has neighbouring leaves, and an exchange adds the tree's upper levels. So the same additions
-are made at every width, and bits depend on the number of leaves alone.
+The inputs of a row-parallel matmul (attention output, MLP down) are cut into equal segments, called
+*leaves*. Each leaf is one matmul; leaves add up as a fixed binary tree, then the bias is added,
+then the residual. A rank has neighbouring leaves, and an exchange adds the tree's upper levels. So
+the same additions are made at every width, and bits depend only on the number of leaves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RankExchange(Protocol):
 
     def join(self, part_RX: Tensor, widths: Sequence[int], check: int) -> Tensor:
         """Return the columns of all ranks side by side: [R, sum of widths]. `check`: a 64-bit
-        number that is to be the same on all ranks; `EngineFailed` where it is not.
+        number that must be equal on all ranks, else `EngineFailed`.
         """
 
 
@@ -78,14 +78,14 @@ class Split:
 
     @property
     def lent(self) -> Any:
-        """Return the memory of other ranks' shards that they take and give back as one
-        (`weights.dormant.SleepingMemory`); None: it is this process's, or there is none.
+        """Return the memory of the workers' shards, which they free and reclaim together
+        (`weights.dormant.SleepingMemory`). None if this process has it, or without workers.
         """
         return None
 
     def build(self, make: Callable[[Split], Any], target: Any = None) -> Any:
-        """Return what `make` makes, with storage for what this process writes. `target`: the target
-        of a drafter.
+        """Return the object that `make` builds, with storage for all tensors that this process
+        writes. `target`: of a drafter.
         """
         return make(self)
 
@@ -94,8 +94,8 @@ WHOLE = Split()
 
 
 def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str, ranks: int = 1) -> None:
-    """Refuse leaves that would cut a head, whose inputs are no multiple of `unit`, or of which some
-    rank would have more than others. `StartupError` with the numbers that work on these ranks.
+    """Raise `StartupError` if leaves would cut a head, have a number of inputs that is not a
+    multiple of `unit`, or be unequal in number on the ranks. The error lists the numbers that work.
     """
     works = [count for count in SPLITS if count >= ranks and divides(config, count, unit)]
     if leaves not in works:
@@ -108,14 +108,14 @@ def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str, ranks:
 
 
 def divides(config: ModelConfig, leaves: int, unit: int) -> bool:
-    """Return True if each of `leaves` has whole heads, and inputs that are a multiple of `unit`."""
+    """Return True if each of `leaves` has whole heads, and a multiple of `unit` inputs."""
     width = config.heads * config.head_dim
     sizes = (width, config.intermediate_size)
     return config.heads % leaves == 0 and all(size % (leaves * unit) == 0 for size in sizes)
 
 
 def auto_gpu_leaves(config: ModelConfig, ranks: int = 1) -> int:
-    """Return the leaves of a target on GPUs where settings name none."""
+    """Return the number of leaves of a target on GPUs, if settings name none."""
     least = max(GPU_LEAVES, ranks)
     counts = [n for n in SPLITS if least <= n <= AUTO_GPU_LEAVES]
     return max((n for n in counts if divides(config, n, GPU_LEAF_UNIT)), default=least)

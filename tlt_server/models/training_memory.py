@@ -1,9 +1,9 @@
-"""Memory that training a drafter takes, by its shapes: asked by the engine's memory plan and by
-`tlt doctor`, and the trainer's bound on itself. No tensors.
+"""The memory for training a drafter, from its shapes: for the engine's memory plan, `tlt doctor`,
+and the trainer's own bound. No tensors.
 
-Trained values are float32 with a gradient and AdamW's two moments, and in half precision a copy
-that matmuls read. Every unrolled step keeps what its gradient needs for each slot of a pack. Logits
-exist for one chunk of slots at a time, gradients within the MLP for one step.
+Trained values are float32 with a gradient and AdamW's two moments, and in half precision a copy for
+matmuls. Every unrolled step keeps the values that its gradient needs for each slot of a pack.
+Logits exist for one chunk of slots at a time, gradients within the MLP for one step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TrainingShape(NamedTuple):
         )
 
     def device_bytes(self, slots: int) -> int:
-        """Return the peak of a step over a pack, with an eighth more for the allocator."""
+        """Return the peak of a step over a pack, plus an eighth for the allocator."""
         state = 16 * self.trained + self.item * self.frozen
         copy = self.item * self.trained if self.item < 4 else 0
         kept = slots * (self.steps * self.slot_bytes + 4 * GRADIENTS * self.inner)
@@ -64,18 +64,18 @@ class TrainingShape(NamedTuple):
 
     @property
     def host_bytes(self) -> int:
-        """Return what the process takes of the host next to the above: three copies of the
-        optimizer's state, two drafters that replay, the target's ends, and libraries.
+        """Return the process's host memory in addition to `device_bytes`: three copies of the
+        optimizer's state, two replayed drafters, the target's embedding and head, and libraries.
         """
         return (3 * 12 + 2 * 4) * self.trained + 6 * self.frozen + LIBRARIES
 
     @property
     def most_bytes(self) -> int:
-        """Return the peak of a step over a pack of as many slots as are worth having."""
+        """Return the peak of a step over the largest pack that is worthwhile."""
         return self.device_bytes(self.most_slots)
 
     def slots_in(self, budget: int) -> int:
-        """Return the slots of the largest pack for which `budget` bytes suffice; 0 if none does."""
+        """Return the slots of the largest pack that fits in `budget` bytes; 0 if none does."""
         slots = self.most_slots
         while slots >= LEAST_SLOTS and self.device_bytes(slots) > budget:
             slots //= 2

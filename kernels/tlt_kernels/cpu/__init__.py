@@ -1,3 +1,1 @@
-"""Kernels for the host, compiled by numba. They take float32 CPU tensors and read them where they
-lie.
-"""
+"""Kernels for the host, compiled by numba. They read float32 CPU tensors in place."""

@@ -1,18 +1,18 @@
 """Paged tree attention: per (row, KV head), chunks of 64 absolute key positions, merged in chunk
 order.
 
-The `cpu` attention backend calls it. A row's bits depend on its own query, position and visible
-keys only. Rows of one request form a tile: the chunks that all of them see whole, committed, are
-loaded once for the tile. The rest is done row by row, with keys found through the row's own KV
-slots, so a draft ancestor is read at the index where it will be once it is committed. Both take the
+The `cpu` attention backend calls it. A row's bits depend only on its query, position and visible
+keys. Rows of one request form a tile: chunks that are committed and visible to all of them are
+loaded once for the tile. Other chunks are processed row by row, with keys found through the row's
+KV slots, so a draft ancestor is read at the index that it will have once committed. Both use the
 same compiled code, which handles two queries at a time and gives each the same bits with any
 partner.
 
 Threads: the kernel is single-threaded and releases the GIL; the backend cuts large calls by rows
 over a small pool of Python threads. numba's parallel loops are not used: they would compile the row
-a second time, with bits of its own, and add a third pool of workers to torch's OpenMP. Measured
-between torch matmuls on two busy cores, 64 rows of 640 keys, median of the whole: 1.7 to 2.0 ms by
-this pool, 1.7 to 3.4 by numba's omp and workqueue layers, 1.6 to 2.3 single-threaded.
+a second time, with different bits, and add a third pool of workers to torch's OpenMP. Measured
+between torch matmuls on two busy cores, 64 rows of 640 keys, median of the whole: 1.7 to 2.0 ms
+with this pool, 1.7 to 3.4 with numba's omp and workqueue layers, 1.6 to 2.3 single-threaded.
 
 Legend: R rows, N query heads, K KV heads, G = N / K heads of one KV head, D head width, S KV slots,
 B requests, P pages, Q queries of a tile for one KV head (row after row, G each), T rows of a tile,
@@ -37,8 +37,8 @@ _LOWEST = np.float32(-3.0e38)  # the running maximum before the first chunk; sum
 
 @njit(cache=True, error_model="numpy")
 def _find_kv_slots(r, b, origin, begin, end, base, page_table_BP, path_RD, page_size, kv_slot_C):
-    """Write the KV slots of positions origin + [begin, end); the other lanes repeat the first of
-    them.
+    """Write the KV slots of positions origin + [begin, end); the other lanes repeat the first
+    slot.
     """
     page, offset = (origin + begin) // page_size, (origin + begin) % page_size
     for c in range(begin, end):
@@ -65,7 +65,7 @@ def _addresses(array_SKD, kv_head, kv_slot_C, address_C):
 @njit(cache=True, error_model="numpy")
 def _scores(q_RND, first_row, queries, group, kv_head, address_C, scale, score_QC):
     """Compute the scaled dot products of the tile's queries with the chunk's 64 keys. An odd last
-    query is its own partner.
+    query is paired with itself.
     """
     heads, width = q_RND.shape[1], q_RND.shape[2]
     for c in range(0, CHUNK, KEYS):
@@ -125,7 +125,7 @@ def _total(score_C, lane_L):
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
 def _weigh(score_QC, queries, begin, end, lane_L, top_Q, sum_Q):
-    """Turn the scores of lanes [begin, end) into exp(score - maximum), and the other lanes into 0.
+    """Replace the scores of lanes [begin, end) by exp(score - maximum), and other lanes by 0.
 
     Interleaved lanes let maximum and sum be vectorised in one fixed order.
     """
@@ -141,7 +141,7 @@ def _weigh(score_QC, queries, begin, end, lane_L, top_Q, sum_Q):
 
 @njit(cache=True, error_model="numpy")
 def _accumulate(score_QC, queries, address_C, acc_QD):
-    """Sum the chunk's values by their weights."""
+    """Add the chunk's values, weighted."""
     width = acc_QD.shape[1]
     for i in range(0, queries, 2):
         j = min(i + 1, queries - 1)
@@ -196,8 +196,8 @@ def attend_rows(
     """Write `out_RND[start:stop]`. Row r sees key positions [first, position_R[r]]; without a key
     it gets zeros.
 
-    Lanes of a chunk outside that range point at a visible KV slot and weigh 0, so nothing invisible
-    is ever read.
+    Lanes of a chunk outside that range point at a visible KV slot with weight 0, so nothing
+    invisible is ever read.
     """
     heads, kv_heads, width = q_RND.shape[1], k_SKD.shape[1], k_SKD.shape[2]
     group = heads // kv_heads

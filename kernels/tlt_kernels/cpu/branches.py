@@ -1,4 +1,4 @@
-"""Grafting: a chain of tokens that another drafter proposes becomes a branch of a request's tree.
+"""Grafting: a chain of tokens from another drafter becomes a branch of a request's tree.
 
 Slow twin: `tests/unit/test_branches.py`. Legend: N nodes of trees, H nodes of chains, B requests.
 """
@@ -48,13 +48,14 @@ def graft(
     acceptance_H,
     cell_H,
 ):
-    """Return how many nodes of the chains are new. A chain has one request's nodes, together and
-    from the root on; it follows the tree as long as its tokens are there, and branches off once.
+    """Return the number of new nodes. A chain is one request's contiguous nodes from the root on.
+    It follows the tree while its tokens are in it, then branches off once.
 
-    trust_H: the index of each node's evidence. left: the share of the parent's survival that its
-    children in the tree leave over, in `lefts` buckets. Chance of a branch's node: table_Z at
-    trust * lefts + bucket of left. New node i is chain node branch_H[i]; above_H[i] is its parent,
-    N + j for new node j, -1 for the root. A branch ends where it survives less than `floor`.
+    trust_H: the index of each node's evidence. left: the share of the parent's acceptance
+    probability that its children in the tree leave over, in `lefts` buckets. Conditional
+    probability of a branch's node: table_Z at trust * lefts + bucket of left. New node i is chain
+    node branch_H[i]; above_H[i] is its parent, N + j for new node j, -1 for the root. A branch ends
+    where its acceptance probability is below `floor`.
     """
     first_F, next_N = _families(request_N, parent_N, requests)
     nodes = len(request_N)

@@ -1,4 +1,4 @@
-"""Search for the committed positions that a drafter's KV lacks, page by page.
+"""Searches page by page for committed positions that a drafter's KV lacks.
 
 Slow twin: `tests/unit/test_drafters.py`. Legend: B requests, P pages per request, S KV slots, R
 rows.
@@ -22,13 +22,13 @@ def undrafted(
     position_R,
     request_R,
 ):
-    """Collect, and mark as drafted, up to len(kv_slot_R) undrafted KV slots of positions 1 .. root
-    - 1. Returns how many.
+    """Collect up to len(kv_slot_R) undrafted KV slots of positions 1 .. root - 1, and mark them as
+    drafted. Return their number.
 
-    `cursor` = [request, position] is where to go on; request = B means that nothing is left. A KV
-    slot shared by several requests is collected once. previous_kv_slot_R: the KV slot of the
-    position before, where the row's feature lies. full_P: pages that need no look, with every KV
-    slot drafted (position 0 has no feature before it and never counts).
+    `cursor` = [request, position] is the start of the next search; request = B means that nothing
+    is left. A KV slot shared by several requests is collected once. previous_kv_slot_R: the KV slot
+    of the preceding position, which has the row's feature. full_P: pages to skip, with every KV
+    slot drafted (position 0 has no preceding feature and never counts).
     """
     rows = 0
     b = cursor[0]
@@ -81,10 +81,10 @@ def lay_roots(
     request_R,
     node_R,
 ):
-    """Lay out the root row of every request with a depth limit above 0, from row `first` on.
-    Returns how many.
+    """Lay out the root row of every request with a depth limit above 0, from row `first` on. Return
+    their number.
 
-    A root's token and the feature before it are the target's own, so its KV slot counts as drafted.
+    A root's token and the preceding feature are the target's own, so its KV slot counts as drafted.
     """
     rows = first
     for b in range(len(root_position_B)):

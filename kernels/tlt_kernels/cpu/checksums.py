@@ -1,7 +1,7 @@
-"""The checksum of a tensor's content on the CPU: a sum of mixed elements, which
-`tlt_client.channels.checksums` defines.
+"""The checksum of a tensor's content on the CPU: a sum of mixed elements, defined in
+`tlt_client.channels.checksums`.
 
-The same pass tells whether all elements are finite, because the content is read once.
+The same pass detects non-finite elements, because the content is read once.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def _sum(word_RC, first, distance, shift, exponent):
 
 
 def placed_sum(values_RC: Tensor, first: int, distance: int) -> tuple[int, bool]:
-    """Return `mixed_sum` of a slice of a larger tensor, in which its first element has the index
-    `first` and its rows are `distance` elements apart. The sums of all slices add up, modulo 2^64,
-    to that of the tensor. `values_RC` is of floating point, in any layout.
+    """Return `mixed_sum` of a slice of a larger tensor. Its first element has the index `first`
+    there, and its rows are `distance` elements apart. The sums of all slices add up, modulo 2^64,
+    to the sum of the tensor. `values_RC`: floating point, in any layout.
     """
     word_RC = values_RC.detach().float().numpy().view(np.uint32)
     total, finite = _sum(word_RC, first, distance, np.uint64(0), _EXPONENT)
@@ -57,8 +57,8 @@ def placed_sum(values_RC: Tensor, first: int, distance: int) -> tuple[int, bool]
 
 
 def mixed_sum(values: Tensor) -> tuple[int, bool]:
-    """Return the sum modulo 2^64, and whether all elements are finite. `values` is a contiguous CPU
-    tensor of floating point or integers; the call releases the GIL.
+    """Return the sum modulo 2^64, and whether all elements are finite. `values`: a contiguous CPU
+    tensor of floats or integers. The call releases the GIL.
     """
     row = values.detach().reshape(-1)[None]
     if row.dtype == torch.bfloat16:
@@ -72,5 +72,5 @@ def mixed_sum(values: Tensor) -> tuple[int, bool]:
 
 
 def mixed_sums(tensors: Sequence[Tensor]) -> list[tuple[int, bool]]:
-    """Return `mixed_sum` of each."""
+    """Return `mixed_sum` of each tensor."""
     return [mixed_sum(tensor) for tensor in tensors]

@@ -1,8 +1,9 @@
-"""Kernels with the types of their arguments, so that no call compiles a variant of its own.
+"""Kernels with declared argument types, so that no call compiles another variant.
 
-`kernel` declares one. Its types are compiled, or loaded from numba's cache, by `Kernel.compile`,
-which an engine calls for all of them at its start, else by the first call. A call with other types
-is a TypeError. Functions that only kernels call are plain `njit`: they are part of their callers.
+`kernel` declares one. `Kernel.compile` compiles its types, or loads them from numba's cache; an
+engine calls it for all kernels at its start, otherwise the first call does. A call with other types
+is a TypeError. Functions that only kernels call are plain `njit`: they are compiled into their
+callers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _KERNELS: dict[str, list[Kernel]] = {}
 
 
 class Kernel:
-    """One function that Python calls, and the types that it is called with."""
+    """A function that Python calls, with its argument types."""
 
     def __init__(self, function: Callable[..., Any], types: Sequence[object], options: Any) -> None:
         self.name, self._types = function.__name__.strip("_"), types
@@ -41,7 +42,7 @@ class Kernel:
 
     @property
     def cached(self) -> bool:
-        """Return True if numba's cache on disk has all of it."""
+        """Return True if numba's cache on disk has all its variants."""
         cache, codegen = self.dispatcher._cache, self.dispatcher.targetctx.codegen()
         found = cache._cache_file._load_index()
         return all(cache._index_key(types, codegen) in found for types in self._types)
@@ -51,7 +52,7 @@ class Kernel:
         return not self.dispatcher._can_compile
 
     def compile(self) -> None:
-        """Make it ready; a second call does nothing."""
+        """Compile or load it; a second call does nothing."""
         with self._lock:
             if self.ready:
                 return
@@ -60,13 +61,13 @@ class Kernel:
             self.dispatcher.disable_compile()
 
     def _compile_declared(self, *arguments: object, **named: object) -> object:
-        """Return what the dispatcher calls for these arguments: itself, now that it is ready."""
+        """Compile, and return the result of the dispatcher for these arguments."""
         self.compile()
         return self.dispatcher
 
 
 def kernel(*types: object, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Declare a kernel. `types`: of its arguments, as signatures of numba; `options`: of `njit`."""
+    """Declare a kernel. `types`: its arguments, as numba signatures. `options`: of `njit`."""
 
     def declare(function: Callable[..., Any]) -> Any:
         module = function.__module__.rpartition(".")[2]
@@ -78,20 +79,20 @@ def kernel(*types: object, **options: Any) -> Callable[[Callable[..., Any]], Any
 
 
 def kernels(modules: Sequence[str] = MODULES) -> list[Kernel]:
-    """Import these modules, and return their kernels."""
+    """Import these modules and return their kernels."""
     for module in modules:
         import_module(f"tlt_kernels.cpu.{module}")
     return [each for module in modules for each in _KERNELS[module]]
 
 
 def cache_directory() -> str:
-    """Return where numba keeps what it has compiled."""
+    """Return the directory of numba's cache."""
     return str(kernels(["tree"])[0].dispatcher.stats.cache_path)
 
 
 def compile_all(modules: Sequence[str], on_kernel: Callable[[int, int], None]) -> int:
-    """Make the kernels of these modules ready, and return how many no cache had. `on_kernel`: gets
-    the number of those that are compiled by now, and of all that must be.
+    """Compile or load the kernels of these modules; return how many were not in a cache.
+    `on_kernel(done, total)` follows each.
     """
     needed = kernels(modules)
     missing = [each for each in needed if not (each.ready or each.cached)]

@@ -1,4 +1,4 @@
-"""Online counts from which calibrated survival is computed. Slow twin:
+"""Online counts for calibrated acceptance probabilities. Slow twin:
 `tests/unit/test_calibration.py`. Legend: N nodes, K cells.
 """
 
@@ -14,10 +14,10 @@ def tally(
     cell_N, parent_N, accepted_N, prior_K, prior_weight, limit, hits_K, trials_K, acceptance_K
 ):
     """Count every verified node whose parent is on the path, halve a cell's counts at `limit`
-    trials, and refresh its survival.
+    trials, and refresh its acceptance probability.
 
-    accepted_N: -1 not verified, 0 rejected or unreached, 1 accepted. Returns the number of nodes
-    counted.
+    accepted_N: -1 not verified, 0 rejected or unreached, 1 accepted. Return the number of counted
+    nodes.
     """
     counted = 0
     for n in range(len(cell_N)):

@@ -1,4 +1,4 @@
-"""Children of draft-tree nodes, ranked by the noise that the target will sample with.
+"""Children of draft-tree nodes, ranked with the noise that the target will sample with.
 
 z_v = q_v / T + G(seed, position, v) over the draft vocabulary, G keyed by the *target* id;
 temperature 0 is z = q. Only differences of z are used, so logits serve as well as
@@ -37,7 +37,7 @@ WORD_BOUNDS = _word_bounds()
 @njit(cache=True)
 def best_children(logit_V, target_id_V, seed, position, temperature, token_W, z_W):
     """Fill token_W (target ids) and z_W with the best by z, best first. Ties keep the earlier
-    index. Returns how many there are.
+    index. Return their number.
     """
     width = len(token_W)
     found = 0

@@ -57,8 +57,8 @@ def _add_rms_norm(x_RH, residual_RH, weight_H, eps, out_RH):
 
 @njit(cache=True, fastmath=_DOT, error_model="numpy")
 def _rotate_head(x_RX, r, start, weight_D, eps, cos_PD2, sin_PD2, p, out, row, n):
-    """Norm the head at x_RX[r, start:] where it has a weight, then rotate the pairs (i, i + D/2)
-    into out[row, n].
+    """Norm the head at x_RX[r, start:] if it has a weight, then rotate the pairs (i, i + D/2) into
+    out[row, n].
     """
     width = out.shape[2]
     half = width // 2

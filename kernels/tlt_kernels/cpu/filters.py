@@ -1,5 +1,5 @@
-"""top_k and top_p on the CPU: a pass over bins of equal width finds the one that the cut crosses,
-and only that bin is sorted. `sampling.py` calls both and has the definitions.
+"""top_k and top_p on the CPU: a pass over bins of equal width finds the bin with the cut, and only
+that bin is sorted. `sampling.py` calls both and has the definitions.
 
 Legend: V vocabulary; z_V logits over temperature, w_V = exp(z_V - top).
 """
@@ -15,8 +15,8 @@ BINS_PER_NAT = np.float32(16)
 
 @njit(cache=True, forceinline=True)
 def bin_of(z, top):
-    """Return the index of z among bins of equal width below the maximum. It never decreases as z
-    falls.
+    """Return the index of z among bins of equal width below the maximum. Smaller z never have
+    smaller indices.
     """
     return np.int32(min((top - z) * BINS_PER_NAT, np.float32(BINS - 1)))
 
@@ -29,7 +29,7 @@ def drop(v, z_V, w_V):
 
 @njit(cache=True)
 def drop_after(crossing, ids, kept_of_ids, top, z_V, w_V):
-    """Drop every bin after the crossing one and, of the crossing bin, all sorted `ids` but the
+    """Drop every bin after the crossing one and, in the crossing bin, all sorted `ids` except the
     first `kept_of_ids`.
     """
     for v in range(z_V.shape[0]):
@@ -41,7 +41,7 @@ def drop_after(crossing, ids, kept_of_ids, top, z_V, w_V):
 
 @njit(cache=True)
 def sorted_bin(crossing, top, z_V):
-    """Return the ids of one bin by falling z, ties by rising id."""
+    """Return the ids of one bin by descending z, ties by ascending id."""
     members = np.empty(z_V.shape[0], np.int64)
     count = 0
     for v in range(z_V.shape[0]):

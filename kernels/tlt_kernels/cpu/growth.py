@@ -1,9 +1,9 @@
 """Best-first growth of a neural draft tree: one kernel call between two forwards of the drafter.
 
-A round takes the drafter's logits of the rows just run, plants their children, and picks the next
-rows: per request, the `width` most probable unexpanded nodes of any depth. It leaves out nodes
-whose children could not be verified anyway (their survival is not above that of the `budget`-th
-best node of the batch) and nodes that are not worth a row. Slow twin:
+A round reads the drafter's logits of the rows just run, adds their children, and picks the next
+rows: per request, the `width` most probable unexpanded nodes of any depth. It skips nodes whose
+children could not be verified anyway (their acceptance probability does not exceed that of the
+`budget`-th best node of the batch) and nodes that are not worth a row. Slow twin:
 `tests/unit/test_drafters.py`.
 
 Legend: B requests, C nodes per request, R rows of a round, V draft vocabulary, W width, L longest
@@ -80,7 +80,7 @@ def plant(
 
 @njit(cache=True)
 def bar(acceptance_BC, count_B, budget, floor):
-    """Return the survival that a node's must exceed for its children to matter."""
+    """Return the acceptance probability that a node must exceed for its children to matter."""
     total = 0
     for b in range(len(count_B)):
         total += count_B[b]
@@ -116,8 +116,8 @@ def pick(
     row_path,
     path_length,
 ):
-    """Choose and lay out the next rows; return how many. Row r's scratch KV slot is first_kv_slot +
-    r.
+    """Choose and lay out the next rows; return their number. Row r's scratch KV slot is
+    first_kv_slot + r.
 
     row_path is flat [R * L]: scratch KV slots of the ancestors and of the row itself, root side
     first, -1 padded.
@@ -187,7 +187,7 @@ def grow(
     row_path,
     path_length,
 ):
-    """Run one round: plant the children of the rows just run, and pick the next rows (none when
+    """Run one round: add the children of the rows just run, and pick the next rows (none if
     pick_width is 0).
     """
     plant(
@@ -232,8 +232,8 @@ def grow(
 
 @kernel("(i4[:, :, ::1], f4[:, ::1], i4[::1])")
 def harvest(node_BCI, acceptance_BC, count_B):
-    """Return (request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N): all nodes as flat
-    arrays, grouped by request.
+    """Return (request_N, parent_N, token_N, depth_N, rank_N, acceptance_N, cell_N): all nodes as
+    flat arrays, grouped by request.
     """
     total = 0
     for b in range(len(count_B)):

@@ -1,4 +1,4 @@
-"""History matching: where a request's last tokens have occurred before, and what came next, as a
+"""History matching: earlier occurrences of a request's last tokens, and their continuations, as a
 counted trie.
 
 A pool is one flat int32 array of token segments (prompts, outputs of a group). The scan is brute
@@ -20,12 +20,12 @@ BLOCK = 128  # tokens compared at once
 
 @njit(cache=True)
 def longest_matches(pool_T, start_G, length_G, suffix, shortest, end_K, stop_K, match_K):
-    """Keep the K occurrences that share the longest ends with `suffix`, longest first, later ones
-    first among equals.
+    """Keep the K occurrences that share the longest ends with `suffix`, longest first; of equal
+    ones the latest first.
 
-    end_K: index of the token after the occurrence. stop_K: end of its segment. match_K: tokens in
-    common (shortest .. len(suffix)). Returns how many. An occurrence with nothing after it does not
-    count.
+    end_K: index of the token after the occurrence. stop_K: end of its segment. match_K: common
+    tokens (shortest .. len(suffix)). Return their number. An occurrence without a next token does
+    not count.
     """
     limit = len(suffix)
     capacity = len(end_K)
@@ -97,7 +97,7 @@ def match_cell(length, count, total, depth, shares, depths):
 @njit(cache=True)
 def _continuations(pool_T, end_K, level, node_K, first, done_K, token_K, count_K, kind_K):
     """Count the tokens that continue the matches at the node of match `first`, mark those matches
-    as done, and return (matches, different tokens).
+    as done, and return (matches, distinct tokens).
     """
     total = 0
     kinds = 0
@@ -157,8 +157,8 @@ def plant_trie(
     after the last node.
 
     A node keeps its parent's `width` commonest continuations (ties: the longer, then the earlier
-    match); its match length is the longest of its matches'. Nodes come breadth first, so parents
-    come before children. The trie stops when the arrays are full.
+    match); its match length is that of its longest match. Nodes are breadth first, so parents
+    precede children. The trie stops when the arrays are full.
     """
     node_K = np.full(found, -1, np.int32)  # the node that each match has reached; -2 = out
     token_K = np.empty(found, np.int32)
@@ -225,7 +225,7 @@ def match_pool(
     acceptance_N,
     cell_N,
 ):
-    """Plant the tries of the running members of one pool; return the index after the last node.
+    """Add the tries of the running members of one pool; return the index after the last node.
 
     member_M: the segment of each member, whose last `most` tokens are the suffix.
     """

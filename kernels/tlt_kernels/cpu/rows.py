@@ -13,8 +13,8 @@ from tlt_kernels.cpu.compiled import kernel
 
 
 class RowLayout(NamedTuple):
-    """R rows of W requests. Draft row r has its path at `path_RD[r]`: the scratch KV slots of its
-    in-flight ancestors and itself.
+    """R rows of W requests. The path of draft row r is `path_RD[r]`: the scratch KV slots of its
+    in-flight ancestors and of itself.
     """
 
     token_R: NDArray[np.int64]
@@ -98,8 +98,8 @@ def layout_rows(
     node_token_N: NDArray[np.int32],
     depth: int,
 ) -> RowLayout:
-    """Lay out the rows of a step. `tokens` are those of the non-draft rows, grouped by request.
-    Nodes are grouped by request, parents first.
+    """Lay out the rows of a step. `tokens`: of the non-draft rows, grouped by request. Nodes are
+    grouped by request, parents first.
     """
     requests, nodes = len(start_W), len(node_request_N)
     rows = len(tokens) + nodes

@@ -128,7 +128,7 @@ def total(w_V, lanes):
 
 @njit(cache=True)
 def argmax(z_V, top):
-    """Return the lowest id that holds the maximum."""
+    """Return the lowest id with the maximum."""
     for v in range(z_V.shape[0]):
         if z_V[v] == top:
             return v
@@ -137,12 +137,12 @@ def argmax(z_V, top):
 
 @njit(cache=True)
 def argmax_with_noise(z_V, w_V, top, seed, position, words):
-    """Return argmax(z + G), ties to the lowest id, with logarithms only where the token can win.
+    """Return argmax(z + G), ties to the lowest id, with logarithms only for tokens that can win.
 
     e = -log1p(-u) >= u, so z + G <= top + log(w / u): a token with w < u * exp(best - top) cannot
-    win. The maximum itself scores at least top + LOWEST_GUMBEL, which starts the bound. The margin
-    covers the rounding of w, of u and of the score, whose float32 grid grows with |top|. Tokens
-    that pass the bound are compared by the exact formula.
+    win. The maximum itself scores at least top + LOWEST_GUMBEL, the first bound. The margin covers
+    the rounding of w, of u and of the score, whose float32 grid grows with |top|. Tokens that pass
+    the bound are compared by the exact formula.
     """
     size = z_V.shape[0]
     k0, k1 = split_seed(seed)
@@ -273,8 +273,8 @@ def sample_rows(
 
 @kernel("(f4[:, ::1], i8[::1], f4[::1], i8[:, ::1], f4[:, ::1])", nogil=True)
 def score_targets(logits_SV, target_S, logprob_S, top_SK, top_logprobs_SK):
-    """Compute log-probs of given tokens, and the K best of each row, under the unprocessed logits
-    at temperature 1.
+    """Compute log-probs of given tokens, and the K best tokens of each row, under the unprocessed
+    logits at temperature 1.
     """
     size = logits_SV.shape[1]
     z_V, w_V, lanes = (

@@ -1,9 +1,9 @@
-"""Draft trees on the CPU: keep the best R nodes of a batch, and walk a verified tree.
+"""Draft trees on the CPU: keeps the best R nodes of a batch, and walks a verified tree.
 
 Trees are flat arrays with parents before children (see `tlt_server.speculation.batch.Candidates`).
 Everything is linear in the number of nodes: the top-R cut is a three-pass radix select on the bits
-of the survival, which as a non-negative float32 orders like its integer bits. Slow twins:
-`tests/unit/test_tree.py`, `tests/unit/test_accept.py`.
+of the acceptance probability, which as a non-negative float32 has the order of its integer bits.
+Slow twins: `tests/unit/test_tree.py`, `tests/unit/test_accept.py`.
 
 Legend: N candidate nodes, M chosen nodes, B requests, R target rows, A accepted rows.
 """
@@ -20,8 +20,8 @@ RADIX = 11  # bits per pass; three passes cover 32
 
 @njit(cache=True)
 def kth_largest(value_N, count, k):
-    """Return (t, room): t = bits of the k-th largest of the first `count` float32 values, room =
-    how many equal to t are among the k.
+    """Return (t, room): the bits t of the k-th largest of the first `count` float32 values, and the
+    number of values equal to t among the k largest.
     """
     bits_N = value_N[:count].view(np.uint32)
     remaining = k
@@ -45,7 +45,7 @@ def kth_largest(value_N, count, k):
 
 @kernel("(i4[::1], f4[::1])")
 def capped(parent_N, acceptance_N):
-    """Return the survivals, none negative, NaN or above its parent's."""
+    """Return the acceptance probabilities, none negative, NaN or above its parent's."""
     capped_N = np.empty(len(parent_N), np.float32)
     for n in range(len(parent_N)):
         acceptance = acceptance_N[n]
@@ -59,7 +59,7 @@ def capped(parent_N, acceptance_N):
 
 @njit(cache=True)
 def _choose(capped_N, depth_N, kept):
-    """Mark the `kept` best nodes; of equal ones the shallowest, then the first."""
+    """Mark the `kept` best nodes; of equal nodes, the shallowest, then the first."""
     nodes = len(capped_N)
     chosen_N = np.zeros(nodes, np.bool_)
     threshold, room = kth_largest(capped_N, nodes, kept)
@@ -82,11 +82,11 @@ def _choose(capped_N, depth_N, kept):
 
 @kernel("(i4[::1], i4[::1], i4[::1], f4[::1], i8, i8)")
 def select(request_N, parent_N, depth_N, acceptance_N, requests, budget):
-    """Return (node_M, parent_M, count_B): the `budget` best nodes by (survival, shallowest, first),
-    grouped by request.
+    """Return (node_M, parent_M, count_B): the `budget` best nodes by (acceptance probability,
+    shallowest, first), grouped by request.
 
-    parent_M indexes into M, -1 = root. A survival above the parent's is cut to it, so the choice is
-    closed under ancestors.
+    parent_M indexes into M, -1 = root. A probability above the parent's is cut to it, so the choice
+    is closed under ancestors.
     """
     nodes = len(request_N)
     count_B = np.zeros(requests, np.int32)
@@ -120,7 +120,7 @@ def select(request_N, parent_N, depth_N, acceptance_N, requests, budget):
 
 @kernel("(i4[::1], i4[::1], i4[::1], i8[::1], i4[::1])")
 def walk(row_start_B, row_count_B, parent_row_R, token_R, sampled_R):
-    """Return (row_A, length_B, token_E): accepted rows, how many per request, and the emitted
+    """Return (row_A, length_B, token_E): accepted rows, their number per request, and the emitted
     tokens (length + 1 per request).
     """
     requests = len(row_start_B)

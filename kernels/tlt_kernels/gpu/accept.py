@@ -1,9 +1,9 @@
-"""Accept-iff-equal on the device: walk each verified tree, append the tokens, end sequences, and
-list what is kept.
+"""Accept-iff-equal on the device: walks each verified tree, appends the tokens, ends sequences, and
+lists the kept rows.
 
 A draft is accepted if and only if it equals the token that the target sampled at its parent.
-`accept` writes all that the host needs into one int32 buffer, so a step costs one copy to the host;
-`parse` reads it.
+`accept` writes everything that the host needs into one int32 buffer, so a step costs one copy to
+the host; `parse` reads it.
 
 Legend: as in `tensors.py`; F = 4 + 2 (D + 1) fields of an entry's outcome, A = D + 1 tokens, I rows
 of an entry's tree.
@@ -57,7 +57,7 @@ def fields(depth: int) -> int:
 
 
 def parse(outcome_EF: NDArray[np.int32]) -> EntryOutcomes:
-    """Return views of what `accept` wrote."""
+    """Return views of the buffer that `accept` wrote."""
     split = HEAD + (outcome_EF.shape[1] - HEAD) // 2
     flags_E = outcome_EF[:, 3]
     own_E = flags_E >> 2
@@ -206,7 +206,7 @@ def accept(
     along the path.
 
     The path is cut after the first stop id and at the limit. The tokens are appended to the batch
-    slot's text, its length grows, and `done_Q` is set where the sequence ends. `samples` are in the
+    slot's text, its length grows, and `done_Q` is set if the sequence ends. `samples` are in the
     order of `trees.sample_row_S`. Of two children with the same token the first one is followed.
     """
     requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]

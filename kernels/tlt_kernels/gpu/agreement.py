@@ -1,8 +1,9 @@
-"""A sum over what every rank of a group holds alike after a step: the last normed rows, their
-layout, and what was accepted. Ranks that differ have different sums, but for a chance in 2^64.
+"""A checksum of everything that the ranks of a group must hold equal after a step: the last normed
+rows, their layout, and the accepted drafts. Ranks that differ have different checksums, except with
+probability 2^-64.
 
-Integers add up the same in any order. The total goes on from step to step, so a difference stays.
-With it goes whom the rank has waited for in vain.
+Integer sums do not depend on the order. The total continues from step to step, so a difference
+persists. It carries the rank of a wait that ran out of time.
 
 Legend: R rows, H hidden, E entries, F fields of an outcome, W words of 32 bits in a normed row.
 """
@@ -49,7 +50,7 @@ def _add_states(
     HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add one row, or one entry's outcome, per program. Dead rows hold anything."""
+    """Add one row, or one entry's outcome, per program. Dead rows may have any content."""
     pdl_launch()
     p = tl.program_id(0)
     i = tl.arange(0, BLOCK)

@@ -1,16 +1,14 @@
 """Paged attention of decode, tree and prefill rows: a row has the same bits for any batch, tree and
 chunking.
 
-A step calls `fill_plan` once, and then `attend` in each layer. This file holds the kernel of single
-rows: one row's query heads of one KV head meet the keys that the row's own KV slots name, so a
-draft ancestor is read at the index where it will be once it is committed. The kernel also folds the
-states that tiles left for the row; where several programs share a row, the last of them folds the
-states that all of them left.
+A step calls `fill_plan` once, and then `attend` in each layer. This file has the kernel of single
+rows: one row's query heads of one KV head read the keys in the row's KV slots, so a draft ancestor
+is read at the index that it will have once committed. The kernel also folds the states that tiles
+left for the row; if several programs share a row, the last of them folds all their states.
 
 The kernel right before `attend` must let its dependents start only after its own `pdl_wait`, as
-`rope_store` does, because `attend` reads items and page tables before it waits. The kernel of tiles
-does so too: the kernel of single rows reads everything but the states of tiles before it waits for
-them.
+`rope_store` does, because `attend` reads items and page tables before it waits. So does the kernel
+of tiles: the kernel of single rows reads everything but the tiles' states before it waits for them.
 
 Legend: R rows, N query heads, K KV heads, D head width, S KV slots, M queries of a program (the
 group, padded to 16), T keys of a block.
@@ -76,7 +74,7 @@ def _fold_states(
     AT_ONCE: tl.constexpr,
 ):
     """Fold states [first, first + states) of a row, in order. They are read past the first-level
-    cache, because other programs do not write there.
+    cache, because other programs wrote them.
     """
     m_M, d_D = tl.arange(0, M), tl.arange(0, D)
     top_M, _, acc_MD = nothing(M, D)
@@ -244,9 +242,9 @@ def attend(
     strict: bool = True,
 ) -> Tensor:
     """Return [R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]. A
-    row without keys gives 0, a dead row anything.
+    row without keys gives 0; a dead row gives anything.
 
-    Without `strict`, tiles keep no order of splits, so a row's bits depend on its company.
+    Without `strict`, tiles keep no order of splits, so a row's bits depend on its batch.
     """
     out_RND = torch.empty_like(q_RND)
     attend_into(out_RND, q_RND, k_SKD, v_SKD, rows, plan, first=first, scale=scale, strict=strict)

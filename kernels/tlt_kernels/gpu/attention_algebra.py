@@ -116,8 +116,8 @@ def quotient(sum_ML, acc_MD):
 
 @triton.jit
 def paged_kv_slots(table, start, end, PAGE: tl.constexpr):
-    """Return the KV slots of positions [start, start + BLOCK), and any numbers past `end`. It goes
-    page by page, because one number per page needs no exchange of lanes.
+    """Return the KV slots of positions [start, start + BLOCK), and any numbers past `end`. It
+    proceeds page by page, because one number per page needs no exchange between lanes.
     """
     t_T = tl.arange(0, BLOCK)
     kv_slot_T = tl.zeros([BLOCK], tl.int32)
@@ -130,7 +130,7 @@ def paged_kv_slots(table, start, end, PAGE: tl.constexpr):
 @triton.jit
 def row_kv_slots(table, own, base, start, end, FIRST: tl.constexpr, PAGE: tl.constexpr):
     """Return the KV slots of positions [start, start + BLOCK) for one row: in pages below `base`,
-    then those of the row's own path.
+    then along the row's path.
     """
     p_T = start + tl.arange(0, BLOCK)
     own_T = tl.load(own + p_T - base, (p_T >= base) & (p_T >= FIRST) & (p_T < end), other=0)

@@ -1,5 +1,5 @@
-"""The plan of a step's attention: the rows that it is for, its lists of items and the workspace of
-partial results. `attention_planner.py` fills the lists, `attention.py` works through them.
+"""The plan of a step's attention: its rows, its lists of items and the workspace of partial
+results. `attention_planner.py` fills the lists, `attention.py` works through them.
 
 Legend: R rows, Q batch slots, P pages of a batch slot, D longest draft path, I items, F fields, W
 states, N query heads, K KV heads.
@@ -22,7 +22,7 @@ _FEW_ROWS, _MANY_ROWS = (2, 3), (4, 2)
 
 
 class PagedRows(NamedTuple):
-    """Rows and where their keys lie. Key position p of row r is in KV slot
+    """Rows and the KV slots of their keys. Key position p of row r is in KV slot
     `page_table_QP[batch_slot_R[r], p // 16] * 16 + p % 16` for p < base_R[r], else in `path_RD[r, p
     - base_R[r]]`.
 
@@ -119,7 +119,7 @@ def allocate(
 
 
 def tile_residents(tile: int) -> int:
-    """Return the programs of the kernel of tiles on a multiprocessor."""
+    """Return the number of tile programs that fit on a multiprocessor together."""
     return 1 if tile == 128 else 2
 
 

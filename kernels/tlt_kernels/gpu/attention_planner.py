@@ -1,17 +1,16 @@
-"""The planner of a step's attention: it lists, on the device and once per step, what each program
-of every layer computes.
+"""The planner of a step's attention: it lists, on the device and once per step, the work of each
+program in every layer.
 
-Rows of one request form tiles. The committed keys that all rows of a tile see are read once for the
-tile, by `tile` items. Where every row follows the one before it (a prompt, a chain of drafts), the
-last row sees all there is, so the tile needs nothing else. All other rows have `row` items: a row
-alone in its tile for all its splits, a row of a tree for the splits past the shared ones.
+Rows of one request form tiles. Committed keys that all rows of a tile see are read once for the
+tile, by `tile` items. If every row follows the one before it (a prompt, a chain of drafts), the
+last row sees all keys, so the tile needs nothing else. All other rows have `row` items: a row alone
+in its tile for all its splits, a row of a tree for the splits past the shared ones.
 
-Where there are too few items to fill the machine, a context is cut: its first item folds a prefix
-of the splits, and each further split is an item of its own. Every item of a cut context leaves a
-state (top, sum, acc) in the workspace, and the last program to finish folds the states in order.
-How a context is cut changes no bit of a result. Tile items are listed the shortest first, by kind:
-single short splits, single longest ones, then starts of contexts. Their kernel walks the list from
-its end.
+If there are too few items to fill the machine, a context is cut: its first item folds a prefix of
+the splits, and each further split is an item of its own. Every item of a cut context leaves a state
+(top, sum, acc) in the workspace, and the last program to finish folds the states in order. Cuts
+change no bit of a result. Tile items are listed from short to long, by kind: single short splits,
+single longest ones, then starts of contexts. Their kernel walks the list from its end.
 
 Legend: R rows, Q batch slots, P pages of a batch slot, D longest draft path, I items, W states, N
 query heads, K KV heads, C rows that the planner reads together.
@@ -147,13 +146,13 @@ def _tiles(
 
 @triton.jit
 def _pieces(position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota):
-    """Cut what a row shares with its tile, which is all that it sees if it is alone or its tile is
+    """Cut the keys that a row shares with its tile: all that it sees, if it is alone or its tile is
     a chain. Returns splits, keys, splits of the first item and items of the shared part; splits
     past it and items of the row; states.
 
-    In a tile certain rows come before drafts, in order of position. The part that a tile with a
-    tree shares ends before any of its rows does. So every row of such a tile has an item of its
-    own, which folds the row's states.
+    In a tile certain rows precede drafts, in order of position. The shared part of a tile with a
+    tree ends before any of its rows does. So every row of such a tile has an item of its own, which
+    folds the row's states.
     """
     alone_C = size_C == 1
     whole_C = alone_C | chain_C

@@ -1,9 +1,9 @@
 """Attention of a tile of rows, whose keys are read once for all of them: prefill, chains of drafts,
-and what the rows of a tree share.
+and the shared keys of a tree's rows.
 
-The tile is rows of one request times the query heads of one KV head. An item either covers all that
-its rows see and writes their outputs, or leaves one state per row, which `attention` folds. Keys
-from `base` on are found through the last row's path: only chains have items that go so far.
+The tile is rows of one request times the query heads of one KV head. An item either covers all keys
+of its rows and writes their outputs, or leaves one state per row, which `attention` folds. Keys
+from `base` on are found through the last row's path: only items of chains go that far.
 
 Legend: M queries of a tile, T keys of a block, D head width, L equal lanes of a sum.
 """
@@ -53,8 +53,8 @@ def _meet(
     SPLITS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Let the queries meet the blocks of [start, end), the first of which lies in `kv_slot_T`.
-    Without EDGE every row sees every key, and all keys lie in pages.
+    """Attend the queries to the blocks of [start, end); the first block is in `kv_slot_T`. Without
+    EDGE every row sees every key, and all keys are in pages.
     """
     t_T, d_D = tl.arange(0, BLOCK), tl.arange(0, D)
     for p in range(start, end, BLOCK):
@@ -108,7 +108,7 @@ def attend_tiles(
     SPLITS: tl.constexpr,
 ):
     """Work through the items of tiles. Without SPLITS an item is computed as one split: that takes
-    fewer registers and no folds, but then bits depend on the tiling.
+    fewer registers and no folds, but bits then depend on the tiling.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, d_D = tl.arange(0, M), tl.arange(0, D)

@@ -1,6 +1,6 @@
-"""The shortest head of a row, sorted by falling z and rising id, that has a given mass or count: by
-bisection over the values of z, without a sort, of a list of tokens or of the whole row. The first
-tile stays in registers, so a short list is read once.
+"""Finds the shortest head of a row, sorted by descending z and ascending id, with a given mass or
+count: by bisection over the values of z, without a sort, of a list of tokens or of the whole row.
+The first tile stays in registers, so a short list is read once.
 
 Legend: V vocabulary, L listed tokens, T tokens of a tile.
 """
@@ -65,8 +65,8 @@ def shorten(
     logits_V, z_L, token_L, size, listed, temperature, top, low_key, low_last, high_key, target, V,
     MASS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return (key, last) of the shortest head that measures `target`. The head that ends at
-    (low_key, low_last) is known to measure it, the keys from high_key on are known not to.
+    """Return (key, last) of the shortest head that reaches `target`. The head that ends at
+    (low_key, low_last) is known to reach it, the keys from high_key on are known not to.
     """
     low, high = low_key, high_key
     count_low = measured(

@@ -1,7 +1,7 @@
-"""History's continuations as branches of another drafter's trees, on the device.
+"""Continuations from history as branches of another drafter's trees, on the device.
 
 `graft` finds each request's best matches, in its own text and its siblings', follows their
-commonest continuation along the tree, and appends what the tree lacks as a chain of nodes. CPU
+commonest continuation along the tree, and appends the missing tokens as a chain of nodes. CPU
 twins, bit for bit: `cpu.match.plant_trie` at width 1, then `cpu.branches.graft`.
 
 Legend: as in `tensors.py`; W matches kept, D tokens of a continuation.
@@ -31,7 +31,7 @@ MATCHES = 8  # occurrences whose continuations are counted
 
 
 def columns(depth: int, width: int) -> int:
-    """Return the columns of a node table that holds a tree and its branch, which come last."""
+    """Return the columns of a node table with a tree and its branch, which comes last."""
     return growth.columns(depth, width) + depth
 
 
@@ -89,7 +89,7 @@ def _graft(
     parent_C = tl.load(parent_BC + b * C + c_C, mask=node_C, other=-2)
     token_C = tl.load(token_BC + b * C + c_C, mask=node_C, other=-1)
 
-    at, above, new, d = -1, 1.0, 0, 0  # the node reached, its survival, nodes appended
+    at, above, new, d = -1, 1.0, 0, 0  # the node reached, its acceptance, nodes appended
     together_W = tl.sum((alive_WD & (d_1D == 0)).to(tl.int32), axis=1) > 0
     total = tl.sum(together_W.to(tl.int32))
     while total > 0:
@@ -149,13 +149,13 @@ def graft(
     lefts: int,
     floor: float,
 ) -> None:
-    """Append a branch to each request's tree, in columns `growth.columns(depth, width)` and after,
-    which are empty, at least `depth` of them.
+    """Append a branch to each request's tree, in the empty columns from `growth.columns(depth,
+    width)` on, at least `depth` of them.
 
-    Survival of a new node: its parent's, times the table at first_cell + trust * lefts + bucket of
-    what the parent's children in the tree leave over; the branch ends where it is below `floor`.
-    drafters: bits of `drafters_Q`, all of which a request must permit. match_BJW: made by
-    `history.workspace`, of MATCHES matches.
+    A new node's acceptance probability: its parent's, times the table at first_cell + trust * lefts
+    + bucket of the share that the parent's children in the tree leave over. The branch ends where
+    it is below `floor`. drafters: bits of `drafters_Q`, all of which a request must permit.
+    match_BJW: made by `history.workspace`, of MATCHES matches.
     """
     requests, known = nodes.acceptance_BC.shape
     grown = growth.columns(depth, width)

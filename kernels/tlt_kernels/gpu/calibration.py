@@ -1,5 +1,5 @@
-"""Calibration of survival: `calibrate` counts which verified nodes were accepted, and corrects the
-table that the next drafts are ranked by. CPU twin: `tlt_kernels.cpu.counts.tally`.
+"""Calibration of acceptance probabilities: `calibrate` counts which verified nodes were accepted,
+and corrects the table that ranks the next drafts. CPU twin: `tlt_kernels.cpu.counts.tally`.
 
 Legend: as in `tensors.py`.
 """
@@ -66,7 +66,7 @@ def calibrate(
     prior_weight: float = 64.0,
     limit: int = 4096,
 ) -> None:
-    """Count every verified node whose parent is on the path, refresh the table in force, and halve
+    """Count every verified node whose parent is on the path, refresh the active table, and halve
     counts that reach `limit` trials.
     """
     block = padded(decode_rows, 64, 512)

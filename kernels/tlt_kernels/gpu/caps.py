@@ -1,8 +1,8 @@
-"""The limit on the rows that one request may have in a step: of each tree the best nodes stay.
+"""The limit on one request's rows in a step: each tree keeps its best nodes.
 
-Launched before `rows.select_rows` where some request of the batch has a limit; the choice over the
-whole batch then sees only what stays. A node never survives better than its parent, so what stays
-is a tree.
+Launched before `rows.select_rows` if a request of the batch has a limit; the choice over the whole
+batch then sees only the kept nodes. A node's acceptance probability never exceeds its parent's, so
+the kept nodes form a tree.
 
 Legend: as in `tensors.py`.
 """
@@ -38,8 +38,8 @@ def _cap_rows(batch_slot_B, max_rows_Q, acceptance_BC, C, CP: tl.constexpr):
 
 
 def cap_rows(batch_slot_B: Tensor, batch_slots: BatchSlots, nodes: Nodes) -> None:
-    """Leave each request the `max_rows_Q` - 1 nodes that survive best; ties go to the lower column.
-    The others become empty columns.
+    """Leave each request its `max_rows_Q` - 1 nodes of highest acceptance probability; ties go to
+    the lower column. The others become empty columns.
     """
     columns = nodes.acceptance_BC.shape[1]
     block = lanes(columns)

@@ -1,7 +1,7 @@
-"""The checksum of a tensor's content on a GPU: a sum of mixed elements, which
-`tlt_client.channels.checksums` defines.
+"""The checksum of a tensor's content on a GPU: a sum of mixed elements, defined in
+`tlt_client.channels.checksums`.
 
-The same pass tells whether all elements are finite, because the content is read once.
+The same pass detects non-finite elements, because the content is read once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _sum(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Add up mixed elements. PLACED: rows of `columns` of them lie `distance` apart in a larger
-    tensor, the first of them at index `placed_at`.
+    """Add up mixed elements. PLACED: rows of `columns` elements lie `distance` apart in a larger
+    tensor, the first element at index `placed_at`.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
     sum_E, strange_E = tl.zeros([BLOCK], tl.uint64), tl.zeros([BLOCK], tl.int32)
@@ -56,14 +56,14 @@ def _sum(
 
 
 def mixed_sum(values: Tensor) -> tuple[int, bool]:
-    """Return the sum modulo 2^64, and whether all elements are finite. `values` is a contiguous
-    tensor of floating point or integers on the GPU; the call waits for the GPU.
+    """Return the sum modulo 2^64, and whether all elements are finite. `values`: a contiguous GPU
+    tensor of floats or integers. The call waits for the GPU.
     """
     return mixed_sums([values])[0]
 
 
 def mixed_sums(tensors: Sequence[Tensor]) -> list[tuple[int, bool]]:
-    """Return `mixed_sum` of each, after one wait for the GPU that they are on."""
+    """Return `mixed_sum` of each tensor, with one wait for their GPU."""
     if not tensors:
         return []
     found_N2 = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
@@ -73,9 +73,9 @@ def mixed_sums(tensors: Sequence[Tensor]) -> list[tuple[int, bool]]:
 
 
 def placed_sum(values_RC: Tensor, first: int, distance: int) -> tuple[int, bool]:
-    """Return `mixed_sum` of a contiguous slice of a larger tensor, in which its first element has
-    the index `first` and its rows are `distance` elements apart. The sums of all slices add up,
-    modulo 2^64, to that of the tensor.
+    """Return `mixed_sum` of a contiguous slice of a larger tensor. Its first element has the index
+    `first` there, and its rows are `distance` elements apart. The sums of all slices add up, modulo
+    2^64, to the sum of the tensor.
     """
     found_N2 = torch.zeros(1, 2, dtype=torch.int64, device=values_RC.device)
     _add(values_RC, found_N2[0], values_RC.shape[1], first, distance, placed=True)

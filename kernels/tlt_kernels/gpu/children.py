@@ -1,18 +1,18 @@
-"""Children of draft-tree nodes on the GPU, ranked by the noise that the target will sample with.
+"""Children of draft-tree nodes on the GPU, ranked with the noise that the target will sample with.
 
 z = logits / T + G(seed, position, target id) over the draft vocabulary, T by its float32
 reciprocal; a greedy row ranks by its logits. The first launch leaves the best W of every block of
 the vocabulary, the second the best W of a row. Each takes W rounds of a maximum over integer keys
-and of a minimum over indices, both of which are single instructions of a warp. Tied candidates stay
-in the order of their indices, so the minimum is the first index of a maximum. CPU twin:
+and of a minimum over indices, both of which are single instructions of a warp. Ties stay in the
+order of their indices, so the minimum is the first index of a maximum. CPU twin:
 `tlt_kernels.cpu.drafting.children`.
 
 Ranks that share a draft head each have the logits of neighbouring draft tokens. They exchange the
-best W of their blocks, and each merges those of all in the order of ranks, which is that of draft
-tokens: the same children as of one rank, wherever blocks begin.
+best W of their blocks, and each merges all of these in rank order, which is the order of draft
+tokens: the same children as with one rank, for any block bounds.
 
-Legend: M rows, C draft vocabulary, W children per row, B blocks of the vocabulary, Q batch slots,
-T ranks.
+Legend: M rows, C draft vocabulary, W children per row, B blocks of the vocabulary, Q batch slots, T
+ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NOTHING = tl.constexpr(-(2**31))  # key below those of all values: no candidate
 
 @triton.jit
 def best_of(key_N, N: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr):
-    """Return (keys, indices) of the W best candidates, best first, ties by index. Nothing is looked
-    up before all of them are known.
+    """Return (keys, indices) of the W best candidates, best first, ties by index. Values are looked
+    up only after all W are known.
     """
     at_N = tl.arange(0, N)
     ranks = tl.arange(0, WIDE)
@@ -82,7 +82,7 @@ def _best_of_blocks(
 
 @triton.jit
 def _place(lanes, m, size, stride, OWN: tl.constexpr):
-    """Return where the candidates of row m lie, in the order of draft tokens."""
+    """Return the positions of row m's candidates, in the order of draft tokens."""
     if OWN > 0:
         at = (lanes // OWN).to(tl.int64) * stride + m * OWN + lanes % OWN
     else:
@@ -105,7 +105,7 @@ def _best_of_rows(
     TILE: tl.constexpr,
 ):
     """Merge the `size` candidates of one row per program. OWN: candidates of each rank, whose
-    results begin `stride` after one another's; 0: there is one rank.
+    results begin `stride` apart; 0: there is one rank.
     """
     pdl_launch()
     m = tl.program_id(0).to(tl.int64)
@@ -152,10 +152,10 @@ def children_shared(
     width: int,
     turn: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `children` returns from the logits of all ranks, the first of which has the first
-    draft tokens, and each `most` at most. The best of blocks are exchanged through the end of a
+    """Return the result of `children` for the logits of all ranks, the first of which has the first
+    draft tokens, and each at most `most`. The best of blocks are exchanged through the end of a
     room, before the sum of `agreement.py`, which no partial sum may reach (`candidate_words`).
-    Levels take turns with the rooms: between two of them there may be no other exchange.
+    Levels alternate between the rooms: no other exchange may come between two levels.
     """
     M, W = len(logits_MC), max(width, 2)
     B, words = _blocks(M, most), _words(M, most, W)
@@ -169,7 +169,7 @@ def children_shared(
 
 
 def candidate_words(rows: int, most: int, width: int) -> int:
-    """Return the words of 4 bytes of the best of a rank's blocks, for up to `rows` rows and `most`
+    """Return the number of 4-byte words of a rank's block results, for up to `rows` rows and `most`
     draft tokens.
     """
     W = max(width, 2)
@@ -198,7 +198,7 @@ def _find(
     B: int,
     W: int,
 ) -> None:
-    """Write the best W of each of B blocks, of which the last ones may be empty."""
+    """Write the best W of each of B blocks; the last blocks may be empty."""
     M, C = logits_MC.shape
     _best_of_blocks[(B, M)](
         logits_MC, target_ids_C, rows.batch_slot_R, rows.position_R,

@@ -1,11 +1,11 @@
-"""Compiles kernel variants in parallel, into Triton's cache: a process of its own, which needs no
-GPU and starts none: `python -m tlt_kernels.gpu.compiler WORKERS PARENT NICENESS`.
+"""Compiles kernel variants in parallel, into Triton's cache: a separate process, which needs no GPU
+and starts none: `python -m tlt_kernels.gpu.compiler WORKERS PARENT NICENESS`.
 
-Its input is a target in the first line, then a variant a line, as JSON. When all of it is there,
-the process forks into workers, and writes a line for each variant that is done: `[index, error,
-compiled]`, where `compiled` is false of one that Triton's cache had. A
-variant without a line ended its worker; the others are compiled all the same. The process
-and its workers end with the one that started it, PARENT.
+Its input is a target in the first line, then a variant per line, as JSON. After the last line the
+process forks into workers and writes a line for each finished variant: `[index, error, compiled]`,
+where `compiled` is false if Triton's cache had it. A variant without a line has killed its worker;
+the others are compiled nevertheless. The process and its workers end with the process that started
+it, PARENT.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_VARIANTS = 8192  # more indices do not fit the pipe
 
 
 class FixedTarget:
-    """The answers that Triton needs of a driver before it compiles."""
+    """The driver properties that Triton needs for a compilation."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -51,7 +51,7 @@ def compile_variant(module: str, kernel: str, specialization: str) -> None:
 
 
 def compile_all(lines: list[str], workers: int) -> None:
-    """Compile what the lines say, in up to `workers` processes."""
+    """Compile the variants of these lines, in up to `workers` processes."""
     tasks, feed = os.pipe()
     for index in range(len(lines)):
         os.write(feed, index.to_bytes(TASK))
@@ -89,7 +89,7 @@ def _compile(index: int, lines: list[str]) -> None:
 
 
 def be_nice(least: int) -> None:
-    """Raise this process' niceness to `least`; that of the process that started it stays."""
+    """Raise this process's niceness to `least`; the starting process keeps its own."""
     os.nice(max(0, least - os.nice(0)))
 
 

@@ -2,9 +2,9 @@
 allowed tokens, with the bits of `tlt_kernels.cpu.sampling.edit_row`. A ban is a bias.
 
 A batch slot has a row of counts over the vocabulary. It is made from the slot's text in the first
-step that edits (`count_text`) and grows with what a step emits (`count_emitted`). A row of a draft
-tree also counts the tokens on its own path. Only a step with such a request launches any of this.
-The mask comes before the penalties here: they leave minus infinity as it is.
+step that edits (`count_text`) and updated with each step's emitted tokens (`count_emitted`). A row
+of a draft tree also counts the tokens on its path. Only a step with such a request launches any of
+this. Here the mask precedes the penalties: they leave minus infinity unchanged.
 
 Legend: as in `tensors.py`; V vocabulary, L listed tokens, F fields of an outcome.
 """
@@ -24,7 +24,7 @@ TEXT_BLOCK, LIST_BLOCK, BLOCK = 4096, 256, 1024
 
 @triton.jit
 def _penalties(repetition_Q, presence_Q, frequency_Q, batch_slot):
-    """Return (whether there is any, repetition, presence, frequency)."""
+    """Return (whether there are any penalties, repetition, presence, frequency)."""
     repetition, presence, frequency = (
         tl.load(repetition_Q + batch_slot),
         tl.load(presence_Q + batch_slot),
@@ -44,7 +44,7 @@ def _count_text(
     biases_Q, masks_Q, allowed_Q, listed_QL,
     IN_PROMPT: tl.constexpr, ALLOWED: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make one batch slot's counts from its text and its allowed tokens per program."""
+    """Make one batch slot's counts per program, from its text and its allowed tokens."""
     pdl_launch()
     q = tl.program_id(0).to(tl.int64)
     i_I = tl.arange(0, BLOCK)
@@ -71,7 +71,7 @@ def _count_text(
 
 
 def count_text(batch_slots: BatchSlots) -> None:
-    """Make the counts of the batch slots that have none for their text yet."""
+    """Make the counts of batch slots whose text was not counted yet."""
     count_QV = batch_slots.count_QV
     _count_text[(len(count_QV),)](
         batch_slots.token_QT,
@@ -134,8 +134,8 @@ def _penalise(
     repetition_Q, presence_Q, frequency_Q, allowed_Q, count_QV,
     IN_PROMPT: tl.constexpr, ALLOWED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Penalise one block of a row per program, and mask what is not allowed. Logits of tokens that
-    did not occur are not read.
+    """Penalise one block of a row per program, and mask tokens that are not allowed. Logits of
+    tokens that did not occur are not read.
     """
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
@@ -221,7 +221,7 @@ def count_emitted(
     batch_slots: BatchSlots,
     outcome_EF: Tensor,  # as `accept` wrote it
 ) -> None:
-    """Count what the entries of a step emitted."""
+    """Count the tokens that the entries of a step emitted."""
     entries, width = outcome_EF.shape
     _count_emitted[(entries,)](
         batch_slot_B,

@@ -2,14 +2,14 @@
 
 A rank's *window* is memory that its peers have mapped: flags (`signals.py`), two rooms, two
 landings. A matmul writes its partial sums into a room, and one kernel signals, waits for the peers,
-adds all ranks' partial sums as the tree of `norm.py`, and goes on as `add_rms_norm`, to the same
-bits. The number of rows chooses the way that bytes take (`Way`), and no bit depends on it.
+adds all ranks' partial sums as the tree of `norm.py`, and continues like `add_rms_norm`, with the
+same bits. The number of rows determines the route of the bytes (`Way`), and no bit depends on it.
 
 All ranks call the same exchanges in the same order, with the same shapes and rooms. A peer's next
-signal says that it has read the room and the landing of this exchange, so *exchanges that follow
-one another use different rooms*, also from one captured graph to the next; then one signal per
-exchange is enough. Nothing but peers is waited for. Where rows are pulled only the first program
-signals, so that grid may be larger than the GPU.
+signal means that it has read the room and the landing of this exchange, so *consecutive exchanges
+use different rooms*, also from one captured graph to the next; then one signal per exchange is
+enough. Only peers are waited for. If rows are pulled, only the first program signals, so that grid
+may be larger than the GPU.
 
 Legend: T ranks, P partial sums of one rank, R rows, H hidden, X words.
 """
@@ -48,7 +48,7 @@ class Way(Enum):
     TWO_STEPS = "two steps"
 
     def landed(self, ranks: int) -> int:
-        """Return the sums of a row that land in a window."""
+        """Return the number of sums of a row that land in a window."""
         return {Way.PULL: 0, Way.PUSH: ranks, Way.TWO_STEPS: ranks + 1}[self]
 
 
@@ -67,8 +67,8 @@ def way_of(ranks: int, rows: int) -> Way:
 
 
 def parts_of(ranks: int, rows: int) -> int:
-    """Return the partial sums that a matmul makes at least, where it has as many leaves. What is
-    pulled crosses the link once for each, and wide tiles of many rows need no second one.
+    """Return the minimum number of partial sums of a matmul, if it has as many reduction segments.
+    Pulled sums cross the link once for each, and wide tiles of many rows need no second one.
     """
     return 1 if way_of(ranks, rows) is Way.PULL else PARTS
 
@@ -91,7 +91,7 @@ class WindowSizes(NamedTuple):
 
 
 class RankPeers(Protocol):
-    """The other ranks of a group, as one of them reaches them."""
+    """The other ranks of a group, as seen by one of them."""
 
     @property
     def rank(self) -> int: ...
@@ -104,15 +104,15 @@ class RankPeers(Protocol):
 
     @property
     def missed(self) -> Tensor:
-        """Return the first rank that was waited for in vain, plus one, and the number of that
-        exchange, int32; zeros where there is none, or where a library waits.
+        """Return int32 [first rank whose wait ran out of time, plus one; number of that exchange];
+        zeros if there is none, or if a library waits.
         """
 
     def room(self, turn: int) -> Tensor:
         """Return the float32 room of an even or odd exchange."""
 
     def parts(self, rows: int) -> int:
-        """Return the partial sums that a matmul of this many rows had best make, at least."""
+        """Return the best minimum number of partial sums of a matmul with this many rows."""
 
     def add_rms_norm(
         self,
@@ -132,24 +132,24 @@ class RankPeers(Protocol):
         """
 
     def gather(self, mine_X: Tensor, out_TX: Tensor) -> Tensor:
-        """Copy every rank's words to `out_TX`, in the order of ranks. mine_X: this rank's words of
-        4 bytes, of any shape, in a room; peers' lie at the same place.
+        """Copy every rank's words to `out_TX`, in rank order. mine_X: this rank's 4-byte words, of
+        any shape, in a room; peers' lie at the same place.
         """
 
     def failure(self, missed_T: Sequence[Sequence[int]] = ()) -> str:
-        """Return which ranks were waited for in vain, or nothing. It may wait for the device.
-        missed_T: `missed` of each rank, as the others were found to have it.
+        """Return a message about the ranks whose wait ran out of time, or an empty string. It may
+        wait for the device. missed_T: `missed` of each rank, as gathered from all ranks.
         """
 
     def mute(self) -> None:
-        """Wait for no rank until `reset`: what is exchanged meanwhile is undefined."""
+        """Wait for no rank until `reset`; results of exchanges are undefined meanwhile."""
 
     def reset(self) -> None:
-        """Begin again with the first exchange, while all ranks do so and none exchanges."""
+        """Restart with the first exchange. All ranks do so together, and none exchanges."""
 
 
 class PeerWindows(NamedTuple):
-    """The windows of a group, as one of its ranks has them mapped."""
+    """The windows of a group, as mapped by one of its ranks."""
 
     rank: int
     address_T: Tensor  # int64: every rank's window, as this process has it mapped
@@ -182,8 +182,8 @@ class PeerWindows(NamedTuple):
         return floats[: len(floats) - ROOMS * self.landing]
 
     def failure(self, missed_T: Sequence[Sequence[int]] = ()) -> str:
-        """Return what `RankPeers.failure` does, once the device has come here, the first wait
-        first.
+        """Return the message of `RankPeers.failure` once the device has reached this point, the
+        earliest wait first.
         """
         found = {**dict(enumerate(missed_T)), self.rank: self.missed.tolist()}
         waits = sorted((at % 2**32, rank, other) for rank, (other, at) in found.items() if other)
@@ -196,7 +196,7 @@ class PeerWindows(NamedTuple):
         self.state[signals.MISSED.value] = MAX_RANKS + 1
 
     def reset(self) -> None:
-        """Begin again, and wait for the device, because a late zero would hide a signal."""
+        """Restart, and wait for the device, because a late zero would hide a signal."""
         self.own[:HEAD_BYTES].zero_()
         self.state.zero_()
         self.state.tolist()
@@ -212,7 +212,7 @@ class PeerWindows(NamedTuple):
         out_RH: Tensor,
         way: Way | None = None,
     ) -> Tensor:
-        """`way`: the one to take, instead of the one that the rows choose."""
+        """`way`: the route to take, instead of the one for this number of rows."""
         parts, rows, hidden = part_PRH.shape
         assert parts in (1, 2, 4, 8) and part_PRH.dtype == torch.float32
         assert rows < signals.EXCHANGE.value
@@ -270,7 +270,9 @@ class PeerWindows(NamedTuple):
         return out_TX
 
     def meet(self, times: int = 1) -> None:
-        """Wait on the device until all ranks have come here, `times` exchanges long."""
+        """Wait on the device until all ranks have reached this point, for the duration of `times`
+        exchanges.
+        """
         kernels.meet[(1,)](
             self.address_T,
             self.own,
@@ -284,7 +286,7 @@ class PeerWindows(NamedTuple):
         )
 
     def _first(self, mine: Tensor) -> int:
-        """Return where a tensor of this rank's rooms begins, in words of 4 bytes."""
+        """Return the offset of a tensor in this rank's rooms, in 4-byte words."""
         first, rooms = mine.data_ptr() - self.own.data_ptr(), self._rooms
         assert mine.is_contiguous() and mine.element_size() == 4
         assert HEAD_BYTES <= first, "not in a room"
@@ -292,14 +294,14 @@ class PeerWindows(NamedTuple):
         return first // 4
 
     def _landing(self, first: int) -> int:
-        """Return where the landing begins that goes with the room of `first`."""
+        """Return the offset of the landing for the room at `first`."""
         rooms = len(self._rooms)
         turn = ROOMS * (first - HEAD_BYTES // 4) // rooms
         return HEAD_BYTES // 4 + rooms + turn * self.landing
 
 
 def window_bytes(sizes: WindowSizes) -> int:
-    """Return the size of a window with rooms of at least that size."""
+    """Return the size of a window with rooms of at least these sizes."""
     room = -(-4 * sizes.room // _ALIGNED) * _ALIGNED
     return HEAD_BYTES + ROOMS * (room + 4 * sizes.landing)
 
@@ -307,8 +309,8 @@ def window_bytes(sizes: WindowSizes) -> int:
 def peer_windows(
     rank: int, addresses: Sequence[int], own: Tensor, *, landing: int = 0, timeout_s: float = 10.0
 ) -> PeerWindows:
-    """Return the peers of a rank with the uint8 window `own`, which is zeroed. Ranks may exchange
-    once all of them have called this.
+    """Return the peers of a rank with the zeroed uint8 window `own`. Ranks may exchange once every
+    rank has called this.
     """
     ranks = len(addresses)
     if ranks not in (2, 4, MAX_RANKS) or not 0 <= rank < ranks:

@@ -1,8 +1,8 @@
 """The kernels of `exchange.py`, which describes a window.
 
-What crosses a link is read and written as [H / 4, 4]: each thread has 16 bytes next to those of its
-neighbours. In one dimension threads would have 32 bytes of float32, as the norm's bfloat16 rows
-take 16, and each load of a warp half of every sector that it touches.
+Data that crosses a link is read and written as [H / 4, 4]: each thread has 16 bytes next to those
+of its neighbours. In one dimension threads would have 32 bytes of float32, as the norm's bfloat16
+rows take 16, and each load of a warp would use half of every sector that it touches.
 
 Legend: T ranks, P partial sums of one rank, R rows, H hidden, Q = H / 4, X words.
 """
@@ -31,7 +31,7 @@ HEAD_BYTES = PUSH_FLAGS.value + PUSH_STEPS * PROGRAMS.value * RANK_FLAGS.value
 
 @triton.jit
 def _windows(address_T, T: tl.constexpr):
-    """Return all ranks' windows as a tuple. Loaded before a wait, they delay nothing after it."""
+    """Return all ranks' windows as a tuple. Loaded before a wait, they cause no delay after it."""
     if T == 1:
         windows = (tl.load(address_T),)
     else:
@@ -102,7 +102,7 @@ def pull_add_rms_norm(
 def _signal_from_here(
     address_T, own, state, rank, number, timeout_ns, STEP: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """Tell the same program of the peers what this one has stored, and wait for what they have."""
+    """Signal this program's stores to the same program of the peers, and wait for theirs."""
     flags = PUSH_FLAGS + (STEP * PROGRAMS + tl.program_id(0)) * RANK_FLAGS
     tl.debug_barrier()  # all threads have stored
     signals.tell(address_T, rank, number, flags + rank * 8, T)
@@ -132,9 +132,9 @@ def push_add_rms_norm(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store this rank's sums where every rank reads them next to those of the others: [T, R, H],
-    `landing` elements into a window. OWNED: a row's sums go to its owner only, which adds them and
-    stores the total after them for all.
+    """Write this rank's sums to every rank, next to those of the other ranks: [T, R, H], `landing`
+    elements into a window. OWNED: a row's sums go only to its owner rank, which adds them and
+    writes the total, after them, to all.
     """
     pdl_launch()
     h = tl.arange(0, BLOCK)

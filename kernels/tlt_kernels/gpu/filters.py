@@ -1,11 +1,11 @@
 """min_p, top_k and top_p as one threshold per row: a token is kept if z > cut, or if z == cut and
 its id is <= last.
 
-Each filter keeps the head of the row sorted by falling z, ties by rising id, so the three of them
-are one cut in that order. There is no sort. Every group of tokens is reduced to its maximum and
-mass; from these follows a floor that the cut cannot lie below; the few tokens above it are listed;
-and the list is bisected over the values of z. Where top_p may leave too many (nearly even rows),
-`nucleus.py` first brackets the cut, and only the tokens of the bracket are listed. Where still too
+Each filter keeps the head of the row sorted by descending z, ties by ascending id, so the three of
+them are one cut in that order. There is no sort. Every group of tokens is reduced to its maximum
+and mass. These give a floor below which the cut cannot lie; the few tokens above it are listed; and
+the list is bisected over the values of z. If top_p may keep too many tokens (nearly even rows),
+`nucleus.py` first brackets the cut, and only the tokens of the bracket are listed. If still too
 many remain, the whole row is bisected, which costs passes over the row. Masses of tokens are
 integers, so neither the order of a list nor its tiles matter.
 
@@ -101,9 +101,9 @@ def _find_floors(
     V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr, N: tl.constexpr, SAMPLED: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Find floor, maximum and mass of every row. The mass is 0 where nothing is cut or the row is
-    broken; the floor is -inf where no bound was found. Place thresholds in rows that only top_p
-    cuts and that may have more tokens than can be listed.
+    """Find floor, maximum and mass of every row. The mass is 0 if nothing is cut or the row is
+    broken; the floor is -inf if no bound was found. Place thresholds in rows that only top_p cuts
+    and that may have more tokens than can be listed.
     """
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -193,8 +193,8 @@ def _list_tokens(
     narrowed_S, target_S, threshold_SN, mass_SN,
     V, G, GROUP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens among which the cut lies, in any order. listed_S counts them, or says that
-    there are more than fit.
+    """List the tokens that may be at the cut, in any order. listed_S counts them; a count above the
+    capacity means that not all fit.
     """
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)

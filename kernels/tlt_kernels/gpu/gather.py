@@ -1,5 +1,5 @@
-"""Row gathers in which an index of -1 stands for a dead row and gives zeros, and each row's hint
-from the row before it.
+"""Row gathers, in which an index of -1 stands for a dead row and gives zeros, and each row's
+feature from the preceding row.
 
 Legend: N table rows, R rows, H width, Q batch slots.
 """
@@ -21,7 +21,7 @@ _BLOCK = 1024
 def _gather(
     table_ptr, index_R, other_ptr, other_R, out_ptr, width, OTHER: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copy row `index` of the table; where that is -1, row `other` of the other table, or zeros."""
+    """Copy row `index` of the table; if that is -1, row `other` of the other table, or zeros."""
     pdl_launch()
     r = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -40,9 +40,7 @@ def _gather(
 
 
 def gather(table_NH: Tensor, index_R: Tensor, *, out_RH: Tensor | None = None) -> Tensor:
-    """Return table[index], zeros where the index is -1: [R, H] in the dtype of `out_RH`, or of the
-    table.
-    """
+    """Return table[index], zeros for index -1: [R, H] in the dtype of `out_RH`, or of the table."""
     if out_RH is None:
         out_RH = torch.empty(
             len(index_R), table_NH.shape[1], dtype=table_NH.dtype, device=table_NH.device
@@ -63,8 +61,8 @@ def gather(table_NH: Tensor, index_R: Tensor, *, out_RH: Tensor | None = None) -
 
 
 def previous_hints(g_RH: Tensor, rows: RowTable, batch_slots: BatchSlots) -> Tensor:
-    """Return each row's hint, [R, H]: g of the row before it, or, where an earlier step computed
-    that row, the hint of the row's batch slot.
+    """Return each row's input feature, [R, H]: g of the preceding row or, if an earlier step
+    computed that row, the stored feature of the row's batch slot.
     """
     out_RH = torch.empty_like(g_RH)
     grid = len(g_RH), triton.cdiv(g_RH.shape[1], _BLOCK)

@@ -1,13 +1,13 @@
-"""Matmuls with a fixed order of addition: the bits of a row depend on that row and on the weights
-alone.
+"""Matmuls with a fixed order of addition: the bits of a row depend only on that row and the
+weights.
 
-For each output element, k ascends in the tensor cores' steps of 16 within a leaf of K, and leaves
-are added as a fixed binary tree, ((l0 + l1) + (l2 + l3)) + ... One leaf is all of K, except in
-`partials`: there a program adds some leaves in registers, and the reader adds the rest. The tree is
-the same wherever it is cut, so a slice of K of neighbouring leaves gives the partial sums of that
-slice. The other rows of the call, the tiling, the kernel and the depth of the copies change
-nothing, because tensor cores add in the same order in every tile. The models call this file;
-`gemm_tiles.py` chooses the tiles.
+For each output element, k ascends in the tensor cores' steps of 16 within a leaf (reduction
+segment) of K, and leaves are added as a fixed binary tree, ((l0 + l1) + (l2 + l3)) + ... One leaf
+is all of K, except in `partials`: there a program adds some leaves in registers, and the reader
+adds the rest. The tree is the same for every cut, so a slice of K of neighbouring leaves gives the
+partial sums of that slice. The other rows of the call, the tiling, the kernel and the depth of the
+copies change nothing, because tensor cores add in the same order in every tile. The models call
+this file; `gemm_tiles.py` chooses the tiles.
 
 Legend: M rows, N outputs, K inputs, I intermediate, X = 2I, P partial sums. Weights are [N, K] as
 in checkpoints.
@@ -41,7 +41,7 @@ INTERLEAVED = 8  # rows of gate, then as many of up: the order in which `gemm_st
 
 @cache
 def _hindrance(dtype: torch.dtype, device: torch.device) -> str:
-    """Return why `gemm_stream` cannot be used, or an empty string where it is used."""
+    """Return the reason why `gemm_stream` cannot be used, or an empty string."""
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         return f"the type is {name}, and the streaming kernel is for bfloat16"
@@ -62,8 +62,8 @@ def _hindrance(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
-    """Name the kernel that computes the matmuls of an MLP of this intermediate size: "streaming",
-    or "portable: " and why.
+    """Return the name of the matmul kernel for an MLP of this intermediate size: "streaming", or
+    "portable: " and the reason.
     """
     why = _hindrance(dtype, device)
     if not why and intermediate % INTERLEAVED:
@@ -102,7 +102,7 @@ def linear(
     out_MN: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight^T + bias, rounded once to `out_dtype` (x's by default; float32 for the LM
-    head). It is written to `out_MN` where that is given.
+    head), in `out_MN` if given.
     """
     if out_MN is None:
         out_MN = torch.empty(
@@ -118,8 +118,8 @@ def partials(
 ) -> Tensor:
     """Return x @ weight^T as float32 sums over neighbouring leaves of K, [P, M, N]; `norm.tree`
     adds them. P depends on the number of rows, and is at least `parts` if there are as many leaves;
-    the total depends on neither. The sums are written to the beginning of the float32 tensor `room`
-    where that is given.
+    the total depends on neither. The sums are written to the beginning of the float32 tensor
+    `room`, if given.
     """
     if leaves not in LEAF_COUNTS:
         raise ValueError(f"K cannot be cut into {leaves} leaves; take one of {LEAF_COUNTS}")

@@ -22,7 +22,7 @@ _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renam
 
 @gluon.jit
 def _release(free, stage, STAGES: gl.constexpr, pred):
-    """Hand back the stage before `stage`. Without the barrier a warp could still be waiting for the
+    """Free the stage before `stage`. Without the barrier a warp could still be waiting for the
     phase that this one ends.
     """
     _barrier()

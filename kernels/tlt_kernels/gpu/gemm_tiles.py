@@ -1,7 +1,7 @@
-"""The tile that a matmul runs with at its number of rows, and the leaves that K is cut into. The
-figures were measured on one H200.
+"""The tile of a matmul at its number of rows, and the leaves of K. The figures were measured on one
+H200.
 
-Tiles change no bits (see `gemm.py`). Leaves do, so their number depends on no row.
+Tiles change no bits (see `gemm.py`). Leaves do, so their number does not depend on the rows.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def stream_tile(
 ) -> Tile:
     """Return the tile for a matmul with this many rows of the weight.
 
-    Tiles before the last of an entry read x less often, or are not cut. They are taken where
-    their last round leaves few programs idle; else the last one spreads better.
+    Tiles before the last of an entry read x less often, or are not cut. They are chosen if their
+    last round leaves few programs idle; else the last one spreads better.
     """
     *first, last = next(tiles for most, tiles in _STREAM[kind] if rows <= most)
     for tile in first:
@@ -142,9 +142,9 @@ def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
 
 
 def split_last_round(tiles: int, programs: int, pieces: int) -> tuple[int, int]:
-    """Return the number of items, and how many of them are whole tiles. The tiles of an incomplete
-    last round of programs are cut into `pieces` where that ends sooner than whole tiles on a few
-    programs would.
+    """Return the number of items, and the number of whole tiles among them. The tiles of an
+    incomplete last round of programs are cut into `pieces` if that ends sooner than whole tiles on
+    a few programs would.
     """
     whole = tiles // programs * programs
     cut = (tiles - whole) * pieces

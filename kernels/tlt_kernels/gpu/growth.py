@@ -1,8 +1,8 @@
 """Growth of draft trees on the device: the roots of a draft graph, then one `grow` between two
 forwards of the drafter.
 
-Every level's rows, nodes and KV slots have fixed indices in their tables, so a graph can hold the
-whole proposal: level 0 plants W nodes per request (columns 0 .. W - 1), each later level W * W.
+Every level's rows, nodes and KV slots have fixed indices in their tables, so a graph can contain
+the whole proposal: level 0 adds W nodes per request (columns 0 .. W - 1), each later level W * W.
 Expansion is best-first: per request, the W most probable unexpanded nodes of any depth. At width 1
 the tree is a chain.
 
@@ -19,13 +19,13 @@ from torch import Tensor
 from tlt_kernels.gpu.target import PDL, lanes, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, CalibrationTable, Draft, Nodes
 
-FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it saves
+FLOOR = 0.02  # a less probable node is not expanded: its row costs more than it saves
 # The calibration table has two phases x RANKS x BUCKETS cells.
 RANKS, BUCKETS = tl.constexpr(8), tl.constexpr(16)
 
 
 def columns(depth: int, width: int) -> int:
-    """Return the nodes per request that a graph plants."""
+    """Return the number of nodes per request in a graph."""
     return width + (depth - 1) * width * width if depth else 0
 
 
@@ -34,7 +34,8 @@ def draft_limit(
     batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTERS
 ):
     """Return the depth of the deepest useful draft token of a batch slot: a bonus token must follow
-    it, and pages must hold its KV. 0 = none, also where one of the DRAFTERS (bits) may not draft.
+    it, and pages must have room for its KV. 0 = none, also if one of the DRAFTERS (bits) may not
+    draft.
     """
     room = tl.minimum(
         tl.load(limit_Q + batch_slot) - length - 1, tl.load(capacity_Q + batch_slot) - length
@@ -121,11 +122,10 @@ def roots(
     trash: int,
     drafter: int = 0,
 ) -> None:
-    """Lay out level 0: each request's last known token, and how deep its drafts may go. Empty the
-    node table.
+    """Lay out level 0: each request's last known token, and its depth limit. Empty the node table.
 
-    A request is dead here when it is done, when this drafter (by its bit of `drafters_Q`) may not
-    draft for it, or when it has no room for a draft token and a bonus token.
+    A request is dead here if it is done, if this drafter (by its bit of `drafters_Q`) may not draft
+    for it, or if it has no room for a draft token and a bonus token.
     """
     rows, path_depth = draft.rows, draft.rows.path_RD.shape[1]
     _roots[(batch_slot_B.shape[0],)](
@@ -331,12 +331,12 @@ def grow(
     idle: int,
     floor: float = FLOOR,
 ) -> None:
-    """Plant the children of level `level`, whose rows have just run, and lay out level `level + 1`,
+    """Add the children of level `level`, whose rows have just run, and lay out level `level + 1`,
     unless `level` is the last one.
 
     token_ML: int32 target ids, best first (-1 = none). z_ML: float32, their perturbed logits. Draft
-    row x > level 0 has the KV slot first_kv_slot + x - requests of the drafter's cache. survival =
-    the parent's times the table at (phase, rank, bucket of the gap).
+    row x > level 0 has the KV slot first_kv_slot + x - requests of the drafter's cache. acceptance
+    = the parent's times the table at (phase, rank, bucket of the gap).
     """
     given, known, path_depth = (
         token_ML.shape[1],

@@ -1,8 +1,8 @@
-"""Copies of the states of a step's committed rows into a ring on the device.
+"""Copies the states of a step's committed rows into a ring on the device.
 
 `claim` follows `accept`: it gives a slot of the ring to every prompt row, and to every row on a
-walk, of the batch slots that were chosen. `copy_states` then copies those rows; another row costs
-one program that ends at once.
+walk, of the chosen batch slots. `copy_states` then copies those rows; any other row costs one
+program that ends at once.
 
 Legend: R rows, V decode rows (the first of R), Q batch slots, C slots of the ring, F features, H
 hidden, X = F + H.
@@ -25,7 +25,7 @@ TAG = 2  # numbers: batch slot and position
 
 
 class StateRing(NamedTuple):
-    """States in the order in which rows claimed them; `head` is the slot that is next."""
+    """States in the order in which rows claimed them; `head` is the next slot."""
 
     chosen_Q: Tensor  # int32: are this batch slot's rows copied?
     state_CX: Tensor  # activation dtype: features, then the last hidden state
@@ -73,8 +73,8 @@ def _claim(
 
 
 def claim(rows: RowTable, kept: KeptRows, ring: StateRing) -> Tensor:
-    """Return the slot of the ring that each row gets, [R]; -1 for one that is not copied. A step
-    has fewer rows to copy than the ring has slots.
+    """Return each row's slot of the ring, [R]; -1 for a row that is not copied. A step has fewer
+    rows to copy than the ring has slots.
     """
     slot_R = torch.empty_like(rows.position_R)
     _claim[(1,)](

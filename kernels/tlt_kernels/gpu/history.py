@@ -1,5 +1,5 @@
-"""Model-free drafting on the device: the continuations of earlier occurrences of a request's last
-tokens, in its own text and its siblings'.
+"""Drafting without a model, on the device: the continuations of earlier occurrences of a request's
+last tokens, in its own text and its siblings'.
 
 The scan is brute force over the text of every batch slot of the same group, ended ones included;
 the prompts of siblings are left out. The longest, then latest occurrences become one trie here, or
@@ -22,7 +22,7 @@ from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 MAX_MATCH = 16  # tokens in common that count at most; a single one is no occurrence
 MEMBERS = 24  # texts that one request looks through: its own, and the first of its group
 STEP = 7  # tokens compared between two looks at whether some occurrence goes on
-# No node is surer than this: below it, rounding cannot lift a survival above the parent's.
+# The largest probability of a node: below it, rounding cannot exceed the parent's.
 CERTAIN = tl.constexpr(0.999)
 BLOCK = 2048  # positions that a scanning program compares at once
 PROGRAMS = 1024  # scanning programs, about
@@ -142,8 +142,8 @@ def _scan(
 
 @triton.jit
 def best_matches(match_BJW, b, W, WP: tl.constexpr, J: tl.constexpr):
-    """Return the keys of request b's W best matches, best first, and their tokens in common; -1 and
-    0 where there are fewer, or where the longest is more than twice as long.
+    """Return the keys of request b's W best matches, best first, and their lengths; -1 and 0 for
+    missing matches, and for those less than half as long as the longest.
     """
     x_X = tl.arange(0, J * WP)
     key_X = tl.load(match_BJW + b * J * WP + x_X, mask=x_X % WP < W, other=-1)
@@ -213,7 +213,7 @@ def _merge(
     CERTAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merge one request per program: its W best keys, then, level by level, which matches still
+    """Merge one request per program: its W best keys, then, level by level, the matches that still
     agree.
     """
     pdl_launch()
@@ -312,7 +312,7 @@ def scan(
 
 
 def texts_of(batch_slots: BatchSlots) -> tuple[Tensor | int, ...]:
-    """Return the texts, and all that `draft_limit` reads."""
+    """Return the texts, and the inputs of `draft_limit`."""
     return (
         batch_slots.token_QT,
         batch_slots.token_QT.shape[1],
@@ -339,7 +339,7 @@ def history_nodes(
     """Fill `nodes` (at least depth * width columns) with the continuations of the `width` best
     matches, merged into a trie.
 
-    calibration: 7 match lengths x 8 shares x 8 depths. survival = the parent's times the table at
+    calibration: 7 match lengths x 8 shares x 8 depths. acceptance = the parent's times the table at
     (match length, share of the parent's matches that agree, depth). Column d * width + m is the
     node of depth d + 1 that match m was the first to reach. Matches less than half as long as the
     longest are dropped. `drafter`: its bit of `drafters_Q`.

@@ -1,5 +1,5 @@
-"""Storage of what a step keeps of its rows: the KV of accepted drafts moves to its pages, and the
-hints that the next draft reads are stored.
+"""Stores the rows that a step keeps: the KV of accepted drafts moves to its pages, and the features
+that the next draft reads are stored.
 
 Both launches follow `accept`, which fills `KeptRows`.
 
@@ -59,7 +59,7 @@ def _commit_kv(
 
 def commit_kv(kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
     """Copy the KV of accepted rows from scratch to their pages, in all layers. The elements of a KV
-    slot lie together.
+    slot are contiguous.
     """
     layers, _, heads, width = k_LSKD.shape
     elements = heads * width
@@ -97,7 +97,7 @@ def _store_hints(
     H: tl.constexpr,
     HP: tl.constexpr,
 ):
-    """Store one row's page hint, or one entry's hint, per program."""
+    """Store one page's feature, or one entry's feature, per program."""
     pdl_launch()
     r = tl.program_id(0)
     pdl_wait()

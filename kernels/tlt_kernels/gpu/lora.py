@@ -1,11 +1,11 @@
 """LoRA: adds scale * (x A^T) B^T to the rows of a matmul's result, by the adapter of each row.
 
-`shrink` multiplies by A on a stream of its own while the matmul runs; `expand` multiplies by B and
-adds, after both. Rows of one adapter are gathered into tiles of 16. The
-bits of a row depend on that row and its adapter alone: K is cut into segments of one size, k
-ascends within a segment, segments are added in order, and tensor cores add in the same order in
-every tile. A row without an adapter is not touched. The adapters of all slots lie side by side at
-fixed addresses, their ranks padded with zeros.
+`shrink` multiplies by A on its own stream while the matmul runs; `expand` multiplies by B and adds,
+after both. Rows of one adapter are gathered into tiles of 16. The bits of a row depend only on that
+row and its adapter: K is cut into segments of one size, k ascends within a segment, segments are
+added in order, and tensor cores add in the same order in every tile. A row without an adapter is
+not touched. The adapters of all slots lie side by side at fixed addresses, their ranks padded with
+zeros.
 
 Legend: M rows, K inputs, N outputs of a fused map, r padded rank, X = r times the parts of the
 fused map, P segments of K, S slots, Q batch slots; BM, BN, BX, BK, BI tiles.
@@ -35,7 +35,7 @@ DEPTH, STAGES = 128, 2
 
 class AdapterRows(NamedTuple):
     """The rows of a step by slot of their adapter: the first `count_S[s]` of `row_SM[s]`. The last
-    of the S slots is no adapter's; it has the rows without one, dead ones, too.
+    of the S slots has the rows without an adapter, dead rows included.
     """
 
     row_SM: Tensor
@@ -115,7 +115,7 @@ def _shrink(
 
 @triton.jit
 def _low(low_PMX, scale_S, s, row_J, live_J, x_L, M, X, P: tl.constexpr):
-    """Add up the segments, and scale. Loads of some segments are on their way at once."""
+    """Add up the segments, and scale. Loads of several segments overlap."""
     AT_ONCE: tl.constexpr = 32 if x_L.shape[0] <= 32 else 8
     low_JL = tl.zeros((row_J.shape[0], x_L.shape[0]), tl.float32)
     for first in range(0, P, AT_ONCE):
@@ -155,7 +155,7 @@ def _expand_silu(
     low_PMX, b_SNr, scale_S, row_SM, count_S, gate_up_MN, out_MI, M, inner, X,
     P: tl.constexpr, r: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of silu(gate) * up, with what the adapter adds to both."""
+    """Write one tile of silu(gate) * up; both include the adapter."""
     s, x_L = tl.program_id(2), tl.arange(0, r)
     i_I = tl.program_id(1) * BI + tl.arange(0, BI)
     at_J = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -182,8 +182,8 @@ def _expand_silu(
 
 
 def shrink(x_MK: Tensor, a_SXK: Tensor, rows: AdapterRows) -> Tensor:
-    """Return the products of rows and the A of their adapters, by segments of K: float32 [P, M, X],
-    nothing where a row has no adapter. Launched without PDL, for a stream of its own.
+    """Return the matmuls of rows and the A of their adapters, by segments of K: float32 [P, M, X],
+    undefined for rows without an adapter. Launched without PDL, on its own stream.
     """
     (count, inputs), (slots, width, _) = x_MK.shape, a_SXK.shape
     assert rows.row_SM.shape == (slots + 1, count) and x_MK.is_contiguous()
@@ -218,9 +218,8 @@ def expand(
     rows: AdapterRows,
     out_MN: Tensor,
 ) -> None:
-    """Add to `out_MN` (the weights' type or float32) the products of `low_PMX` and the B of the
-    adapters of its rows. `parts`: outputs of the maps that are fused, in order; each has `r` rows
-    of A.
+    """Add the matmuls of `low_PMX` and the B of its rows' adapters to `out_MN` (the weights' dtype
+    or float32). `parts`: outputs of the fused maps, in order; each has `r` rows of A.
     """
     (segments, count, width), (slots, outputs, rank) = low_PMX.shape, b_SNr.shape
     assert len(parts) <= MAX_PARTS and width == rank * len(parts) and sum(parts) == outputs
@@ -259,8 +258,8 @@ def expand_silu(
     gate_up_MN: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return silu(gate) * up of float32 rows [gate | up] and what their adapters add to them,
-    rounded once. A row without an adapter has the bits of `gemm.gated`.
+    """Return silu(gate) * up of float32 rows [gate | up] with their adapters' additions, rounded
+    once. A row without an adapter has the bits of `gemm.gated`.
     """
     (segments, count, width), (slots, outputs, rank) = low_PMX.shape, b_SNr.shape
     inputs = outputs // 2

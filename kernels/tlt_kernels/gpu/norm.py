@@ -33,8 +33,8 @@ def _normed(x, weight, eps, H: tl.constexpr):
 
 @triton.jit
 def tree(part, stride, mask, P: tl.constexpr):
-    """Return the sum of P partial sums, `stride` elements apart, as a binary tree: ((p0 + p1) +
-    (p2 + p3)) + ... Partial sums that are missing at the end add nothing.
+    """Return the sum of P partial sums, `stride` elements apart, as a binary tree: ((p0 + p1) + (p2
+    + p3)) + ... Missing partial sums at the end add nothing.
     """
     HALF: tl.constexpr = 4 if P > 4 else P // 2 + P % 2
     if P == 1:
@@ -62,8 +62,8 @@ def add_to_residual(
     total, residual, weight, residual_RH, bias_H, out_RH, at, h, inside, eps,
     BIASED: tl.constexpr, NORMED: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias, then the residual, to the sum of a row that begins `at`, and store the residual
-    and its norm.
+    """Add the bias, then the residual, to the sum of the row that begins at `at`, and store the
+    residual and its norm.
     """
     if BIASED:
         total += tl.load(bias_H + h, mask=inside, other=0.0).to(tl.float32)
@@ -189,7 +189,7 @@ def add_rms_norm(
     out_RH: Tensor | None = None,
 ) -> Tensor:
     """Add the partial sums as a tree, then the bias, to the residual (in place). Return its norm in
-    the weight's dtype; in `out_RH` where that is given. Without a weight: the residual itself.
+    the weight's dtype, in `out_RH` if given; without a weight, the residual itself.
     """
     if out_RH is None:
         assert weight_H is not None

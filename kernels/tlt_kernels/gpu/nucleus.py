@@ -1,13 +1,13 @@
-"""A bracket of top_p's cut in nearly even rows, where more tokens may be kept than are listed.
+"""A bracket of top_p's cut in nearly even rows, which may keep more tokens than can be listed.
 
-A sample of the row says about where the cut lies. Thresholds are placed around it, and many
-programs weigh the tokens at or above each of them, exactly. So the cut is known to lie between two
-thresholds, and only the tokens between these are left to `filters.py`. The sample decides how many
-tokens that is, never which ones are kept. Masses are integers, so neither the order of tokens nor
-that of programs matters.
+A sample of the row estimates the cut. Thresholds are placed around it, and many programs weigh the
+tokens at or above each of them, exactly. So the cut is known to lie between two thresholds, and
+only the tokens between these are left to `filters.py`. The sample decides the number of these
+tokens, never which tokens are kept. Masses are integers, so neither the order of tokens nor that of
+programs matters.
 
-Legend: S sampled rows, V vocabulary, N thresholds, M sampled tokens of a row, T tokens of a tile,
-E the two ends of the bracket.
+Legend: S sampled rows, V vocabulary, N thresholds, M sampled tokens of a row, T tokens of a tile, E
+the two ends of the bracket.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def weigh(
 
 @triton.jit
 def bracket(threshold_SN, mass_SN, floor, target, s, N: tl.constexpr):
-    """Return (low, high, mass of the tokens at or above high): the head of row s that has the
-    target's mass ends at some z of low <= z < high, where floor <= low.
+    """Return (low, high, mass of the tokens at or above high): the head of row s with the target's
+    mass ends at some z of low <= z < high, where floor <= low.
     """
     at_N = s * N + tl.arange(0, N)
     threshold_N, mass_N = tl.load(threshold_SN + at_N), tl.load(mass_SN + at_N)

@@ -1,4 +1,4 @@
-"""Integers that order as float32 values do. -0 counts as +0; the order of NaN is undefined."""
+"""Integers with the order of float32 values. -0 counts as +0; the order of NaN is undefined."""
 
 from __future__ import annotations
 

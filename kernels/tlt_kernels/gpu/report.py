@@ -73,7 +73,7 @@ def _emitted(
     HEAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Find the samples of one entry that asks per program. Rows of a path ascend."""
+    """Find the samples of one requesting entry per program. Rows of a path ascend."""
     pdl_launch()
     a = tl.program_id(0)
     pdl_wait()
@@ -126,7 +126,7 @@ def emitted(entry_A: Tensor, outcome_EF: Tensor, trees: Trees, kept: KeptRows) -
 
 @triton.jit
 def _within(z, tokens, cut, last):
-    """Tell which tokens belong to the head of the row that ends at (cut, last)."""
+    """Return a mask of the tokens in the head of the row that ends at (cut, last)."""
     return (z > cut) | ((z == cut) & (tokens <= last))
 
 
@@ -193,7 +193,9 @@ def _list_best(
     logits_SV, row_S, batch_slot_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S,
     listed_S, item_SK, V, K, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """List what lies within both heads, in any order, as integers that order as (z, falling id)."""
+    """List the tokens within both heads, in any order, as integers with the order (z, descending
+    id).
+    """
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

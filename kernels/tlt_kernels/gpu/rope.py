@@ -1,8 +1,8 @@
 """Rotary embedding of q and k, and the KV write, in one pass over the qkv projection's output.
 
-A program handles a few heads of one row: RMSNorm per head where the model has it, halves (d, d +
-D/2) rotated in fp32, rounded once. v is copied. A program lets the next kernel start only after its
-own wait, so that kernel (`attend`) may read before its own wait all that was written before the qkv
+A program handles a few heads of one row: RMSNorm per head if the model has it, halves (d, d + D/2)
+rotated in fp32, rounded once. v is copied. A program lets the next kernel start only after its own
+wait, so that kernel (`attend`) may read, before its own wait, everything written before the qkv
 projection: the plan of the step and page tables.
 
 Legend: R rows, X = (N + 2 K) D, N query heads, K KV heads, D head width, D2 = D / 2, S KV slots, P
@@ -107,9 +107,9 @@ def rope_store(
     eps: float = 0.0,
 ) -> Tensor:
     """Write k and v of row r to kv_slot_R[r]; return the rotated q [R, N, D] in the dtype of
-    `qkv_RX`. `heads` 0: qkv holds k and v only.
+    `qkv_RX`. `heads` 0: qkv has only k and v.
 
-    A dead row (position -1) is treated as position 0 and writes to the KV slot that it carries.
+    A dead row (position -1) is treated as position 0 and writes to its own KV slot.
     """
     rows, (kv_heads, width) = len(qkv_RX), k_SKD.shape[1:]
     assert qkv_RX.is_contiguous() and k_SKD.is_contiguous() and v_SKD.is_contiguous()

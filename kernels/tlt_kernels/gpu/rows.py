@@ -1,8 +1,8 @@
-"""The rows of an extend: which draft nodes are verified, and where prefill chunks stand.
+"""The rows of an extend: the draft nodes to verify, and the positions of prefill chunks.
 
 Rows 0 .. V - 1 are roots and draft nodes, request after request, parents first; rows V .. V + P - 1
-are prefill chunks. A node never survives better than its parent, so the best nodes of the batch are
-whole trees.
+are prefill chunks. A node's acceptance probability never exceeds its parent's, so the best nodes of
+the batch form whole trees.
 
 Legend: as in `tensors.py`; P prefill rows.
 """
@@ -169,8 +169,8 @@ def _select_rows(
 
 
 def padded(count: int, *sizes: int) -> int:
-    """Return the first of the sizes that holds the count, else the next power of two: each size is
-    a kernel of its own, so there are few.
+    """Return the first of the sizes that is at least the count, else the next power of two: each
+    size is another compiled kernel, so there are few.
     """
     return next((size for size in sizes if count <= size), triton.next_power_of_2(count))
 
@@ -193,12 +193,12 @@ def select_rows(
     trash: int,
     own_columns: int | None = None,
 ) -> None:
-    """Lay out rows 0 .. V - 1: a root per live request, and the V - live nodes of the batch that
-    survive best.
+    """Lay out rows 0 .. V - 1: a root per live request, and the V - live nodes of the batch with
+    the highest acceptance probability.
 
-    Ties (11 bits of the survival count) go to the lower column, then to the earlier request. Draft
-    row v writes its KV to scratch_start + v. Without nodes, or where all columns are empty, this is
-    plain decoding. Fills `trees` for entries < B and samples < V, and empties `kept.page_R` for
+    Ties (11 bits of the probability count) go to the lower column, then to the earlier request.
+    Draft row v writes its KV to scratch_start + v. Without nodes, or if all columns are empty, this
+    is plain decoding. Fills `trees` for entries < B and samples < V, and empties `kept.page_R` for
     rows < V. Branches begin at column `own_columns`; None: there are none.
     """
     requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]

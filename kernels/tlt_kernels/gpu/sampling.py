@@ -3,10 +3,10 @@
 
 The first launch cuts the vocabulary into blocks of fixed width, each with its best score, its
 maximum and its sum of exponentials; the second merges the blocks of a row in fixed order. A row's
-bits depend on its own logits and parameters only. Filters (`filters.cuts`) reach the first launch
-as one threshold per row, so a row without filters has the same bits whether or not its neighbours
-have some. A row with a NaN or without a finite maximum gets token 0 and a NaN log-prob, a dead row
-token -1 and log-prob 0. `report.py` has what else can be reported of a token.
+bits depend only on its logits and parameters. Filters (`filters.cuts`) reach the first launch as
+one threshold per row, so a row without filters has the same bits whether or not its neighbours have
+some. A row with a NaN or without a finite maximum gets token 0 and a NaN log-prob, a dead row token
+-1 and log-prob 0. `report.py` has further reports on a token.
 
 Legend: S sampled rows, V vocabulary, B blocks of the vocabulary, R rows of the extend, Q batch
 slots.
@@ -65,7 +65,7 @@ def sum_of_exponentials(a, b, c, d, top):
 
 @triton.jit
 def _better(bound_0, z_0, word_0, lane_0, bound_1, z_1, word_1, lane_1):
-    """Return the candidate with the larger bound, and the bound of the other one."""
+    """Return the candidate with the larger bound, and the other one's bound."""
     other = bound_1 > bound_0
     z, word, lane = (
         tl.where(other, z_1, z_0),
@@ -78,7 +78,7 @@ def _better(bound_0, z_0, word_0, lane_0, bound_1, z_1, word_1, lane_1):
 @triton.jit
 def _best_noisy(a, b, c, d, seed, position, first, N: tl.constexpr):
     """Return (best z + G, its token). Of four neighbours only the one with the largest bound of its
-    score is computed exactly. Where the bound of another one reaches the best score found, all are.
+    score is computed exactly. If another's bound reaches the best score found, all are.
     """
     word_a, word_b, word_c, word_d = words_of_quads(seed, first, position, N)
     bound_a, bound_b = a + gumbel_above(word_a), b + gumbel_above(word_b)
@@ -159,8 +159,8 @@ def normaliser(top_B, sum_B):
     """Return (top, rest) such that (z - top) - rest is z minus the logsumexp of the blocks: NaN if
     one of them is NaN or none is finite.
 
-    The blocks are added as integers. The order of a sum of floats follows the registers that hold
-    them, and so the alignment of what was loaded, which depends on the number of ranks.
+    The blocks are added as integers. A sum of floats would be in the order of registers, and so
+    depend on the alignment of the loads and on the number of ranks.
     """
     top = tl.max(top_B)
     finite = (top > -float("inf")) & (top < float("inf"))
@@ -178,7 +178,7 @@ def _merge_blocks(
     OWN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Merge the blocks of one row per program. OWN: blocks of each rank, whose results begin
-    `stride` after one another's; 0: there is one rank.
+    `stride` apart; 0: there is one rank.
     """
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -250,14 +250,16 @@ def sample(
 
 
 def blocks_of_rank(vocabulary: int, ranks: int) -> int:
-    """Return the blocks of each rank but the last, which may have fewer; 0 where it had none."""
+    """Return the number of blocks of each rank but the last, which may have fewer; 0 if the last
+    would have none.
+    """
     blocks = triton.cdiv(vocabulary, BLOCK)
     own = triton.cdiv(blocks, ranks)
     return own if (ranks - 1) * own < blocks else 0
 
 
 def block_words(samples: int, own: int) -> int:
-    """Return the words of 4 bytes of the results of a rank's blocks."""
+    """Return the number of 4-byte words of a rank's block results."""
     return 5 * _results(samples, own)
 
 
@@ -273,7 +275,7 @@ def sample_shared(
     rows: RowTable,
     batch_slots: BatchSlots,
 ) -> Samples:
-    """Return what `sample` returns without filters from the logits of all ranks, each of which has
+    """Return the result of `sample` without filters for the logits of all ranks, each of which has
     whole blocks. Their results are exchanged through the beginning of room 0.
     """
     (S, W), own, ranks = logits_SW.shape, blocks_of_rank(vocabulary, peers.ranks), peers.ranks

@@ -1,13 +1,13 @@
-"""Signals between the GPUs of a group: a rank tells its peers that it has come to an exchange, and
-waits until all of them have.
+"""Signals between the GPUs of a group: a rank signals its peers that it has reached an exchange,
+and waits until all of them have.
 
 Exchanges are numbered by a counter on the device, so a captured graph can be replayed. A rank's
 window begins with one flag per rank, into which that rank writes the number of its newest exchange;
-where each program of a kernel signals for itself, further flags follow, one per program and rank.
-Numbers reach 2^43, which takes years, so a flag that some exchanges leave alone is only ever low.
-Every wait ends: after `timeout_ns` the first thread that still waits says in `state` for whom, and
-from then on nothing waits. Triton's interpreter has neither PTX nor the GPU's clock: there, plain
-loads and stores and the host's clock take their place.
+if each program of a kernel signals for itself, further flags follow, one per program and rank.
+Numbers reach 2^43, which takes years, so a flag that some exchanges do not write is only ever low.
+Every wait ends: after `timeout_ns` the first waiting thread writes to `state` for whom it waits,
+and from then on nothing waits. Triton's interpreter has neither PTX nor the GPU's clock: it uses
+plain loads and stores and the host's clock.
 
 Legend: T ranks.
 """
@@ -149,8 +149,8 @@ def count(state):
 
 @triton.jit
 def meet(window_T, own, state, rank, timeout_ns, T: tl.constexpr):
-    """Tell the peers that this rank has come to its next exchange, and wait until all of them have.
-    own: the address of this rank's window.
+    """Signal the peers that this rank has reached its next exchange, and wait until all of them
+    have. own: the address of this rank's window.
     """
     number = next_number(state)
     if tl.program_id(0) == 0:

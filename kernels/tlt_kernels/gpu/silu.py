@@ -2,7 +2,7 @@
 Triton and in Gluon alike.
 
 It is PTX text because no two compilers turn the formula into the same instructions. So the same x
-gives the same bits in every kernel. The interpreter, which knows no PTX, computes the formula.
+gives the same bits in every kernel. The interpreter, which has no PTX, computes the formula.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Masks of structured outputs on the GPU: of each sampled row the tokens that may follow, a bit
-each, made by the host while the row's logits are computed. A row whose mask the host has not made
-in time is left out of the step: a draft's is not walked to, and a root's entry is not walked.
+"""Masks of structured outputs on the GPU: one bit for each token that may follow a sampled row,
+made by the host while the row's logits are computed. A row whose mask was not ready in time is left
+out of the step: the walk does not enter such a draft, nor start from such a root.
 
 Legend: S sampled rows, V vocabulary, M masks, W = V / 32 words of a mask, R rows, E entries.
 """
@@ -75,8 +75,8 @@ def apply_masks(
     token_R: Tensor,  # int32, the rows' tokens
     count_E: Tensor,  # int32, the rows of each entry's tree
 ) -> None:
-    """Set the logits of tokens that may not follow to minus infinity, in place, and take what is
-    left out from the trees.
+    """Set the logits of tokens that may not follow to minus infinity, in place, and remove left-out
+    rows from the trees.
     """
     S, V = logits_SV.shape
     _apply_masks[(triton.cdiv(V, BLOCK), S)](

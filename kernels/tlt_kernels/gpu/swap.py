@@ -1,8 +1,7 @@
-"""Exchange of contents between pairs of GPU tensors, each of which is read and written once.
+"""Swaps the contents of pairs of GPU tensors; each tensor is read and written once.
 
-There is one kernel per element width, and one for addresses that vector accesses cannot take. No
-pair of tensors needs another kernel, however large it is, so `variant` names what has to be
-compiled before the first commit.
+There is one kernel per element width, and one for addresses without vector alignment. A pair of any
+size uses one of these, so `variant` names the kernels to compile before the first commit.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ _KERNELS = {True: _swap_vectors, False: _swap_elements}  # by whether both tenso
 
 
 def variant(one: Tensor, other: Tensor) -> tuple[int, bool]:
-    """Return which kernel serves the pair: bytes of an element, and whether both tensors begin
-    where vectors may.
+    """Return the kernel for the pair: bytes of an element, and whether both tensors have vector
+    alignment.
     """
     return one.element_size(), not (one.data_ptr() | other.data_ptr()) % _ALIGNED
 
 
 def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Exchange the contents of each pair. The tensors of a pair are contiguous, of one shape and
-    type; no two tensors share memory.
+    """Swap the contents of each pair. The tensors of a pair are contiguous, of one shape and dtype;
+    no two tensors share memory.
 
     The launches run on the current stream: the first pair waits for earlier work, the other pairs
     run together with it, and later work starts when all pairs are done.

@@ -2,9 +2,9 @@
 interpreter, which are dot products and programmatic dependent launch.
 
 The interpreter computes bfloat16 dots wrongly (fp16 and fp32 are exact), so operands are widened
-there. On a GPU a kernel launched with `**PDL` may start while the one before it still runs:
-`pdl_launch` lets the next kernel start, `pdl_wait` waits until everything before has finished. A
-kernel that did not wait could finish before its predecessor, so all of them do.
+there. On a GPU a kernel launched with `**PDL` may start while the previous one still runs:
+`pdl_launch` lets the next kernel start, `pdl_wait` waits until all earlier kernels have finished. A
+kernel that did not wait could finish before its predecessor, so all of them wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PDL: dict[str, Any] = {} if _INTERPRETED else {"launch_pdl": True}
 
 
 def lanes(count: int, least: int = WARP) -> int:
-    """Return the size of a block for `count` elements, a power of two. Smaller blocks than `least`
+    """Return the size of a block for `count` elements, a power of two. Blocks smaller than `least`
     would be more variants of a kernel to compile, and no faster.
     """
     return max(triton.next_power_of_2(count), least)

@@ -1,5 +1,5 @@
-"""The tensors that the kernels of a step hand to each other: one NamedTuple per group, all of
-static size, all on the device.
+"""The tensors that the kernels of a step share: one NamedTuple per group, all of static size, all
+on the device.
 
 Tensors are int32 unless a comment says otherwise. An index of -1 means none. A dead row has
 position -1, the idle batch slot, the trash KV slot and base 0.
@@ -7,7 +7,7 @@ position -1, the idle batch slot, the trash KV slot and base 0.
 Legend: Q batch slots (the last one is idle), T tokens, P pages per batch slot, K stop ids, H
 hidden, R rows, V decode rows (the first of R), X draft rows, D longest path, B requests of the
 batch, W prefill chunks, E = B + W entries, S = V + W samples, C nodes per request, N = B * C nodes,
-Z calibration cells, V vocabulary where token counts are meant, L listed tokens.
+Z calibration cells, V vocabulary for token counts, L listed tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ALLOWED = 2**29  # likewise where the sequence may sample it, if it may not samp
 
 
 class BatchSlots(NamedTuple):
-    """The device state of sequences, a row each. A batch slot whose sequence has ended keeps its
+    """The device state of sequences, one row each. A batch slot whose sequence has ended keeps its
     text until the next sequence starts there, because siblings draft from it. `token_QT`,
-    `length_Q`, `group_Q` and `first_Q` have rows after the idle one, for texts alone.
+    `length_Q`, `group_Q` and `first_Q` have extra rows after the idle one, only for texts.
     """
 
     token_QT: Tensor  # prompt + output
@@ -77,7 +77,7 @@ class BatchSlots(NamedTuple):
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cuda",
     ) -> BatchSlots:
-        """Return empty batch slots. `batch_slots` counts the idle one."""
+        """Return empty batch slots. `batch_slots` includes the idle one."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -130,7 +130,7 @@ class PrefillChunks(NamedTuple):
 
 
 class RowTable(NamedTuple):
-    """Rows of an extend. Key position p of row r lies in the pages of batch_slot_R[r] for p <
+    """Rows of an extend. Key position p of row r is in the pages of batch_slot_R[r] for p <
     base_R[r], else at path_RD[r, p - base_R[r]].
     """
 
@@ -193,14 +193,14 @@ class Draft(NamedTuple):
     """Rows of a draft graph, all levels: level 0 = rows [0, B), level l > 0 = rows [B + (l - 1) B
     width, B + l B width).
 
-    `source_X` names the hidden state that is the row's feature g: on level 0 that of a batch slot
-    (its `hint_QH`), later that of a draft row.
+    `source_X`: the source of the row's feature g. On level 0 it is a batch slot (its `hint_QH`),
+    later a draft row's hidden state.
     """
 
     rows: RowTable
     source_X: Tensor
     node_X: Tensor  # column of the node that the row expands; -1 = the root
-    acceptance_X: Tensor  # float32, survival of that node; 1 for a root, -1 for a dead row
+    acceptance_X: Tensor  # float32, of that node; 1 for a root, -1 for a dead row
     root_position_B: Tensor
     limit_B: Tensor  # deepest draft token that is of use; 0 = none
 
@@ -236,8 +236,8 @@ class Draft(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """The trees to be verified. Entry e < B is request e of the batch; entry B + w is prefill chunk
-    w, a tree of its last row alone.
+    """The trees to verify. Entry e < B is request e of the batch; entry B + w is prefill chunk w, a
+    tree of its last row alone.
     """
 
     root_E: Tensor  # row
@@ -255,8 +255,8 @@ class Trees(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """The rows of an extend that later steps need: which KV moves to its pages, and whose features
-    are read again.
+    """The rows of an extend that later steps need: KV to move to its pages, and features to read
+    again.
     """
 
     on_path_V: Tensor  # 1 = on the walk (also after a stop id) of an entry that is not broken
@@ -300,8 +300,8 @@ class Samples(NamedTuple):
 
 
 class CalibrationTable(NamedTuple):
-    """Probabilities that a node is on the path given that its parent is: a prior, corrected by what
-    verification accepts.
+    """Probabilities that a node is on the path if its parent is: a prior, corrected by verification
+    results.
     """
 
     prior_Z: Tensor  # float32

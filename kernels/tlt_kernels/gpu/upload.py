@@ -1,9 +1,9 @@
-"""Uploads: what the host sends to the device before a step, in one buffer and one copy. It holds
-the batch, newly started sequences and new pages.
+"""Uploads: the host's changes for a step, in one buffer and one copy: the batch, newly started
+sequences and new pages.
 
 The host fills an `Upload` (plain numpy over pinned memory) and copies its first `used` ints to the
 device's buffer of the same layout. `apply` writes it to the batch slots, once. Graphs read the
-batch (`batch_slot_B`, chunks) where it lies in that buffer.
+batch (`batch_slot_B`, chunks) directly from that buffer.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Upload:
 
     @property
     def used(self) -> int:
-        """Return the number of ints that have to be copied."""
+        """Return the number of ints to copy."""
         return self.layout.payload_at + self._payload if self.changes else self.layout.admissions_at
 
     @property
     def changes(self) -> bool:
-        """Return True if `apply` has anything to do. The batch alone needs only the copy."""
+        """Return True if `apply` is needed. The batch alone needs only the copy."""
         return bool(self._admissions or self._extensions or self._texts)
 
     def batch(
@@ -120,11 +120,12 @@ class Upload:
         edits: Edits = NO_EDITS,
         adapter: int = -1,
     ) -> bool:
-        """Start a sequence. `tokens` is all it has, prompt and earlier output; `pages` are those of
-        its first positions.
+        """Start a sequence. `tokens`: all its tokens, prompt and earlier output. `pages`: of its
+        first positions.
 
         drafters, max_depth, max_rows, group, first, adapter: as in `BatchSlots`. hint_page: the
-        page before its first uncomputed position, whose stored feature becomes its hint; -1 = none.
+        page before its first uncomputed position, whose stored feature becomes the sequence's; -1 =
+        none.
         """
         assert len(stop_ids) <= self.layout.stops, (
             f"{len(stop_ids)} stop ids, a batch slot holds {self.layout.stops}"
@@ -161,7 +162,7 @@ class Upload:
         return True
 
     def keep_text(self, slot: int, group: int, tokens: NDArray[np.int32]) -> bool:
-        """Put a text into a slot for texts, for the group to draft from."""
+        """Put a text into a text slot, for the group to draft from."""
         if self._texts == self.layout.texts or self._payload + len(tokens) > self.layout.payload:
             return False
         if slot in self._named:
@@ -173,7 +174,7 @@ class Upload:
         return True
 
     def extend_pages(self, batch_slot: int, first: int, pages: Sequence[int]) -> bool:
-        """Give a batch slot its pages `first`, `first + 1`, ... They are its last ones: its
+        """Give a batch slot its pages `first`, `first + 1`, ..., which become its last ones: its
         capacity ends with them.
         """
         if (
@@ -225,7 +226,7 @@ def _apply(
     K: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply an upload. The programs share out admissions, extensions and blocks of tokens; the last
-    one to finish leaves an upload without any.
+    one to finish marks the upload as applied.
     """
     pdl_launch()
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -323,8 +324,8 @@ def apply(
     batch_slots: BatchSlots,
     page_hint_PH: Tensor | None = None,
 ) -> None:
-    """Write admissions, extensions and texts to the batch slots, and note in the buffer that it is
-    done. So a graph may begin with this launch whether or not there is something new.
+    """Write admissions, extensions and texts to the batch slots, and mark the buffer as applied. So
+    a graph may begin with this launch whether or not there is anything new.
 
     page_hint_PH: stored features of filled pages (None: there is no drafter). An admission without
     a hint page gets zeros.

@@ -22,7 +22,7 @@ TEXT = 4  # slot, tokens, payload, group
 
 
 def rounded(ints: int) -> int:
-    """Round up: sections begin at multiples of 16 bytes."""
+    """Round up to a multiple of 16 bytes, the alignment of sections."""
     return -(-ints // 4) * 4
 
 

@@ -1,5 +1,5 @@
-"""The variants of Triton kernels: which ones some launches need, without launching; which ones a
-process has loaded, and where Triton keeps them.
+"""The variants of Triton kernels: lists those that launches need, without launching; lists those
+that a process has loaded, with their place in Triton's cache.
 
 A variant is a kernel with its constants, the types and alignments of its arguments, and its
 options. Triton describes it as JSON, from which another process can compile it (`compiler.py`).
@@ -44,22 +44,24 @@ class Unloaded(Exception):
 
 
 def preload(variant: Variant) -> Any:
-    """Return the compiled variant, which a launch then finds; Triton compiles it for the active
-    driver's target, unless its cache has it. `ValueError` if the kernel is none of this package.
+    """Return the compiled variant, for a launch to find; Triton compiles it for the active driver's
+    target, unless its cache has it. `ValueError` if the kernel is not from this package.
     """
     if not variant.module.startswith(f"{PACKAGE}."):
-        raise ValueError(f"{variant.module} has no kernels of ours")
+        raise ValueError(f"{variant.module} is not a module of tlt_kernels")
     return getattr(import_module(variant.module), variant.kernel).preload(variant.specialization)
 
 
 def load(variant: Variant) -> None:
-    """Bring a variant onto the GPU, so that its first launch need not, which may be captured."""
+    """Load a variant onto the GPU, so that its first launch, perhaps in a capture, need not."""
     _ = preload(variant).run  # Triton loads the program where its launcher is asked for
 
 
 @contextmanager
 def only_loaded() -> Iterator[None]:
-    """Let launches that would load a kernel raise `Unloaded`. Loading is forbidden in a capture."""
+    """Make launches that would load a kernel raise `Unloaded`. Loading is forbidden in a
+    capture.
+    """
 
     def refuse(**told: Any) -> bool:
         raise Unloaded(told["fn"].name)
@@ -69,7 +71,7 @@ def only_loaded() -> Iterator[None]:
 
 
 class _Unlaunched:
-    """Stands for a kernel while launches are listed."""
+    """Stands in for a kernel while launches are listed."""
 
     function = packed_metadata = None
 
@@ -83,8 +85,8 @@ class _Unlaunched:
 @contextmanager
 def listed() -> Iterator[dict[Variant, None]]:
     """Fill the mapping with the variants that the block would launch and that are not loaded yet,
-    in order. Nothing is compiled or launched, loaded or not, so what kernels should have written is
-    undefined; a launch that read it could read anywhere.
+    in order. Nothing is compiled or launched, not even loaded kernels, so their outputs are
+    undefined; a launch that used them as addresses could read anywhere.
     """
     found: dict[Variant, None] = {}
     held = [(kernels, key, kernel) for kernels in _all_loaded() for key, kernel in kernels.items()]
@@ -111,8 +113,8 @@ def listed() -> Iterator[dict[Variant, None]]:
 
 @contextmanager
 def loaded() -> Iterator[dict[Variant, str]]:
-    """Fill the mapping with the variants that the block loads, and the hash that Triton keeps each
-    under.
+    """Fill the mapping with the variants that the block loads, and their hashes in Triton's
+    cache.
     """
     found: dict[Variant, str] = {}
 
@@ -129,7 +131,7 @@ def _variant(told: dict[str, Any]) -> Variant:
 
 
 def _all_loaded() -> list[dict[Any, Any]]:
-    """Return the loaded kernels of each of our functions, on each device."""
+    """Return the loaded kernels of each function of this package, on each device."""
     modules = [module for name, module in [*sys.modules.items()] if name.startswith(f"{PACKAGE}.")]
     functions = {
         id(value): value
@@ -148,7 +150,7 @@ def _kernels(told: dict[str, Any]) -> dict[Any, Any]:
 
 @contextmanager
 def _hook(name: str, hook: Callable[..., object]) -> Iterator[None]:
-    """Install a hook of Triton. One that is there is called, too, and decides first."""
+    """Install a hook of Triton. An earlier hook is called first and decides first."""
     before = getattr(knobs.runtime, name)
 
     def both(**told: Any) -> object:

@@ -1,5 +1,5 @@
-"""LoRA on a GPU: the matrices of all loaded adapters, each in a slot of fixed addresses, which
-captured passes read. The target of any version uses them.
+"""LoRA on a GPU: the matrices of all loaded adapters, each in a slot with fixed addresses, which
+captured passes read. All versions of the target use them.
 
 Legend: K inputs, N outputs of a fused map, r padded rank, X = r times its parts, S slots.
 """
@@ -31,7 +31,7 @@ class GpuProjectionSlots(NamedTuple):
     scale_S: Tensor
 
     def fill(self, slot: int, part: str, pair: MatrixPair) -> None:
-        """Copy a part's matrices, of at most the padded rank, to a slot of zeros."""
+        """Copy a part's matrices, of at most the padded rank, to a zeroed slot."""
         at, rank, padded = [*self.parts].index(part), len(pair.a_rK), self.b_SNr.shape[2]
         first = sum([*self.parts.values()][:at])
         self.a_SXK[slot, at * padded : at * padded + rank].copy_(pair.a_rK)
@@ -46,7 +46,7 @@ class SideStream:
 
     @contextmanager
     def begin(self) -> Iterator[None]:
-        """Launch what follows there, after all that the current stream has been given."""
+        """Launch the block's work on this stream, after everything queued on the current stream."""
         if self._stream is None:
             yield
             return
@@ -55,7 +55,7 @@ class SideStream:
             yield
 
     def end(self) -> None:
-        """Let the current stream continue after the work launched on this one."""
+        """Let the current stream wait for the work launched on this one."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -66,27 +66,27 @@ class GpuAdaptedProjection(NamedTuple):
     side: SideStream
 
     def shrink(self, x_MK: Tensor) -> Tensor:
-        """Return `low_PMX`, the rows of `x_MK` times the A of their adapters, which is computed
-        while the map is.
+        """Return `low_PMX`: the rows of `x_MK` times the A of their adapters, computed alongside
+        the map.
         """
         with self.side.begin():
             return shrink(x_MK, self.slots.a_SXK, self.rows)
 
     def expand(self, low_PMX: Tensor, out_MN: Tensor) -> None:
-        """Add to the rows of the map's result what their adapters make of `low_PMX`."""
+        """Add the adapters' results from `low_PMX` to the rows of the map's output."""
         parts = tuple(self.slots.parts.values())
         self.side.end()
         expand(low_PMX, self.slots.b_SNr, self.slots.scale_S, parts, self.rows, out_MN)
 
     def expand_silu(self, low_PMX: Tensor, gate_up_MN: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return silu(gate) * up, where both include the adapters of their rows."""
+        """Return silu(gate) * up; both include the adapters of their rows."""
         b_SNr, scale_S = self.slots.b_SNr, self.slots.scale_S
         self.side.end()
         return expand_silu(low_PMX, b_SNr, scale_S, self.rows, gate_up_MN, dtype)
 
 
 class GpuAdaptedLayer(NamedTuple):
-    """The additions of a layer's projections to the rows of a step."""
+    """The adapters' additions to a layer's projections in one step."""
 
     qkv: GpuAdaptedProjection
     output: GpuAdaptedProjection
@@ -115,7 +115,7 @@ class GpuAdapterSlots:
             self._layers.append(layer)
 
     def fill(self, slot: int, weights: AdapterWeights) -> None:
-        """Put an adapter into a slot, in place of the one it holds, on the current stream."""
+        """Put an adapter into a slot, in place of the previous one, on the current stream."""
         self._scale_S[slot] = weights.adapter.scale
         for layer in self._layers:
             for projection in layer.values():

@@ -1,8 +1,8 @@
 """The decoder of every family on a GPU: embedding, pre-norm layers, final norm, LM head.
 
-Activations in the weights' type, the residual stream and the logits in fp32. In strict numerics a
-row's bits depend on its prefix only. Filled through `parameters()`; CUDA graphs hold the addresses,
-so new weights change places with the old (`models.gpu.swapping`).
+Activations have the weights' dtype; the residual stream and the logits are fp32. In strict numerics
+a row's bits depend only on its prefix. Filled through `parameters()`; CUDA graphs hold the
+addresses, so new weights are swapped with the old in place (`models.gpu.swapping`).
 
 Legend: R rows, H hidden, F feature width, V vocabulary, W tokens of this rank, S slots, K KV heads,
 D head width.
@@ -65,7 +65,7 @@ class GpuDecoderLayer:
 
 
 class HeadRows(NamedTuple):
-    """The rows of the LM head that a rank has. A view of them would keep memory that moves."""
+    """A rank's rows of the LM head. A view would keep memory that moves."""
 
     stored: Tensor
     rows: slice = slice(None)
@@ -86,8 +86,8 @@ class GpuDecoder:
     ) -> None:
         """`feature_layers`: layers whose inputs `forward` returns (Hugging Face
         `hidden_states[i]`), 0 <= i < layers, or i = layers for the hidden state after the final
-        norm. `split`: the rank whose heads and parts of MLP and LM head this is; embedding and
-        norms are whole on every rank.
+        norm. `split`: the rank's heads and parts of MLP and LM head; embedding and norms are whole
+        on every rank.
         """
         wrong = [layer for layer in feature_layers if not 0 <= layer <= config.layers]
         if wrong:
@@ -128,7 +128,7 @@ class GpuDecoder:
         return self.head.weight_WH
 
     def blank(self) -> GpuDecoder:
-        """The same model with storage of its own, to be filled with other weights."""
+        """Return the same model with its own empty storage."""
         return shards(self.config, self.placement, self.feature_layers, self.split)
 
     def of(self, rank: int) -> GpuDecoder:
@@ -144,8 +144,8 @@ class GpuDecoder:
         adapted: Sequence[GpuAdaptedLayer] | None = None,
     ) -> Forward:
         """Extend by `rows`: writes their KV at `kv_slot_R` in every layer. Hidden states, in
-        `out_RH` where that is given, and features are in the weights' type. `adapted`: what
-        adapters add to some of the rows, by layer.
+        `out_RH` if given, and features have the weights' dtype. `adapted`: the adapters' additions
+        to some rows, by layer.
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
         sums = self.placement.sums
@@ -179,9 +179,7 @@ class GpuDecoder:
         return Forward(normed_RH, features_RF)
 
     def _keep(self, index: int, state_RH: Tensor, features_RF: Tensor) -> None:
-        """Copy the state to every feature that is of this layer: a small target may give one
-        twice.
-        """
+        """Copy the state to every feature of this layer; a small target may use one layer twice."""
         for at, wanted in enumerate(self.feature_layers):
             if wanted == index:
                 features_RF[:, at * self.hidden_size : (at + 1) * self.hidden_size].copy_(state_RH)
@@ -189,16 +187,16 @@ class GpuDecoder:
     def logits(
         self, hidden_RH: Tensor, out_RW: Tensor | None = None, tokens: slice = slice(None)
     ) -> Tensor:
-        """[R, W] fp32, from `Forward.hidden_RH` or any of its rows; in `out_RW` where that is
-        given. `tokens`: some of this rank's.
+        """Return logits [R, W] fp32 from rows of `Forward.hidden_RH`, in `out_RW` if given.
+        `tokens`: some of this rank's.
         """
         return self.placement.matmuls.linear(
             hidden_RH, self.head_WH[tokens], out_dtype=torch.float32, out_MN=out_RW
         )
 
     def parameters(self) -> Mapping[str, Stored]:
-        """Hugging Face name -> view [out, in] of the live storage, with the shards of `peers`. A
-        tied `lm_head.weight` is not listed.
+        """Return a view [out, in] of the live storage, including the shards of `peers`, for each
+        Hugging Face name. A tied `lm_head.weight` is not listed.
         """
         if not self.peers:
             return self.own_parameters()
@@ -210,8 +208,8 @@ class GpuDecoder:
         return dict(target_parameters(self, self.head_WH))
 
     def storage(self) -> list[Tensor]:
-        """Everything that makes this rank's part of a version, in a fixed order. Fused maps are
-        whole, as a commit launches a kernel for each of these.
+        """Return this rank's tensors of a version, in a fixed order. Fused maps are whole, as a
+        commit launches a kernel for each of these.
         """
         head = [] if self.config.tied_embeddings else [self.head.stored]
         layers = [tensor for layer in self.layers for tensor in layer.storage()]
@@ -219,7 +217,7 @@ class GpuDecoder:
 
 
 def device_table(config: ModelConfig, placement: Placement) -> RotaryTable:
-    """Return the table on its device, which all versions share: it is no weight."""
+    """Return the rotary table on its device. All versions share it, as it is not a weight."""
     return _table_on(placement.device, config.rope, config.head_dim, config.max_position)
 
 
@@ -231,8 +229,8 @@ def _table_on(device: torch.device, rope: Rope, head_dim: int, max_position: int
 def shards(
     config: ModelConfig, placement: Placement, feature_layers: tuple[int, ...], split: Split
 ) -> GpuDecoder:
-    """Return a rank's target, with the shards of the ranks that `split` builds for. Their tensors
-    lie where `split` puts them; what is no weight is left out.
+    """Return a rank's target, with the shards of the ranks that `split` builds for. `split` places
+    their tensors; tensors that are not weights are left out.
     """
     elsewhere = replace(placement, device=torch.device("meta"), sums=OWN_SUMS)
     made: GpuDecoder = split.build(

@@ -1,8 +1,10 @@
-"""The part of a drafter that each rank of a target on several GPUs has: of the layer, heads and a
-part of the MLP; of the head, draft tokens. `fc` and norms are whole on every rank, or all of it is.
+"""Each rank's part of a drafter on several GPUs: of the layer, heads and a part of the MLP; of the
+head, draft tokens. `fc` and norms are whole on every rank. Alternatively every rank has the whole
+drafter.
 
-A drafter has the target's leaves, or fewer where these would cut a head, so drafts are the same at
-every width of a fingerprint. No tensors: the engine asks before it makes one, `tlt doctor`, too.
+A drafter has the target's reduction segments, or fewer if these would cut a head, so drafts are
+equal at every width with one fingerprint. No tensors: the engine and `tlt doctor` ask before a
+drafter is made.
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ class DrafterPart(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """Return how many of them a rank has at most."""
+        """Return the largest number of draft tokens of any rank."""
         return min(most_tokens(self.head, self.head_split), self.head.vocab_size)
 
 
 def drafter_part(
     config: ModelConfig, draft_vocab: int, target: Split, asked: DrafterParallel, itemsize: int
 ) -> DrafterPart:
-    """Return the part of the rank that has this part of the target; itemsize: bytes of a weight.
-    `StartupError` where `asked` is shared and the ranks cannot share it.
+    """Return the drafter's part for the rank with this part of the target. itemsize: bytes of a
+    weight. `StartupError` if `asked` is shared and the ranks cannot share the drafter.
     """
     counts = [
         count
@@ -73,14 +75,14 @@ def drafter_part(
 
 
 def _divides(head: ModelConfig, ranks: int) -> bool:
-    """Return True if each of the ranks can have a KV head and a block of draft tokens."""
+    """Return True if each rank can have a KV head and a block of draft tokens."""
     kv_fits = head.kv_heads % ranks == 0 or ranks % head.kv_heads == 0
     own_head = ARCHITECTURES[head.architecture].own_head
     return own_head and kv_fits and has_tokens(head, Split(of=ranks))
 
 
 def _saved(head: ModelConfig, ranks: int) -> int:
-    """Return the weights that a rank need not read on each level, as others do."""
+    """Return the number of weights per level that a rank need not read, as other ranks do."""
     query, kv = head.heads * head.head_dim, head.kv_heads * head.head_dim
     inputs = 2 * (query + 2 * kv) + query + 3 * head.intermediate_size + head.vocab_size
     return head.hidden_size * inputs * (ranks - 1) // ranks

@@ -1,5 +1,5 @@
-"""Draft trees of an EAGLE network on a GPU, level by level: what a captured draft pass and the
-replay of recorded responses run.
+"""Draft trees of an EAGLE network on a GPU, level by level, for a captured draft pass and for the
+replay of recorded responses.
 
 Legend: as in `tlt_kernels.gpu.tensors`; X draft rows, M rows of a level, H hidden.
 """
@@ -57,7 +57,7 @@ class DraftTrees:
         floor: float = growth.FLOOR,
     ) -> None:
         """Fill `nodes`. Draft rows write their KV from `first_kv_slot` of the cache on. `drafter`:
-        the bit of it in `BatchSlots.drafters_Q`.
+        its bit in `BatchSlots.drafters_Q`.
         """
         draft, depth, width = self.draft, self.depth, self.width
         roots(

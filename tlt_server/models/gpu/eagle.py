@@ -1,9 +1,9 @@
 """The draft networks of EAGLE-3, EAGLE-1 and EAGLE-2 on a GPU; see `tlt_server.models.eagle` for
 their arithmetic.
 
-Slot p of its KV holds (embedding of x_p, hint g_{p-1}): `store` keeps it for every row that the
-target extends, `forward` drafts. What a network reads, how it joins that with the embedding and
-which head it has is in its class; the rest is common.
+Slot p of its KV has (embedding of x_p, feature g_{p-1}): `store` writes it for every row that the
+target extends, `forward` drafts. A network's class says which layers it reads, how it joins
+features with the embedding, and which head it has; the rest is common.
 
 Legend: R rows, H hidden, F feature width, P partial sums, X width of the layer's input, C draft
 vocabulary, V target vocabulary, W children of a row.
@@ -43,13 +43,13 @@ from tlt_server.models.split import Split
 
 
 def spread_drafter(target: GpuDecoder, make: Callable[[GpuDecoder], Any]) -> Any:
-    """Return the drafter of the target that `make` makes, with a copy for each rank."""
+    """Return the target's drafter, built by `make`, with a copy for each rank."""
     return target.split.build(lambda split: make(target.of(split.rank)), target)
 
 
 class GpuEagleNetwork:
-    """Layers and storage of one drafter, placed as its target is and sharing, where it has none,
-    the target's embedding.
+    """Layers and storage of one drafter, placed like its target. If it has no embedding, it shares
+    the target's.
     """
 
     def __init__(self, described: Described, target: GpuDecoder) -> None:
@@ -105,7 +105,7 @@ class GpuEagleNetwork:
         self.target_ids_C.copy_(torch.arange(count, dtype=torch.int32))
 
     def follow(self, target: GpuDecoder) -> None:
-        """Read what this network has not itself from this target, on all ranks."""
+        """Read missing parts of this network from this target from now on, on all ranks."""
         if not self.own_embedding:
             self.embedding_VH = target.embedding_VH
         for network, of in zip(self.peers, target.peers, strict=True):
@@ -113,23 +113,23 @@ class GpuEagleNetwork:
 
     @property
     def target_ids(self) -> Tensor:
-        """int64 [C] on the host."""
+        """Return int64 [C] on the host."""
         return self.target_ids_C.long().cpu()
 
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None:
-        """Map draft ids to target ids as a checkpoint's two tensors say; they must agree. `path`
-        names them in errors.
+        """Set the map from draft ids to target ids by a checkpoint's two tensors, which must agree.
+        `path`: their name in errors.
         """
         found = target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path)
         for network in (self, *self.peers):
             network.target_ids_C.copy_(found)
 
     def blank(self, target: GpuDecoder, *, own_embedding: bool) -> Self:
-        """The same network with storage of its own, to be filled with other weights; the vocabulary
-        map is kept until another is set.
+        """Return the same network with its own empty storage. The vocabulary map stays until
+        another is set.
 
-        `ModelError` where one of the two has an embedding of its own and the other has not: their
-        storage could not be exchanged.
+        `ModelError` if only one of the two has its own embedding: their storage could not be
+        swapped.
         """
         if own_embedding != self.own_embedding:
             pushed, resident = ("brings", "has none") if own_embedding else ("lacks", "has one")
@@ -145,12 +145,12 @@ class GpuEagleNetwork:
         return made
 
     def fuse(self, features_RF: Tensor) -> Tensor:
-        """The target's features of a position as the hint of the next: [R, H]."""
+        """Return the next position's g, [R, H], from the target's features."""
         raise NotImplementedError
 
     def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor:
-        """Return the layer's input [R, X] and leave in `g_RH`, float32, the start of the residual
-        stream.
+        """Return the layer's input [R, X], and write the start of the residual stream to `g_RH`,
+        float32.
         """
         raise NotImplementedError
 
@@ -163,8 +163,8 @@ class GpuEagleNetwork:
         raise NotImplementedError
 
     def parameters(self) -> Mapping[str, Stored]:
-        """Map published names to views [out, in] of the live storage, with those of `peers`;
-        `target_ids_C` is `d2t`.
+        """Return views [out, in] of the live storage, including those of `peers`, by published
+        names; `target_ids_C` is `d2t`.
         """
         if not self.peers:
             return self.own_parameters()
@@ -173,13 +173,13 @@ class GpuEagleNetwork:
         return pieces_of(shards, self.part.head, splits)
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """Return this rank's."""
+        """Return this rank's slices."""
         return dict(self.described.architecture.parameters(self))
 
     def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> Tensor:
-        """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns the logits_RC of
-        `part.tokens`. `g_RH`, float32, becomes the residual stream's end, the hint of what is
-        drafted after the rows.
+        """Run rows (x_p, g_{p-1}) at positions p >= 1: write their KV and return the logits_RC of
+        `part.tokens`. `g_RH`, float32, becomes the end of the residual stream, the feature for
+        drafts after these rows.
         """
         input_RX, sums = self.join(rows, g_RH), self.sums
         room = sums.room(ATTENTION, len(input_RX))
@@ -195,8 +195,8 @@ class GpuEagleNetwork:
         self, logits_RC: Tensor, rows: RowTable, batch_slots: BatchSlots, *, width: int, level: int
     ) -> tuple[Tensor, Tensor]:
         """Return the best children of rows over the draft tokens of all ranks: target ids [R, W]
-        and scores, as `tlt_kernels.gpu.children` does. logits_RC: from `forward`. `level`: of the
-        tree, from 0 on.
+        and scores, like `tlt_kernels.gpu.children`. logits_RC: from `forward`. `level`: of the
+        tree, from 0.
         """
         own_ids_C, peers = self.target_ids_C[self.part.tokens], self._sharing
         if peers is None:
@@ -207,11 +207,11 @@ class GpuEagleNetwork:
         )
 
     def store(self, rows: RowTensors, g_RH: Tensor, cache: KVCache) -> None:
-        """Write the rows' KV and compute nothing else."""
+        """Write only the rows' KV."""
         self.self_attention.store(self.join(rows, g_RH), cache.k[0], cache.v[0], rows)
 
     def storage(self) -> list[Tensor]:
-        """Everything that makes a version, in a fixed order."""
+        """Return all tensors of a version, in a fixed order."""
         return [*self.own_parameters().values(), self.target_ids_C]
 
 
@@ -261,7 +261,7 @@ class GpuEagle3(GpuEagleNetwork):
 
 
 class GpuEagle1(GpuEagleNetwork):
-    """See `models.eagle.Eagle1`. The target's head is read where it lies, like its embedding."""
+    """See `models.eagle.Eagle1`. Head and embedding are read from the target's storage."""
 
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         super().__init__(described, target)

@@ -1,8 +1,8 @@
-"""The pieces of a decoder layer on a GPU. A piece owns its storage; what its parts are called in a
-checkpoint is in `models/names.py`.
+"""The pieces of a decoder layer on a GPU. A piece owns its storage; `models/names.py` has the
+checkpoint's names of its parts.
 
-Fused weights lie as in the checkpoint, [out, in], one part's rows after the other's, so every
-parameter is a contiguous view.
+Fused weights are laid out as in the checkpoint, [out, in], one part's rows after the other's, so
+every parameter is a contiguous view.
 
 Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a matmul's inputs), D head
 width, S slots, X fused width, P partial sums.
@@ -26,7 +26,7 @@ from tlt_server.models.rope import RotaryTable
 
 
 class RowTensors(NamedTuple):
-    """The rows of a pass; their keys and values go to `kv_slot_R`."""
+    """The rows of a pass. Their keys and values are written to `kv_slot_R`."""
 
     token_R: Tensor
     position_R: Tensor
@@ -34,7 +34,7 @@ class RowTensors(NamedTuple):
 
 
 class Attend(Protocol):
-    """Attention of one step's rows, planned once for all layers."""
+    """Attention for one step's rows, planned once for all layers."""
 
     def __call__(
         self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0
@@ -110,8 +110,8 @@ class GpuSelfAttention:
         adapted: GpuAdaptedLayer | None = None,
         room: Room | None = None,
     ) -> Tensor:
-        """Write the rows' keys and values, attend over positions [first, own]; partial sums [P, R,
-        H] of the output, in `room` where that is given.
+        """Write the rows' keys and values, and attend over positions [first, own]. Return partial
+        sums [P, R, H] of the output, in `room` if given.
         """
         if adapted is not None:
             low_PRX = adapted.qkv.shrink(x_RH)
@@ -123,7 +123,7 @@ class GpuSelfAttention:
         return _partials(self.matmuls, self.output, out_RX, adapted and adapted.output, room)
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
-        """Write the rows' keys and values, and nothing else."""
+        """Write only the rows' keys and values."""
         start, bias_X = self.query_width, self.qkv.bias_X
         kv_RX = self.matmuls.linear(
             x_RH, self.qkv.weight_XK[start:], None if bias_X is None else bias_X[start:]
@@ -169,7 +169,7 @@ class GpuGatedMlp:
     def __call__(
         self, x_RH: Tensor, adapted: GpuAdaptedLayer | None = None, room: Room | None = None
     ) -> Tensor:
-        """Partial sums [P, R, H], in `room` where that is given."""
+        """Return partial sums [P, R, H], in `room` if given."""
         if adapted is None:
             gated_RI = self.matmuls.gated(x_RH, self.gate_up.weight_XK)
         else:
@@ -189,8 +189,8 @@ def _partials(
     adapted: GpuAdaptedProjection | None,
     room: Room | None,
 ) -> Tensor:
-    """Return partial sums [P, R, H] of a map; what adapters add is in the first, which is the first
-    half of K at every number of rows.
+    """Return partial sums [P, R, H] of a map. The adapters' additions are in the first one, which
+    at every number of rows covers the first half of K.
     """
     if adapted is None:
         return matmuls.partials(x_RK, projection.weight_XK, room=room)

@@ -1,5 +1,5 @@
-"""The limits of the GPU's layers: models beyond them are refused by name before anything is
-allocated. Imports no kernel.
+"""The limits of the GPU's layers: models beyond them are refused by name before any allocation.
+Imports no kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WIDTHS = 8  # elements that a row of a weight is a multiple of, for the copy eng
 
 
 def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
-    """`ModelError` names the key of config.json. `what`: the model, in errors."""
+    """Raise `ModelError` with the key of config.json. `what`: the model's name in errors."""
     remedy = "serve another model, or start with --device cpu"
     if shape.output_bias:
         raise ModelError(
@@ -22,7 +22,7 @@ def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
             f"GPU's have none; {remedy}"
         )
     if shape.mlp_bias:
-        raise ModelError(f"{what} has 'mlp_bias' true, and a GPU's MLP has no biases; {remedy}")
+        raise ModelError(f"{what} has 'mlp_bias' true, but a GPU's MLP has no biases; {remedy}")
     if config.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         raise ModelError(

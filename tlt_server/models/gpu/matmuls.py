@@ -1,5 +1,5 @@
-"""Matmuls on a GPU by numerics: `strict` adds in an order fixed by the weight's shape,
-`fast` in whichever is quicker.
+"""Matmuls on a GPU by numerics: `strict` adds in an order fixed by the weight's shape, `fast` in
+the quickest order.
 
 Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
 """
@@ -24,7 +24,7 @@ WHOLE = Split(LEAVES)  # on one GPU, in the fewest leaves
 
 
 class Room(NamedTuple):
-    """A place for partial sums."""
+    """Memory for partial sums."""
 
     floats: Tensor  # float32, of which they take the beginning
     parts: int  # how many there are at least, if there are as many leaves
@@ -40,15 +40,15 @@ class Matmuls(Protocol):
         out_dtype: torch.dtype | None = None,
         out_MN: Tensor | None = None,
     ) -> Tensor:
-        """x @ weight.T (+ bias): [M, N], in `out_MN` where that is given."""
+        """Return x @ weight.T (+ bias): [M, N], in `out_MN` if given."""
 
     def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
-        """Sums whose total over the first axis, as a binary tree, is x @ weight.T: [P, M, N], in
-        `room` where that is given.
+        """Return partial sums [P, M, N], in `room` if given. Added as a binary tree over the first
+        axis, they give x @ weight.T.
         """
 
     def gated(self, x_MK: Tensor, weight_XK: Tensor) -> Tensor:
-        """silu(gate) * up of a weight [2I, K], gate rows first: [M, I]."""
+        """Return silu(gate) * up of a weight [2I, K], gate rows first: [M, I]."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StrictMatmuls:
     gated = staticmethod(gemm.gated)
 
     def of_rank(self, split: Split) -> Self:
-        """Return the matmuls of a target's shard, which has the leaves of one rank."""
+        """Return the matmuls of a target's shard, with the reduction segments of one rank."""
         return replace(self, leaves=split.leaves // split.of)
 
     def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
@@ -71,9 +71,7 @@ class StrictMatmuls:
 
 
 class FastMatmuls(StrictMatmuls):
-    """The quicker of two ways: the library for matmuls of many rows that have nothing fused to
-    them, else our kernels.
-    """
+    """The quicker of two ways: the library for unfused matmuls of many rows, else our kernels."""
 
     @staticmethod
     def linear(

@@ -1,4 +1,4 @@
-"""The place of a model on a GPU: device, type, and the way its matmuls and sums are computed."""
+"""The placement of a model on a GPU: device, dtype, and the computation of its matmuls and sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tlt_server.settings.server import DrafterParallel
 
 @dataclass(frozen=True)
 class Placement:
-    """The device and type of weights, and the way matmuls and their sums are computed."""
+    """The device and dtype of weights, and the computation of matmuls and their sums."""
 
     device: torch.device
     dtype: torch.dtype

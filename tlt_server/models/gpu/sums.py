@@ -1,9 +1,9 @@
-"""The sums of a target's row-parallel matmuls, with residual and norm: of this GPU's own partial
-sums, or of those of all ranks.
+"""The sums of a target's row-parallel matmuls, with residual and norm: of this GPU's partial sums,
+or of those of all ranks.
 
-A layer has two, one after attention and one after the MLP. They take turns with two rooms of a
-rank's window, so a pass, which has an even number of them, may follow any other. What a draft head
-exchanges between two layers goes through the end of a room, which no partial sum reaches.
+A layer has two, one after attention and one after the MLP. They alternate between two rooms of a
+rank's window, so a pass, which has an even number of them, may follow any other. A draft head's
+exchange between two layers uses the end of a room, which no partial sum reaches.
 
 Legend: P partial sums, R rows, H hidden.
 """
@@ -27,10 +27,10 @@ ATTENTION, MLP = 0, 1  # turns
 class LayerSums(Protocol):
     @property
     def peers(self) -> RankPeers | None:
-        """Return the ranks whose partial sums are added; None: there is one."""
+        """Return the ranks whose partial sums are added; None with one rank."""
 
     def room(self, turn: int, rows: int) -> Room | None:
-        """Return where the partial sums of this turn are to be written; None: anywhere."""
+        """Return the memory for the partial sums of this turn; None: anywhere."""
 
     def add_rms_norm(
         self,
@@ -78,5 +78,5 @@ OWN_SUMS = OwnSums()
 
 
 def room_floats(leaves: int, rows: int, hidden: int) -> int:
-    """Return the elements that the partial sums of a rank's `leaves` take, at most."""
+    """Return the largest number of elements of the partial sums of a rank's `leaves`."""
     return min(leaves, max(PARTS, leaves // 2)) * rows * hidden

@@ -1,8 +1,7 @@
-"""Two networks change places: graphs hold the addresses of one of them, so it is their values that
-move.
+"""Swaps the values of two networks: graphs hold the addresses of one of them.
 
-On one device both are read and written once, which takes no memory. A network that was staged in
-host memory goes tile by tile.
+On one device both are read and written once, without extra memory. A network that was staged in
+host memory is swapped tile by tile.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ TILE_BYTES = 16 * 2**20
 @runtime_checkable
 class Stored(Protocol):
     def storage(self) -> list[Tensor]:
-        """Everything that makes a version, in a fixed order; contiguous."""
+        """Return all tensors of a version, in a fixed order; contiguous."""
 
 
 def swap_networks(resident: Stored, other: Stored) -> None:
-    """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps
-    its values in the other storage.
+    """Swap two networks. `other` gets the storage that graphs know, with its own values in it;
+    `resident` keeps its values in the other storage.
     """
     if resident is other:
         return  # written in place
@@ -45,8 +44,8 @@ def _through_tiles(mine: Tensor, theirs: Tensor) -> None:
 
 
 def compile_swaps(network: Stored) -> None:
-    """Compile before the first commit: run each kernel for its tensors once, with equal values.
-    What is swapped has the same layout.
+    """Compile before the first commit: run each kernel for the network's tensors once, with equal
+    values. Swapped networks have the same layout.
     """
     smallest = {
         variant(tensor, tensor): tensor
