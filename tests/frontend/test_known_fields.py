@@ -321,7 +321,7 @@ def test_a_prompt_is_truncated_to_its_last_tokens(server: LiveServer) -> None:
 def test_words_and_tokens_that_cannot_be_restricted_are_refused(server: LiveServer) -> None:
     for fields, says in (
         ({"bad_words": [f"{i:0256}" for i in range(9)]}, "bad_words are 4617 tokens of this"),
-        ({"bad_words": ["  "]}, "which is no word"),
+        ({"bad_words": ["  "]}, "which is not a word"),
         ({"bad_words": [""]}, "at least 1 character"),
         ({"bad_words": ["q"] * 257}, "at most 256 items"),
         ({"allowed_token_ids": []}, "is empty"),

@@ -2,6 +2,6 @@
 
 A request passes the rooms in this order: `app` finds its route, `http` checks caller and body,
 `dialects` translates it, `generation` runs it as one batch, and `link` sends it to the engine and
-brings the outputs back. `rollouts` keeps batches whose client may leave, `weights` pushes weights,
-`service` holds what the routes share, and `rpc` brings gRPC calls to the same application.
+returns the outputs. `rollouts` keeps batches whose client may leave, `weights` pushes weights,
+`service` has what the routes share, and `rpc` routes gRPC calls to the same application.
 """

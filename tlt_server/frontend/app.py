@@ -1,7 +1,7 @@
-"""The HTTP application: the routes of the dialects and the document about them, errors in the shape
-of their route, and authentication and limits in front.
+"""The HTTP application: the dialects' routes with their OpenAPI document, errors in the shape of
+their route, and authentication and limits in front.
 
-`Access` is outermost, so that it also records the replies to requests that nothing else let in.
+`Access` is outermost, so that it also records replies to refused requests.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class _Table:
         return [endpoint for endpoint in self.endpoints if endpoint.path_regex.match(path)]
 
     def terms(self, scope: Scope) -> Terms:
-        """Return the terms of the route that the router will take.
+        """Return the terms of the route that the router will choose.
 
-        Where no route fits, any key may learn that; without a key, one may learn it of a path that
-        has an open route with another method.
+        If no route fits, any key may learn that; without a key, only for a path that has an open
+        route with another method.
         """
         open_at_path = False
         for endpoint in self.endpoints:
@@ -96,7 +96,9 @@ class _Table:
         return Terms("open" if open_at_path else "any")
 
     def template(self, path: str) -> str:
-        """Return the route of a path, or "none": the set is bounded, so it can label metrics."""
+        """Return the route's template for a path, or "none". The set is bounded, so it can label
+        metrics.
+        """
         found = (each.path for each in self.endpoints if each.path_regex.match(path))
         return next(found, "none")
 
@@ -152,7 +154,7 @@ class _Refusals:
 def _middleware(
     service: Service, gate: Gate, table: _Table, refusals: _Refusals
 ) -> list[Middleware]:
-    """Return what a request passes, in order, before it reaches its handler."""
+    """Return the middleware that a request passes before its handler, in order."""
     config, refuse = service.config, partial(refusals, close=True)
     budget = BodyBudget(config.max_bodies_mb * 2**20)
     return [

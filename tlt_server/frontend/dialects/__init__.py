@@ -1,7 +1,7 @@
 """Dialects, each a file or a folder and one line of the table: the routes that clients call.
 
-In come HTTP requests in the words of a client; a handler translates them for the service. Out go
-replies in the same words. `app` serves the tables, and `rpc` knows the paths; no one else calls.
+A handler translates an HTTP request in a client's terms for the service, and returns a reply in the
+same terms. `app` serves the tables, and `rpc` knows the paths; nothing else calls them.
 """
 
 from __future__ import annotations

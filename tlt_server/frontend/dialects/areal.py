@@ -1,7 +1,7 @@
-"""The dialect `areal`: the routes that AReaL adds to the vLLM servers that it drives.
+"""The dialect `areal`: the routes that AReaL adds to its vLLM servers.
 
-It generates by OpenAI's routes, sleeps by vLLM's, and pauses and pushes weights by these. A
-broadcast takes two calls: the first describes the tensors, the second receives them.
+AReaL generates by OpenAI's routes and sleeps by vLLM's; these pause and push weights. A broadcast
+takes two calls: the first describes the tensors, the second receives them.
 """
 
 from __future__ import annotations

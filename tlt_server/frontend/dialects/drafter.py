@@ -1,5 +1,5 @@
-"""The drafter that is served, what is recorded to train it, and its trainer: `GET /drafter` shows
-them, `GET /drafter/samples` hands the recorded sequences out, and an operator's orders are posts.
+"""The served drafter, its recorded training sequences, and its trainer: `GET /drafter` shows them,
+`GET /drafter/samples` returns the recorded sequences, and an operator's orders are posts.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def _served(service: Service, name: str) -> ServedDrafter:
 
 
 def accepted_at_depth(cycles: Iterable[Cycle]) -> list[float]:
-    """Return for each depth, from 1 on, the share of requests that accepted as many drafts, of the
-    cycles that drafted as deep.
+    """Return for each depth from 1 on the share of requests that accepted at least as many drafts,
+    among cycles that drafted that deep.
     """
     requests, reached = Counter[int](), Counter[int]()  # by depth
     for cycle in cycles:

@@ -1,6 +1,6 @@
-"""Exchange between servers that share a drafter: recorded sequences come in by `POST
-/drafter/samples`, the files of the live drafter go out by `GET /drafter/files`, as do those of the
-trainer's last candidate, which a client may push with its next target.
+"""Exchange between servers that share a drafter: `POST /drafter/samples` receives recorded
+sequences; `GET /drafter/files` returns the files of the live drafter, or of the trainer's last
+candidate, which a client may push with its next target.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OCTETS = "application/octet-stream"
 
 
 class SamplesTaken(Struct, frozen=True, kw_only=True):
-    """The reply to recorded sequences that were sent."""
+    """The reply to received sequences."""
 
     sequences: Annotated[
         int, "sequences that fit; the trainer process leaves out those that it has"
@@ -78,7 +78,7 @@ class DrafterFiles(Struct, frozen=True, kw_only=True):
 
 
 class OfferedFiles(NamedTuple):
-    """A drafter whose files go out."""
+    """A drafter whose files are served."""
 
     version: str
     directory: Path
@@ -148,7 +148,7 @@ async def file(
     try:
         data = await asyncio.to_thread(_slice, drafter.directory / name, start)
     except OSError as error:
-        raise Conflict(f"the file is not there any more ({error.strerror}); begin again") from None
+        raise Conflict(f"the file has been removed ({error.strerror}); begin again") from None
     return Response(data, media_type=OCTETS)
 
 

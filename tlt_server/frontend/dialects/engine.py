@@ -1,8 +1,8 @@
-"""The native routes that stop and resume the engine: pause, sleep, abort, and clear the cache.
+"""The native routes that pause and resume the engine: pause, sleep, abort, and clear the cache.
 
-The words are the engine's own: `in_flight` tells what becomes of the sequences that were accepted
-before, as it does for weight pushes. The borrowed dialects translate to the same `PauseState`; gRPC
-and the clients call these routes.
+The terms are the engine's own: `in_flight` decides what happens to accepted sequences, as it does
+for weight pushes. The borrowed dialects translate to the same `PauseState`; gRPC and the clients
+call these routes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Fields of requests that OpenAI's API, vLLM or SGLang know, per body: refused, or ignored because
-they change neither the prompt nor the tokens. What a body's struct has is done.
+"""Request fields of OpenAI's API, vLLM or SGLang, per body: refused, or ignored because they change
+neither the prompt nor the tokens. Fields in a body's struct are supported.
 
-`http.fields.Tolerant` reads the refusals, the docs' tables are made from all three, and a test
-sends each field. To do a field, give it to a struct and take it out of here.
+`http.fields.Tolerant` reads the refusals, the docs' tables are generated from all three, and a test
+sends each field. To support a field, add it to a struct and remove it here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The names that a request may give as its model: those of the model, and its LoRA adapters. Bodies
-with such a name are read once it is known that the server can answer.
+"""The names that a request may give as its model: those of the model, and its LoRA adapters. A body
+with such a name is read only if the server can answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from tlt_server.frontend.service import Service
 
 
 async def generating(service: Service, kind: Any, request: Request) -> Any:
-    """Read the body of a request that generates. `Unavailable`: it could not be answered now."""
+    """Read the body of a generating request. `Unavailable` if the server could not answer it
+    now.
+    """
     service.engine.check_available()
     await request.body()
     service.engine.check_available()  # again, since reading the body may take long
@@ -27,7 +29,9 @@ async def generating(service: Service, kind: Any, request: Request) -> Any:
 
 
 async def running(service: Service, kind: Any, request: Request) -> Any:
-    """Read the body of a request that only needs the tokenizer, in a pause and a sleep too."""
+    """Read the body of a request that only needs the tokenizer; a pause or sleep does not
+    matter.
+    """
     service.engine.check_running()
     await request.body()
     service.engine.check_running()
@@ -51,7 +55,7 @@ def unknown(service: Service, name: str) -> NotFound:
 
 def adapter_of(service: Service, model: str) -> str:
     """Return the LoRA adapter that a request names as its model; empty for the model itself.
-    `NotFound` where it is neither.
+    `NotFound` for another name.
     """
     info = service.engine.info
     if info is not None and model in info.adapters:
@@ -62,5 +66,5 @@ def adapter_of(service: Service, model: str) -> str:
 
 
 def named(service: Service, model: str) -> str:
-    """Return the name of what computes a request that names this model."""
+    """Return the adapter or model that computes a request with this model name."""
     return adapter_of(service, model) or service.config.served_model_name

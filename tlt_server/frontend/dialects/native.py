@@ -3,11 +3,11 @@ server-sent events as items finish.
 
 A JSON reply has one entry per item, in the order of the request: a result or an error. If no item
 succeeded, its status is that of the first error. The events are `token`, `result` or `error` (one
-per item), and a last `done`. A body in SGLang's form is handed to `sglang.generate`.
+per item), and a last `done`. A body in SGLang's form is passed to `sglang.generate`.
 
-A batch that is detached, or has an Idempotency-Key, runs as a rollout, which the routes `ROLLOUTS`
-follow, fetch, list and delete. None of these needs the engine, so results can be fetched while it
-restarts.
+A detached batch, or one with an Idempotency-Key, runs as a rollout. The routes in `ROLLOUTS`
+follow, fetch, list and delete it. None of these needs the engine, so results can be fetched while
+it restarts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Routes for operators and orchestrators: probes, metrics, server info, and events.
 
 `/livez`: this process works, and its engine runs, starts or will be restarted, so killing the
-server would only lose what can resume. `/startupz`: the engine has been ready. `/readyz`: a request
-sent now would be taken. `/health`: it would, or only a pause or a sleep that a client asked for
-prevents it. `/events` sends the state of the server once and again after each change; a slow reader
+server would only lose work that can resume. `/startupz`: the engine has been ready. `/readyz`: a
+request sent now would be accepted. `/health`: likewise, but a client's pause or sleep does not
+count. `/events` sends the state of the server once and again after each change; a slow reader
 misses the states in between, and nothing piles up.
 """
 
@@ -51,21 +51,21 @@ class Startup(Struct, frozen=True):
 
 @ROUTES.get("/health", needs="open")
 async def healthy(service: Service) -> Status:
-    """Check that only a pause or a sleep that a client asked for may keep requests out."""
+    """Check that requests are accepted, or that only a client's pause or sleep prevents it."""
     service.engine.check_serving()
     return Status()
 
 
 @ROUTES.get("/readyz", needs="open")
 async def ready(service: Service) -> Status:
-    """Check that a request sent now would be taken."""
+    """Check that a request sent now would be accepted."""
     service.engine.check_available()
     return Status()
 
 
 @ROUTES.get("/livez", needs="open")
 async def live(service: Service) -> Status:
-    """Check that this process works and its engine has not gone for good."""
+    """Check that this process works and its engine has not stopped for good."""
     service.engine.check_alive()
     return Status()
 
@@ -153,9 +153,7 @@ def server_state(service: Service) -> ServerState:
 
 
 async def changes(look: Callable[[], State], told: Changes, wait_s: float) -> AsyncIterator[State]:
-    """Yield what `look` returns, at once and after each change that is told, for `wait_s`
-    seconds.
-    """
+    """Yield the result of `look`, at once and after each change, for `wait_s` seconds."""
     end_s = asyncio.get_running_loop().time() + wait_s if wait_s < math.inf else None
     change, state = told.next, look()
     yield state

@@ -1,7 +1,7 @@
 """The built-in page: `GET /` returns the file `page.html`, the same bytes for every caller, without
 figures or secrets.
 
-The browser reads what it shows from the other routes, with the key that its user enters. The
+The browser reads its data from the other routes, with the key that its user enters. The
 Content-Security-Policy admits only this server's replies and the page's own script and style, by
 their digests.
 """

@@ -1,8 +1,8 @@
-"""The strategy that speculates: `GET /strategy` shows what is in force and why, `PUT /strategy`
+"""The speculation strategy: `GET /strategy` shows which one is active and why, `PUT /strategy`
 replaces the policy, its arms and the pins between two steps.
 
 A switch never changes a token: a strategy decides how many of the fixed tokens one pass reveals.
-Nothing is flushed, running requests continue, and what was learnt stays.
+Nothing is flushed, running requests continue, and learned statistics stay.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _strategy(field: str, text: str, loaded: list[str]) -> Strategy:
 
 
 def _arms(policy: str, names: list[str], info: EngineInfo) -> Arms:
-    """Return what these names allow, each a drafter or a strategy."""
+    """Return the arms for these names, each of which is a drafter or a strategy."""
     strategies, arms = [], ladder(info.drafters, info.device)
     for i, name in enumerate(names):
         if name in info.drafters:

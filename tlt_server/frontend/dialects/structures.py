@@ -1,5 +1,5 @@
-"""The fields that requests of several borrowed dialects have: the model, priorities, and structured
-outputs with their translation to the native field, of which one may ask for something.
+"""Fields that requests of several borrowed dialects share: the model, priorities, and structured
+outputs, translated to the native field; only one of those may be set.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ResponseFormat(Tolerant, frozen=True, kw_only=True):
 
 
 class VllmStructure(Tolerant, frozen=True, kw_only=True):
-    """Exactly one of these."""
+    """One structure; exactly one field must be set."""
 
     refused: ClassVar[Mapping[str, RefusedField]] = {
         "disable_any_whitespace": _SPACES,
@@ -114,15 +114,15 @@ class VllmStructure(Tolerant, frozen=True, kw_only=True):
 
 
 class Structured(SharedSampling, frozen=True, kw_only=True):
-    """Sampling fields, next to those of which one may ask for a structure."""
+    """Sampling fields, with the fields that may request a structure."""
 
     def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:
-        """Yield each field, and what it asks for."""
+        """Yield each field and its structure."""
         raise NotImplementedError
 
     @property
     def structure(self) -> tuple[str, StructuredOutputs | UnsetType]:
-        """Return the field that asks for a structure, and what it asks for."""
+        """Return the field that requests a structure, and the structure."""
         given = [(name, asked) for name, asked in self.structures() if asked is not None]
         if len(given) > 1:
             names = " and ".join(name for name, _ in given)

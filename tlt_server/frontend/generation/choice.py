@@ -1,9 +1,9 @@
-"""A choice as it grows: outputs of the engine go in, deltas and finally one finished choice come
-out.
+"""A choice during its generation: takes outputs of the engine, returns deltas and finally one
+finished choice.
 
 When a stop string completes, the text ends before it and the token ids end with the token that
-completed it. The engine learns of it by an abort and may send more tokens first, which are dropped.
-A stop token (or EOS) is in the token ids and not in the text.
+completed it. An abort tells the engine, which may send more tokens first; these are dropped. A stop
+token (or EOS) is in the token ids and not in the text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FinishedChoice(Struct, frozen=True, kw_only=True):
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """The tokens and text that outputs added. Text may come later than its tokens; the choice's
+    """The tokens and text that outputs added. Text may follow later than its tokens; the choice's
     text is the sum of its deltas.
     """
 
@@ -57,8 +57,8 @@ class GrowingChoice:
         incremental: bool,
         stop: Callable[[str], object],
     ) -> None:
-        """`stop(id)` asks the engine to end the sequence. Without `incremental` text is made once,
-        at the end.
+        """`stop(id)`: asks the engine to end the sequence. Without `incremental`, text is made
+        once, at the end.
         """
         self.request, self.index = request, index
         self.token_ids: list[int] = []
@@ -82,7 +82,7 @@ class GrowingChoice:
         self._last: StepOutput | None = None
 
     def push(self, outputs: Iterable[StepOutput]) -> Delta:
-        """Take outputs in. After the one with a `finish_reason`, `choice()` is complete."""
+        """Add outputs. After the one with a `finish_reason`, `choice()` is complete."""
         before = len(self.token_ids)
         shown: list[str] = []
         for output in outputs:
@@ -109,7 +109,7 @@ class GrowingChoice:
         )
 
     def _end(self, last: StepOutput) -> list[str]:
-        """Return the text that was held back."""
+        """Return the held-back text."""
         self._last = last
         if self._incremental is None or self._stops.matched is not None:
             return []
@@ -118,7 +118,7 @@ class GrowingChoice:
         return [text, self._stops.flush(), named or ""]
 
     def _named_stop(self) -> str | None:
-        """Return the stop string that is the special token which ended the sequence, if one is."""
+        """Return the stop string that equals the special token which ended the sequence, if any."""
         stops, token = self.request.sampling.stop, self._last and self._last.stop_reason
         if not stops or not isinstance(token, int):
             return None
@@ -177,8 +177,8 @@ class GrowingChoice:
         return "stop" if self._stops.matched is not None else self._last.finish_reason
 
     def resumed(self) -> GenerateRequest:
-        """Return the request by which an engine that has never seen this sequence continues it. One
-        more token ends a sequence whose stop string is complete.
+        """Return the request by which a new engine continues this sequence. If its stop string is
+        complete, one more token ends it.
         """
         request, sampling = self.request, self.request.sampling
         if self._stops.matched is not None:
@@ -189,7 +189,7 @@ class GrowingChoice:
         )
 
     def shed(self, count: int) -> bool:
-        """Free alternatives of `count` tokens. Return whether there are more."""
+        """Free the alternatives of `count` tokens. Return True if there are more."""
         lists = (self._top, self._prompt_logprobs or [])
         for best in lists:
             del best[-count:]

@@ -56,8 +56,8 @@ class EventStream(StreamingResponse):
         failed: Callable[[TltError], Iterable[bytes]],
         end: bytes = DONE,
     ) -> None:
-        """`failed` returns the frames that show the error which ended `events`, as the status is
-        sent already. `end` comes last in any case.
+        """`failed`: returns the frames that show an error which ended `events`, as the status is
+        already sent. `end`: is sent last in any case.
         """
         super().__init__(
             self._frames(_ending(events, failed, end)),

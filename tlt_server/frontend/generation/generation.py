@@ -1,9 +1,10 @@
-"""One batch from admission to its last item: what every dialect calls and only phrases differently.
+"""One batch from admission to its last item: shared by all dialects, which only phrase it
+differently.
 
-`Generations.start` admits a batch. `Generation.events` yields tokens as they come and each item as
-it ends: exactly one `FinishedItem` or one `FailedItem` per item. What came while the caller was
-busy, or while the loop was, is one event per choice. `close`, when the client has left or has
-everything, aborts what still runs.
+`Generations.start` admits a batch. `Generation.events` yields tokens as they arrive and each item
+as it ends: exactly one `FinishedItem` or one `FailedItem` per item. Outputs that arrive while the
+caller or the loop is busy become one event per choice. `close`, when the client has left or has
+everything, aborts the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ VALUE_BYTES = 16  # about the JSON of one number: the id or log-prob of a token 
 
 
 def repeated(names: Iterable[str]) -> str | None:
-    """Return the first name that comes a second time, or None."""
+    """Return the first name that is repeated, or None."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -48,7 +49,7 @@ def repeated(names: Iterable[str]) -> str | None:
 
 
 class Named:
-    """Open sequences by name. A name that is used twice means all sequences that have it."""
+    """Open sequences by name. A name that is used twice means all sequences with it."""
 
     def __init__(self) -> None:
         self._owners: dict[str, dict[str, str]] = {}  # name -> sequence -> name of the key
@@ -64,8 +65,8 @@ class Named:
             self._owners.pop(name, None)
 
     def find(self, names: Iterable[str], caller: Caller) -> list[str]:
-        """Return the ids, each once, of all sequences with one of these names that the caller may
-        end. Unknown names are treated as finished.
+        """Return the ids, each once, of all sequences with these names that the caller may end.
+        Unknown names are treated as finished.
         """
         return [
             *dict.fromkeys(
@@ -92,15 +93,14 @@ class Generations:
     share: LoopShare = field(default_factory=LoopShare)
 
     def items(self, batch: RequestBatch) -> Items:
-        """Return the batch's items, of which nothing is generated yet."""
+        """Return the batch's items, before any generation."""
         return Items(batch, self.text, lambda id: self.engine.abort([id], finish_reason="stop"))
 
     async def start(
         self, batch: RequestBatch, owner: str, names: Collection[str] = ()
     ) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes
-        the generation. `owner` is the name of the key that asks, `names` are further ones of the
-        whole batch.
+        the generation. `owner`: name of the API key. `names`: further names of the whole batch.
         """
         items = self.items(batch)
         await asyncio.sleep(0)  # other requests run, since both halves of a large batch take long
@@ -123,9 +123,9 @@ class Generations:
         *,
         accepted: bool = False,
     ) -> Generation:
-        """Submit what is open of these items. With `keep`, which gets the outputs before they
-        become events, the generation continues after a crash of the engine. `accepted`: an earlier
-        process has admitted them, so no bound refuses them now.
+        """Submit the unfinished sequences of these items. With `keep`, which gets the outputs
+        before they become events, the generation continues after a crash of the engine. `accepted`:
+        an earlier process has admitted them, so no bound applies now.
         """
         return Generation(self, items, deadline_s, owner, keep, accepted=accepted)
 
@@ -160,7 +160,7 @@ class Generation:
             self._named.open(name, ids, owner)
 
     def call(self, names: Iterable[str]) -> None:
-        """Let all sequences be found by these names too."""
+        """Add names by which all sequences can be found."""
         ids = [*chain.from_iterable(self._items.named.values())]
         for name in names:
             self._names[name] = ids
@@ -181,8 +181,8 @@ class Generation:
                     yield event
 
     async def successes(self) -> AsyncGenerator[TokenEvent | FinishedItem, None]:
-        """Yield events for a reply that is complete or an error: the first item that fails raises
-        its own.
+        """Yield events for a reply that must be complete: the first item that fails raises its
+        error.
         """
         async for event in self.events():
             if isinstance(event, FailedItem):
@@ -190,7 +190,7 @@ class Generation:
             yield event
 
     def cached_tokens(self, id: str) -> int:
-        """Return how many prompt tokens of an item the prefix index has served so far."""
+        """Return the number of an item's prompt tokens that the prefix index has served so far."""
         return self._items.cached_tokens(id)
 
     def close(self) -> None:
@@ -208,8 +208,8 @@ class Generation:
         )
 
     async def release(self) -> None:
-        """Free what was generated, once its reply is sent. Freeing 50,000 tokens with alternatives
-        at once would hold the loop for 30 ms.
+        """Free the results after their reply is sent. Freeing 50,000 tokens with alternatives at
+        once would hold the loop for 30 ms.
         """
         for choice in self._items.growing:
             while choice.shed(SHED_TOKENS):
@@ -217,12 +217,12 @@ class Generation:
         await self.release_items()
 
     async def release_items(self) -> None:
-        """Free the items, but not their results."""
+        """Free the items, except for their results."""
         while self._items.shed(FREED):
             await self.turn(SLICE_BYTES)
 
     def _size(self, output: StepOutput) -> int:
-        """Estimate the bytes of JSON whose encoding takes as long as this output."""
+        """Return the bytes of JSON that take as long to encode as this output."""
         best = output.top_logprobs[0].token_ids if output.top_logprobs else ()
         values = len(output.token_ids) * (2 + 2 * len(best)) + len(output.prompt_logprobs or ())
         return OUTPUT_BYTES + VALUE_BYTES * values
@@ -297,7 +297,7 @@ class _Measured:
         )
 
     def _stale_tokens(self, sequence: GrowingChoice) -> int:
-        """Return how many tokens another version than the live one has computed."""
+        """Return how many tokens were computed by another version than the live one."""
         info = self._engine.info
         live, lora = info.weight_version if info is not None else "", sequence.request.lora
         if info is not None and lora:

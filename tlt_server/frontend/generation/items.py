@@ -1,4 +1,4 @@
-"""The items of a batch as they grow: outputs of the engine in, events out.
+"""The items of a batch during their generation: outputs of the engine in, events out.
 
 An item ends in exactly one `FinishedItem` or one `FailedItem`. Nothing here waits: the same outputs
 give the same events, whether they come from the engine or from a journal.
@@ -42,7 +42,7 @@ Begin = Callable[[GenerateRequest, int], GrowingChoice]
 
 
 class _OpenItem:
-    """An item whose choices are not all in yet."""
+    """An item with unfinished choices."""
 
     def __init__(self, asked: RequestItem, begin: Begin) -> None:
         self.id, self.requests, self._begin = asked.id, asked.requests, begin
@@ -65,7 +65,7 @@ class _OpenItem:
         return max((choice.cached_tokens for choice in self.growing.values()), default=0)
 
     def fail(self, error: TltError) -> list[Event]:
-        """Return the item's error, but only once; its other choices are dropped."""
+        """Return the item's error, once only; its other choices are dropped."""
         first, self.failed = not self.failed, True
         if isinstance(error, Poisoned):
             error = Poisoned(f"item {shown(self.id)} {error.message}")
@@ -82,7 +82,7 @@ class _OpenItem:
 
 class Items:
     def __init__(self, batch: RequestBatch, text: Text, stop: Callable[[str], object]) -> None:
-        """`stop(id)` asks the engine to end a sequence whose stop string is complete."""
+        """`stop(id)`: asks the engine to end a sequence whose stop string is complete."""
         self._stream = batch.stream
 
         def begin(request: GenerateRequest, index: int) -> GrowingChoice:
@@ -99,7 +99,7 @@ class Items:
 
     @property
     def batch(self) -> str:
-        """The common start of the ids of its sequences, up to the first `-`."""
+        """The common prefix of its sequences' ids, up to the first `-`."""
         return next(iter(self._owner), "").partition("-")[0]
 
     def __getitem__(self, id: str) -> GrowingChoice:
@@ -125,13 +125,13 @@ class Items:
 
     @property
     def needs_each_output(self) -> bool:
-        """False where only the last output of a sequence leads to an event or a stop."""
+        """Return False if only the last output of a sequence leads to an event or a stop."""
         return self._stream or any(
             request.sampling.stop for item in self._items for request in item.requests
         )
 
     def take(self, outputs: Sequence[StepOutput]) -> list[Event]:
-        """Take in successive outputs of a sequence."""
+        """Add successive outputs of a sequence."""
         last = outputs[-1]
         item, index = self._owner[last.id]
         if last.finish_reason is not None:
@@ -158,8 +158,8 @@ class Items:
         return events
 
     def shed(self, sequences: int) -> bool:
-        """Free items with about this number of sequences; their results stay with who holds them.
-        Return whether there are more.
+        """Free items with about this number of sequences; holders of their results keep them.
+        Return True if there are more.
         """
         while self._items and sequences > 0:
             item = self._items.pop()
@@ -179,9 +179,7 @@ class Items:
         return [request.id for request in self._owner[id][0].requests]
 
     def open(self) -> list[GenerateRequest]:
-        """Return a request that continues each sequence that has not ended; none of an item that
-        has failed.
-        """
+        """Return a request that continues each unfinished sequence; none of a failed item."""
         return [
             item.rest(index)
             for id, (item, index) in self._owner.items()

@@ -1,5 +1,6 @@
-"""Values of messages that suit templates of either habit: those that ask whether there is a text,
-and those that write it; those that take a call's arguments as an object, and those that take JSON.
+"""Values in messages for templates of either habit: templates that test whether there is a text,
+and those that print it; templates that read a call's arguments as an object, and those that read
+JSON.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import jinja2
 
 
 class SentMessage(dict[str, Any]):
-    """A message for a template. Like transformers, it leaves fields out that are null; content that
-    it lacks is `NoText`.
+    """A message for a template. Like transformers, it leaves out null fields; missing content is
+    `NoText`.
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
@@ -30,10 +31,10 @@ class SentMessage(dict[str, Any]):
 class NoText(jinja2.Undefined):
     """The content of a message that has none, null or left out: undefined, as in transformers.
 
-    A template that asks whether it is none is told so, since some show calls only then. What fails
-    on an undefined value gives what an empty text gives, which other servers pass to every
-    template. One value does all three, as a template may ask about the content of one message and
-    add to that of the next.
+    A template that tests whether it is none gets True, since some show calls only then. Operations
+    that fail on an undefined value act as on an empty text, which other servers pass to every
+    template. One value does all three, as a template may test the content of one message and append
+    to that of the next.
     """
 
     __slots__ = ()
@@ -60,19 +61,19 @@ class NoText(jinja2.Undefined):
 
 
 def as_text(value: object) -> str:
-    """Return what JSON shows in place of a value, which must be `NoText`."""
+    """Return the JSON text for a value, which must be `NoText`."""
     if not isinstance(value, NoText):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
     return ""
 
 
 def asking(test: Any) -> Callable[..., bool]:
-    """Return a template's test, which sees None in place of `NoText`."""
+    """Return a template's test, with None in place of `NoText`."""
     return lambda *values: test(*(None if isinstance(each, NoText) else each for each in values))
 
 
 class SentArguments(dict[str, Any]):
-    """The arguments of a call: an object, and as a text the JSON that was sent."""
+    """The arguments of a call: as an object, and as the JSON text that was sent."""
 
     def __init__(self, arguments: dict[str, Any], text: str) -> None:
         super().__init__(arguments)

@@ -1,8 +1,8 @@
-"""Requests in the native form: `tlt_client.fields` with the types that the server reads them by.
+"""Requests in the native form: `tlt_client.fields` with the server's types.
 
-`http.parsing.parse` is the only way in; `validation.Validator` then applies the model's and the
-server's limits. A borrowed dialect declares structs of its own and translates them to
-`NativeRequest`. A validated request is a `RequestBatch`.
+`http.parsing.parse` is the only entry; `validation.Validator` then applies the model's and the
+server's limits. A borrowed dialect declares its own structs and translates them to `NativeRequest`.
+A validated request is a `RequestBatch`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RequestItem(NamedTuple):
 
 
 class Words(NamedTuple):
-    """The names that a dialect's users know, for messages; `{i}` is the item's index."""
+    """Field names in a dialect's terms, for messages; `{i}` is the item's index."""
 
     item: str  # one item's prompt
     field: str  # prefix of an item's field
@@ -61,13 +61,13 @@ class Words(NamedTuple):
         return self.renamed.get(field, self.sampling + field)
 
     def structured_by(self, field: str) -> Words:
-        """Return the words for a request that asks for its structure in this field."""
+        """Return the words for a request whose structure is in this field."""
         path = self.sampling + field
         return self._replace(renamed={**self.renamed, "structured_outputs": path})
 
 
 class PromptReading(NamedTuple):
-    """The reading of prompts, where a dialect lets its users choose."""
+    """The reading of prompts, if a dialect lets its users choose."""
 
     special: bool = True  # texts get what the tokenizer puts around them
     keep: int | None = None  # last tokens of each prompt; -1: as many as fit; None: all
@@ -103,7 +103,7 @@ class SharedSampling(fields.SharedSampling, frozen=True, kw_only=True):
     absent_means: ClassVar[Struct] = Sampling()
 
     def shared(self) -> dict[str, Any]:
-        """Return the fields of this class, those that are absent as UNSET."""
+        """Return the fields of this class; absent ones are UNSET."""
         return {name: getattr(self, name) for name in SharedSampling.__struct_fields__}
 
 
@@ -164,7 +164,7 @@ def items_of(
     ids: Sequence[str | None] | None = None,
     **common: Any,
 ) -> list[ItemFields]:
-    """Return an item for each prompt of a borrowed dialect, whose seed has a sign or none."""
+    """Return an item for each prompt of a borrowed dialect. Its seed may be negative or absent."""
     return [
         ItemFields(
             id=id,

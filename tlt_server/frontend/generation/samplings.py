@@ -1,6 +1,6 @@
-"""Sampling fields of a request, resolved to the sampling of a sequence: an item's fields win over
-the batch's, those over the defaults, and the server's limits hold. Of a structure the reading
-process compiles the grammar once, before the request is let in.
+"""Sampling fields of a request, resolved to the sampling of a sequence: an item's fields override
+the batch's, which override the defaults, within the server's limits. The reading process compiles a
+structure's grammar once, before the request is admitted.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 
 class Written(NamedTuple):
-    """A structure as it was asked for. Equal ones have one grammar."""
+    """A requested structure. Equal ones share one grammar."""
 
     form: str  # a field of `StructuredOutputs`
     text: str  # choices and objects as JSON
 
 
 def written(where: str, structure: StructuredOutputs) -> Written:
-    """Return what a structure asks for. `where` is its field."""
+    """Return the requested structure. `where`: its field."""
     given = [name for name in FORMS if getattr(structure, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(
@@ -70,8 +70,8 @@ def written(where: str, structure: StructuredOutputs) -> Written:
 
 
 def is_small(value: Any) -> bool:
-    """Return True if JSON of a value may be within the limit, without writing what is far beyond.
-    Only texts, names and members are counted.
+    """Return True if the JSON of a value may be within the limit, without encoding a value far
+    beyond it. Only texts, names and members are counted.
     """
     least, waiting = 0, [value]
     while waiting:
@@ -93,7 +93,9 @@ def _too_large(where: str) -> TooLarge:
 
 
 def check_with(words: Words, sampling: Sampling, eos: bool) -> None:
-    """Refuse what no structure can be with. `eos`: whether the model has an end token."""
+    """Refuse sampling fields that exclude a structure. `eos`: whether the model has an end
+    token.
+    """
     if sampling.structured_outputs is None:
         return
     structure = words.called("structured_outputs")
@@ -112,7 +114,7 @@ def check_with(words: Words, sampling: Sampling, eos: bool) -> None:
 
 
 class Grammars:
-    """The grammars of structures that were asked for lately, or why these have none."""
+    """The grammars of recently requested structures, or the reasons why they have none."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Written, Grammar | str] = OrderedDict()  # text: why it is none
@@ -121,7 +123,7 @@ class Grammars:
         self, words: Words, request: NativeRequest, info: EngineInfo
     ) -> dict[int, Grammar]:
         """Return the grammar of each structure of a request, by the structure's identity.
-        `InvalidRequest`: it has none.
+        `InvalidRequest` if a structure has none.
         """
         where, given = words.called("structured_outputs"), dict[Written, list[int]]()
         for fields in (request.sampling, *(item.sampling for item in request.requests)):
@@ -157,7 +159,7 @@ def _too_slow() -> Exception:
 
 
 async def _compiled(asked: Written, info: EngineInfo) -> Grammar | str:
-    """Return the grammar of a structure, or why it has none."""
+    """Return the grammar of a structure, or the reason why it has none."""
     data = asked.text.encode()
     header = ("grammar", asked.form, info.vocab_size, [*info.eos_token_ids])
     work = [Slice(header, lambda: sliced([data]))]
@@ -186,8 +188,8 @@ class Samplings:
         bad_words: Mapping[str, list[tuple[int, ...]]],
         grammars: Mapping[int, Grammar],
     ) -> Sampling:
-        """`bad_words` has the tokens of each bad word, without and with a space before; `grammars`
-        has that of each structure, by its `id`.
+        """`bad_words`: the tokens of each bad word, without and with a leading space. `grammars`:
+        by the structure's `id`.
         """
 
         def given(name: str) -> Any:
@@ -240,7 +242,7 @@ class Samplings:
     def _check_logprobs(
         self, words: Words, alternatives: int, asked: int | None, prompt: int | None
     ) -> None:
-        """`prompt` is what is `asked` of prompts, -1 resolved."""
+        """`prompt`: the value of `asked` for prompts, with -1 resolved."""
         limit = self._config.max_logprobs
         for name, said, count in (
             ("logprobs", alternatives, alternatives),
@@ -292,12 +294,12 @@ class Samplings:
     def _bad_words(
         self, where: str, asked: list[str], words: Mapping[str, list[tuple[int, ...]]]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word to ban. One that ends with another needs no ban."""
+        """Return the tokens of each word to ban. A word that ends with another needs no ban."""
         found = {ids for word in asked for ids in words[word]}
         if () in found:
             word = next(word for word in asked if () in words[word])
             raise InvalidRequest(
-                f"{where}bad_words has {shown(word)}, which is no token of this model: leave it out"
+                f"{where}bad_words has {shown(word)}, not a token of this model: leave it out"
             )
         if (tokens := sum(map(len, found))) > MAX_BAD_TOKENS:
             raise InvalidRequest(
@@ -319,7 +321,7 @@ class Samplings:
 
 
 def _known(where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
-    """Return ids of tokens, all of which the model must have."""
+    """Return token ids, after a check that the model has all of them."""
     if ids and max(ids) >= info.vocab_size:
         raise InvalidRequest(
             f"{where} has {max(ids)}; ids of this model end at {info.vocab_size - 1}"
@@ -336,7 +338,7 @@ def _check_temperature(where: str, temperature: float) -> None:
 
 
 def _check_some_left(where: str, sampling: Sampling, info: EngineInfo) -> None:
-    """Refuse allowed tokens of which other fields may leave none."""
+    """Refuse allowed tokens if other fields may exclude all of them."""
     if not sampling.allowed_token_ids:
         return
     left = {*sampling.allowed_token_ids} - {ids[-1] for ids in sampling.bad_words}

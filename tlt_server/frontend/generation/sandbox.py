@@ -1,9 +1,9 @@
-"""The environments in which chat templates run: that of the model's own, and a stricter one for
-templates that requests bring.
+"""The environments of chat templates: one for the model's own, and a stricter one for templates of
+requests.
 
-In both, no operator, method, filter or format makes a value of a size that the data does not have.
-In the strict one every value that is not data is wrapped where it enters, so nothing that a
-template can print shows the process: no address, no class, no generator.
+In both, no operator, method, filter or format can create a value larger than the data allows. In
+the strict one every value that is not data is wrapped on entry, so no template can print anything
+of the process: no address, no class, no generator.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox in which no operation makes something large."""
+    """A sandbox in which no operation creates a large value."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
@@ -106,7 +106,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Method:
-    """A function or method that a template may call, and that says nothing of itself."""
+    """A function or method that a template may call, and that reveals nothing about itself."""
 
     __slots__ = ("method", "name")
 
@@ -146,7 +146,7 @@ def _check_numbers(name: str, limit: int, numbers: Iterable[Any]) -> None:
 
 
 def _check_format(text: str) -> None:
-    """Refuse a `%` format that pads to a large size, or to one that is an argument."""
+    """Refuse a `%` format that pads to a large size, or to a size in an argument."""
     made = 0
     for key, *sizes in CONVERSION.findall(text):
         if "*" in sizes or "(" in key:
@@ -159,7 +159,7 @@ def _check_format(text: str) -> None:
 
 
 def _check_size(value: Any) -> None:
-    """Refuse a value that has many members when it is written out: parts of it may be shared."""
+    """Refuse a value with many members when written out: parts of it may be shared."""
     waiting, members = [iter((value,))], 0
     while waiting:
         for part in waiting[-1]:
@@ -180,7 +180,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON, as the function of this name in transformers does, which escapes no HTML."""
+    """Return JSON like transformers' function of this name, which escapes no HTML."""
     if indent is not None or separators is not None:
         parts = (indent, *(separators or ()))
         _check_numbers(
@@ -219,7 +219,7 @@ class _Joiner(Joiner):
 
 
 class _Namespace(Namespace):
-    """A namespace without names that mean something to Python or to Jinja."""
+    """A namespace without names that have a meaning in Python or Jinja."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         Namespace.__init__(*args, **kwargs)
@@ -248,7 +248,7 @@ class _Missing(jinja2.Undefined):
 
 
 class StrictSandbox(Sandbox):
-    """A sandbox for templates of requests, in which a template holds data and `_Method`s only."""
+    """A sandbox for templates of requests: a template gets only data and `_Method`s."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         return _tamed(super().getattr(_untamed(obj), attribute))
@@ -265,7 +265,7 @@ def _untamed(value: Any) -> Any:
 
 
 def _tamed(value: Any) -> Any:
-    """Return a value as a strict template may hold it."""
+    """Return a value in a form that a strict template may hold."""
     if isinstance(value, (*DATA, *VIEWS, _Method, _Cycler, _Joiner)):
         return value
     if isinstance(value, jinja2.Undefined | Namespace | LoopContext | Macro):
@@ -278,13 +278,13 @@ def _tamed(value: Any) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """Return a value that a strict template writes."""
+    """Return a value in the form that a strict template prints."""
     _check_size(value)
     return value
 
 
 def _bounded_filter(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that refuses large numbers, other than as the value that it filters."""
+    """Return a filter that refuses large numbers, except as the value that it filters."""
     first = 1 + hasattr(apply, "jinja_pass_arg")
 
     @functools.wraps(apply)

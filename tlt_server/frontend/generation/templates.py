@@ -1,7 +1,7 @@
-"""Chat templates: those of a model directory by name, and the text that one makes of messages.
+"""Chat templates: those of a model directory by name, and the text that one makes from messages.
 
-A model has one named `default`, and may have others, such as `tool_use` for requests with tools.
-They are found as transformers finds them.
+A model has a template named `default`, and may have others, such as `tool_use` for requests with
+tools. They are found as transformers finds them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_TEXT_CHARS = 10 * 2**20
 
 
 class ChatTemplate:
-    """A compiled template, and the special tokens that it sees by name."""
+    """A compiled template, with the special tokens that it may name."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], *, strict: bool = False) -> None:
-        """`strict`: a request has brought it."""
+        """`strict`: the template comes from a request."""
         within = environment(strict=strict)
         self.source, self._tokens = source, tokens
         self._template = within.from_string(source)
@@ -35,7 +35,7 @@ class ChatTemplate:
 
     @classmethod
     def brought(cls, source: str, tokens: Mapping[str, str]) -> ChatTemplate:
-        """Return the template of a request. `InvalidRequest`: it is none."""
+        """Return the template of a request. `InvalidRequest` if it does not compile."""
         try:
             return cls(source, tokens, strict=True)
         except MemoryError:
@@ -46,7 +46,7 @@ class ChatTemplate:
             ) from None
 
     def reads(self, name: str) -> bool:
-        """Return True if the template takes something of this name in."""
+        """Return True if the template reads a variable of this name."""
         return name in self._variables
 
     def render(
@@ -58,7 +58,7 @@ class ChatTemplate:
         open_end: bool = False,
     ) -> str:
         """Apply the template to messages, with the assistant's turn opened, or with `open_end` cut
-        after the text of the final message. It sees those of `options` that it reads by name.
+        after the text of the final message. It sees the `options` that it reads by name.
         """
         if open_end:
             return self._open_end(messages, tools, options)
@@ -90,8 +90,8 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         options: Mapping[str, Any] | None,
     ) -> str:
-        """Render with a mark after the final text, and cut there, since the same text may come
-        again after it.
+        """Render with a mark after the final text, and cut there, since the same text may occur
+        again later.
         """
         mark = f"[{secrets.token_hex(16)}]"
         final = messages[-1] | {"content": f"{messages[-1]['content']}{mark}"}
@@ -105,7 +105,7 @@ class ChatTemplate:
 
 
 def _reason(error: Exception) -> str:
-    """Return what an error says, without paths of this machine."""
+    """Return an error's message without paths of this machine."""
     return type(error).__name__ if isinstance(error, ImportError | OSError) else str(error)[:200]
 
 
@@ -115,15 +115,15 @@ def _of_system(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages as a template sees them: objects stay, structs say what theirs is."""
+    """Return messages in the form of templates: objects stay, structs convert themselves."""
     return [
         message if isinstance(message, dict) else message.for_template() for message in messages
     ]
 
 
 def template_sources(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sources of a model's templates by name: those of its files, or where there are
-    none those of its tokenizer_config.json.
+    """Return the sources of a model's templates by name: from its files, else from its
+    tokenizer_config.json.
     """
     files = {path.stem: path for path in sorted(model.glob("additional_chat_templates/*.jinja"))}
     own = model / "chat_template.jinja"

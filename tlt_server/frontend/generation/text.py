@@ -1,9 +1,9 @@
 """Text to token ids and back: the tokenizer and chat templates of a model directory, incremental
 text, stop strings, and the bytes of single tokens. No torch.
 
-`Incremental` and `StopStrings` see one token's text at a time, so what they say does not depend on
-how the engine groups tokens into outputs: that changes with the speculation strategy, the reply
-must not.
+`Incremental` and `StopStrings` process one token's text at a time, so their results do not depend
+on how the engine groups tokens into outputs: the grouping changes with the speculation strategy,
+the reply must not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Text:
         tokens: dict[str, str] | None = None,
         directory: Path = Path(),
     ) -> None:
-        """`templates` are the chat templates by name, or the only one."""
+        """`templates`: chat templates by name, or the only one."""
         self.tokenizer, self.directory = tokenizer, directory
         self.longest_token = (
             max(map(len, tokenizer.get_vocab()), default=0) if tokenizer is not None else 0
@@ -90,8 +90,8 @@ class Text:
         return self.templates.get(name)
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """Token ids of each text; `special` adds what the tokenizer puts around a bare text (not
-        wanted after a chat template).
+        """Return the token ids of each text. `special`: add the tokenizer's tokens around a bare
+        text; not after a chat template.
         """
         if self.tokenizer is None:
             raise InvalidRequest(
@@ -102,7 +102,7 @@ class Text:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        """The text, special tokens left out unless `special`; empty without a tokenizer."""
+        """Return the text, without special tokens unless `special`; empty without a tokenizer."""
         return (
             self.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
             if self.tokenizer is not None
@@ -132,15 +132,15 @@ class Text:
 
 
 class Incremental:
-    """The text that each further token adds; with `flush()`, the sum is `Text.decode` of all
+    """The text that each further token adds; including `flush()`, the sum is `Text.decode` of all
     tokens.
 
-    U+FFFD at the end may be the head of a character whose bytes are still to come, so it is held
-    back; what stands before is settled.
+    U+FFFD at the end may be the beginning of an incomplete character, so it is held back; earlier
+    text is final.
     """
 
     def __init__(self, text: Text, *, special: bool = False) -> None:
-        """`special`: special tokens show as text."""
+        """`special`: special tokens appear as text."""
         self._text, self._special = text, special
         self._window: list[int] = []
         self._shown = 0  # characters of the window's text already given out
@@ -160,7 +160,7 @@ class Incremental:
 
     def _shorten(self) -> None:
         """Keep a few last tokens, cut between characters: some decoders spoil a whole run of bytes
-        for one that is incomplete.
+        if one is incomplete.
         """
         for kept in range(KEPT, 2 * KEPT):
             text = self._decode(self._window[-kept:])
@@ -180,18 +180,18 @@ class Incremental:
 class StopStrings:
     """Finds the first stop string and holds back text that may be the start of one.
 
-    `push` returns the text that can be shown; after `matched` is set that is everything before the
-    stop string and no more follows.
+    `push` returns the text that may be shown. Once `matched` is set, that was the text before the
+    stop string, and no more follows.
     """
 
     def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
-        """`keeps`: the stop string that ends the text is shown."""
+        """`keeps`: the text includes the stop string that ends it."""
         self._stops, self._keeps = stops, keeps
         self._held = ""
         self.matched: str | None = None
 
     def push(self, delta: str, *, armed: bool = True) -> str:
-        """Take new text. `armed` false (before `min_tokens`): stop strings are ordinary text."""
+        """Add text. `armed` false (before `min_tokens`): stop strings are ordinary text."""
         if not self._stops:
             return delta
         text = self._held + delta
@@ -210,7 +210,9 @@ class StopStrings:
         return held
 
     def _partial(self, text: str) -> int:
-        """Length of the longest end of `text` that is a proper beginning of some stop string."""
+        """Return the length of the longest end of `text` that is a proper beginning of a stop
+        string.
+        """
         longest = max((len(stop) for stop in self._stops), default=0) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) and len(stop) > length for stop in self._stops):
@@ -233,7 +235,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(dict[int, Piece]):
-    """The piece of each token, made when it is first asked for."""
+    """The piece of each token, created on first use."""
 
     def __init__(self, text: Text) -> None:
         super().__init__()

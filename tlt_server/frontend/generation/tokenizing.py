@@ -1,5 +1,5 @@
-"""Texts to token ids and back without holding the loop: what is short is done at once, the rest by
-the reading process, in slices.
+"""Texts to token ids and back without holding the loop: short texts at once, long ones by the
+reading process, in slices.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ async def encode(
     *,
     special: bool,
 ) -> list[PackedIds]:
-    """Return the token ids of each text. `wheres` are the texts' names for errors.
+    """Return the token ids of each text. `wheres`: the texts' names in errors.
 
-    `ContextExceeded`: a text has more characters than `max_tokens` tokens can hold. A tokenizer
-    that drops characters has the same bound.
+    `ContextExceeded` if a text has more characters than `max_tokens` tokens can hold; also for a
+    tokenizer that drops characters.
     """
     longest = text.longest_token
     for where, one in zip(wheres, texts, strict=True):
@@ -98,10 +98,9 @@ async def render(
     open_end: bool = False,
     template: str | None = None,
 ) -> str | PackedText:
-    """Return the conversation in the chat template, with `open_end` without what follows the text
-    of the final message. Messages are objects, or structs that know theirs. A `template` of the
-    request is the name of one of the model's, or takes its place, and then runs in a process of its
-    own.
+    """Return the conversation in the chat template; with `open_end`, cut after the text of the
+    final message. Messages are objects, or structs that convert themselves. `template`: the name of
+    one of the model's templates, or a request's own template, which runs in a separate process.
     """
     brought = template is not None and template not in text.templates
     own = [template, text.tokens, open_end] if brought else []

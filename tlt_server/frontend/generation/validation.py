@@ -1,5 +1,5 @@
-"""The limits of the server on a parsed request: they give one `RequestBatch` of `GenerateRequest`s,
-or one typed 4xx with value, limit and remedy.
+"""Applies the server's limits to a parsed request. The result is one `RequestBatch` of
+`GenerateRequest`s, or one typed 4xx with value, limit and remedy.
 
 `requests` has refused what is wrong for every server; `Validator` knows the model and the
 configured limits. Every dialect ends in `Validator.batch`.
@@ -48,10 +48,10 @@ BREATH = 64  # items of a batch after which other requests get a turn
 
 
 class Validator:
-    """Applies the server's limits, beginning with those that cost nothing.
+    """Applies the server's limits, cheapest first.
 
-    `next_seed` serves requests without one; `choice_seed(seed, i)` keys choice i;
-    `check_room(demand)` raises when there is no room for it.
+    `next_seed`: for requests without a seed. `choice_seed(seed, i)`: keys choice i.
+    `check_room(demand)`: raises if there is no room.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Validator:
         words: Words = NATIVE,
         reading: PromptReading = WHOLE,
     ) -> RequestBatch:
-        """Return the batch of a request, whose items are freed."""
+        """Return the batch of a request. The request's items are freed."""
         _check_priority(request.priority, caller)
         begin_by_s, deadline_s = self._deadlines(request)
         for i, item in enumerate(request.requests):
@@ -167,7 +167,7 @@ class Validator:
     async def _bad_words(
         self, words: Words, request: NativeRequest
     ) -> dict[str, list[tuple[int, ...]]]:
-        """Return the tokens of each bad word, without and with a space before."""
+        """Return the tokens of each bad word, without and with a leading space."""
         given = (request.sampling, *(item.sampling for item in request.requests))
         found = dict.fromkeys(
             word for fields in given if fields is not None for word in fields.bad_words or ()
@@ -181,7 +181,7 @@ class Validator:
                 "logit_bias"
             )
         if blank := next((word for word in found if not word.strip()), None):
-            raise InvalidRequest(f"{where} has {shown(blank)}, which is no word: leave it out")
+            raise InvalidRequest(f"{where} has {shown(blank)}, which is not a word: leave it out")
         texts = [space + word.lstrip() for word in found for space in ("", " ")]
         wheres = [where] * len(texts)
         encoded = await tokenizing.encode(self._text, wheres, texts, 0, special=False)
@@ -189,7 +189,7 @@ class Validator:
         return {word: ids[2 * i : 2 * i + 2] for i, word in enumerate(found)}
 
     def _deadlines(self, request: NativeRequest) -> tuple[float, float]:
-        """Return the times by which a sequence must have started and ended."""
+        """Return the times by which a sequence must start and end."""
         config, now = self._config, time.monotonic()
         queue_timeout_s = (
             config.queue_timeout_s if request.queue_timeout_s is None else request.queue_timeout_s
@@ -213,7 +213,7 @@ class Validator:
         begin_by_s: float,
         deadline_s: float,
     ) -> Demand:
-        """Return the demand that is known before texts are tokenised."""
+        """Return the demand known before texts are tokenised."""
         return Demand(
             sequences=sum(item.n for item in request.requests),
             prompt_tokens=sum(
@@ -257,8 +257,8 @@ class Validator:
         special: bool = True,
         whole: bool = True,
     ) -> list[PackedIds]:
-        """Return the token ids of each text, which may be as long as the longest prompt, or without
-        `whole` longer.
+        """Return the token ids of each text. With `whole`, a text may not exceed the longest
+        prompt.
         """
         limit = self._prompt_limit(info) if whole else 0
         return await tokenizing.encode(self._text, wheres, texts, limit, special=special)
@@ -266,7 +266,7 @@ class Validator:
     async def _prompts(
         self, words: Words, request: NativeRequest, info: EngineInfo, reading: PromptReading
     ) -> list[PackedIds]:
-        """Return the token ids of each item, or the last of them that are to be kept."""
+        """Return the token ids of each item; if requested, only the last ones."""
         keep = reading.keep
         if keep == 0:
             raise InvalidRequest(
@@ -350,7 +350,7 @@ def _check_ids(items: Sequence[RequestItem]) -> None:
 
 
 def _allowed(request: NativeRequest, own: SamplingFields | None, info: EngineInfo) -> int:
-    """Return the limit on an item's output, 0 for what the prompt leaves."""
+    """Return the limit on an item's output; 0 for everything that the prompt leaves."""
     given = request.sampling if own is None or own.max_tokens is UNSET else own
     tokens = DEFAULTS.max_tokens if given.max_tokens is UNSET else given.max_tokens
     return min(tokens or 0, info.max_model_len)
@@ -376,8 +376,8 @@ def _check_priority(priority: int, caller: Caller) -> None:
 
 
 def _check_adapter(field: str, name: str, info: EngineInfo) -> None:
-    """`NotFound` unless the adapter is loaded, or none is asked for. `field`: what the name of the
-    field begins with.
+    """Raise `NotFound` if the named adapter is not loaded. `field`: the path before the field's
+    name.
     """
     if name and name not in info.adapters:
         raise NotFound(

@@ -1,8 +1,8 @@
 """The record of a request: an id in its reply and its log lines, one access line, and metrics.
 
-A request that changes state also gets the line `audit`, unless it was refused; one whose client
-left may have changed it. No line or label holds what a client wrote in the
-body, the query or the headers, except a well-formed X-Request-Id and the version of pushed weights.
+A request that changes state also gets the line `audit`, unless it was refused; a request whose
+client left may have changed state. No line or label contains a client's text from the body, the
+query or the headers, except a well-formed X-Request-Id and the version of pushed weights.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = structlog.get_logger()
 
 
 def given_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the X-Request-Id that a client gave; empty without a well-formed one."""
+    """Return a client's well-formed X-Request-Id; empty without one."""
     given = next((value for name, value in headers if name == HEADER), b"")
     return given.decode() if _WELL_FORMED.fullmatch(given) else ""
 
 
 class Access:
-    """A wrapper of the whole application, so that it also sees refusals and failures."""
+    """A wrapper of the whole application, so that it also records refusals and failures."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Access:
         template: Callable[[str], str],
         begin: Begin = untraced,
     ) -> None:
-        """`template(path)` returns the route of a path, from a bounded set. `begin` begins the
+        """`template(path)`: returns the route of a path, from a bounded set. `begin`: starts the
         trace of a request.
         """
         self._app, self._metrics, self._template, self._begin = app, metrics, template, begin
@@ -112,7 +112,7 @@ class Access:
 
 
 class _Request:
-    """One request as it passes, with its id and the bytes received and sent."""
+    """A request in progress, with its id and the bytes received and sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.id = given_id(scope["headers"]) or secrets.token_hex(8)

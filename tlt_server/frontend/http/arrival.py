@@ -1,4 +1,4 @@
-"""The arrival of a message that holds path, query and body at once, as gRPC's messages do.
+"""The arrival of a message that contains path, query and body together, like gRPC's messages.
 
 The message is read after authentication and limits and before the router; until then the scope has
 the template of the path. `ARRIVE` in the scope's state is the function that turns the message into
@@ -22,7 +22,7 @@ ARRIVE = "arrive"
 
 
 class Arrived(NamedTuple):
-    """The parts of an HTTP request that a message holds."""
+    """The parts of an HTTP request in a message."""
 
     method: str
     path: str
@@ -35,8 +35,8 @@ Arrive = Callable[[bytes], Awaitable[Arrived]]
 
 
 class Working:
-    """Middleware that tells of a request for work before its body is read: the trainer of the
-    drafter then makes room.
+    """Middleware that reports a request for work before its body is read, so that the drafter's
+    trainer makes room.
     """
 
     def __init__(self, app: ASGIApp, *, activity: Activity) -> None:
@@ -52,7 +52,7 @@ class Working:
 
 
 class Arrival:
-    """Middleware that reads the message, if the transport brings one."""
+    """Middleware that reads the message, if the transport has one."""
 
     def __init__(self, app: ASGIApp, *, refuse: Refuse) -> None:
         self.app, self.refuse = app, refuse

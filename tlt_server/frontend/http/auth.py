@@ -1,11 +1,11 @@
-"""Authentication: which caller may use which route, and that no web page of another site acts
-through a browser of this machine or network.
+"""Authentication: which caller may use which route, and a check that no web page of another site
+acts through a browser of this machine or network.
 
-A route states what it needs (`Endpoint.needs`); a caller needs a key to learn that a path has no
-route. A server without keys serves the programs of this machine with all scopes.
+A route states its scope (`Endpoint.needs`); a caller needs a key to learn that a path has no route.
+A server without keys serves the programs of this machine with all scopes.
 
-A browser says in `Sec-Fetch-Site` and `Origin` which page made it send a request. `Authentication`
-refuses what another site's page asks for, on every route that is not open, unless the setting
+A browser reports in `Sec-Fetch-Site` and `Origin` which page sent a request. `Authentication`
+refuses requests of another site's page, on every route that is not open, unless the setting
 `allowed_origins` lists its Origin; `Origins` tells the browser so. On a server without keys the
 header Host must name this machine too, since a foreign name may lead to a loopback address.
 """
@@ -80,7 +80,7 @@ class Origins:
 
 def shown_to(headers: Iterable[tuple[bytes, bytes]], listed: Collection[str]) -> dict[str, str]:
     """Return the headers that show a page of a listed origin the refusal of a request that no
-    middleware sees. `headers`: those of the request that were read.
+    middleware sees. `headers`: those that were read.
     """
     origins = [value.decode("latin-1") for name, value in headers if name == b"origin"]
     if not listed:
@@ -92,7 +92,7 @@ def shown_to(headers: Iterable[tuple[bytes, bytes]], listed: Collection[str]) ->
 
 
 def foreign(scope: Scope, *, keyed: bool, listed: Collection[str]) -> Foreign | None:
-    """Return why a page of another site that is not listed may have sent the request, or None."""
+    """Return the reason why a page of an unlisted site may have sent the request, or None."""
     hosts, sites = _values(scope, b"host"), _values(scope, b"sec-fetch-site")
     for host in () if keyed else hosts:
         if host and not _is_own(host):
@@ -175,7 +175,7 @@ class Admitted(NamedTuple):
 
 
 class Gate:
-    """The decision whether a token is admitted, for every transport."""
+    """Decides whether a token is admitted, for every transport."""
 
     def __init__(self, config: Config, metrics: Metrics) -> None:
         self._keys, self._metrics = (
@@ -217,7 +217,7 @@ class Gate:
 
 
 class Authentication:
-    """Middleware that lets through what the gate admits, and records the caller for handlers."""
+    """Middleware that passes on admitted requests, and records the caller for handlers."""
 
     def __init__(
         self,
@@ -227,8 +227,8 @@ class Authentication:
         terms: Callable[[Scope], Terms],
         refuse: Callable[[str, TltError], ASGIApp],
     ) -> None:
-        """`terms(scope)` returns the terms of a request's route. `refuse(path, error)` returns the
-        reply that closes the connection.
+        """`terms(scope)`: returns the terms of a request's route. `refuse(path, error)`: returns
+        the reply that closes the connection.
         """
         self.app, self.gate, self.terms, self.refuse = app, gate, terms, refuse
 

@@ -1,14 +1,14 @@
 """The open connections of one port and the requests in progress, both bounded in number, and the
-descriptors that this process needs.
+file descriptors that this process needs.
 
-A connection has a request from the last byte of its headers to the last byte of the reply; before
-and after, it is silent. Silence costs no other client: when a port is full, its longest silent
-connection is closed. Some descriptors are held in reserve for the next engine.
+A connection has a request from the last byte of its headers to the last byte of the reply; at other
+times it is silent. Silent connections cost other clients nothing: when a port is full, its longest
+silent connection is closed. Some descriptors are held in reserve for the next engine.
 
-A request has a place from its admission to the last byte of its reply, of HTTP and of gRPC apart.
-While no other key asks, a key may have them all. Its share is the limit divided by the keys that
-have a place; a key within its share gets in next to greedier ones, until all keys together have
-`OVER` times the limit.
+A request has a place from its admission to the last byte of its reply, counted separately for HTTP
+and gRPC. While no other key asks, a key may have all places. Its share is the limit divided by the
+keys that have a place; a key within its share is admitted alongside greedier ones, until all keys
+together have `OVER` times the limit.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ OVER = 2  # times the limit: the bound for keys within their shares
 
 
 def max_open(max_connections: int) -> int:
-    """Return how many connections a port keeps open: as many silent ones as there may be with a
-    request, and those of probes.
+    """Return the number of connections that a port keeps open: as many silent ones as there may be
+    with a request, plus those of probes.
     """
     return 2 * max_connections + PROBES
 
@@ -66,14 +66,16 @@ class OpenConnections:
         return len(self._silent) + len(self._asking)
 
     def opened(self, connection: Droppable) -> bool:
-        """Count a new connection. False: there is no room, since every other has a request."""
+        """Count a new connection. Return False if there is no room, since every other one has a
+        request.
+        """
         if len(self) >= self._max_open and not self.make_room():
             return False
         self._silent[connection] = None
         return True
 
     def make_room(self) -> bool:
-        """Close the longest silent connection; return whether there was one."""
+        """Close the longest silent connection. Return False if there is none."""
         for connection in self._silent:
             del self._silent[connection]
             connection.drop()
@@ -81,12 +83,12 @@ class OpenConnections:
         return False
 
     def asks(self, connection: Droppable) -> None:
-        """Note that the headers have come."""
+        """Note that the headers have arrived."""
         self._silent.pop(connection, None)
         self._asking.add(connection)
 
     def rests(self, connection: Droppable) -> None:
-        """Note that the reply is complete, which may also be after the client has left."""
+        """Note that the reply is complete; the client may have left."""
         if connection in self._asking:
             self._asking.remove(connection)
             self._silent[connection] = None
@@ -101,7 +103,7 @@ class OpenConnections:
 
 
 class ProbesOnly:
-    """Middleware that answers probes and scrapes only on a port of their own."""
+    """Middleware that answers only probes and scrapes on a port of their own."""
 
     def __init__(self, app: ASGIApp, *, refuse: Refuse) -> None:
         self.app, self.refuse = app, refuse
@@ -123,7 +125,7 @@ def max_grpc_connections(config: Config) -> int:
 
 
 def needed(config: Config) -> int:
-    """Return how many descriptors a server with these settings may use at once."""
+    """Return the most descriptors that a server with these settings may use at once."""
     ports = max_open(config.max_connections)
     ports += PROBES if config.probe_port is not None else 0
     ports += max_grpc_connections(config) if config.grpc_port is not None else 0
@@ -131,7 +133,7 @@ def needed(config: Config) -> int:
 
 
 def shortage(config: Config) -> str:
-    """Say by how much the hard limit is below what the settings need; empty if it is not."""
+    """Return a message if the hard limit is below the settings' need; else an empty string."""
     need, limit = needed(config), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if limit not in range(need):  # RLIM_INFINITY is negative
         return ""
@@ -143,7 +145,7 @@ def shortage(config: Config) -> str:
 
 
 def raise_limit(config: Config) -> None:
-    """Raise the soft limit to the hard one. `StartupError`: that is too low for the settings."""
+    """Raise the soft limit to the hard one. `StartupError` if that is too low for the settings."""
     if short := shortage(config):
         raise StartupError(short)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -152,7 +154,7 @@ def raise_limit(config: Config) -> None:
 
 
 class Reserve:
-    """Descriptors held open so that they are there when an engine is launched."""
+    """Descriptors held open, so that a launch of the engine finds them available."""
 
     def __init__(self, size: int = RESERVE) -> None:
         self._size = size
@@ -160,14 +162,14 @@ class Reserve:
         self.fill()
 
     def fill(self) -> None:
-        """Hold the whole reserve. `OSError`: there are not enough descriptors."""
+        """Open the whole reserve. `OSError` if there are too few descriptors."""
         while len(self._held) < self._size:
             self._held.append(os.open(os.devnull, os.O_RDONLY))
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """Give the reserve up for the length of a launch, and take again what is left after it.
-        `OSError`, before anything is launched: it was not whole.
+        """Release the reserve during a launch, and refill it with what is left afterwards.
+        `OSError`, before the launch, if it was not complete.
         """
         self.fill()
         self.close()
@@ -222,8 +224,8 @@ class Places:
 
 
 class PlaceLimit:
-    """Middleware that answers a request without a place with 503, unless one whose body has stalled
-    makes room. Probes and scrapes are always answered.
+    """Middleware that answers a request without a place with 503, unless a request with a stalled
+    body makes room. Probes and scrapes are always answered.
     """
 
     def __init__(

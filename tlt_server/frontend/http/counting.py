@@ -1,8 +1,8 @@
-"""Limits on the members of a JSON list or object, which are counted in its text before any of them
-becomes an object.
+"""Limits on the members of a JSON list or object, counted in its text before any member becomes an
+object.
 
-The text must be JSON already, so only quotes, brackets and commas matter. It is read in slices,
-which bounds the memory, in 0.1 to 20 ns per byte.
+The text must already be valid JSON, so only quotes, brackets and commas matter. It is read in
+slices, which bounds the memory, in 0.1 to 20 ns per byte.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Bounds(Struct, frozen=True):
 
 
 class Limit(NamedTuple):
-    """A setting that bounds a list, stated in the field's `Meta(extra={"limit": ...})`, there
-    as its name for a field that the client declares.
+    """A setting that bounds a list, stated in the field's `Meta(extra={"limit": ...})`; a field
+    that the client declares states the setting's name.
     """
 
     setting: str
@@ -98,7 +98,7 @@ def is_empty(text: memoryview) -> bool:
 
 
 def members(text: memoryview) -> Members:
-    """Count the members of the list or object that is this text."""
+    """Count the members of a list or object, given as its text."""
     quotes = depth = own = commas = opened = deepest = 0
     escape = b""  # a backslash at the end of a slice, whose character comes with the next one
     for at in range(0, len(text), SLICE_BYTES):
@@ -133,10 +133,11 @@ class Length(NamedTuple):
     limit: Limit | None  # the setting that `most` comes from
 
     def check(self, text: memoryview, begins: bytes = b",") -> None:
-        """Refuse a text of too few or too many members.
+        """Refuse a text with too few or too many members.
 
-        With the character that begins each member of the right type, the text may also pass if a
-        member is of another type: few such characters are quicker to see than where members end.
+        `begins`: the first character of a member of the right type. A text with few of them passes
+        early, even if some members have another type: counting these characters is faster than
+        parsing the members.
         """
         empty = is_empty(text)
         if self.least and (empty or (self.least > 1 and members(text).own < self.least)):
@@ -151,7 +152,7 @@ class Length(NamedTuple):
 
 
 def check_members(text: memoryview) -> None:
-    """Refuse a text that holds too many members, or holds them too deep."""
+    """Refuse a text with too many members, or too deeply nested ones."""
     levels = count(text, b"[") + count(text, b"{")
     if len(text) <= MAX_MEMBERS and levels <= MAX_DEPTH:
         return  # they are few, which is quicker to see

@@ -1,12 +1,12 @@
-"""A route and the facts about it, declared by its handler's annotations and a decorator above it.
+"""A route and its facts, declared by its handler's annotations and a decorator above it.
 
-A handler gets the service, then by their types what else it names: the body, its caller, the
-request, or a parameter. Its body is read and its reply encoded by the annotated
-types, which `openapi.document` describes. Sentences are the handlers' docstrings and the
-descriptions of fields and parameters.
+A handler gets the service, then, by type, its other arguments: the body, its caller, the request,
+or a parameter. The annotated types decode its body and encode its reply, and `openapi.document`
+describes them. The document's sentences are the handlers' docstrings and the descriptions of fields
+and parameters.
 
-A parameter is a value outside the body, declared as `Annotated[KIND, "sentence"]`: one of the path
-if the path names it, with `HEADER` a header, and else one of the query, where unknown ones are
+A parameter is a value outside the body, declared as `Annotated[KIND, "sentence"]`: in the path if
+the path names it, a header if marked `HEADER`, otherwise in the query, where unknown ones are
 ignored. It is a word, words, a flag, a count, a time in seconds, or a text.
 """
 
@@ -53,14 +53,14 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Unread(Generic[Body]):
-    """A body that its handler reads once the state of the server allows it."""
+    """A body that its handler reads later, once the server's state allows it."""
 
     def __init__(self, read: Callable[[], Awaitable[Body]]) -> None:
         self.read = read
 
 
 class About(TypedDict, total=False):
-    """The facts that a decorator may state; each has a default in `Endpoint`."""
+    """Facts that a decorator may state; each has a default in `Endpoint`."""
 
     takes: Any  # struct, or a union of structs, of a JSON body that no annotation names
     takes_bytes: str  # media type of a body that is not JSON
@@ -80,7 +80,7 @@ class About(TypedDict, total=False):
 
 
 async def read_json(service: Any, kind: type[Body], request: Request) -> Body:
-    """Return the body, of which an empty one means an empty object."""
+    """Return the body; an empty one means an empty object."""
     body: Body = await service.bodies.read(kind, await request.body() or b"{}")
     return body
 
@@ -92,7 +92,7 @@ async def read_given(service: Any, kind: type[Body], request: Request) -> Body:
 
 
 def while_running(read: Read) -> Read:
-    """Return a reader of bodies that first checks that an engine runs."""
+    """Return a reader of bodies that first checks that an engine is running."""
 
     async def checked(service: Any, kind: Any, request: Request) -> Any:
         service.engine.check_running()
@@ -104,9 +104,9 @@ def while_running(read: Read) -> Read:
 class Endpoint(Route):
     """A route of the router, with the facts that authentication and the document need.
 
-    `needs` is the scope that a key must have; `any` stands for any key and `open` for no key.
-    `changes` is true by default where the scope is push-weights or operate, for every method but
-    GET. `engine_fails` is, too, as a command to the engine is what such a route is for.
+    `needs` is the scope that a key must have; `any` means any key and `open` no key. `changes`
+    defaults to True for the scopes push-weights and operate, for every method but GET. So does
+    `engine_fails`, as such a route sends a command to the engine.
     """
 
     def __init__(
@@ -170,14 +170,16 @@ class Endpoint(Route):
         return await self._read(service, hint, request)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Match as routes do, but an escaped slash never parts a path: it belongs to a name."""
+        """Match as routes do, except that an escaped slash never separates segments: it belongs to
+        a name.
+        """
         if not self._slashed and b"%2f" in scope["raw_path"].lower():
             return Match.NONE, {}
         return super().matches(scope)
 
 
 def _arguments(handler: Handler, hints: Mapping[str, Any], path: Collection[str]) -> dict[str, Any]:
-    """Return what stands for each argument: a parameter or the hint."""
+    """Return the source of each argument: a parameter, or the hint."""
     taken = inspect.signature(handler).parameters
     return {
         name: Parameter.of(name, hint, taken[name].default, path) or hint
@@ -186,8 +188,8 @@ def _arguments(handler: Handler, hints: Mapping[str, Any], path: Collection[str]
 
 
 def _parameters(arguments: Iterable[Any], method: str) -> Iterator[Parameter]:
-    """Yield the parameters among the arguments, and those that make a body of a GET's query, in
-    which a list has no form.
+    """Yield the parameters among the arguments, and those of a GET's query read as a body, in which
+    lists are not possible.
     """
     for argument in arguments:
         if isinstance(argument, Parameter):
@@ -202,14 +204,14 @@ def _parameters(arguments: Iterable[Any], method: str) -> Iterator[Parameter]:
 
 
 def _body(hint: Any) -> Any:
-    """Return the type of the body that an argument stands for, or None."""
+    """Return the type of an argument's body, or None."""
     if get_origin(hint) is Unread:
         return get_args(hint)[0]
     return hint if isclass(hint) and issubclass(hint, Struct) else None
 
 
 def _replies(hint: Any) -> tuple[Any, ...]:
-    """Return the types of the replies, which the annotation of a whole response names."""
+    """Return the reply types in the annotation of a whole response."""
     if get_origin(hint) is Annotated:
         return get_args(hint)[1:]
     return (str if hint is Response else hint,)
@@ -224,13 +226,13 @@ def _is_optional(takes: Any) -> bool:
 
 
 class Routes(list[Endpoint]):
-    """The routes of one dialect, in the order in which their handlers stand.
+    """The routes of one dialect, in the order of their handlers.
 
-    The decorators leave the handler as it is, so one handler may have several routes.
+    The decorators return the handler unchanged, so one handler may have several routes.
     """
 
     def __init__(self, **about: Unpack[About]) -> None:
-        """`about`: facts of the routes that do not state them."""
+        """`about`: facts of all routes that do not state their own."""
         super().__init__()
         self._about = about
 
@@ -285,7 +287,7 @@ class Parameter(NamedTuple):
 
     @classmethod
     def of(cls, name: str, hint: Any, default: Any, path: Collection[str]) -> Parameter | None:
-        """Return the parameter that an argument stands for, or None. `path`: names in the path."""
+        """Return the parameter for an argument, or None. `path`: names in the path."""
         sentence = sentence_of(hint)
         if not sentence:
             return None
@@ -304,7 +306,7 @@ class Parameter(NamedTuple):
 
     @property
     def _known(self) -> tuple[str, ...]:
-        """The words that it may be, or have; empty without such a limit."""
+        """The allowed words; empty if any are."""
         return get_args(get_args(self.kind)[0] if self._is_list else self.kind)
 
     @property

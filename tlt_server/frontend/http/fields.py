@@ -1,9 +1,9 @@
-"""The kinds of objects that a request's body is made of, and the error of a value in one.
+"""The kinds of objects in a request's body, and the error about a value in one.
 
 A native route takes a `Strict` struct, which refuses unknown fields. A borrowed dialect takes
-`Tolerant` ones, because its clients send fields that have no meaning here; for them null means the
-same as an absent field. Those that would change the answer are refused by name. `parsing.parse`
-reads them, and `openapi` describes them.
+`Tolerant` ones, because its clients send fields without meaning here; null counts as absent. Fields
+that would change the answer are refused by name. `parsing.parse` reads the structs, and `openapi`
+describes them.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ MAX_PATH = 200  # characters of a path that an error shows
 
 
 class RefusedField(NamedTuple):
-    """A field that other servers know, and that would change tokens or the prompt."""
+    """A field of other servers that would change tokens or the prompt."""
 
     why: str  # and what to do instead
     off: tuple[Any, ...] = OFF  # values that ask for nothing
 
 
 class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body that may have only the fields that its struct names."""
+    """A body that may have only its struct's fields."""
 
     exactly_one: ClassVar[tuple[str, ...]] = ()  # fields of which the handler asks for one
 
 
 class Tolerant(Struct, frozen=True, kw_only=True):
-    """A body whose unknown fields are ignored but for some, and in which null means absent."""
+    """A body whose unknown fields are ignored, with some exceptions, and in which null counts as
+    absent.
+    """
 
     exactly_one: ClassVar[tuple[str, ...]] = ()
     refused: ClassVar[Mapping[str, RefusedField]] = {}  # by name, which no field of the struct has
 
 
 class Open(Tolerant, frozen=True, kw_only=True):
-    """An object whose unknown fields are kept."""
+    """An object that keeps its unknown fields."""
 
     more: dict[str, Any] = {}
 
@@ -52,7 +54,7 @@ class NoFields(Strict, frozen=True, kw_only=True):
 
 
 class AnyFields(Tolerant, frozen=True, kw_only=True):
-    """An object of which nothing is read; the body may be left out."""
+    """An object whose fields are all ignored; the body may be left out."""
 
 
 def check_one(body: Strict | Tolerant) -> None:
@@ -83,8 +85,8 @@ def sentence_of(hint: Any) -> str:
 
 
 class Wrong(Exception):
-    """`say` makes the error from the path of the value; `path` has its steps, innermost first:
-    names of fields, and places in lists.
+    """The error about a value. `say`: makes the error from the value's path. `path`: its steps,
+    innermost first, as names of fields and places in lists.
     """
 
     def __init__(self, say: Callable[[str], TltError], *path: str | int) -> None:
@@ -113,7 +115,7 @@ def no_text() -> Wrong:
 
 
 def part(step: str | int, make: Callable[[Any], Any], found: Any) -> Any:
-    """Return what `make` makes of a part of a value; an error's path gets the step to the part."""
+    """Return `make(found)` for a part of a value; an error's path gets the step to the part."""
     try:
         return make(found)
     except Wrong as wrong:
@@ -122,7 +124,7 @@ def part(step: str | int, make: Callable[[Any], Any], found: Any) -> Any:
 
 
 def shown_text(text: memoryview) -> str:
-    """Return a value in JSON as an error message shows it, without decoding a large one."""
+    """Return a JSON value in the form of error messages, without decoding a large one."""
     if len(text) <= 2**12:
         try:
             return shown(decode(text))

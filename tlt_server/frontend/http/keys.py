@@ -1,9 +1,9 @@
-"""API keys: which caller a key stands for, and which scopes it has.
+"""API keys: the caller and the scopes of each key.
 
 A line of the key file is `<key> [scopes=data,push-weights,operate] [name=NAME]`, with the key plain
-or as `sha256:<hex>`. A key without scopes has all of them. The name owns what the key starts, so
-during a rotation two lines have the same name. Keys are held as SHA-256 digests and compared in
-constant time. This module knows no transport.
+or as `sha256:<hex>`. A key without scopes has all of them. Requests, rollouts and uploads belong to
+the name, so during a rotation two lines have the same name. Keys are held as SHA-256 digests and
+compared in constant time. This module knows no transport.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 class Caller(NamedTuple):
-    """The owner of a key. A rollout that a request starts belongs to the name."""
+    """The tenant that a key belongs to. A rollout that a request starts belongs to the name."""
 
     name: str
     scopes: frozenset[KeyScope]
@@ -44,7 +44,7 @@ class Caller(NamedTuple):
         return scope in self.scopes
 
     def sees(self, owner: str) -> bool:
-        """Return True if this caller may look at and end what `owner` started."""
+        """Return True if this caller may see and end what `owner` started."""
         return owner == self.name or self.may("operate")
 
 
@@ -88,7 +88,7 @@ class Keys:
 
 
 def watched_keys(config: Config, on_read: OnRead = lambda result: None) -> Watched[Keys] | None:
-    """Return the keys in force, or None for a server without keys. Log which have all scopes."""
+    """Return the active keys, or None for a server without keys. Log which have all scopes."""
 
     def read() -> Keys:
         keys = read_keys(config)
@@ -104,7 +104,7 @@ def watched_keys(config: Config, on_read: OnRead = lambda result: None) -> Watch
 
 
 def read_keys(config: Config) -> Keys:
-    """Return the keys of the file and of the variable. `StartupError` quotes no key."""
+    """Return the keys of the file and of the variable. `StartupError` never quotes a key."""
     keys: list[Key] = []
     for source, text in _sources(config):
         found = [

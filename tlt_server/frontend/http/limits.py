@@ -1,5 +1,5 @@
-"""Limits of a body that hold on every path: its encoding, its size, how slowly it may come, and how
-much all bodies on their way hold.
+"""Limits on every body: its encoding, its size, its speed, and the total of all incomplete
+bodies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BodyBudget:
         return self._sums.total()
 
     def take(self, owner: str, body: BodyOnItsWay, size: int) -> None:
-        """Count bytes that have come, and cut bodies, this one perhaps, until all fit."""
+        """Count received bytes, and cut bodies, perhaps this one, until all fit."""
         held = self._held.setdefault(owner, {})
         before = held.pop(body).bytes if body in held else 0
         held[body] = _Held(before + size, self._clock())
@@ -63,8 +63,8 @@ class BodyBudget:
             )
 
     def make_place(self, owner: str | None = None) -> bool:
-        """Cut one body that has stalled, of this owner or else of the one with most, and return
-        whether there was one.
+        """Cut one body that has stalled: of this owner or, without one, of the owner with most.
+        Return False if there is none.
         """
         owners = self._held.keys() if owner is None else self._held.keys() & {owner}
         if not owners:
@@ -77,7 +77,7 @@ class BodyBudget:
         return True
 
     def release(self, owner: str, body: BodyOnItsWay) -> None:
-        """Count this body no more: it is complete or refused."""
+        """Stop counting this body: it is complete or refused."""
         held = self._held.get(owner, {})
         if body in held:
             self._sums[owner] -= held.pop(body).bytes
@@ -108,7 +108,7 @@ class BodyBudget:
 
 
 class Reading:
-    """The waits for bodies that are not complete. `close` ends every wait, now and later, with
+    """The waits for incomplete bodies. `close` ends every wait, now and later, with
     `Unavailable`.
     """
 
@@ -118,8 +118,8 @@ class Reading:
 
     @contextlib.asynccontextmanager
     async def until(self, deadline: float) -> AsyncIterator[asyncio.Timeout]:
-        """Bound a wait, in the time of the loop; raise `TimeoutError` if it takes longer. The
-        caller may end it earlier.
+        """Bound a wait, in the loop's time; raise `TimeoutError` if it takes longer. The caller may
+        end it earlier.
         """
         wait = asyncio.timeout_at(deadline if not self.closed else 0.0)
         self._waits.add(wait)
@@ -146,8 +146,8 @@ class Reading:
 
 class BodyLimits:
     """Middleware that refuses a body before it is complete: 413 if it is too large, 415 if it is
-    encoded, 408 if it is too slow, 503 if all bodies on their way hold too much. The reply is sent
-    at once. Then a bounded part of the rest is discarded and the connection is closed.
+    encoded, 408 if it is too slow, 503 if all incomplete bodies together are too large. The reply
+    is sent at once. Then a bounded part of the rest is discarded and the connection is closed.
     """
 
     def __init__(
@@ -276,9 +276,9 @@ class _Body:
         self._budget.release(self._owner, self)
 
     async def discard(self) -> None:
-        """Discard what still comes, for `DISCARD_S` and up to twice the limit in all.
+        """Discard the rest, for `DISCARD_S` and up to twice the limit in all.
 
-        A connection that is closed with bytes unread is reset, and the reset may overtake the
+        A connection that is closed with unread bytes is reset, and the reset may overtake the
         reply.
         """
         with contextlib.suppress(TimeoutError):

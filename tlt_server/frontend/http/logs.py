@@ -1,8 +1,8 @@
 """Log lines: one stream and one format for our lines and those of the libraries.
 
-No line holds a prompt, a completion or a key. Our lines name what they hold. Libraries may quote
+No line contains a prompt, a completion or a key. Our lines name their contents. Libraries may quote
 their input, so only their warnings and errors are written. Any exception is written as its type and
-the places it passed, never with its message.
+traceback positions, never with its message.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_logs(
 
 
 def without_message(logger: Any, method: str, event: EventDict) -> EventDict:
-    """Replace an exception by its type and the places it passed."""
+    """Replace an exception by its type and traceback positions."""
     caught = event.pop("exc_info", None)
     error = (
         caught[1] if isinstance(caught, tuple) else sys.exc_info()[1] if caught is True else caught
@@ -72,7 +72,7 @@ def without_message(logger: Any, method: str, event: EventDict) -> EventDict:
 
 
 def frames(error: BaseException) -> list[str]:
-    """Return file, line and function of each place an exception passed, outermost first."""
+    """Return file, line and function of each frame of an exception, outermost first."""
     return [
         f"{frame.filename}:{frame.lineno} {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)
@@ -106,7 +106,7 @@ class _Lasting(io.TextIOBase):
 
 
 def lasting(stream: TextIO) -> TextIO:
-    """Return a stream whose lines are lost where the given one takes none, such as a closed pipe
-    or a full disk: no request fails for a line about it.
+    """Return a stream that drops lines when the given one fails, such as a closed pipe or a full
+    disk: no request fails because of a log line.
     """
     return cast(TextIO, _Lasting(stream))

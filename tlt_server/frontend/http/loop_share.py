@@ -1,10 +1,9 @@
-"""The part of each pass of the event loop in which outputs are taken in and replies are encoded,
-shared by key.
+"""The share of each event-loop pass for reading outputs and encoding replies, divided by key.
 
-A task asks before each slice of such work. A slice for which one pass has no room waits for the
-next ones, in turns by key, so one key with many streams cannot take the loop from another. Probes
-and small requests never ask, and wait for one pass at most. `watch_turns` samples how long a pass
-holds the loop: while it computes, nothing is answered, probes included.
+A task asks before each slice of such work. A slice that does not fit in one pass waits for the next
+ones, in turns by key, so one key with many streams cannot take the loop from another. Probes and
+small requests never ask, and wait for one pass at most. `watch_turns` samples how long a pass holds
+the loop: while it computes, nothing is answered, probes included.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class LoopShare:
         return partial(self.turn, owner)
 
     async def turn(self, owner: str, size: int) -> None:
-        """Wait until a slice of work may be done. `owner`: the name of the key that asks for it;
-        `size`: the bytes of JSON that it is about; of more than `PASS_BYTES` the rest is free,
-        since such a slice was encoded before and is only copied.
+        """Wait until a slice of work may run. `owner`: name of the key. `size`: bytes of JSON; a
+        size above `PASS_BYTES` counts as that, since such a slice is already encoded and only
+        copied.
         """
         size = min(size, PASS_BYTES)
         if self._room > 0 and not self._lines:
@@ -69,7 +68,7 @@ class LoopShare:
             asyncio.get_running_loop().call_soon(self._renew)
 
     def _renew(self) -> None:
-        """Begin a pass, and grant what it has room for."""
+        """Start a pass, and grant the work that fits in it."""
         self._renewing = False
         self._room = PASS_BYTES
         while self._room > 0 and self._lines:
@@ -86,8 +85,8 @@ class LoopShare:
 
 
 async def watch_turns(metrics: Metrics) -> NoReturn:
-    """Sample for ever by how much a timer is late. A hold shorter than the interval may be missed,
-    and a longer one is counted up to an interval too short.
+    """Sample for ever how late a timer is. A hold shorter than the interval may be missed, and the
+    measured time of a longer one is too short by up to an interval.
     """
     longest_s = 0.0
     while True:

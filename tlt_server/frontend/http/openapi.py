@@ -1,7 +1,7 @@
-"""The OpenAPI document of the routes that are served: paths from the endpoints, sentences from
-docstrings, schemas from the types in use.
+"""The OpenAPI document of the served routes: paths from the endpoints, sentences from docstrings,
+schemas from the types.
 
-The schemas of requests also have what `parsing` adds to their structs. Every status of a route is
+Request schemas also show the rules that `parsing` adds to their structs. Every status of a route is
 listed: its reply, its own errors, and the errors that middleware raises before any route (keys,
 size and time of a body).
 """
@@ -60,7 +60,7 @@ REQUEST_ID = (
 
 
 def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict[str, Any]:
-    """Describe the endpoints of each dialect. `keyed` tells whether requests need an API key."""
+    """Describe the endpoints of each dialect. `keyed`: whether requests need an API key."""
     endpoints = [(name, endpoint) for name, group in dialects.items() for endpoint in group]
     schemas, components = _schemas([endpoint for _, endpoint in endpoints])
     paths: dict[str, dict[str, Any]] = {}
@@ -140,7 +140,7 @@ def _forms(endpoint: Endpoint) -> Sequence[Any]:
 
 
 def _structs(types: Iterable[Any]) -> set[type[Struct]]:
-    """Return every struct that values of these types may have in them."""
+    """Return every struct that may occur in values of these types."""
     found: set[type[Struct]] = set()
     left = [*types]
     while left:
@@ -154,7 +154,7 @@ def _structs(types: Iterable[Any]) -> set[type[Struct]]:
 
 
 def _describe(schema: dict[str, Any], hint: Any) -> None:
-    """Add the sentences of an annotation to the schema of its type."""
+    """Add an annotation's sentences to the schema of its type."""
     if sentence := sentence_of(hint):
         schema["description"] = sentence
     if get_origin(hint) is Annotated:
@@ -169,7 +169,7 @@ def _describe(schema: dict[str, Any], hint: Any) -> None:
 
 
 def _adjust(schema: dict[str, Any], struct: type[Struct]) -> None:
-    """Add to the schema of a request's struct what `parsing` does with it."""
+    """Add the rules of `parsing` to the schema of a request's struct."""
     fields, required = schema["properties"], schema["required"]
     if "description" in schema:
         schema["description"] = " ".join(schema["description"].split())
@@ -191,7 +191,7 @@ def _adjust(schema: dict[str, Any], struct: type[Struct]) -> None:
 
 
 def _with_ids(schema: Any) -> Any:
-    """Return the schema with token ids as the list that they are in JSON."""
+    """Return the schema with token ids as lists, their form in JSON."""
     if isinstance(schema, list):
         return [_with_ids(part) for part in schema]
     if not isinstance(schema, dict):
@@ -235,7 +235,7 @@ def _parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
 
 
 def _responses(endpoint: Endpoint, gives: dict[Any, Any], keyed: bool) -> dict[str, Any]:
-    """Describe each status: the reply, and the errors that have it."""
+    """Describe each status: the reply, and the errors with that status."""
     errors: dict[int, list[type[TltError]]] = {}
     for error in dict.fromkeys((*endpoint.raises, *_in_front(endpoint, keyed))):
         errors.setdefault(error.http_status, []).append(error)
@@ -255,7 +255,7 @@ def _responses(endpoint: Endpoint, gives: dict[Any, Any], keyed: bool) -> dict[s
 
 
 def _in_front(endpoint: Endpoint, keyed: bool) -> Iterator[type[TltError]]:
-    """Yield the errors that are raised before a handler is called, while it reads the body, or by
+    """Yield the errors that may be raised before a handler is called, while its body is read, or by
     a command to the engine.
     """
     yield Unavailable  # too many connections
@@ -295,7 +295,7 @@ def _response(
 
 
 def _headers(endpoint: Endpoint, errors: list[type[TltError]], *, replies: bool) -> dict[str, Any]:
-    """Describe the headers that every reply has, the endpoint's own, and those of the errors."""
+    """Describe the headers of every reply, of the endpoint, and of the errors."""
     own = (
         [(name, "string", sentence) for name, sentence in endpoint.headers.items()]
         if replies

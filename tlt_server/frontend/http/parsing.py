@@ -1,10 +1,10 @@
-"""Bodies of requests, parsed into their structs: `parse` is the only way in.
+"""Parses request bodies into their structs: `parse` is the only entry.
 
-It stops at the first thing that is wrong, and makes no object of a list that is too long, so a
-refusal costs little more memory than the body and a few nanoseconds per byte. It needs nothing but
-the body and the limits, so it may run in any process. `Bodies` parses a body that is small and
-simple at once, any other in the reading process. Its parts are counted first, since 64 KiB of tiny
-objects take 30 ms and a text of that size takes none.
+It stops at the first error, and creates no object for a list that is too long, so a refusal costs
+little more memory than the body and a few nanoseconds per byte. It needs only the body and the
+limits, so it may run in any process. `Bodies` parses a small, simple body at once, any other in the
+reading process. It counts the parts first, since 64 KiB of tiny objects take 30 ms but a text of
+that size takes none.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ObjectReader(ValueReader):
     begins, requirement = b"{", "be an object"
 
     def __init__(self, type: type[Struct], bounds: Bounds, ignored: Iterable[str] = ()) -> None:
-        """`ignored` are names that an object may have though the type does not."""
+        """`ignored`: extra names that an object may have."""
         self._type = type
         hints = get_type_hints(type, include_extras=True)
         self._fields = [
@@ -147,7 +147,7 @@ class ObjectReader(ValueReader):
         return self._make(known.__getitem__, more=more)
 
     def _make(self, raw_of: Callable[[str], Any], **values: Any) -> Any:
-        """Return the object. `raw_of` returns the text of a field, or UNSET."""
+        """Return the object. `raw_of`: returns the text of a field, or UNSET."""
         name = ""
         try:
             for name, attribute, reader, required in self._fields:  # noqa: B007 (in the handler)
@@ -167,7 +167,7 @@ class ObjectReader(ValueReader):
         return self._type(**values)
 
     def _unknown(self, message: str) -> Wrong:
-        """Return the error about an unknown field that msgspec names in its message."""
+        """Return the error about an unknown field named in msgspec's message."""
         name = message[: 2 * MAX_PATH].partition("`")[2].removesuffix("`")[:MAX_PATH]
         known = [field.name for field in self._fields]
         return Wrong(
@@ -179,7 +179,7 @@ class ObjectReader(ValueReader):
 
 
 def _is_off(text: memoryview, refused: RefusedField) -> bool:
-    """Return True if the value of a field that is refused asks for nothing."""
+    """Return True if the value of a refused field requests nothing."""
     if text == NULL:
         return True
     if len(text) > MAX_OFF_BYTES:
@@ -201,7 +201,7 @@ def _missing(where: str) -> InvalidRequest:
 
 
 def reader_of(hint: Any, bounds: Bounds, metas: tuple[Meta, ...] = ()) -> ValueReader:
-    """Return the reader of a type, as a field of a struct is annotated with it."""
+    """Return the reader of a type in the annotation of a struct's field."""
     origin = get_origin(hint)
     if origin is Annotated:
         inner, *own = get_args(hint)
@@ -248,10 +248,10 @@ def _holds_any(hint: Any) -> bool:
 
 
 class Forms(NamedTuple, Generic[Body]):
-    """The forms of the bodies of one route, told apart by the fields that they have.
+    """The forms of a route's body, distinguished by their fields.
 
-    `choose` gets those of `names` that there are, each with whether it is null. The form that it
-    returns may leave the others unread.
+    `choose`: gets each present name of `names`, with whether it is null, and returns a form, which
+    may leave the other fields unread.
     """
 
     names: tuple[str, ...]
@@ -259,7 +259,7 @@ class Forms(NamedTuple, Generic[Body]):
 
 
 def parse(kind: type[Body] | Forms[Body], body: bytes | bytearray, bounds: Bounds) -> Body:
-    """Return the struct of a body. `TltError`: the body is none, and the message says why."""
+    """Return the struct of a body. `TltError`, with the reason, if it does not have the form."""
     text = memoryview(body)
     try:
         names = kind.names if isinstance(kind, Forms) else ()
@@ -275,8 +275,8 @@ def parse(kind: type[Body] | Forms[Body], body: bytes | bytearray, bounds: Bound
 
 
 def any_json(text: str) -> Any:
-    """Return what a text of JSON holds, of which no type is known. `InvalidRequest`: it is none, or
-    too large.
+    """Return the value of a JSON text of unknown type. `InvalidRequest` if it is invalid or too
+    large.
     """
     try:
         return ANY.read(memoryview(text.strip().encode("utf-8", "replace")))
@@ -291,7 +291,7 @@ def _null(forms: Forms[Any], text: memoryview) -> dict[str, bool]:
 
 
 def _object(text: memoryview, kind: Any) -> memoryview:
-    """Return the text of an object, which begins with its brace."""
+    """Return the text of an object, from its brace on."""
     space = _SPACE.match(text)
     content = text[space.end() :] if space else text
     if bytes(content[:1]) != b"{":
@@ -304,7 +304,7 @@ def _object(text: memoryview, kind: Any) -> memoryview:
 
 
 def _needed(kind: Any) -> str:
-    """Return the name of a field that a body must have, or may have if it need not have any."""
+    """Return the name of a field that a body must have or, if none is required, may have."""
     if isinstance(kind, Forms):
         return kind.names[0]
     fields = msgspec.structs.fields(kind)
@@ -352,7 +352,7 @@ def _is_simple(body: bytes) -> bool:
 
 
 def parsed_apart(body: bytearray, name: str, names: list[str] | None, bounds: list[int]) -> object:
-    """Return what `parse` does: a job of the reading process."""
+    """Return the result of `parse`: a job of the reading process."""
     found = named(name)
     kind = found if names is None else Forms[object](tuple(names), found)
     return parse(kind, body, Bounds(*bounds))

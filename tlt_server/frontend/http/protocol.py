@@ -1,9 +1,9 @@
-"""Uvicorn's HTTP protocol with bounds on what no application sees: requests that are not HTTP/1,
-headers that are late or large, bytes that were not asked for, and replies that are not read.
+"""Uvicorn's HTTP protocol with bounds on input that no application sees: requests that are not
+HTTP/1, late or large headers, unexpected bytes, and unread replies.
 
-A client keeps its sending side open until it has its reply, so the end of that side shows that it
-has left. To see this always, bytes that follow a request that still runs are dropped unread, up to
-the size of one more request, and the connection closes after the reply.
+A client keeps its sending side open until it has its reply, so the end of that side means that it
+has left. To detect this always, bytes after an unanswered request are dropped unread, up to the
+size of one more request, and the connection closes after the reply.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LINE_BYTES = 12  # the rest of a request line with method and target
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection, from its accept on. `bounded_protocol` makes the class with the settings of
-    the server.
+    """One connection, from its accept on. `bounded_protocol` creates the class with the server's
+    settings.
     """
 
     max_header_bytes = 32 * 1024
@@ -123,14 +123,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _hand_over(self) -> None:
-        """Give the application the body's parts as one: each would copy what it has not read."""
+        """Pass the body's parts to the application as one: each would copy the unread ones."""
         if self._parts:
             body = b"".join(self._parts)
             self._parts.clear()
             super().on_body(body)
 
     def _bound_framing(self, size: int) -> None:
-        """Refuse a body whose chunks have more bytes around them than in them, or long trailers."""
+        """Refuse a body whose chunks have more bytes of framing than of data, or long trailers."""
         self._framing_bytes += size
         if self._framing_bytes > self.max_header_bytes + self._body_bytes:
             raise InvalidRequest(
@@ -174,7 +174,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _check_request(self) -> None:
-        """Refuse a request whose line or headers two programs could read in two ways."""
+        """Refuse a request whose line or headers two programs could interpret differently."""
         version = self.parser.get_http_version()
         if version not in VERSIONS:
             raise WrongHttpVersion(f"the request is HTTP/{version}; send HTTP/1.1")
@@ -235,7 +235,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._headers_due = None
 
     def _watch_reader(self, unread_bytes: int) -> None:
-        """Check after `send_timeout_s` that the client has read something; otherwise cut it off,
+        """Check after `send_timeout_s` that the client has read something; otherwise disconnect it,
         which aborts its sequences.
         """
 
@@ -259,7 +259,7 @@ class _Pipelined(Exception):
 
 
 def _refusal(error: httptools.HttpParserError) -> InvalidRequest:
-    """Return what the parser or one of our checks, which it called, has against the request."""
+    """Return the refusal for an error of the parser or of a check that it called."""
     if isinstance(error.__context__, InvalidRequest):
         return error.__context__
     if "HTTP version" in str(error) or "PRI" in str(error):  # the latter begins HTTP/2

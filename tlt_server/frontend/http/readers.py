@@ -1,10 +1,10 @@
-"""The readers of values in a body: each turns the JSON text of a value into it, or raises `Wrong`,
-which says what it must be.
+"""The readers of values in a body: each turns the JSON text of a value into the value, or raises
+`Wrong` with the requirement.
 
-An object is first decoded to the texts of its fields, which makes nothing of what is in them. A
-list is counted in its text, and refused if it is too long, before its members are decoded. Then
-msgspec decodes what it can in one call. Where it refuses, the same text is read again member by
-member, which finds the one that is wrong.
+An object is first decoded to the texts of its fields, without decoding their content. A list is
+counted in its text, and refused if it is too long, before its members are decoded. Then msgspec
+decodes as much as possible in one call. If that fails, the same text is read again member by
+member, to find the wrong one.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class ValueReader(ABC):
 
     @abstractmethod
     def _value(self, text: memoryview) -> Any:
-        """Return the value of a text that begins rightly, or raise `Wrong`."""
+        """Return the value of a text with the right first character, or raise `Wrong`."""
 
     def read_list(self, text: memoryview) -> list[Any]:
-        """Read a list of such values in fewer calls, if that is possible; else or if one is
-        refused, raise an error of msgspec, or `Wrong`.
+        """Read a list of such values in fewer calls, if possible; otherwise, or if one is refused,
+        raise an error of msgspec, or `Wrong`.
         """
         raise MsgspecError
 
@@ -93,8 +93,8 @@ class Scalar(ValueReader):
         self._pattern = next((m.pattern for m in metas if m.pattern is not None), None)
 
     def _bytes_at_most(self) -> int | None:
-        """Return a bound on the bytes of a value, if there is one: a longer text is refused before
-        it is decoded, since msgspec's error would hold a copy of it.
+        """Return a bound on the bytes of a value, if there is one. A longer text is refused before
+        it is decoded, since msgspec's error would contain a copy of it.
         """
         lengths = [meta.max_length for meta in self._metas if meta.max_length is not None]
         if self._is_word:
@@ -122,7 +122,7 @@ class Scalar(ValueReader):
         return self._list.decode(text)
 
     def _requirement(self, text: memoryview) -> str:
-        """Return what the value, which was refused, must be."""
+        """Return the requirement that the refused value does not meet."""
         if self.type not in (str, int, float):
             return self.requirement
         if self.type is str:
@@ -212,7 +212,7 @@ class IdsReader(ValueReader):
 
 
 def _packed(text: memoryview) -> PackedIds | None:
-    """Return the ids of a list, or None if a member may be no id."""
+    """Return the ids of a list, or None if a member may not be an id."""
     numbers = bytes(text)[1:-1].strip()
     if numbers.translate(None, b"0123456789,").strip():
         return None
@@ -223,7 +223,7 @@ def _packed(text: memoryview) -> PackedIds | None:
 
 
 class JsonReader(ValueReader):
-    """Reads any JSON of a type that may hold any, which is bounded at all its levels."""
+    """Reads any JSON, bounded at all levels."""
 
     def __init__(self, type: Any) -> None:
         self._decoder: Decoder[Any] = Decoder(type)
@@ -249,7 +249,7 @@ class JsonReader(ValueReader):
 
     @staticmethod
     def _no_object(text: memoryview) -> Wrong:
-        """Return the error about a list with a member that is no object."""
+        """Return the error about a list with a member that is not an object."""
         for at, member in enumerate(decode(text, type=list[Raw])):
             if memoryview(member)[0] != ord("{"):
                 return must(memoryview(member), "be an object", at)
@@ -268,7 +268,7 @@ class NullReader(ValueReader):
 
 
 class UnionReader(ValueReader):
-    """Reads a value of one of several types, told apart by its first character."""
+    """Reads a value of one of several types, distinguished by its first character."""
 
     def __init__(self, readers: Iterable[ValueReader]) -> None:
         self._readers = [*readers]
@@ -282,8 +282,8 @@ class UnionReader(ValueReader):
 
     @staticmethod
     def _likelier(fitting: list[ValueReader], text: memoryview) -> ValueReader:
-        """Return the reader of two: for a list, of ids or of something else; for a number, whole or
-        not.
+        """Return one of two readers: for a list, of ids or of something else; for a number, whole
+        or not.
         """
         if text[0] == ord("["):
             first = first_of(text)

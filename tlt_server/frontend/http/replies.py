@@ -1,4 +1,4 @@
-"""JSON replies, and errors as `{"error": ...}`, with Retry-After where sending again helps.
+"""JSON replies, and errors as `{"error": ...}`, with Retry-After if sending again helps.
 
 `error_reply` is the native shape of an error; a borrowed dialect has its own, which its routes name
 as `error_shape`.
@@ -46,9 +46,9 @@ def json_response(
 
 
 def sliced_response(content: Any, turn: Turn) -> Response:
-    """Return a reply that may be large. It is encoded a slice at a time while it is sent, each
-    slice after its turn, and its lists are then emptied; `content` may hold iterators, as
-    `json_slices` allows.
+    """Return a reply that may be large. It is encoded in slices while it is sent, each slice after
+    its turn, and its lists are then emptied. `content` may contain iterators, as `json_slices`
+    allows.
     """
     slices = json_slices(content)
     first, second = next(slices), next(slices, None)
@@ -91,7 +91,7 @@ async def in_turns(slices: Iterator[bytes], turn: Turn) -> AsyncIterator[bytes]:
 
 
 def _say_when(response: Response, retry_after_s: float | None) -> None:
-    """Add Retry-After to a reply with which the same request may pass later (429, 503)."""
+    """Add Retry-After to a reply (429, 503) after which the same request may succeed."""
     if retry_after_s is not None or response.status_code in (429, 503):
         response.headers["retry-after"] = str(max(1, math.ceil(retry_after_s or 0)))
 
@@ -116,7 +116,7 @@ def error_reply(error: TltError) -> Refusal:
 
 class ErrorResponse(Response):
     """An error in the shape of its route. The scope's state keeps the error itself, for a transport
-    that has its own form of errors.
+    with its own form of errors.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The HTTP server: uvicorn's requests and replies, our own doors and connections.
+"""The HTTP server: uvicorn's requests and replies, with our own listeners and connections.
 
 Connections are counted when they are accepted, before a TLS handshake. Each loop iteration accepts
-a few, so that the requests of those before are read in between.
+a few, so that the requests of earlier ones are read in between.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Door:
     def _handed_over(
         self, connection: socket.socket, protocol: BoundedProtocol, task: asyncio.Task[None]
     ) -> None:
-        """Close a connection that left, was dropped, or took too long to say hello."""
+        """Close a connection that left, was dropped, or took too long to handshake."""
         self._arriving.discard(task)
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
@@ -129,7 +129,7 @@ class HttpServer:
         self._doors: list[Door] = []
 
     async def start(self, listener: socket.socket, probes: socket.socket | None) -> None:
-        """Serve on bound sockets, `probes` with nothing but probes and scrapes."""
+        """Serve on bound sockets; `probes` answers only probes and scrapes."""
         self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[]))
         while not self._uvicorn.started:  # noqa: ASYNC110 (uvicorn offers a flag only)
             await asyncio.sleep(POLL_S)
@@ -155,7 +155,7 @@ class HttpServer:
         self._doors.append(door)
 
     async def stop(self) -> None:
-        """Let replies in progress go out, for `FLUSH_S`, then leave."""
+        """Send the replies in progress, for at most `FLUSH_S`, then leave."""
         for door in self._doors:
             door.close()
         self._uvicorn.should_exit = True
@@ -163,7 +163,7 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are ours: the first one drains, the second one stops."""
+    """Uvicorn without its signal handlers: our first signal drains, the second stops."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""JSON in slices: a large content is encoded a bounded part at a time, so that other requests run
-in between. A content may hold packed ids and texts, and iterators in place of lists, whose parts
-are then made as late as they are encoded.
+"""JSON in slices: large content is encoded one bounded part at a time, so that other requests run
+in between. Content may contain packed ids and texts, and iterators in place of lists, whose parts
+are created as they are encoded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 class KnownWeight:
-    """A content that knows its `values`, which takes longer to count than to encode."""
+    """Content that knows its number of `values`, which takes longer to count than to encode."""
 
     __slots__ = ()
 
@@ -34,7 +34,7 @@ class KnownWeight:
 
 def json_slices(content: Any, *, head: bytes = b"", tail: bytes = b"") -> Iterator[bytes]:
     """Yield the JSON of a content between `head` and `tail`, the same bytes as in one piece. All
-    slices but the last have at least `SLICE_BYTES`. A small content is one slice, made in one call,
+    slices but the last have at least `SLICE_BYTES`. Small content is one slice, made in one call,
     and no small member is cut.
     """
     if values(content, SMALL_VALUES) <= SMALL_VALUES:
@@ -75,7 +75,7 @@ def _object(members: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
 
 
 def _array(members: Iterable[Any]) -> Iterator[bytes]:
-    """Encode small members together, and large ones by their parts."""
+    """Encode small members together, and large ones in parts."""
     start = b"["
     for few in grouped(members):
         if len(few) == 1:
@@ -123,8 +123,8 @@ def _fields(content: Struct) -> Iterator[tuple[str, Any]]:
 
 
 def values(content: Any, limit: float = CALL_VALUES) -> float:
-    """Return about how many numbers a content takes as long to encode as. Counting stops above
-    `limit`, so that it takes no longer for a larger content.
+    """Return the number of numbers that take about as long to encode as this content. Counting
+    stops above `limit`, so larger content takes no longer.
     """
     if size := _cheap(content):
         return size
@@ -157,7 +157,7 @@ def _summed(held: Iterable[Any], limit: float) -> float:
 
 
 def _cheap(content: Any) -> int:
-    """Return the values of what has no members or a few numbers; 0 for anything else."""
+    """Return the number of values without members or with a few numbers; 0 for anything else."""
     kind = type(content)
     if kind in NUMBERS:
         return 1
@@ -169,5 +169,5 @@ def _cheap(content: Any) -> int:
 
 
 def are_numbers(content: Collection[Any]) -> bool:
-    """Return whether a collection has nothing but numbers and nulls in it."""
+    """Return True if a collection has only numbers and nulls."""
     return len(content) > 0 and NUMBERS.issuperset(map(type, content))

@@ -1,7 +1,7 @@
 """TLS of the HTTP and the gRPC server, mutual with a client CA.
 
-Certificates are read again when their files change. Each new connection takes the newest one, by
-the callback with which TLS chooses a certificate; open connections keep theirs.
+Certificates are read again when their files change. Each new connection gets the newest one,
+through TLS's callback for the choice of a certificate; open connections keep theirs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Certificates(NamedTuple):
 def watched_certificates(
     config: Config, on_read: OnRead = lambda result: None
 ) -> Watched[Certificates] | None:
-    """Return the certificates in force, or None for a server without TLS. `StartupError` names the
-    file that cannot be used.
+    """Return the active certificates, or None for a server without TLS. `StartupError` names an
+    unusable file.
     """
     cert, key, client_ca = config.tls_cert, config.tls_key, config.tls_client_ca
     if cert is None or key is None:

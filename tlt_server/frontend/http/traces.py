@@ -1,11 +1,11 @@
-"""The trace of a request: a span for all of it, and under it one for each of its parts.
+"""The trace of a request: a span for all of it, and child spans for its parts.
 
-A part is recorded once it has ended. `Access` begins the trace, `CURRENT` carries it to what the
-request starts. Spans hold numbers, routes and versions, never a prompt, a completion or a key.
+A part is recorded once it has ended. `Access` starts the trace, `CURRENT` carries it to everything
+that the request starts. Spans contain numbers, routes and versions, never a prompt, a completion or
+a key.
 
 A thread of the OpenTelemetry SDK, an optional extra, sends them to a collector by OTLP over HTTP.
-Its queue holds 2,048 spans and drops further ones; a collector that is away costs no request any
-time.
+Its queue has 2,048 spans and drops further ones; an unreachable collector costs requests no time.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def untraced(headers: Headers) -> RequestTrace:
 
 @asynccontextmanager
 async def tracing(endpoint: str) -> AsyncIterator[Begin]:
-    """Yield what begins the trace of a request. Without an endpoint nothing is traced. At the end,
-    send the spans that are left.
+    """Yield the function that starts the trace of a request. Without an endpoint nothing is traced.
+    At the end, send the remaining spans.
     """
     if not endpoint:
         yield untraced
@@ -111,7 +111,7 @@ class OtlpTraces:
         )
 
     def close(self) -> None:
-        """Send what is queued, for `FLUSH_S` at most; the SDK knows no such limit itself."""
+        """Send the queued spans, for `FLUSH_S` at most; the SDK itself has no such limit."""
         give_up = threading.Timer(FLUSH_S, self._exporter.shutdown)
         give_up.start()
         self._provider.shutdown()

@@ -1,9 +1,8 @@
 """Files that are read again when they change, so that API keys and certificates can be replaced
 without a restart.
 
-The files are looked at when their content is asked for, at most once a second, so there is no task
-that could die. A change that cannot be used is logged as an error, once, and the old content stays
-in force.
+The files are checked when their content is used, at most once a second, so no background task can
+die. An unusable change is logged as an error, once, and the old content stays active.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = structlog.get_logger()
 
 
 class Watched(Generic[Held]):
-    """The content of some files, as `read` returns it."""
+    """Watched files' content, as returned by `read`."""
 
     def __init__(
         self,
@@ -35,8 +34,8 @@ class Watched(Generic[Held]):
         on_read: OnRead = lambda result: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read` raises `StartupError` for content that cannot be used, and here, at the start, so
-        does this. `on_read` counts reads for the metrics.
+        """`read`: raises `StartupError` for unusable content; so does this at the start. `on_read`:
+        counts reads for the metrics.
         """
         self._name, self._files, self._read = name, files, read
         self._on_read, self._clock = on_read, clock
@@ -70,9 +69,9 @@ class Watched(Generic[Held]):
             self._on_read("read")
 
     def _look(self) -> list[tuple[int, ...]]:
-        """Return a mark of each file that differs once it was written, replaced or removed.
+        """Return a mark of each file, which changes when the file is written, replaced or removed.
 
-        Marks are taken before the files are read, so a write in between shows next time.
+        Marks are taken before the files are read, so a write in between is noticed next time.
         """
         found: list[tuple[int, ...]] = []
         for file in self._files:

@@ -1,14 +1,14 @@
-"""Admission: a request gets in by the sequences, tokens and forecast KV pages that are open, and by
-how long it would wait.
+"""Admission: whether a request gets in, by the open sequences, tokens and forecast KV pages, and by
+its forecast wait.
 
-A request gets in whole or not at all. One that is over a bound by itself is `TooLarge` (413); the
-bound by forecast never refuses a request that is alone. One that does not fit next to the open ones
-is `QueueFull`, and one that would wait for them longer than its time is `Overloaded` (both 429,
-with the seconds after which it should pass). The engine client asks before a prompt is tokenised,
-so a refusal costs a few sums.
+A request gets in whole or not at all. One that exceeds a bound by itself is `TooLarge` (413); the
+bound by forecast never refuses a request that is alone. One that does not fit with the open ones is
+`QueueFull`, and one that would wait for them longer than its time is `Overloaded` (both 429, with
+the seconds after which it should succeed). The engine client asks before a prompt is tokenised, so
+a refusal is cheap.
 
 A key may use a bound up to its limit while no other key asks. Its share is the limit divided by the
-keys that have something open; a key within its share gets in next to greedier ones, so that only
+keys with open requests; a key within its share is admitted alongside greedier ones, so that only
 those are refused, until all keys together have `OVER` times the limit.
 """
 
@@ -34,7 +34,7 @@ OVER = 2  # times a limit: the bound for keys within their shares
 
 
 class Demand(NamedTuple):
-    """The demand of a request, its sequences together; tokens that are not known yet count 0."""
+    """The total demand of a request's sequences; unknown tokens count 0."""
 
     sequences: int
     prompt_tokens: int = 0
@@ -102,7 +102,7 @@ class _Bound(NamedTuple):
 
 
 class Admission:
-    """The count of what is open, and the bounds on it. `engine` is set once the engine has reported
+    """Counts open sequences and applies the bounds. `engine` is set once the engine has reported
     its size; before that there is no forecast of pages.
     """
 
@@ -133,7 +133,7 @@ class Admission:
 
     @property
     def pages(self) -> float:
-        """Pages that the open sequences are expected to need at their ends."""
+        """Pages that the open sequences are expected to have at their ends."""
         return self._pages(self.all)
 
     # -- asking
@@ -156,7 +156,7 @@ class Admission:
     def _check_share(
         self, bound: _Bound, asked: float, open_: float, own: float, owners: int
     ) -> None:
-        """Refuse what is over the limit, unless it keeps its key within the key's share."""
+        """Refuse a demand over the limit, unless it keeps its key within the key's share."""
         share = bound.limit / owners
         within = owners > 1 and own + asked <= share
         if within and open_ + asked <= OVER * bound.limit:
@@ -172,8 +172,8 @@ class Admission:
         )
 
     def wait_s(self, owner: str | None = None) -> float:
-        """Forecast the time until one more sequence of this key would start, by default of the one
-        with most that wait; 0 if at once, or if unknown.
+        """Forecast the time until one more sequence of this key would start; by default, of the key
+        with most waiting. 0 if at once, or if unknown.
         """
         if owner is None:
             owner = max(self._held, key=lambda each: self._held[each].unstarted, default="")
@@ -207,8 +207,8 @@ class Admission:
         )
 
     def _check_time(self, demand: Demand) -> None:
-        """Refuse a demand that would wait for others longer than its time. The time that it needs
-        itself never refuses it: alone it always gets in.
+        """Refuse a demand that would wait for others longer than its time. Its own run time never
+        refuses it: alone it always gets in.
         """
         wait_s = self.wait_s(demand.owner)
         if not wait_s:
@@ -249,14 +249,14 @@ class Admission:
         return max(1.0, min(self.engine.max_running, by_pages))
 
     def _end_s(self, part: float) -> float:
-        """Forecast the time until that part of the open sequences has ended."""
+        """Forecast the time until this share of the open sequences has ended."""
         return self.forecast.seconds(part * self.forecast.share * self.all.output_tokens)
 
     # -- opening and closing
 
     def open(self, requests: Sequence[GenerateRequest]) -> None:
-        """Count a batch of one key in, which `admit` has let in. The sums grow once, since a batch
-        of thousands holds the loop as long as this takes.
+        """Count an admitted batch of one key. The sums are updated once, since a batch of thousands
+        holds the loop meanwhile.
         """
         if not requests:
             return
@@ -269,9 +269,9 @@ class Admission:
         self._add(owner, len(requests), prompt_tokens, output_tokens, len(requests))
 
     def stepped(self, cycle: Cycle, waiting: float) -> None:
-        """Take a step of the engine into the forecast if the engine is full. It is full whenever a
-        new request would wait, so a refusal for its wait follows what the engine does now.
-        `waiting`: sequences that wait in the engine after the step.
+        """Add a step to the forecast if the engine is full. It is full whenever a new request would
+        wait, so refusals follow the engine's present speed. `waiting`: sequences that wait in the
+        engine after the step.
         """
         if waiting or len(self) >= self._capacity():
             self.forecast.stepped(cycle)
@@ -297,7 +297,7 @@ class Admission:
             self.forecast.cut_off(opened.given, opened.max_tokens)
 
     def close(self, id: str) -> None:
-        """Count a sequence out, unless that was done."""
+        """Remove a sequence from the counts, unless that was done."""
         closed = self._open.pop(id, None)
         if closed is None:
             return
@@ -327,9 +327,9 @@ class Admission:
 
 
 def over_share(held: Mapping[str, float], asking: str, asked: float, limit: float) -> str | None:
-    """Return the owner that has to make room for what `asking` asks: the one that holds most, if
-    that is more than its share and `asking` stays within its own. `held`: by owner. A share is the
-    limit divided by the owners that hold or ask for something.
+    """Return the owner that must make room for `asking`: the one that holds most, if that exceeds
+    its share and `asking` stays within its own. `held`: by owner. A share is the limit divided by
+    the owners that hold or ask for something.
     """
     share = limit / len(held.keys() | {asking})
     owner = max(held, key=held.__getitem__, default=asking)

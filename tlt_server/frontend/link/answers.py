@@ -1,5 +1,5 @@
-"""Commands that wait for the engine's answer. Each gets one answer, or one typed error when there
-is none any more.
+"""Commands that wait for the engine's answer. Each gets one answer, or one typed error if none can
+arrive any more.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from tlt_server.wire.events import ControlReport, WeightReport
 
 
 class Changes:
-    """Wakes everyone who waits for some state to change."""
+    """Wakes all waiters when some state changes."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     @property
     def next(self) -> asyncio.Event:
-        """The event of the next change. Who takes it before a look at the state misses none."""
+        """The event of the next change. A caller that gets it before it reads the state misses no
+        change.
+        """
         return self._next
 
     def tell(self) -> None:
@@ -33,10 +35,10 @@ Report = TypeVar("Report", WeightReport, ControlReport)
 
 
 class Answers(Generic[Report]):
-    """The answers of one kind that are awaited, by the command's id."""
+    """The pending answers of one kind, by the command's id."""
 
     def __init__(self, send: Callable[[Command], bool]) -> None:
-        """`send` returns whether there is an engine that may take the command."""
+        """`send`: returns whether there is an engine to take the command."""
         self._send = send
         self._awaited: dict[str, asyncio.Future[Report]] = {}
 
@@ -47,8 +49,8 @@ class Answers(Generic[Report]):
         return id in self._awaited
 
     async def ask(self, command: WeightCommand | ControlCommand | SetPolicy) -> Report:
-        """Send the command and return its answer. A caller that goes away does not stop what it
-        asked for.
+        """Send the command and return its answer. The command continues even if the caller
+        leaves.
         """
         answer = self._awaited[command.id] = asyncio.get_running_loop().create_future()
         try:

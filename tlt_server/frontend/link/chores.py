@@ -1,5 +1,5 @@
-"""Work on thousands of sequences, some of them in each pass of the loop, so that other requests run
-in between. Chores are done in order, each to its end before the next.
+"""Work on thousands of sequences, a piece in each pass of the loop, so that other requests run in
+between. Chores run in order, one after the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Chores:
         end: Callable[[], None] = lambda: None,
     ) -> None:
         """Call `work` with all members, at most `PIECE` at once, and then `end`. The first call is
-        made now, unless an earlier chore is under way.
+        made now, unless an earlier chore is running.
         """
         self._chores.append(_Chore(deque(members), work, end))
         if len(self._chores) == 1:

@@ -1,7 +1,7 @@
 """The engine over all its epochs: submissions and commands go out, outputs and answers come in.
 
-`supervisor` reports when an epoch begins (`connect`) and ends (`died`), and hands over every event
-(`take`). `sequences` and `answers` keep what is open.
+`supervisor` reports when an epoch begins (`connect`) and ends (`died`), and passes on every event
+(`take`). `sequences` and `answers` keep the open ones.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EngineClient:
     def __init__(
         self, admission: Admission, metrics: Metrics, activity: Activity | None = None
     ) -> None:
-        """`activity`: told whether there is work, for the trainer."""
+        """`activity`: is told whether there is work, for the trainer."""
         self.admission, self._metrics = admission, metrics
         self.activity = activity or Activity()
         metrics.sequences.open_tokens.set_function(lambda: admission.tokens)
@@ -107,7 +107,7 @@ class EngineClient:
         return self.info
 
     def connect(self, link: EngineLink) -> None:
-        """Begin an epoch. Until it is ready nothing is submitted to it."""
+        """Begin an epoch. Nothing is submitted to it until it is ready."""
         self._link = link
         self.start.begin()
 
@@ -150,15 +150,15 @@ class EngineClient:
 
     def blame(self, death: Death, now_s: float) -> str:
         """Return the key whose requests alone can have caused this death, which may have to rest
-        now; empty where that is not known.
+        now; empty if unknown.
         """
         owner = self._sequences.alone(death.started)
         self.admission.rests.died(owner, now_s)
         return owner
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
-        """End everything open with a typed error, except what can resume, and return the number of
-        sequences that can. `restart_in_s`: None for never; `start_s`: how long a start then takes.
+        """End everything open with a typed error, except sequences that can resume, and return
+        their number. `restart_in_s`: None for never. `start_s`: duration of a start.
         """
         self._link, self.start.over = None, True
         self.activity.set("engine", 1)  # it starts again, and measures its steps
@@ -185,7 +185,7 @@ class EngineClient:
         return resumable
 
     def _begin(self, info: EngineInfo) -> None:
-        """Give the epoch that is ready what was set while serving, then what was cut off."""
+        """Send the ready epoch the settings made while serving, then the interrupted sequences."""
         self.info = self.admission.engine = info
         self.failure = ""
         self.start.ready()
@@ -214,8 +214,8 @@ class EngineClient:
     # the end of the server
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for the sequences that run. Return False when time ran out;
-        then the rest ends with a typed error.
+        """Refuse new requests and wait for running sequences. When time runs out, return False; the
+        rest then ends with a typed error.
         """
         self._stop_taking()
         with contextlib.suppress(TimeoutError):
@@ -223,15 +223,15 @@ class EngineClient:
         return self._sequences.idle.is_set()
 
     def close(self) -> None:
-        """Take nothing any more, and end what is open with a typed error."""
+        """Refuse new requests, and end the open ones with a typed error."""
         self._stop_taking()
         self._sequences.end_all(
             Unavailable("the server is shutting down; send the request to another replica or later")
         )
 
     def _stop_taking(self) -> None:
-        """Refuse what is new, and end every wait for a push, a join or a pause, since that may take
-        longer than the server has.
+        """Refuse new requests, and end every wait for a push, a join or a pause, since that may
+        take longer than the server has.
         """
         self.draining = True
         self.changes.tell()
@@ -257,12 +257,12 @@ class EngineClient:
         accepted: bool = False,
         patience_s: float = 0.0,
     ) -> Submission:
-        """Hand over a batch, all of it or nothing. `Unavailable` or (unless it was `accepted`
-        before) an error of `Admission` when it cannot be taken.
+        """Submit a batch, all of it or nothing. `Unavailable` or (unless it was `accepted` before)
+        an error of `Admission` if it cannot be accepted.
 
-        When the engine dies, sequences that are open end with `engine_failed`, or with `resumes`
-        the next epoch continues them, by the same ids. A request that may have crashed the engine
-        ends with `poisoned`. `patience_s`: as `Submission` has it.
+        When the engine dies, open sequences end with `engine_failed`, or with `resumes` the next
+        epoch continues them, by the same ids. A request that may have crashed the engine ends with
+        `poisoned`. `patience_s`: see `Submission`.
         """
         self.check_available()
         return self._sequences.submit(
@@ -275,34 +275,34 @@ class EngineClient:
 
     @property
     def open_ids(self) -> list[str]:
-        """Ids of all sequences that have not ended."""
+        """Return the ids of all sequences that have not ended."""
         return self._sequences.ids
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> int:
-        """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many
-        of them are open.
+        """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many of
+        them are open.
         """
         return self._sequences.abort(ids, finish_reason)
 
     # whether it takes requests
 
     def check_available(self) -> None:
-        """`Unavailable` when nothing can be generated now."""
+        """Raise `Unavailable` if nothing can be generated now."""
         self.check_serving()
         self.pauses.check()
 
     def check_serving(self) -> None:
-        """`Unavailable` when nothing can be generated now for another reason than a pause or a
+        """Raise `Unavailable` if nothing can be generated now, for a reason other than a pause or a
         sleep.
         """
         self.check_running()
         self.versions.check()
 
     def check_running(self) -> None:
-        """`Unavailable` when there is no engine to ask."""
+        """Raise `Unavailable` if there is no engine to ask."""
         if self.draining:
             raise Unavailable(
                 "the server is draining before it stops; send the request to another replica",
@@ -315,7 +315,7 @@ class EngineClient:
             raise Unavailable(f"the engine is starting{now}; poll /readyz", retry_after_s=2)
 
     def check_alive(self) -> None:
-        """`Unavailable` when the engine is gone and will not be restarted."""
+        """Raise `Unavailable` if the engine is gone and will not be restarted."""
         if self._over:
             raise Unavailable(self.failure, retry_after_s=self._again_s)
 
@@ -330,17 +330,21 @@ class EngineClient:
         return f"c{next(self._command_ids)}"
 
     async def set_policy(self, policy: SetPolicy, patience_s: float = 0.0) -> None:
-        """Ask as `PolicyState` does; without patience while sleeping memory prevents preparing."""
+        """Set the policy, see `PolicyState`; without patience if sleeping memory prevents its
+        preparation.
+        """
         await self.policies.ask(policy, 0.0 if self.pauses.asleep else patience_s)
 
     def recompute(self, wanted: Recompute) -> None:
-        """Let the engine compute the states of these texts again, of those that fit it."""
+        """Ask the engine to recompute the states of these texts, except those that do not fit
+        it.
+        """
         if self.info is not None:
             limits = self.info.vocab_size, self.info.max_model_len
             self._send(Recompute([text for text in wanted.texts if readable(text, *limits)]))
 
     async def weights(self, command: WeightCommand) -> WeightReport:
-        """Return the engine's answer. A caller that goes away does not stop what it asked for."""
+        """Return the engine's answer. The command continues even if the caller leaves."""
         self.check_running()
         with self.activity.during("weights"):
             asked_s = time.monotonic()
@@ -383,12 +387,12 @@ class EngineClient:
             raise from_code(*report.error)
 
     def _send(self, command: Command) -> bool:
-        """Return whether there is an engine that may take the command."""
+        """Send a command. Return False if there is no engine to take it."""
         return self._link is not None and self._link.send(command)
 
 
 def readable(text: bytes, vocab_size: int, longest: int) -> bool:
-    """Return True if these are int32 tokens of the model, of a sequence no longer than it takes."""
+    """Return True if these bytes are int32 tokens of the model, in a sequence of allowed length."""
     if len(text) % 4 or len(text) > 4 * longest:
         return False
     token_T = np.frombuffer(text, np.dtype("<i4"))

@@ -1,8 +1,8 @@
-"""Forecast of the tokens/s of a full engine and of the share of max_tokens that sequences use.
+"""Forecasts the tokens/s of a full engine and the share of max_tokens that sequences use.
 
-Both are learned from steps and ends, never configured. `Admission` passes in only the steps of a
-full engine, since others say nothing about one. Until there is enough evidence nothing is known,
-and no request is refused by forecast.
+Both are learned from steps and ends, never configured. `Admission` passes only the steps of a full
+engine, since others say nothing about one. Without enough evidence both are unknown, and no request
+is refused by forecast.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all sequences together; 0 as long as nothing is known."""
+        """Tokens per second of all sequences together; 0 while unknown."""
         return self._tokens / self._seconds if self.known else 0.0
 
     @property
@@ -64,13 +64,13 @@ class Forecast:
 
     @property
     def long_share(self) -> float:
-        """Share of max_tokens that hardly any sequence exceeds."""
+        """Share of max_tokens that very few sequences exceed."""
         return min(
             1.0, self.share + DEVIATIONS * math.sqrt(max(0.0, self._square - self._share**2))
         )
 
     def seconds(self, tokens: float) -> float:
-        """Return the time in which a full engine delivers this many tokens in all."""
+        """Return the time in which a full engine generates this many tokens in all."""
         return tokens * self._seconds / self._tokens if self.known else 0.0
 
     def sequence_seconds(self, tokens: float) -> float:

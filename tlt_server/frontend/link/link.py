@@ -1,9 +1,9 @@
 """One epoch of the engine: one process, from its launch to its end, the sockets to it, and the
-server's directory that holds them.
+server's directory for them.
 
 Both sockets are bound here (`ipc://DIR/commands` PUSH, `ipc://DIR/events` PULL) and the engine
-connects. Every epoch has its own directory, so nothing that one epoch left in a socket can reach
-the next. When `run` returns, the process is gone and reaped.
+connects. Every epoch has its own directory, so nothing left in one epoch's socket can reach the
+next. When `run` returns, the process has ended and is reaped.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ log = structlog.get_logger()
 
 @contextlib.contextmanager
 def own_directory() -> Iterator[Path]:
-    """Yield a new directory of mode 0700, for sockets and started files, that is removed at the
-    end. Remove those of dead servers first.
+    """Yield a new directory of mode 0700, for sockets and started files, removed at the end. Remove
+    those of dead servers first.
 
-    A living server holds a lock on the file `lock` in it. The kernel lets go of the lock with the
-    process, however that ends, so a lock that can be taken shows that the directory's server is
-    dead. Process ids would say less, since containers share temporary directories and not ids.
+    A living server holds a lock on the file `lock` in it. The kernel releases the lock with the
+    process, however that ends, so a free lock means that the directory's server is dead. Process
+    ids would not show that, since containers share temporary directories and not ids.
     """
     sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
@@ -58,7 +58,7 @@ def own_directory() -> Iterator[Path]:
 
 
 def sweep(temporary: Path) -> None:
-    """Remove this user's directories whose lock no process holds. No link is followed."""
+    """Remove this user's directories whose lock is free. No link is followed."""
     for directory in temporary.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if _is_dead(directory):
@@ -88,7 +88,7 @@ LAST_WORDS_S = (
 
 
 class EngineProcess(Protocol):
-    """The part of asyncio's `Process` that is used here."""
+    """The methods of asyncio's `Process` that are used here."""
 
     @property
     def pid(self) -> int: ...
@@ -106,7 +106,7 @@ class Death(NamedTuple):
 
     @property
     def described(self) -> str:
-        """The reason for readers of standard error; clients get the error's message alone."""
+        """The reason for readers of standard error; clients get only the error's message."""
         return f"{self.error.message}; see {self.see}" if self.see else self.error.message
 
 
@@ -129,7 +129,7 @@ class EngineLink:
         self._phase = ""  # the last phase of the start that has ended
 
     def send(self, command: Command) -> bool:
-        """Return whether there is an engine that may take the command."""
+        """Send a command. Return False if there is no engine to take it."""
         try:
             self._commands.send(encode(command), zmq.NOBLOCK)
         except zmq.Again:
@@ -141,8 +141,8 @@ class EngineLink:
         self._commands.context.destroy(linger=0)
 
     async def run(self, process: EngineProcess, take: Callable[[Event], None]) -> Death:
-        """Hand every event to `take` until the engine is gone. Cancelled, it asks the engine to
-        stop, and waits.
+        """Pass every event to `take` until the engine is gone. If cancelled, ask the engine to
+        stop, and wait.
         """
         exited = asyncio.create_task(process.wait())
         failed, silent = (
@@ -190,7 +190,7 @@ class EngineLink:
         return Death("exited", error, started, where)
 
     async def _listen(self, take: Callable[[Event], None]) -> TltError:
-        """Take events until the engine reports an error that ends it, and return that error."""
+        """Take events until the engine reports a fatal error, and return that error."""
         while True:
             message = await self._events.recv()
             self._heard += 1
@@ -215,9 +215,8 @@ class EngineLink:
                 )
 
     async def _silence(self, pid: int) -> TltError:
-        """Wait until no event has come for too long, or the process is stopped, and return the
-        error that says so. Time is counted in turns of this loop, so a loop that was held up
-        blames no engine.
+        """Wait until no event has arrived for too long, or the process is stopped, and return the
+        error for that. Time is counted in turns of this loop, so a delayed loop blames no engine.
         """
         silent_s, stopped_s, heard = 0.0, 0.0, self._heard
         while True:
@@ -246,7 +245,7 @@ class EngineLink:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return True if a signal has stopped a process; a debugger's stop is none."""
+    """Return True if a signal has stopped a process; a debugger's stop does not count."""
     try:
         said = Path(f"/proc/{pid}/stat").read_text()
     except OSError:  # it has just ended

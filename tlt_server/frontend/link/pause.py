@@ -1,13 +1,13 @@
 """Pause and sleep for every dialect: the commands to the engine, whether new requests are refused,
-and what the next epoch must know.
+and the state for the next epoch.
 
-One word per idea: `in_flight` says what becomes of requests submitted before (`commands.Pause`),
-`refuse` whether new requests get a 503 or wait. While anything sleeps they are refused. Both hold
-until they are taken back, over restarts of the engine too.
+`in_flight` says what happens to earlier requests (`commands.Pause`), `refuse` whether new requests
+get a 503 or wait. They are always refused while anything sleeps. Both last until they are revoked,
+over restarts of the engine too.
 
-Nothing is locked. The engine runs commands in the order in which they are sent, and its answers,
-one after another, say what holds, even when the caller has gone. A command that is not answered yet
-counts only against new requests.
+Nothing is locked. The engine runs commands in the order in which they are sent, and its answers
+determine the state, one after another, even if the caller has left. An unanswered command only
+affects new requests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Asked(NamedTuple):
     refuse: bool = False
 
     def after(self, state: _State) -> _State:
-        """Return the state once the command is done."""
+        """Return the state after the command."""
         match self.command:
             case Pause():
                 return state._replace(paused=True, refusing=self.refuse)
@@ -67,8 +67,8 @@ class PauseState:
         ask: Callable[[ControlCommand], Awaitable[None]],
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ask` sends a command before it waits, returns when the engine has done it, and raises
-        the engine's error. `changed` is called when an open command begins or ceases to count.
+        """`ask`: sends a command before it waits, returns when the engine has executed it, and
+        raises the engine's error. `changed`: called when an open command starts or ceases to count.
         """
         self._command_id, self._ask, self._changed = command_id, ask, changed
         self._state = _State()  # as the answers of the engine say
@@ -96,7 +96,7 @@ class PauseState:
         )
 
     def check(self) -> None:
-        """`Unavailable` when new requests are refused."""
+        """Raise `Unavailable` if new requests are refused."""
         if self.asleep:
             raise Unavailable(
                 ASLEEP.format(" and ".join(sorted(self.asleep))), retry_after_s=RETRY_S
@@ -105,7 +105,7 @@ class PauseState:
             raise Unavailable(PAUSED, retry_after_s=RETRY_S)
 
     def check_generating(self) -> None:
-        """`Unavailable` when a request would get no token now, refused or not."""
+        """Raise `Unavailable` if a request would get no token now, refused or not."""
         self.check()
         if self.paused:
             raise Unavailable(HALTED, retry_after_s=RETRY_S)
@@ -126,7 +126,7 @@ class PauseState:
         return commands
 
     def answered(self, report: ControlReport) -> None:
-        """Take the engine's answers in, in the order in which it gave them."""
+        """Apply the engine's answers, in the order in which it gave them."""
         asked = self._asked.pop(report.id, None)
         if asked is not None and report.error is None:
             self._state = asked.after(self._state)
@@ -136,15 +136,15 @@ class PauseState:
         self._asked.clear()
 
     async def pause(self, in_flight: InFlight, *, refuse: bool, clear_cache: bool) -> None:
-        """Return when the pause holds; with `drain`, when everything has ended."""
+        """Return when the pause is in effect; with `drain`, when everything has ended."""
         await self._do(_Asked(Pause(self._command_id(), in_flight, clear_cache), refuse))
 
     async def resume(self) -> None:
         await self._do(_Asked(Resume(self._command_id())))
 
     async def sleep(self, memory: Collection[Memory], in_flight: InFlight = "recompute") -> None:
-        """Give memory back. No sequence keeps its KV: those that do not end continue from their
-        tokens when everything is awake.
+        """Free the memory. No sequence keeps its KV: the surviving ones continue from their tokens
+        when everything is awake.
         """
         await self._do(_Asked(Sleep(self._command_id(), sorted(memory), in_flight)))
 
@@ -155,7 +155,7 @@ class PauseState:
         await self._do(_Asked(ClearCache(self._command_id(), unless_held)))
 
     async def _do(self, asked: _Asked) -> None:
-        """Run a command. A caller that goes away does not stop what it asked for."""
+        """Run a command. It continues even if the caller leaves."""
         self._asked[asked.command.id] = asked
         self._changed()
         if isinstance(asked.command, Pause | Sleep):

@@ -1,6 +1,6 @@
-"""The policy in force and the one that the engine prepares, as the engine's answers say. Both hold
-over restarts: each epoch prepares the one in force again, then the one under way. One that was
-being prepared at two deaths in a row may be their cause, and is dropped.
+"""The active policy and the one in preparation, by the engine's answers. Both last over restarts:
+each epoch prepares the active one again, then the pending one. A policy whose preparation was
+interrupted by two deaths in a row may be their cause, and is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 class PolicyState:
     def __init__(self, command_id: Callable[[], str], send: Callable[[Command], bool]) -> None:
-        """`send` returns whether there is an engine that may take the command."""
+        """`send`: returns whether there is an engine to take the command."""
         self._command_id, self._send = command_id, send
         self.answers = Answers[ControlReport](self._sent)
         self._asked: dict[str, SetPolicy] = {}  # sent and without an answer, the newest last
@@ -33,7 +33,7 @@ class PolicyState:
 
     @property
     def preparing(self) -> SetPolicy | None:
-        """Return the policy that is prepared, or waits for that."""
+        """Return the policy in preparation, or waiting for it."""
         return self._next or self._newest
 
     @property
@@ -41,7 +41,7 @@ class PolicyState:
         return next(reversed(self._asked.values()), None)
 
     async def ask(self, policy: SetPolicy, patience_s: float) -> None:
-        """Return when the policy is in force, or after `patience_s`. Raises the engine's error."""
+        """Return when the policy is active, or after `patience_s`. Raises the engine's error."""
         command = msgspec.structs.replace(policy, id=self._command_id())
         answer = asyncio.ensure_future(self.answers.ask(command))
         answer.add_done_callback(_take_error)
@@ -50,7 +50,9 @@ class PolicyState:
             raise from_code(*report.error)
 
     def answered(self, report: ControlReport) -> bool:
-        """Take the answer to a policy, also when its caller has gone; False for other answers."""
+        """Apply the answer to a policy, even if its caller has left. Return False for other
+        answers.
+        """
         command = self._asked.pop(report.id, None)
         if command is None:
             return False
@@ -67,7 +69,7 @@ class PolicyState:
         return True
 
     def died(self, reason: str) -> None:
-        """End every wait, and keep what the next epoch is sent."""
+        """End every wait, and keep the policies for the next epoch."""
         command, again, dropped = self._newest, self._suspect, ""
         self._asked = {}
         if command is not None:
@@ -82,8 +84,8 @@ class PolicyState:
         self.answers.fail(lambda: _cut_off(reason, dropped))
 
     def begin(self, prepared: str) -> None:
-        """Begin an epoch, which starts with its own policy: send the one that was in force, then
-        the one that was under way.
+        """Begin an epoch, which starts with the configured policy: send the one that was active,
+        then the pending one.
         """
         self.in_force, self.prepared, self._asked = None, prepared, {}
         first = self._kept or self._next
@@ -93,8 +95,8 @@ class PolicyState:
             self._give(first)
 
     def _sent(self, command: Command) -> bool:
-        """Send a policy, or let it wait for the one that was in force, whose preparation it would
-        end. A newer one takes its place.
+        """Send a policy, or keep it until the active one is prepared, whose preparation it would
+        end. A newer one replaces it.
         """
         assert isinstance(command, SetPolicy)
         again = self._kept is not None and self.in_force is None and self._kept.id in self._asked

@@ -1,7 +1,8 @@
-"""The open sequences: where the outputs of each go, and in which order the engine gets them.
+"""The open sequences: the receiver of each one's outputs, and the order in which the engine gets
+them.
 
-Invariant: every sequence sees exactly one output with a `finish_reason`, also when the engine dies,
-the client leaves or time runs out. `EngineClient` owns this and tells it about deaths and epochs.
+Invariant: every sequence gets exactly one output with a `finish_reason`, even if the engine dies,
+the client leaves or time runs out. `EngineClient` owns this and reports deaths and epochs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class OpenSequences:
         counted: Callable[[int], None] = lambda count: None,
         faults: Containment | None = None,
     ) -> None:
-        """`counted` is told how many are open."""
+        """`counted`: is told how many are open."""
         self._admission, self._metrics, self._send = admission, metrics, send
         self._counted, self._faults = counted, faults or Containment()
         self._suspects, self._chores = Suspects(), Chores()
@@ -63,7 +64,7 @@ class OpenSequences:
 
     @property
     def held_ids(self) -> list[str]:
-        """Ids of the sequences that wait here, which the engine does not know."""
+        """Ids of the sequences waiting here, unknown to the engine."""
         return [id for id, route in self._routes.items() if route.held]
 
     def submit(
@@ -75,8 +76,8 @@ class OpenSequences:
         accepted: bool,
         patience_s: float = 0.0,
     ) -> Submission:
-        """Admit a batch and hand it to the engine, all of it or (with an error of `Admission`)
-        nothing. An `accepted` batch was admitted before.
+        """Admit a batch and submit it, all or (with an error of `Admission`) nothing. `accepted`:
+        it was admitted before.
         """
         if not accepted:
             self._admission.admit(Demand.of(requests))
@@ -106,8 +107,8 @@ class OpenSequences:
         return submission
 
     def dispatch(self, outputs: Iterable[StepOutput]) -> None:
-        """Hand on the outputs of an event, which all came at the same time. Most sequences have
-        waited equally long for theirs, so equal times are observed together.
+        """Pass on the outputs of an event. Most sequences have waited equally long for theirs, so
+        equal times are observed together.
         """
         now_s = time.monotonic()
         gaps: Counter[tuple[float, int]] = Counter()
@@ -155,8 +156,8 @@ class OpenSequences:
             self._end(id, error)
 
     def alone(self, started: Iterable[str]) -> str:
-        """Return the key of all that ran, or of the request on trial where this engine had taken
-        each request of another key past its first step; else empty.
+        """Return the only key of the running requests, or the key of the request on trial if this
+        engine had taken each other request past its first step; else empty.
         """
         ran = self._ran(started)
         owners = {route.request.owner for route in ran}
@@ -166,12 +167,12 @@ class OpenSequences:
         return owners.pop() if len(owners) == 1 else ""
 
     def _ran(self, started: Iterable[str]) -> list[Route]:
-        """Return those of these that had not ended in the engine, also where their client left."""
+        """Return the routes that had not ended in the engine; their client may have left."""
         known = self._left | self._routes
         return [known[id] for id in started if id in known]
 
     def died(self, started: Iterable[str], error: TltError) -> int:
-        """End what cannot resume, hold the rest until `resume`, and return the number of the rest.
+        """End sequences that cannot resume, hold the rest until `resume`, and return their number.
         `started`: ids of the sequences that ran when the engine died.
         """
         ran = self._ran(started)
@@ -209,9 +210,9 @@ class OpenSequences:
         self._on_trial = ""
 
     def resume(self) -> None:
-        """Submit again what was cut off: everything that is open, since nothing new was taken
-        before. What ran when the engine died goes first and one by one, each after the one before
-        has completed a step, so the request that crashes the engine is identified.
+        """Submit all open sequences again; no new ones were accepted meanwhile. Those that ran when
+        the engine died go first and one at a time, each after the previous one has completed a
+        step, so the request that crashes the engine is identified.
         """
         tried: list[GenerateRequest] = []
         others: list[GenerateRequest] = []
@@ -249,7 +250,7 @@ class OpenSequences:
     def _sort(
         self, requests: list[GenerateRequest]
     ) -> tuple[list[GenerateRequest], list[GenerateRequest]]:
-        """Refuse those that crash the engine, and return those that do not, and those that may."""
+        """Refuse requests that crash the engine; return those that do not, and those that may."""
         free, suspect, refused = self._suspects.sort(requests, time.monotonic())
         self._refuse(refused)
         return free, suspect
@@ -271,9 +272,7 @@ class OpenSequences:
             )
 
     def _advance(self) -> None:
-        """Give the engine what is next, up to a trial that is not over. After a slice of a large
-        batch other requests have a turn.
-        """
+        """Send the next requests, up to an unfinished trial. Other requests run between slices."""
         while self._queue and not self._on_trial and self._pause is None:
             batch, trial = self._queue.popleft()
             batch, rest = self._slice(batch)
@@ -289,7 +288,7 @@ class OpenSequences:
                 self._hand_over(left)
 
     def _hand_over(self, routes: list[Route]) -> None:
-        """Send these to the engine; if they cannot be sent, they end, and no others."""
+        """Send these to the engine; if that fails, only these end."""
         try:
             sent = self._send(Submit([route.rest() for route in routes]))
         except Exception as error:
@@ -303,7 +302,7 @@ class OpenSequences:
     def _slice(
         self, batch: list[GenerateRequest]
     ) -> tuple[list[GenerateRequest], list[GenerateRequest]]:
-        """Return the part of a batch that is sent at once, and the rest."""
+        """Return the part of a batch to send at once, and the rest."""
         ids = 0
         for i, request in enumerate(batch):
             route = self._routes.get(request.id)
@@ -357,7 +356,7 @@ class OpenSequences:
                 self._suspects.completed(route.request)
 
     def _leave(self, route: Route) -> None:
-        """Remember a sequence that ends here. It counts until the engine, if it has it, ends it."""
+        """Remember a sequence that ends here; it counts until the engine, if it has it, ends it."""
         if not route.held:
             self._left[route.request.id] = route
 

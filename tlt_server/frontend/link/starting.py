@@ -1,7 +1,7 @@
-"""The start of an engine in the words of its readers: operators, probes and refused requests.
+"""The start of an engine as its readers see it: operators, probes and refused requests.
 
-`client` notes the phases of each epoch here; `/startupz`, every 503 of a start and the lines for an
-operator say which one is under way, how far it is and how long it has taken.
+`client` records the phases of each epoch here. `/startupz`, every 503 of a start and the lines for
+an operator show the current phase, its progress and its duration.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DOING = {
 
 
 class UnderWay(Struct, frozen=True):
-    """The phase of a start that is under way."""
+    """The current phase of a start."""
 
     phase: Annotated[str, "what the engine does now"]
     done: Annotated[int, "steps of it that are done"]
@@ -82,7 +82,7 @@ class StartState:
 
     @property
     def under_way(self) -> UnderWay | None:
-        """None once the engine is ready, or gone."""
+        """Return the current phase; None once the engine is ready, or gone."""
         if self.over:
             return None
         name, done, of = self._progress.name, self._progress.done, self._progress.of
@@ -90,15 +90,15 @@ class StartState:
 
     @property
     def now(self) -> str:
-        """Return the end of a message, empty when nothing is under way."""
+        """Return the end of a message, empty if no phase is running."""
         return f"; now {doing}" if (doing := self.under_way) else ""
 
 
 async def checked(
     event: asyncio.Event, supervised: asyncio.Task[EngineFailed], stop: asyncio.Event
 ) -> None:
-    """Wait until the engine has found device and files usable (`event`), so that no port is open
-    before. `StartupError` says why they are not.
+    """Wait until the engine has accepted device and files (`event`), so that no port is open
+    before. `StartupError` gives the reason if they are unusable.
     """
     waits = [asyncio.create_task(each.wait()) for each in (event, stop)]
     await asyncio.wait({*waits, supervised}, return_when=asyncio.FIRST_COMPLETED)
@@ -113,10 +113,10 @@ REWRITE = "\r\x1b[K"  # go to the line's start and clear it
 
 
 class ProgressLines:
-    """Lines for an operator while the server starts: one per phase, and one that says what runs.
+    """Lines for an operator while the server starts: one per phase, and one for the current phase.
 
-    A terminal shows a phase that is under way in one line that is written over; elsewhere it is
-    shown when its first step begins and every ten seconds.
+    A terminal shows the current phase in one line that is overwritten; elsewhere it is shown when
+    its first step begins and every ten seconds.
     """
 
     def __init__(

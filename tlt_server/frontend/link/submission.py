@@ -1,4 +1,4 @@
-"""The sequences of one request: `sequences` puts their outputs in, a generation takes them out."""
+"""The sequences of one request: `sequences` adds their outputs, a generation reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tlt_server.wire.records import GenerateRequest, StepOutput
 
 
 class Submission:
-    """The outputs that have come and were not taken yet, by sequence."""
+    """The outputs that were not read yet, by sequence."""
 
     def __init__(
         self,
@@ -24,8 +24,8 @@ class Submission:
         resumes: bool = False,
         patience_s: float = 0.0,
     ) -> None:
-        """`resumes`: the sequences go on after a death of the engine. `patience_s`: time that
-        outputs may lie here before they are taken, except the first and last of a sequence.
+        """`resumes`: the sequences continue after a death of the engine. `patience_s`: how long
+        outputs may wait here for more, except the first and last of a sequence.
         """
         self.open = set(ids)
         self.resumes = resumes
@@ -37,7 +37,7 @@ class Submission:
         self._wake: asyncio.TimerHandle | None = None
 
     def put(self, output: StepOutput, *, first: bool = False) -> None:
-        """Add an output. `first`: of its sequence."""
+        """Add an output. `first`: it is the sequence's first."""
         if output.id not in self.open:
             return
         if output.finish_reason is not None:
@@ -59,9 +59,9 @@ class Submission:
     async def slices(
         self, size_of: Callable[[StepOutput], int], limit: int
     ) -> AsyncIterator[tuple[list[StepOutput], int]]:
-        """Yield what has come since, in slices that end when their size reaches `limit`, each with
-        its size, until every sequence has ended. The outputs of a sequence keep their order and
-        stand together, so that each chunk of a stream has as many tokens as possible.
+        """Yield the new outputs in slices that end when their size reaches `limit`, each with its
+        size, until every sequence has ended. The outputs of a sequence keep their order and stay
+        together, so that each chunk of a stream has as many tokens as possible.
         """
         while self.open or self._outputs:
             await self._some.wait()
@@ -82,13 +82,13 @@ class Submission:
                 yield few, size
 
     def _sleep_on(self) -> None:
-        """Cancel the wake-up for outputs that lie here."""
+        """Cancel the wake-up for waiting outputs."""
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
 
     def close(self) -> None:
-        """Abort what has not ended; the engine's answers to that are dropped."""
+        """Abort the sequences that have not ended; the engine's answers to that are dropped."""
         self._sleep_on()
         if self._timer is not None:
             self._timer.cancel()
@@ -96,7 +96,7 @@ class Submission:
 
 
 class Route(Struct, gc=False):
-    """The way of a sequence's outputs to its submission."""
+    """Routes a sequence's outputs to its submission."""
 
     submission: Submission
     request: GenerateRequest
@@ -110,18 +110,18 @@ class Route(Struct, gc=False):
 
     @property
     def is_open(self) -> bool:
-        """False once the client has left."""
+        """Return False once the client has left."""
         return self.request.id in self.submission.open
 
     def take(self, output: StepOutput) -> None:
-        """Count an output in."""
+        """Count an output."""
         self.tokens += len(output.token_ids)
         self.stepped |= bool(output.token_ids)
         if self.submission.resumes:
             self.generated += output.token_ids
 
     def rest(self) -> GenerateRequest:
-        """Return the request by which an engine begins or continues the sequence."""
+        """Return the request by which an engine starts or continues the sequence."""
         if not self.generated:
             return self.request
         generated = [*self.request.generated, *self.generated]

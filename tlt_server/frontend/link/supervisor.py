@@ -1,9 +1,9 @@
 """Restarts the engine: one epoch after another, with growing pauses, until they end too often.
 
 `launch(directory)` (from `build`) starts a process that connects to the sockets in `directory`.
-`link` runs one epoch, and `client` is what the rest of the frontend sees of all epochs. Only an
-engine that has been ready once is restarted. A launch that the system refuses, for want of
-descriptors or memory, is one more death.
+`link` runs one epoch, and `client` is the rest of the frontend's view of all epochs. Only an engine
+that has been ready once is restarted. A launch that the system refuses, for lack of descriptors or
+memory, counts as a death.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Death(NamedTuple):
 
 
 class Backoff:
-    """The wait before the next epoch: nothing after a first death, then twice as long for each
-    further one in the window.
+    """The wait before the next epoch: none after a first death, then doubled for each further one
+    in the window.
     """
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
@@ -59,9 +59,9 @@ class Backoff:
         self._deaths: deque[_Death] = deque()
 
     def death(self, at_s: float, *, launched: bool = True, owner: str = "") -> float | None:
-        """Return the seconds to wait, or None when this death was one too many. A launch that the
+        """Return the seconds to wait, or None if there were too many deaths. A launch that the
         system refused is never one too many, nor is a death by a key that rests. `owner`: the key
-        whose requests alone can have caused it, if that is known.
+        whose requests alone can have caused it, if known.
         """
         self._deaths.append(_Death(at_s, launched, owner))
         while self._deaths[0].at_s <= at_s - self._window_s:
@@ -95,7 +95,7 @@ class Supervisor:
 
     async def run(self) -> EngineFailed:
         """Run one epoch after another, and return why there will be no further one. `StartupError`
-        when the first was never ready. Cancelled, it ends the engine.
+        if the first was never ready. If cancelled, end the engine.
         """
         with contextlib.closing(self._reserve):
             while True:
@@ -119,7 +119,7 @@ class Supervisor:
                 await asyncio.sleep(delay_s)
 
     async def _live(self, directory: Path) -> Death:
-        """Run one epoch in a directory of its own, and return how it ended."""
+        """Run one epoch in its own directory, and return how it ended."""
         ending: Ending = "not_launched"
         saying = asyncio.create_task(self._say_how_far())
         try:
@@ -148,7 +148,7 @@ class Supervisor:
         return link
 
     def _died(self, death: Death, delay_s: float | None) -> None:
-        """Log the death and end or keep what was open. `delay_s` as of `Backoff.death`."""
+        """Log the death, and end or keep the open requests. `delay_s`: see `Backoff.death`."""
         log.error(
             "engine_gone",
             ending=death.ending,
@@ -195,7 +195,7 @@ class Supervisor:
                 self._back(event.info, now_s - self._gone_s)
 
     async def _say_how_far(self) -> None:
-        """Show the phase of a start that is under way, also where nothing of it is counted."""
+        """Show the current phase of a start, even if none of its steps are counted."""
         while not self._client.start.over:
             await asyncio.sleep(SAID_EVERY_S)
             self._say_under_way()

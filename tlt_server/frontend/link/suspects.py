@@ -1,14 +1,14 @@
 """Requests and keys that may have crashed the engine.
 
-A request is refused if it ran at two crashes, was on trial or alone at the second, and had got no
-further in between.
+A request is refused if it ran at two crashes, was on trial or alone at the second, and had made no
+progress in between.
 
 A request is identified by its key and its computation (prompt and sampling), not by its id or by a
-seed that the server chose; one with a structured output by its key and the form of its grammar,
-whose numbers and names are easily others. After a crash suspects run one at a time: each until it
-has completed a step or, where it was at the same place at both crashes, until it is past that
-place. So no request is refused for running next to the one that crashes the engine. One that
-completes is cleared. The number of suspects is bounded, and they are forgotten after a while.
+seed that the server chose; one with a structured output by its key and the form of its grammar, as
+its numbers and names are easily varied. After a crash suspects run one at a time: each until it has
+completed a step or, if it was at the same position at both crashes, until it is past that position.
+So no request is refused for running alongside the one that crashes the engine. One that completes
+is cleared. The number of suspects is bounded, and they are forgotten after a while.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Suspect:
 
 
 class Sorted(NamedTuple):
-    """Requests sorted by what is known of them, each list in the order given."""
+    """Requests sorted by suspicion, each list in the order given."""
 
     free: list[GenerateRequest]
     suspect: list[GenerateRequest]
@@ -59,8 +59,8 @@ class Suspects:
         now_s: float,
     ) -> None:
         """Suspect the requests that ran when the engine died, each given with its number of output
-        tokens. Choices of one request count as the furthest one. `tried` is the request on trial,
-        or the only one.
+        tokens. Choices of one request count as the furthest one. `tried`: the request on trial, or
+        the only one.
         """
         furthest: dict[bytes, int] = {}
         for request, tokens in running:
@@ -96,7 +96,7 @@ class Suspects:
         return kinds
 
     def trial(self, request: GenerateRequest) -> int:
-        """Return the output tokens of a trial: it is over when the request has more of them."""
+        """Return the output tokens of a trial: it is over when the request has more than that."""
         known = self._suspects.get(fingerprint(request))
         return known.tokens if known is not None and known.again else 0
 
@@ -130,11 +130,11 @@ class _Blamed:
 
 
 class Rests:
-    """Keys that rest because their requests end the engine again and again.
+    """Keys that rest because their requests crash the engine repeatedly.
 
     A death counts against a key if only its requests ran, or one of them was on trial. After two
-    such deaths within the restart window new requests of the key are refused for a time that
-    doubles with each further death. Keys whose requests merely ran next to those are not affected.
+    such deaths within the restart window, new requests of the key are refused for a time that
+    doubles with each further death. Keys whose requests merely ran alongside are not affected.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -143,7 +143,7 @@ class Rests:
 
     def died(self, owner: str, now_s: float) -> None:
         """Count a death that only requests of this key can have caused. Without keys `owner` is
-        empty: callers cannot be told apart, so none rests.
+        empty: callers cannot be distinguished, so none rests.
         """
         if not owner:
             return
@@ -159,7 +159,7 @@ class Rests:
             self._blamed.popitem(last=False)
 
     def check(self, owner: str, now_s: float) -> None:
-        """`Unavailable` while this key rests."""
+        """Raise `Unavailable` while this key rests."""
         known = self._blamed.get(owner)
         if known is not None and now_s < known.until_s:
             left_s = known.until_s - now_s

@@ -1,5 +1,5 @@
-"""Runs the trainer process: starts it, takes its reports, carries what it asks for to the engine,
-and starts another one when it ends or hangs.
+"""Runs the trainer process: starts it, reads its reports, passes its requests to the engine, and
+starts another one when it ends or hangs.
 
 Nothing depends on it: while it is away, finished sequences are dropped and counted.
 """
@@ -55,7 +55,7 @@ log = structlog.get_logger()
 
 
 class Weights(Protocol):
-    """Ways to the engine's weights."""
+    """Access to the engine's weights."""
 
     async def hand_over(self, directory: Path) -> HandedOver: ...
 
@@ -94,8 +94,8 @@ class TrainerLink:
         self._reports = Changes()
 
     async def run(self, engine: EngineClient | None = None, weights: Weights | None = None) -> None:
-        """Run one process after another, until cancelled. `engine`: its versions are told to the
-        process, `weights`: carries out what it asks for.
+        """Run one process after another, until cancelled. `engine`: its versions are sent to the
+        process. `weights`: executes its requests.
         """
         self._engine, self._weights = engine, weights
         delay_s = FIRST_DELAY_S
@@ -126,14 +126,12 @@ class TrainerLink:
 
     @property
     def trains(self) -> bool:
-        """Return True if the process trains, or only keeps sequences."""
+        """Return True if the process trains, False if it only keeps sequences."""
         return self._work is not None
 
     @property
     def candidate(self) -> tuple[Judged, Path] | None:
-        """Return the last candidate that was judged, with its directory, which the next one
-        replaces.
-        """
+        """Return the last judged candidate, with its directory, which the next one replaces."""
         judged = self.spot.candidate
         if judged is None or self._work is None:
             return None
@@ -141,18 +139,20 @@ class TrainerLink:
 
     @property
     def device(self) -> str:
-        """Return where it trains; empty before the engine was ready."""
+        """Return the device that trains; empty before the engine was ready."""
         info = self._engine.info if self._engine is not None else None
         return info.training_device if info is not None else ""
 
     @property
     def slowdown(self) -> float | None:
-        """Return the time of a step while it runs, over its time without; None: not known."""
+        """Return the ratio of a step's time during training to its time without; None if
+        unknown.
+        """
         return self._engine.gauges.get("training_slowdown") if self._engine is not None else None
 
     async def order(self, do: Literal["train", "pause", "resume"]) -> SpotReport:
-        """Return the report that follows an order. `Unavailable` where none does. A pause is
-        answered once the offer that was being adopted has its verdict; later ones are refused.
+        """Return the report after an order. `Unavailable` if none arrives. A pause is answered once
+        a pending offer has its verdict; later offers are refused.
         """
         if do != "train":
             self._paused = do == "pause"
@@ -161,14 +161,14 @@ class TrainerLink:
 
     async def hold(self, for_s: float) -> SpotReport:
         """Pause for a time, as by `order`, counted from the last such call; 0 ends such a pause.
-        Nothing changes where the trainer is paused already, by an operator or after a fault.
+        Nothing changes if the trainer is already paused by an operator or after a fault.
         """
         self._hold_for(for_s)
         return await self._carried_out("hold" if for_s else "release")
 
     @property
     def hold_left_s(self) -> float | None:
-        """Return how long a pause for a time lasts yet; None: the trainer is in no such pause."""
+        """Return the remaining time of a timed pause; None if there is none."""
         if self._hold is None or not self.spot.held:
             return None
         return max(0.0, self._hold.when() - asyncio.get_running_loop().time())
@@ -208,8 +208,8 @@ class TrainerLink:
         )
 
     async def gave_back(self, sleep: int) -> bool:
-        """Wait until the process has given its memory back for this sleep. False where it has not
-        in time.
+        """Wait until the process has freed its memory for this sleep. Return False if it has not in
+        time.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RELEASE_S):
@@ -219,7 +219,7 @@ class TrainerLink:
         return False
 
     def _give(self, do: Do) -> int:
-        """Send an order, and return its number; 0 where no process takes it."""
+        """Send an order, and return its number; 0 if no process takes it."""
         self._orders += 1
         return self._orders if self._send(Order(number=self._orders, do=do)) else 0
 
@@ -259,7 +259,7 @@ class TrainerLink:
             await _end(process)
 
     async def _follow(self, engine: EngineClient) -> None:
-        """Tell the process which versions are in force."""
+        """Send the process the active versions."""
         told: InForce | None = None
         while True:
             changed = engine.changes.next
@@ -321,14 +321,14 @@ class TrainerLink:
 
 
 def _empty(directory: Path) -> None:
-    """Remove what an earlier process was handed or has written."""
+    """Remove weights handed to an earlier process, and its files."""
     for path in directory.glob("*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 async def _line(stdout: asyncio.StreamReader) -> bytes:
-    """Return the next line; empty: the last one was read. `TimeoutError` where none comes. This is
-    not `wait_for`, which in Python 3.11 loses a cancellation that comes with the line.
+    """Return the next line; empty at the end. `TimeoutError` if none arrives. `wait_for` would not
+    do: in Python 3.11 it loses a cancellation that arrives with the line.
     """
     async with asyncio.timeout(SILENT_S):
         return await stdout.readline()

@@ -1,9 +1,9 @@
-"""The weight versions that were asked for, and which of them are lost. Nothing is generated while
-another version is live instead.
+"""The expected weight versions, and which of them are lost. Nothing is generated while another
+version is live instead.
 
-A new epoch of the engine may hold other weights than the epoch before: without a state directory
+A new epoch of the engine may have other weights than the one before: without a state directory
 those of the model directory, with one those that could be restored. The engine client passes on
-what each epoch reports; a commit of the role that is lost ends the wait.
+each epoch's report; a commit of the lost role ends the wait.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class WantedVersions:
         self.own: set[str] = set()  # drafters that the server has trained, so no caller wants them
 
     def begin(self, info: EngineInfo, *, unanswered: bool) -> None:
-        """Take in what a new epoch holds. `unanswered`: weight commands were open when the epoch
-        before ended, so only a spool knows what became live.
+        """Record the versions of a new epoch. `unanswered`: weight commands were open when the
+        previous epoch ended, so only a spool knows which version became live.
         """
         held = {"target": info.weight_version, "drafter": info.drafter_version}
         trusted = info.spooled and unanswered
@@ -46,8 +46,8 @@ class WantedVersions:
         self._wanted |= {role: held[role] for role in ROLES if role not in self.lost}
 
     def reported(self, report: WeightReport) -> None:
-        """Take in the result of a push. One that finds its version live counts as one that is
-        committed; naming a version brings no weights. A quarantined version is lost too.
+        """Record the result of a push. One that finds its version live counts like a committed one;
+        naming a version brings no weights. A quarantined version is lost too.
         """
         self.lost |= report.state.quarantined
         if report.role == "adapter":
@@ -62,13 +62,15 @@ class WantedVersions:
                     self.lost.pop(role, None)
 
     def check_name(self) -> None:
-        """`Conflict` while the target is lost: what is live instead must not get its name."""
+        """Raise `Conflict` while the target is lost: the weights that are live instead must not get
+        its name.
+        """
         if "target" in self.lost:
-            raise Conflict(f"what is live cannot be named: {self.reason}")
+            raise Conflict(f"the live weights cannot be named: {self.reason}")
 
     @property
     def reason(self) -> str:
-        """The reason that nothing is generated, with the remedy; empty when nothing is lost."""
+        """The reason why nothing is generated, with the remedy; empty if nothing is lost."""
         return (
             f"{'; '.join(self.lost.values())}. Push that version, or another (POST /update_weights)"
             if self.lost
@@ -76,6 +78,6 @@ class WantedVersions:
         )
 
     def check(self) -> None:
-        """`Unavailable` while something is lost."""
+        """Raise `Unavailable` while a version is lost."""
         if self.lost:
             raise Unavailable(f"nothing is generated: {self.reason}", retry_after_s=RETRY_S)

@@ -1,5 +1,5 @@
 """The dialect `openai`: completions, chat completions, models, tokenize and detokenize.
 
-In come bodies of the OpenAI API, which translate to native requests. Out go completions, whole or
-in chunks, and errors in the OpenAI envelope. Only the table of dialects imports this room.
+Bodies of the OpenAI API translate to native requests; replies are completions, whole or in chunks,
+and errors in the OpenAI envelope. Only the table of dialects imports this room.
 """

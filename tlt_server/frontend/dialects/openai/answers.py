@@ -1,5 +1,5 @@
-"""The way of a request to its reply, whole or in chunks: a conversation gets its tokens, the
-structure that its answer is held to (reasoning comes before it, free), and a reader of the answer.
+"""Runs a request up to its reply, whole or in chunks: a conversation gets its tokens, the structure
+of its answer (reasoning before it is free), and a reader of the answer.
 
 A reply is complete or an error: the first item that fails ends the request with its error, which in
 a stream is a chunk `{"error": ...}` before `[DONE]`.
@@ -60,7 +60,9 @@ Held = tuple[str, StructuredOutputs | UnsetType]
 
 
 def called(asked: ChatRequest) -> dict[str, dict[str, Any]] | None:
-    """Return the functions of which the answer must call one, by name; None if it need not."""
+    """Return the functions of which the answer must call one, by name; None if no call is
+    required.
+    """
     choice, offered = asked.tool_choice, by_name(asked.shown_tools())
     if choice in ("none", "auto"):
         return None
@@ -71,7 +73,7 @@ def called(asked: ChatRequest) -> dict[str, dict[str, Any]] | None:
     name = choice.function.name
     if name not in offered:
         raise InvalidRequest(
-            f"tool_choice.function.name is {shown(name)}, which is none of the tools: name one"
+            f"tool_choice.function.name is {shown(name)}, which is not one of the tools: name one"
         )
     return {name: offered[name]}
 
@@ -79,11 +81,12 @@ def called(asked: ChatRequest) -> dict[str, dict[str, Any]] | None:
 def structure(
     asked: ChatRequest, form: Form | None, prompt_opens: bool | None, words: Words
 ) -> Held:
-    """Return the client's field that asks for a structure, and the structure of the whole answer.
+    """Return the name of the field that asks for a structure, and the structure of the whole
+    answer.
 
-    `form` is that of calls, None where none are read; `prompt_opens` tells whether the end of the
-    prompt opens reasoning, None where reasoning is not told apart. A call that must be made wins
-    over a format of answers.
+    `form`: of tool calls; None if none are read. `prompt_opens`: whether the end of the prompt
+    opens reasoning; None if reasoning is not separated. A required call overrides a format of
+    answers.
     """
     name, given = asked.structure
     field = words.called(name)
@@ -130,7 +133,9 @@ def _calls(functions: Mapping[str, dict[str, Any]], form: Form, *, single: bool)
 
 
 def _part(given: StructuredOutputs) -> Tag | None:
-    """Return a structure as a part of a structural tag, or None if it is refused as it is."""
+    """Return a structure as a part of a structural tag; None if the structure itself will be
+    refused.
+    """
     if given.regex is not None:
         return {"type": "regex", "pattern": given.regex}
     if given.grammar is not None:
@@ -175,9 +180,8 @@ class Prompted(NamedTuple):
 async def prepared(
     service: Service, request: Request, asked: ChatRequest, words: Words = CHAT
 ) -> Prompted:
-    """Put a chat request into the template. `words` are the client's names of its fields.
-
-    `InvalidRequest`: its tools are none, or not seen.
+    """Put a chat request into the template. `words`: the client's field names. `InvalidRequest` if
+    its tools are invalid or the template does not show them.
     """
     service.validator.check_choices(asked.n, caller_of(request))
     must_call = called(asked) is not None
@@ -215,7 +219,7 @@ async def prepared(
 
 
 def _check_shown(service: Service, asked: ChatRequest, must_call: bool) -> None:
-    """Refuse tools that the model would not see, unless the answer is held to calls."""
+    """Refuse tools that the model would not see, unless the answer must be a call."""
     tools = asked.shown_tools()
     template = service.text.template_for(tools=bool(tools), name=asked.chat_template)
     if tools and not must_call and template is not None and not template.reads("tools"):
@@ -255,7 +259,7 @@ async def answer(
     kind: str,
     phrase_of: Callable[[Service, Any, RequestBatch, str], CompletionPhrase | ChatPhrase],
 ) -> Response:
-    """Generate, and reply in the words of `phrase_of`."""
+    """Generate, and reply in the form of `phrase_of`."""
     name = asked.request_id or given_id(request.headers.raw) or uuid.uuid4().hex
     id = f"{kind}-{name}"
     batch, generation = await begun(service, request, asked, native, (name, id))
@@ -269,7 +273,7 @@ async def answer(
 async def begun(
     service: Service, request: Request, asked: Asked, native: Prompted, names: Collection[str]
 ) -> tuple[RequestBatch, Generation]:
-    """Admit the prompts and begin to generate. `names`: those by which all can be aborted."""
+    """Admit the prompts and start to generate. `names`: any of these can abort all."""
     field, structure = native.held
     return await service.begin(
         asked.native(native.prompts, structure, adapter_of(service, asked.model)),

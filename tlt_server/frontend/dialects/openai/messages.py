@@ -1,4 +1,6 @@
-"""Messages of a chat, how a template sees them, and the functions that a model may or must call."""
+"""Messages of a chat, in the form that templates read, and the functions that a model may or must
+call.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ Choice = Annotated[
 
 
 def check_tools(tools: Sequence[dict[str, Any]]) -> None:
-    """Refuse what is no list of functions."""
+    """Refuse anything but a list of functions."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(
             f"tools has {len(tools)} items; the limit is {MAX_TOOLS}: offer fewer functions"
@@ -72,7 +74,7 @@ def by_name(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the function of a tool, which may also be the tool itself, as templates take it."""
+    """Return the function of a tool. The tool itself may be the function, as templates accept."""
     function = tool.get("function", tool)
     return function if isinstance(function, dict) else {}
 
@@ -83,7 +85,7 @@ class Part(Tolerant, frozen=True, kw_only=True):
 
 
 class ChatMessage(Open, frozen=True, kw_only=True):
-    """A message of which the template sees every field; parts of the content are joined by
+    """A message, every field of which the template sees. Parts of the content are joined by
     newlines.
     """
 
@@ -111,7 +113,7 @@ class ChatMessage(Open, frozen=True, kw_only=True):
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a tool call as templates read it: the arguments as an object, or as JSON."""
+    """Return a tool call in the form of templates: arguments as an object, or as JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     given = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(given, str | dict):

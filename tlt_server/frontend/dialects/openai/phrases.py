@@ -1,5 +1,5 @@
-"""Phrases, which turn what a choice gained into a part of the reply. The last part also tells how
-the choice ended.
+"""Phrases: convert a choice's new tokens into a part of the reply. The last part also says how the
+choice ended.
 
 A whole reply has one part per choice, made by the same code from the finished choice, so the chunks
 of a stream add up to it.
@@ -55,7 +55,7 @@ def new_call_id() -> str:
 
 
 async def sliced(text: str, turn: Turn) -> AsyncIterator[str]:
-    """Yield a text in slices, with turns of other requests between them."""
+    """Yield a text in slices, with turns of other requests in between."""
     for at in range(0, len(text), SLICE_CHARS):
         if at:
             await turn(SLICE_BYTES)
@@ -63,13 +63,13 @@ async def sliced(text: str, turn: Turn) -> AsyncIterator[str]:
 
 
 class Speaker:
-    """Takes text in, and says what came since it last spoke."""
+    """Collects text, and returns what is new since the last call."""
 
     def __init__(
         self, answer: AnswerReader | None, *, reasons: bool, silence: str | None = None
     ) -> None:
-        """`answer` reads the text, None: all of it is content. `reasons`: reasoning is shown.
-        `silence` is the content of a whole message that has only calls or reasoning.
+        """`answer`: reads the text; None: all of it is content. `reasons`: reasoning is shown.
+        `silence`: content of a whole message that has only calls or reasoning.
         """
         self.calls = 0  # said so far
         self._silence = silence
@@ -77,7 +77,7 @@ class Speaker:
         self._pieces: list[Piece] = []
 
     async def hear(self, text: str, turn: Turn) -> None:
-        """Take text in."""
+        """Add text."""
         if self._answer is None:
             self._pieces.append(SpokenText(text))
             return
@@ -85,12 +85,12 @@ class Speaker:
             self._pieces += self._answer.push(some)
 
     def end(self) -> None:
-        """Take the end of the answer in."""
+        """Note the end of the answer."""
         if self._answer is not None:
             self._pieces += self._answer.end()
 
     def delta(self) -> Speech:
-        """Return what came, for a chunk of a stream."""
+        """Return the new text, for a chunk of a stream."""
         calls = self._take_calls()
         speech = self._said()
         if calls:
@@ -120,7 +120,7 @@ class Speaker:
         ]
 
     def _said(self) -> Speech:
-        """Return the text that came, and forget what did."""
+        """Return the text since the last call, and clear it."""
         speech = Speech()
         content = "".join(piece.text for piece in self._pieces if isinstance(piece, SpokenText))
         reasoning = "".join(piece.text for piece in self._pieces if isinstance(piece, ThoughtText))
@@ -150,7 +150,7 @@ class Phrase:
         }
 
     def _end(self, part: CompletionChoice | ChatChoice, choice: FinishedChoice) -> None:
-        """Add the fields that only the last part of a choice has."""
+        """Add the fields of a choice's last part."""
         part.finish_reason = choice.finish_reason
         part.stop_reason = None if choice.stop_reason in self._eos else choice.stop_reason
         part.weight_versions = choice.weight_versions if self._versions else UNSET
@@ -204,7 +204,7 @@ class CompletionPhrase(Phrase):
         return part
 
     def _begin(self, part: CompletionChoice, prompt: int, delta: Delta) -> list[Scored]:
-        """Add what the first part of a choice begins with.
+        """Add the content that only a choice's first part has.
 
         Return the prompt's tokens if they are echoed with log-probs.
         """
@@ -238,7 +238,7 @@ class ChatPhrase(Phrase):
         *,
         reader: Callable[[], AnswerReader | None],
     ) -> None:
-        """`reader` makes what reads one answer."""
+        """`reader`: creates the reader of one answer."""
         super().__init__(service, asked, batch, id)
         # The version of a choice of which no token tells.
         self._live_version = label_of(service.info.weight_version)
@@ -293,7 +293,7 @@ class ChatPhrase(Phrase):
         return part
 
     def _begin(self, part: ChatChoice, speech: Speech, delta: Delta) -> None:
-        """Add what the first part of a choice begins with."""
+        """Add the content that only a choice's first part has."""
         speech.role = "assistant"
         asked = self._asked
         if asked.return_prompt_token_ids:

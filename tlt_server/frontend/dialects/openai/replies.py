@@ -51,7 +51,7 @@ class Speculation(Struct, frozen=True):
 
 
 class RequestMetrics(Struct, frozen=True):
-    """The figures that a reply has in addition to its choices."""
+    """Additional figures of a reply."""
 
     speculative_decoding: Annotated[Speculation | None, "null for a choice that never had a draft"]
 

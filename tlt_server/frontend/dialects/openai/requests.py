@@ -1,8 +1,8 @@
 """Bodies of the OpenAI dialect and their translation to the native request, whose limits are the
 only ones.
 
-Clients send many fields that mean nothing here, so unknown ones are ignored, and null is the same
-as absent. `known_fields` says which are refused instead.
+Clients send many fields without meaning here, so unknown fields are ignored, and null counts as
+absent. `known_fields` lists the fields that are refused instead.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def length(self) -> int | None:
-        """Return the limit on output tokens, or None for all that the prompt leaves."""
+        """Return the limit on output tokens, or None for everything that the prompt leaves."""
         raise NotImplementedError
 
     def scored_prompt(self) -> int | None:
@@ -115,7 +115,9 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
         structure: StructuredOutputs | UnsetType,
         lora: str,
     ) -> NativeRequest:
-        """Translate to the native request, with an item per prompt, computed by an adapter."""
+        """Translate to the native request, with one item per prompt, computed with the adapter
+        `lora`.
+        """
         return NativeRequest(
             requests=items_of(
                 prompts,
@@ -219,7 +221,7 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
 
     @property
     def words(self) -> Words:
-        """Return the client's names of what the prompt is made from."""
+        """Return the client's names of the fields that the prompt is made from."""
         return CHAT if self.input_ids is None else CHAT._replace(item="input_ids")
 
     def alternatives(self) -> int | None:
@@ -267,7 +269,7 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     model: AskedModel = ""
 
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Return the tools. `InvalidRequest`: they are none."""
+        """Return the tools. `InvalidRequest` if they are not functions."""
         check_tools(self.tools)
         return self.tools
 

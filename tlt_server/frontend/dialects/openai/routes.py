@@ -1,4 +1,4 @@
-"""The routes of the dialect but those of responses: models, completions, and texts as token ids."""
+"""The dialect's routes except responses: models, completions, and texts as token ids."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Replies that several dialects give: log-probs, usage, ended items, pushes and server info.
+"""Replies shared by several dialects: log-probs, usage, ended items, pushes and server info.
 
-In come results of the service; out go msgspec structs and the errors that routes raise. Every
-dialect may import this room; it imports no dialect.
+They turn results of the service into msgspec structs and the errors of routes. Every dialect may
+import this room; it imports no dialect.
 """

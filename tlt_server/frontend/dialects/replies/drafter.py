@@ -1,4 +1,4 @@
-"""Replies of `/drafter`: the drafters that are served, what is recorded, and the trainer."""
+"""Replies of `/drafter`: the served drafters, the recorded sequences, and the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt_server.wire.training import Judged
 
 
 class ServedDrafter(Struct, frozen=True, kw_only=True):
-    """A drafter that is loaded, with what the target has accepted of it of late."""
+    """A loaded drafter, with its recent acceptance."""
 
     name: Annotated[str, "as strategies name it"]
     architecture: Annotated[
@@ -60,7 +60,7 @@ class BufferState(Struct, frozen=True, kw_only=True):
 
 
 class CandidateState(Struct, frozen=True, kw_only=True):
-    """A drafter that was trained, replayed on held-out prompts against the one in force."""
+    """A trained drafter, replayed on held-out prompts against the active one."""
 
     version: Annotated[str, "the weight version under which it is adopted"]
     target_version: Annotated[str, "the target's version that it was trained for"]
@@ -145,7 +145,7 @@ class TrainerStatus(Struct, frozen=True, kw_only=True):
 
 
 class DrafterState(Struct, frozen=True, kw_only=True):
-    """The drafters that are served, and what is recorded to train one."""
+    """The served drafters, and the recorded training sequences."""
 
     target_version: Annotated[str, "the target's weight version that is live"]
     drafters: Annotated[list[ServedDrafter], "drafters that are loaded"]
@@ -190,5 +190,5 @@ def candidate_state(judged: Judged) -> CandidateState:
 
 
 def _same(ours: type[Struct], theirs: Struct) -> list[str]:
-    """Return the fields that both have."""
+    """Return the fields common to both."""
     return [name for name in ours.__struct_fields__ if name in theirs.__struct_fields__]

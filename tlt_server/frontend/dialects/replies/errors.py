@@ -1,6 +1,4 @@
-"""Errors that many routes raise, and the envelopes of errors: OpenAI's, which paths below /v1 have,
-and vLLM's.
-"""
+"""Errors that many routes raise, and error envelopes: OpenAI's, for paths below /v1, and vLLM's."""
 
 from __future__ import annotations
 
@@ -69,8 +67,8 @@ class Failure(Struct, frozen=True):
 
 
 def failure_naming(fields: Collection[str]) -> Callable[[TltError], Failure]:
-    """Return the function that puts an error into the envelope. A refusal begins with the field
-    that is wrong, which is named where it is one of `fields`.
+    """Return the function that puts an error into the envelope. A refusal's message begins with the
+    wrong field, which is reported if it is one of `fields`.
     """
 
     def failure(error: TltError) -> Failure:

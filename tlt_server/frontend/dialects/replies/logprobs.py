@@ -87,7 +87,7 @@ Part = TypeVar("Part")
 
 
 class Scored(NamedTuple):
-    """One token; its log-prob is None for the first of a prompt."""
+    """One token with its log-prob, which is None for the first of a prompt."""
 
     token_id: int
     logprob: float | None
@@ -99,8 +99,8 @@ def scored_prompt(
 ) -> Iterator[Scored]:
     """Pair the tokens of a prompt with their log-probs, and keep `count` alternatives, -1 for all.
 
-    The engine gives None for the first token, and else the token itself followed by the best. Its
-    list is empty, and so nothing comes, for a sequence that ended before its prompt was read.
+    For the first token the engine gives None; for others the token itself, then the best. Its list
+    is empty, and so is the result, for a sequence that ended before its prompt was read.
     """
     end = None if count < 0 else 1 + count
     for token_id, found in zip(token_ids, logprobs, strict=bool(logprobs)):
@@ -112,7 +112,7 @@ def scored_prompt(
 
 
 def whole(choice: FinishedChoice) -> Delta:
-    """Return a finished choice as the one delta that makes it."""
+    """Return a finished choice as a single delta."""
     return Delta(
         index=choice.index,
         token_ids=choice.token_ids,
@@ -129,8 +129,8 @@ def scored(delta: Delta) -> list[Scored]:
 
 
 def made(parts: Iterable[Part], values: int) -> list[Part]:
-    """Return the parts of a reply for that many tokens and alternatives as a list; or, if they are
-    many, as an iterator, from which `json_slices` makes each part when it encodes it.
+    """Return the parts of a reply for this many tokens and alternatives: as a list or, if there are
+    many, as an iterator, whose parts `json_slices` creates as it encodes them.
     """
     return [*parts] if values <= MANY else cast(list[Part], parts)
 
@@ -141,7 +141,7 @@ def told(tokens: Sequence[Scored]) -> int:
 
 
 class Speller:
-    """Tokens as strings: their text, or `token_id:<id>`."""
+    """Spells tokens as strings: their text, or `token_id:<id>`."""
 
     def __init__(self, pieces: Pieces, *, as_ids: bool) -> None:
         self._pieces, self._as_ids = pieces, as_ids
@@ -150,9 +150,9 @@ class Speller:
         return f"token_id:{token_id}" if self._as_ids else self._pieces[token_id].text
 
     def completion(self, tokens: Sequence[Scored], offset: int) -> tuple[Logprobs, int]:
-        """Return the log-probs in the shape of completions, and where the last token ends.
+        """Return the log-probs in the shape of completions, and the offset after the last token.
 
-        `offset` is where the first token begins.
+        `offset`: of the first token.
         """
         pieces = [self._pieces[token.token_id] for token in tokens]
         *offsets, end = accumulate((piece.characters for piece in pieces), initial=offset)
@@ -270,7 +270,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
 
 
 def ended(meta: MetaInfo, choice: FinishedChoice, **more: Any) -> MetaInfo:
-    """Return the figures of a choice with what only its end tells."""
+    """Return the figures of a choice including those known only at its end."""
     sd, versions = choice.sd, choice.weight_versions
     return msgspec.structs.replace(
         meta,

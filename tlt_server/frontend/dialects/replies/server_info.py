@@ -1,5 +1,5 @@
-"""The description of this server, in one reply for every dialect: its own keys, and those that
-clients of other servers look for.
+"""The description of this server, in one reply for every dialect: its own keys, and keys that
+clients of other servers read.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
 
 
 def model_path(service: Service, caller: Caller) -> str:
-    """Return the directory of the model, or its name for a key that may not know places."""
+    """Return the directory of the model, or its name for a key that may not see paths."""
     return str(service.config.model) if _trusted(caller) else service.config.served_model_name
 
 

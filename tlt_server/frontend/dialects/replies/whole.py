@@ -1,5 +1,5 @@
-"""Replies in one piece: a part for each choice, in order, or the ended items of a batch in the
-native form; and the tokens of the request.
+"""Whole replies: a part for each choice, in order, or the ended items of a batch in the native
+form; and the request's token counts.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class EndedItems:
 
     @classmethod
     async def of(cls, ended: Iterable[FinishedItem | FailedItem], turn: Turn) -> Self:
-        """Take in items that have ended, some after each turn."""
+        """Collect ended items, some after each turn."""
         items = cls()
         for i, event in enumerate(ended):
             items.take(event)

@@ -1,7 +1,7 @@
-"""The dialect `sglang`: what trainers that drive SGLang send and expect.
+"""The dialect `sglang`: requests and replies of trainers that drive SGLang.
 
-In come its routes and the bodies that `native` hands to `generate`; both translate to the service.
-Out go replies in SGLang's shapes. Only `native` and the table of dialects import this room.
+Its routes, and bodies that `native` passes to `generate`, translate to the service; replies have
+SGLang's shapes. Only `native` and the table of dialects import this room.
 """
 
 from tlt_server.frontend.dialects.sglang import operate, weights

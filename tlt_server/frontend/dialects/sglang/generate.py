@@ -1,13 +1,13 @@
 """Generation in SGLang's form: one reply or a list, log-probs as triples, and streams whose chunks
-hold the whole output so far, or increments.
+have the whole output so far, or increments.
 
 `POST /generate` calls this for bodies with `text` or `input_ids`. Errors have the native shape,
 which contains SGLang's.
 
-Each token of a stream is encoded once. If every chunk of the whole output so far were sent, the
-bytes would grow with the square of the output. So such a chunk is sent when it fits into what the
-chunks of the choice may have together, which grows with its tokens: at first each token at once,
-later at points further and further apart. The first chunk and the last are always sent.
+Each token of a stream is encoded once. Sending every chunk of the whole output so far would take
+bytes in proportion to the square of the output. So a chunk is sent only if it fits in the budget of
+the choice's chunks, which grows with its tokens: at first each token at once, later at growing
+intervals. The first and the last chunk are always sent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Spell = Callable[[int], str | None]  # the text of a token in a triple; None: it
 
 
 class Generated(Struct, frozen=True, kw_only=True):
-    """One choice; in a stream all of it so far."""
+    """One choice; in a stream, all of it so far."""
 
     text: Annotated[str, "the output as text"]
     output_ids: Annotated[list[int], "the output, its stop token included"]
@@ -88,8 +88,8 @@ class Encoded:
 
 
 class OutputLists(NamedTuple):
-    """The lists of a choice in a reply, each in a form that `json_slices` encodes: a list, an
-    iterator or JSON.
+    """The lists of a choice in a reply, each in a form that `json_slices` encodes: list, iterator
+    or JSON.
     """
 
     ids: Any
@@ -128,7 +128,7 @@ class GrowingOutput:
 
     @property
     def due(self) -> bool:
-        """Return True if a chunk is to be sent now, before the choice ends."""
+        """Return True if a chunk should be sent now, before the choice ends."""
         return self._asked.incremental_streaming_output or self._credit >= self._size
 
     @property
@@ -136,11 +136,11 @@ class GrowingOutput:
         return OutputLists(self._ids.raw(), self._scored.raw(), self._top.raw())
 
     def final_text(self, text: str) -> str:
-        """Return what the last chunk shows of the whole text."""
+        """Return the part of the whole text that the last chunk shows."""
         return text[self._shown :]
 
     def sent(self) -> None:
-        """Note that a chunk has shown what there is."""
+        """Note that a chunk has shown everything so far."""
         self._credit -= self._size
         if self._asked.incremental_streaming_output:
             self._shown += len(self.text)
@@ -153,8 +153,8 @@ class GrowingOutput:
         return META_BYTES + len(self.text) + sum(map(len, (self._ids, self._scored, self._top)))
 
     def _spell(self, token_ids: list[int]) -> str:
-        """Return the text that the tokens add, special tokens included. What may be the beginning
-        of a stop string is held back.
+        """Return the text that the tokens add, special tokens included. A possible beginning of a
+        stop string is held back.
         """
         assert self._spelled is not None
         text = "".join(map(self._spelled.push, token_ids))
@@ -203,7 +203,7 @@ class GeneratedPhrase:
         self._growing: dict[int, GrowingOutput] = {}  # by index, in a stream
 
     async def whole(self, item: FinishedItem, choice: FinishedChoice) -> Generated:
-        """Return a choice. Its lists, if they are long, are made when they are encoded."""
+        """Return a choice. Long lists are created as they are encoded."""
         best = choice.top_logprobs or ()
         alternatives = len(best[-1].token_ids) if best else 0
         ids = choice.token_ids if self.asked.return_logprob else []  # those that are spelled
@@ -220,7 +220,7 @@ class GeneratedPhrase:
         )
 
     def chunk(self, event: TokenEvent, cached_tokens: int) -> Generated | None:
-        """Return the chunk that shows new tokens, or None if that is left to a later one."""
+        """Return the chunk with new tokens, or None to leave them to a later chunk."""
         id, delta, choice = event
         # Prompt-major, from 0.
         index = self._positions[id] * self.asked.sampling_params.n + delta.index
@@ -262,8 +262,8 @@ class GeneratedPhrase:
         )
 
     def _prompt(self, id: str, choice: FinishedChoice) -> dict[str, Any]:
-        """Return the prompt's log-probs from the token on from which they are asked for. Where none
-        are, it is the last token without one, as clients of SGLang expect.
+        """Return the prompt's log-probs from the requested token on. If none are requested, return
+        the last token without a log-prob, as clients of SGLang expect.
         """
         if not self.asked.return_logprob:
             return {}
@@ -289,7 +289,7 @@ class GeneratedPhrase:
         return fields
 
     def _spell(self, token_id: int) -> str | None:
-        """Return the text of a token for its log-prob, where it is asked for."""
+        """Return the text of a token for its log-prob, if requested."""
         asked = self.asked.return_text_in_logprobs
         return self._service.pieces[token_id].text if asked else None
 

@@ -62,7 +62,7 @@ class MemoryFields(Tolerant, frozen=True, kw_only=True):
 
 
 class Acknowledged(Struct, frozen=True):
-    """The answer to a call that has succeeded."""
+    """The answer to a successful call."""
 
     message: Annotated[str, "the change that was made"]
     status: Annotated[Literal["ok"], "always the same"] = "ok"

@@ -1,5 +1,5 @@
-"""Bodies of the dialect `sglang`. Unknown fields are ignored, since clients send many that have no
-meaning here, and null means absent. `known_fields` says which are refused instead.
+"""Bodies of the dialect `sglang`. Unknown fields are ignored, since clients send many without
+meaning here, and null counts as absent. `known_fields` lists the fields that are refused instead.
 """
 
 from __future__ import annotations
@@ -197,13 +197,13 @@ NUMBER = re.compile("-?[0-9]{1,18}")  # a whole number in a query
 
 
 async def read(service: Service, kind: type[Body], request: Request) -> Body:
-    """Read the body, or without one the query."""
+    """Read the body or, without a body, the query."""
     body = await request.body()
     return await service.bodies.read(kind, body or msgspec.json.encode(_query(kind, request)))
 
 
 def _query(kind: type[Any], request: Request) -> dict[str, Any]:
-    """Return the query, with numbers where the struct takes whole numbers."""
+    """Return the query, with numbers for fields of whole numbers."""
     numbers = {
         field.encode_name
         for field in msgspec.structs.fields(kind)

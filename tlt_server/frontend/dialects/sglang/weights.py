@@ -68,7 +68,7 @@ Rows = list[Any]
 
 
 def rows_of(values: bytes, shape: list[int]) -> bytes:
-    """Return `Rows` of float32 as JSON, made row by row so that other threads run in between."""
+    """Return `Rows` of float32 as JSON, encoded row by row so that other threads run in between."""
     each = memoryview(values)
     size = len(each) // shape[0]
     rows = (
@@ -128,7 +128,7 @@ class LeaveFields(Tolerant, frozen=True, kw_only=True):
 
 
 class GroupOf(Tolerant, frozen=True, kw_only=True):
-    """The group of a body that may be wrong otherwise."""
+    """The group of a body whose other fields may be wrong."""
 
     group_name: Any = GROUP
 

@@ -1,7 +1,7 @@
-"""The dialect `vllm_rl`: what trainers that drive vLLM send and expect.
+"""The dialect `vllm_rl`: requests and replies of trainers that drive vLLM.
 
-In come its routes to pause, sleep, abort, push weights and generate from token ids, which translate
-to the service. Out go replies in vLLM's shapes. Only the table of dialects imports this room.
+Its routes to pause, sleep, abort, push weights and generate from token ids translate to the
+service; replies have vLLM's shapes. Only the table of dialects imports this room.
 """
 
 from tlt_server.frontend.dialects.vllm_rl import generate, operate, weights

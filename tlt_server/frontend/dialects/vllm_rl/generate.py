@@ -1,5 +1,5 @@
-"""Generation from token ids, as trainers that drive vLLM ask for it. Unknown fields are ignored,
-and null means absent; `known_fields` says which are refused instead.
+"""Generation from token ids, for trainers that drive vLLM. Unknown fields are ignored, and null
+counts as absent; `known_fields` lists the fields that are refused instead.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class TensorFields(Strict, frozen=True, kw_only=True):
 
 
 class AdapterFields(Strict, frozen=True, kw_only=True):
-    """The fields of PEFT's adapter_config.json that are read."""
+    """The fields of PEFT's adapter_config.json that this server reads."""
 
     r: Annotated[int, "rank", Meta(ge=1, le=MAX_INT32)]
     lora_alpha: Annotated[float, "the scale is this by the rank"]
@@ -156,13 +156,13 @@ class RollbackFields(Strict, frozen=True, kw_only=True):
 
 
 class PushAbort(Strict, frozen=True, kw_only=True):
-    """The extent of what an abort ends; the body may be left out."""
+    """The scope of an abort; the body may be left out."""
 
     upload_only: Annotated[bool, "end only what has come by http and is not being pushed"] = False
 
 
 class OwnGroup(Struct, frozen=True):
-    """The group that brings the tensors of a body, which may be wrong otherwise."""
+    """The group that brings a body's tensors, even if other fields are wrong."""
 
     group: Any = ""
 
@@ -206,8 +206,8 @@ def manifest_of(
 ) -> Manifest:
     """Return a push that the engine can try, or raise `InvalidRequest`.
 
-    `role` is that of a form that does not name it. An adapter that comes so has no name, so it gets
-    the model's: requests that name the model have it.
+    `role`: of a form that does not name it. An adapter in such a form has no name, so it gets the
+    model's: requests that name the model use it.
     """
     if isinstance(asked, DirectoryFields):
         if not asked.weight_dir:
@@ -251,7 +251,7 @@ def manifest_of(
 
 
 def _holds_adapter(root: Path | None, directory: str) -> bool:
-    """Return True if a directory holds a LoRA adapter. One that cannot be read is refused later."""
+    """Return True if a directory holds a LoRA adapter. An unreadable one is refused later."""
     try:
         return root is not None and Source(root, directory).has(ADAPTER_CONFIG)
     except (ChannelError, OSError):
@@ -259,7 +259,7 @@ def _holds_adapter(root: Path | None, directory: str) -> bool:
 
 
 def _check_fields(asked: ManifestFields) -> None:
-    """Check that the channel has the fields that it needs and no others."""
+    """Check that the channel has exactly the fields that it needs."""
     channel = CHANNELS[asked.channel]
     for name in channel.needs:
         if not getattr(asked, name):
@@ -280,7 +280,7 @@ def _check_fields(asked: ManifestFields) -> None:
 
 
 def _check_adapter(asked: ManifestFields) -> None:
-    """Check that an adapter, and nothing else, has a name and, where no file says it, a config."""
+    """Check that only an adapter has a name and, unless a file has it, a config."""
     pushes, configured = asked.role == "adapter", asked.adapter_config is not None
     if pushes != (asked.adapter is not None):
         raise InvalidRequest(
@@ -300,7 +300,7 @@ def _check_adapter(asked: ManifestFields) -> None:
 
 
 def _check_tensors(asked: ManifestFields) -> None:
-    """Check that each tensor is described as the channel needs, and each role has its path."""
+    """Check that each tensor is described as the channel requires, and each role has its path."""
     channel = CHANNELS[asked.channel]
     for tensor in asked.tensors:
         if any(getattr(tensor, field) in ("", None) for field in channel.describes):

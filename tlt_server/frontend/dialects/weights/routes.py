@@ -78,7 +78,7 @@ async def leave(service: Service, name: Annotated[str, "the name of the group"])
 
 
 class FileNames(StringConvertor):
-    """Names that are no verb of a version: those have routes of their own."""
+    """File names in a version's path that are not verbs: verbs have routes of their own."""
 
     regex = r"(?!(?:commit|abort)$)[^/]+"
 
@@ -179,7 +179,7 @@ async def push(service: Service, request: Request) -> PushReply:
 
 
 async def _upload(update: Update, manifest: Manifest, uploads: Uploads) -> WeightReport:
-    """Push what came by http. Its parts are kept if the same push may still succeed."""
+    """Push an upload by http. Its parts are kept if the same push may still succeed."""
     keep, sealed = True, uploads.seal(manifest.version)
     try:
         report = await update.tried(replace(manifest, path=sealed.path))
@@ -190,10 +190,8 @@ async def _upload(update: Update, manifest: Manifest, uploads: Uploads) -> Weigh
 
 
 def _may_pass(report: WeightReport) -> bool:
-    """Return True if a push that failed may succeed with the same parts.
-
-    It may if its storage failed, or if a conflict ended it before it read them. A later conflict is
-    with their content, or an abort.
+    """Return True if a failed push may succeed with the same parts: if its storage failed, or a
+    conflict ended it before it read them. A later conflict concerns their content, or an abort.
     """
     if report.error is None:
         return False

@@ -1,4 +1,4 @@
-"""A response as it grows: what comes of its generation goes in, frames of numbered events come out.
+"""A response during its generation: takes token events, returns frames of numbered events.
 
 A reply in one part is made by the same code, so it has the items of the stream.
 """
@@ -43,7 +43,7 @@ Keep = Callable[[KeptResponse], bool]  # returns whether the response is kept
 
 
 class GrowingResponse:
-    """A response on its way. Events are encoded at once, as their items change later."""
+    """A response in progress. Events are encoded at once, as their items change later."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class GrowingResponse:
         answer: AnswerReader | None,
         messages: list[ChatMessage],
     ) -> None:
-        """`answer` reads the text, None: all of it is content. `messages`: the conversation before
-        it, which `owner`, the name of the key, may continue.
+        """`answer`: reads the text; None: all of it is content. `messages`: the conversation before
+        the response. `owner`: name of the API key that may continue it.
         """
         self._owner, self._answer, self._messages = owner, answer, messages
         self._streams, self._number, self._frames = asked.stream, 0, list[bytes]()
@@ -91,7 +91,7 @@ class GrowingResponse:
             self._say(name, response=self.response)
 
     async def take(self, event: TokenEvent, turn: Turn) -> None:
-        """Take in what came of the choice."""
+        """Add new tokens of the choice."""
         async for text in sliced(event.delta.text or "", turn):
             self._write([SpokenText(text)] if self._answer is None else self._answer.push(text))
         if event.ended is None:
@@ -107,7 +107,7 @@ class GrowingResponse:
         self._close(self.response.status)
 
     def finish(self, item: FinishedItem, keep: Keep) -> None:
-        """Take the end in, and offer the response to be kept, if it asks for that."""
+        """Add the end, and offer the response for keeping, if it requests that."""
         made = sum(len(choice.token_ids) for choice in item.choices)
         self.response.usage = ResponseUsage(
             input_tokens=item.prompt_tokens,
@@ -172,7 +172,7 @@ class GrowingResponse:
                 self._tell("function_call_arguments.delta", delta=text)
 
     def _close(self, status: State) -> None:
-        """End the item that grows, if there is one."""
+        """End the open item, if there is one."""
         if self._grown is None:
             return
         text, self._grown = "".join(self._grown), None

@@ -134,7 +134,7 @@ EVENTS = (
 
 
 class ResponseEvent(Struct, kw_only=True):
-    """One event of a stream; which fields it has follows from its type."""
+    """One event of a stream; its type determines its fields."""
 
     type: Annotated[str, "such as response.output_text.delta"]
     sequence_number: Annotated[int, "counts the events of a stream from 0"] = 0

@@ -40,8 +40,8 @@ MAX_DIGITS = 9  # the longest number of an item
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
-    """Return the messages of an input. Reasoning, text and calls in a row are one message of the
-    assistant. `InvalidRequest`: an item is none that is known.
+    """Return the messages of an input. Adjacent reasoning, text and calls form one message of the
+    assistant. `InvalidRequest` for an unknown kind of item.
     """
     if isinstance(given, str | PackedText):
         return [ChatMessage(role="user", content=_string("input", given))]
@@ -69,7 +69,9 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
 
 
 class Conversation:
-    """The items of a conversation, the inverse of `messages_of`. Each is made when it is read."""
+    """The items of a conversation, the inverse of `messages_of`. Each is created when it is
+    read.
+    """
 
     def __init__(self, id: str, messages: Iterable[ChatMessage]) -> None:
         """`id`: of the response that the conversation belongs to."""
@@ -95,7 +97,7 @@ class Conversation:
 
 
 def _parts(message: ChatMessage) -> Iterator[tuple[str, Any]]:
-    """Yield the kind of each item of a message, and what is in it."""
+    """Yield the kind and content of each item of a message."""
     more, content = message.more, message.content
     text = content if isinstance(content, str) else ""
     if message.role == "tool":
