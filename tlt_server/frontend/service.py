@@ -1,4 +1,4 @@
-"""Everything that the routes share."""
+"""The state and operations that all routes share."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Service:
         return WeightChecker(self.session)
 
     def spot_trainer(self) -> TrainerLink:
-        """Return the link to a process that trains. `Conflict` without one."""
+        """Return the link to a training process. `Conflict` without one."""
         trainer = self.trainer
         if trainer is None:
             raise Conflict(
@@ -134,8 +134,9 @@ class Service:
         return trainer
 
     async def sleep(self, memory: Collection[Memory], in_flight: InFlight = "recompute") -> None:
-        """Give memory back; with the weights', the trainer's too. `Unavailable` where the trainer
-        has not in time: the engine sleeps nevertheless, and a repeated call waits again.
+        """Free the memory; with the weights', also the trainer's. `Unavailable` if the trainer has
+        not freed its memory in time: the engine sleeps nevertheless, and a repeated call waits
+        again.
         """
         await self.engine.pauses.sleep(memory, in_flight)
         number = self.engine.activity.asleep
@@ -150,14 +151,14 @@ class Service:
             )
 
     def close(self) -> None:
-        """Tell every client that still waits or sends that the server shuts down."""
+        """Tell every waiting or sending client that the server is shutting down."""
         self.engine.close()
         self.reading.close()
         self.reader.close()
 
     def abort(self, names: Iterable[str] | None, caller: Caller) -> int:
-        """End the caller's items of these names with what they have; without names, everything
-        open. Return the number of open sequences that this ends.
+        """End the caller's items of these names with their present outputs; without names,
+        everything open. Return the number of open sequences that this ends.
         """
         if names is None and not caller.may("operate"):
             raise Forbidden(
@@ -181,7 +182,7 @@ class Service:
         reading: PromptReading = WHOLE,
         names: Collection[str] = (),
     ) -> tuple[RequestBatch, Generation]:
-        """Check a request, admit it, all of it or (with a typed error) nothing, and begin to
+        """Check a request, admit it, all of it or (with a typed error) nothing, and start to
         generate. The caller closes the generation. `names`: further names by which the whole batch
         can be aborted.
         """
@@ -190,18 +191,18 @@ class Service:
 
     @property
     def info(self) -> EngineInfo:
-        """Return the engine's description; the engine has been ready."""
+        """Return the engine's description; the engine must have been ready."""
         assert self.engine.info is not None
         return self.engine.info
 
     def running(self) -> EngineInfo:
-        """Return the description of the engine that runs. `Unavailable`: none does."""
+        """Return the description of the running engine. `Unavailable` without one."""
         self.engine.check_running()
         return self.info
 
     @property
     def ready(self) -> bool:
-        """True if a request sent now would be taken."""
+        """Return True if a request sent now would be accepted."""
         try:
             self.engine.check_available()
         except Unavailable:
@@ -210,7 +211,7 @@ class Service:
 
     @property
     def numerics(self) -> str:
-        """The mode alone, strict or fast, without how the engine reaches it."""
+        """Return only the mode, strict or fast, without its method."""
         return (
             self.engine.info.numerics.partition(":")[0]
             if self.engine.info is not None

@@ -123,7 +123,9 @@ def read_segment(
                     if found[0] > MAX_NUMBER:
                         raise ValueError(f"its number is {found[0]}, at most {MAX_NUMBER}")
                     if len(sample.tokens) > 4 * longest:
-                        raise ValueError(f"{len(sample.tokens) // 4} tokens, at most {longest}")
+                        raise ValueError(
+                            f"{len(sample.tokens) // 4} tokens, the limit is {longest}"
+                        )
                     sample.check(header.vocab_size)
                 except (ValueError, OverflowError) as error:
                     refusals.add(f"{path}, frame {number}: {error}; it is left out")

@@ -1,8 +1,8 @@
-"""Parsers, which read tool calls and reasoning out of an answer's text as it comes. Each is a file
+"""Parsers, which read tool calls and reasoning from an answer's text as it arrives. Each is a file
 and one line of a table.
 
-A parser is a pure function over text: what it gives does not depend on how the text is cut, and
-text that it cannot read comes back as content. `answer.AnswerReader` joins the two that a request
+A parser is a pure function of the text: its pieces do not depend on how the text is cut, and text
+that it cannot parse is returned as content. `answer.AnswerReader` combines the two that a request
 needs.
 """
 

@@ -1,8 +1,8 @@
-"""An answer as it comes: text in, pieces of reasoning, content and calls out, by the parsers that
+"""An answer in progress: text in, pieces of reasoning, content and calls out, by the parsers that
 the settings name or that suit the model's chat template.
 
-White space next to a change from one of these to another belongs to the form in which models write
-them, and is left out. All else comes back, and the pieces do not depend on how the text is cut.
+White space at a change from one kind to another belongs to the form in which models write them, and
+is left out. All other text is returned, and the pieces do not depend on how the text is cut.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIGNS = (
 
 class AnswerReader:
     def __init__(self, thinking: Parser | None, tools: Parser | None) -> None:
-        """`thinking` comes first, and `tools` reads what it takes for content."""
+        """`thinking` reads first; `tools` reads the content that it returns."""
         self._thinking, self._tools = thinking, tools
         self._kind: type[Piece] | None = None  # the kind of the last piece
         self._thought = False  # whether there was reasoning, be it white space alone
@@ -47,7 +47,7 @@ class AnswerReader:
         return [*self._spaced(self._called(pieces))]
 
     def end(self) -> list[Piece]:
-        """Return what was held, once the answer has ended."""
+        """Return the held-back pieces at the end of the answer."""
         pieces = [] if self._thinking is None else [*self._called(self._thinking.end())]
         if self._tools is not None:
             pieces += self._tools.end()
@@ -58,7 +58,7 @@ class AnswerReader:
         return found
 
     def _run(self, text: str) -> Piece:
-        """Return text of the kind that the last piece had."""
+        """Return text of the same kind as the last piece."""
         return ThoughtText(text) if self._kind is ThoughtText else SpokenText(text)
 
     def _called(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -107,10 +107,10 @@ class Parsers(NamedTuple):
         parallel: bool,
         reasons: bool,
     ) -> AnswerReader | None:
-        """Return what reads an answer, or None where its text is the content.
+        """Return the reader of an answer, or None if all of its text is content.
 
-        `offered` are the names of the functions, None if no call is read. `forced`: the answer is
-        held to calls. `parallel`: there may be several. `reasons`: reasoning is told apart.
+        `offered`: names of the functions; None: read no calls. `forced`: the answer must be calls.
+        `parallel`: several calls are allowed. `reasons`: separate reasoning.
         """
         thinking = self.thinking(prompt_end) if self.thinking and reasons else None
         kind = self.forced if forced else self.tools
@@ -121,8 +121,8 @@ class Parsers(NamedTuple):
 
 
 def parsers_of(tool_parser: str | None, reasoning_parser: str, template: str | None) -> Parsers:
-    """Return the parsers of these names. `StartupError`: there is none of a name. Calls: None takes
-    the form that the template asks for, and `none` leaves them text.
+    """Return the parsers of these names. `StartupError` for an unknown name. Calls: None chooses
+    the template's form, and `none` leaves them as text.
     """
     name = _suited(template or "") if tool_parser is None else tool_parser
     name = "" if name == "none" else name

@@ -1,4 +1,4 @@
-"""Calls as Qwen and Hermes models write them, each as JSON between `<tool_call>` and
+"""Calls in the form of Qwen and Hermes models: each as JSON between `<tool_call>` and
 `</tool_call>`.
 """
 
@@ -15,8 +15,8 @@ OPEN, CLOSE = CALL
 
 
 class Hermes:
-    """Takes calls anywhere in the text; the tag says that one is meant, so any name may be called.
-    A call that lacks its last brace or its closing tag is one too.
+    """Finds calls anywhere in the text. The tag marks a call, so any name may be called. A call
+    without its last brace or its closing tag counts too.
     """
 
     form: ClassVar[Form | None] = Form(

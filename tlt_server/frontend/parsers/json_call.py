@@ -1,7 +1,7 @@
-"""One call as it comes: an object with the name of a function and its arguments.
+"""Parses one call as it arrives: an object with the name of a function and its arguments.
 
 JSON is read as models write it, with raw line breaks and tabs in strings, and with a backslash
-before any letter; `JsonText.strict` gives the text as JSON.
+before any letter; `JsonText.strict` returns the text as valid JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPACE = " \t\r\n"
 
 
 class JsonText:
-    """One value. `feed` takes its text in until `ended` or `failed`."""
+    """One value. Call `feed` with its text until `ended` or `failed`."""
 
     def __init__(self) -> None:
         self.ended = self.failed = False
@@ -43,8 +43,8 @@ class JsonText:
         ] = []  # in the newest text: a letter's place, and its JSON
 
     def feed(self, text: str, at: int, end: int) -> int:
-        """Take in `text[at:end]`. Return where this stopped: after the value, at the first
-        character that is wrong, or at the end.
+        """Parse `text[at:end]`. Return the stop position: after the value, at the first wrong
+        character, or at the end.
         """
         self._mends = []
         while at < end and not (self.ended or self.failed):
@@ -52,7 +52,7 @@ class JsonText:
         return at
 
     def strict(self, text: str, at: int, end: int) -> str:
-        """Return as JSON what the last `feed` has taken in, `text[at:end]`."""
+        """Return the text of the last `feed`, `text[at:end]`, as valid JSON."""
         parts = list[str]()
         for place, letter in self._mends:
             parts += [text[at:place], letter]
@@ -93,7 +93,7 @@ class JsonText:
         return at if self._expects == "number" else at + 1
 
     def _begins(self, letter: str) -> bool:
-        """Begin a value that is no string. Return whether `letter` does."""
+        """Start a value other than a string. Return False if `letter` does not start one."""
         if letter in "{[":
             self._closes.append("}" if letter == "{" else "]")
             self._expects = "first name" if letter == "{" else "first value"
@@ -165,14 +165,14 @@ def _escaped(letter: str) -> str:
 
 
 class JsonCall:
-    """Reads `{"name": ..., "arguments": {...}}`, whose fields may come in any order.
+    """Reads `{"name": ..., "arguments": {...}}`, with fields in any order.
 
-    The call is `made` once its name and its arguments are whole. What breaks off before is content,
-    so no client runs a part of a call. `ended` or `failed`: nothing more is taken in.
+    The call is `made` once its name and its arguments are complete. An incomplete call is content,
+    so no client runs a part of a call. After `ended` or `failed`, nothing more is read.
     """
 
     def __init__(self, before: str, takes: Callable[[str], bool]) -> None:
-        """`before` is the text that opened the call, `takes` tells which names may be called."""
+        """`before`: the text that opened the call. `takes`: whether a name may be called."""
         self.at = 0
         self.made = self.ended = self.failed = False
         self._takes = takes
@@ -185,7 +185,7 @@ class JsonCall:
         self._key = self._name = self._arguments = ""
 
     def push(self, text: str, at: int) -> Iterator[Piece]:
-        """Take in `text` from `at` on; `self.at` then is where this stopped."""
+        """Parse `text` from `at` on; `self.at` is the stop position."""
         self.at = at
         while self.at < len(text) and not (self.ended or self.failed):
             if self._expects in ("key", "value", "in arguments"):
@@ -197,7 +197,7 @@ class JsonCall:
             yield from self.end()
 
     def end(self) -> Iterator[Piece]:
-        """Yield what is held, as content."""
+        """Yield the held-back text, as content."""
         held, self._held, self._held_size = "".join(self._held), [], 0
         if held:
             yield SpokenText(held)
@@ -274,7 +274,7 @@ class JsonCall:
 
 
 def _decoded(text: list[str]) -> Any:
-    """Return what a JSON text says, or nothing if it is no text that could be sent."""
+    """Return the value of a JSON text, or None if the text could not be sent."""
     try:
         return msgspec.json.decode("".join(text))
     except (msgspec.MsgspecError, UnicodeError):

@@ -1,4 +1,6 @@
-"""Calls as Llama 3 models write them: the answer is one as JSON, or several with `;` between."""
+"""Calls in the form of Llama 3 models: the answer is one call as JSON, or several with `;` in
+between.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ MARK = "<|python_tag|>"  # may come first; where it is a special token, it is no
 
 
 class Llama3Json:
-    """Takes calls at the beginning of the text alone, and only of functions that were offered: an
-    object there may be the answer itself.
+    """Finds calls only at the beginning of the text, and only of offered functions: an object there
+    may be the answer itself.
     """
 
     form: ClassVar[Form | None] = Form('{{"name": {name}, "parameters": ', "}", "; ")
@@ -50,7 +52,7 @@ class Llama3Json:
                     return
 
     def _before_call(self, text: str) -> str | None:
-        """Return what may come before a call, None if none comes."""
+        """Return the text allowed before a call, or None if no call follows."""
         found = text.lstrip(SPACE + self._separators)
         if not self._separators:
             if 0 < len(found) < len(MARK) and MARK.startswith(found):

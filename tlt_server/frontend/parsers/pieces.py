@@ -1,4 +1,4 @@
-"""The pieces of an answer, and the form of the parsers that find them."""
+"""The pieces of an answer, and the interface of the parsers that find them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Parser(Protocol):
     """Reads one answer."""
 
     def push(self, text: str) -> Iterator[Piece]:
-        """Take the next text in, and yield the pieces that are certain. Iterate to the end."""
+        """Add text, and yield the pieces that are certain. Iterate to the end."""
 
     def end(self) -> Iterator[Piece]:
-        """Yield what was held, once the answer has ended."""
+        """Yield the held-back pieces at the end of the answer."""
 
 
 class Form(NamedTuple):
-    """The text of calls whose arguments are JSON, to hold an answer to it."""
+    """The text around calls with JSON arguments, to constrain an answer to it."""
 
     begin: str  # with `{name}`, the name as JSON
     end: str
@@ -47,8 +47,8 @@ class ToolParser(Parser, Protocol):
     form: ClassVar[Form | None]  # None: the arguments are no JSON
 
     def __init__(self, offered: Container[str], most: int) -> None:
-        """`offered` are the names of the functions, `most` the calls that are read; the text of
-        further ones is content.
+        """`offered`: names of the functions. `most`: how many calls to read; further ones are
+        content.
         """
 
 

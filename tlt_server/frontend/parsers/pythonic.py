@@ -1,5 +1,5 @@
-"""Calls as Llama 3.2 and 4 models write them, in Python: `[name(key="value"), name()]`. Nothing
-is evaluated: arguments are literals, by keyword.
+"""Calls in the form of Llama 3.2 and 4 models, as Python: `[name(key="value"), name()]`. Nothing is
+evaluated: arguments are literals, by keyword.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SIGN = re.compile(r"""["'\\()\[\]{}]""")
 
 
 class _NoCall(Exception):
-    """The text is no call of this kind."""
+    """The text is not a call of this form."""
 
 
 def read_call(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments as JSON, or None if this is no call."""
+    """Return the name and the arguments as JSON, or None if this is not a call."""
     try:
         return _Reader(text).call()
     except (_NoCall, ValueError, OverflowError, UnicodeError):
@@ -130,7 +130,7 @@ class _Reader:
         self._at += 1
 
     def _comma(self, closes: str) -> None:
-        """Take in the comma after a member, which the last one may have or not."""
+        """Read the comma after a member; it is optional after the last one."""
         if self._is(","):
             self._at += 1
         elif not self._is(closes):
@@ -166,7 +166,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return the JSON. A part of a character that stands alone stays an escape."""
+    """Return the JSON. A lone surrogate stays an escape."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -176,8 +176,8 @@ def _json(value: Any) -> str:
 
 
 class Pythonic:
-    """Takes calls at the beginning of the text alone, and only of functions that were offered: a
-    list there may be the answer itself.
+    """Finds calls only at the beginning of the text, and only of offered functions: a list there
+    may be the answer itself.
     """
 
     form: ClassVar[Form | None] = None
@@ -207,7 +207,7 @@ class Pythonic:
             yield from self.end()
 
     def _separate(self, letter: str) -> None:
-        """Take in a character that stands between calls."""
+        """Read a character between calls."""
         after = {"start": {"[": "first"}, "next": {",": "another", "]": "closed"}}
         if letter in SPACE:
             self._scanned += 1
@@ -223,7 +223,7 @@ class Pythonic:
             self._place = "text"
 
     def _scan(self) -> Iterator[Piece]:
-        """Go on to the next sign in a call."""
+        """Continue to the next sign in a call."""
         found = _SIGN.search(self._held, self._scanned)
         if self._escaped and (found is None or found.start() > self._scanned):
             self._escaped = False

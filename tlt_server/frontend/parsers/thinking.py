@@ -12,21 +12,21 @@ SPACE = " \t\r\n"
 
 
 class Thinking:
-    """Takes reasoning at the beginning of the answer, where the answer opens it or the end of the
-    prompt has.
+    """Finds reasoning at the beginning of the answer, if the answer or the end of the prompt opens
+    it.
     """
 
     always = False
 
     def __init__(self, prompt: str) -> None:
-        """`prompt` is the end of the prompt's text."""
+        """`prompt`: the end of the prompt's text."""
         self._inside = self.opens(prompt)
         self._starts = True  # the answer may still begin with the tag
         self._held = ""
 
     @classmethod
     def opens(cls, prompt: str) -> bool:
-        """Return True if the answer begins with reasoning, after this end of a prompt."""
+        """Return True if the answer begins with reasoning after this end of a prompt."""
         return cls.always or prompt.rstrip(SPACE).endswith(OPEN)
 
     def push(self, text: str) -> Iterator[Piece]:
@@ -58,6 +58,6 @@ class Thinking:
 
 
 class OpenThinking(Thinking):
-    """Takes the answer for reasoning from its first character, as of models that never open it."""
+    """Reads the answer as reasoning from its first character, for models that never open it."""
 
     always = True

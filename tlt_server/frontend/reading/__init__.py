@@ -1,6 +1,6 @@
-"""The reading process, as the frontend's loop sees it. Large bodies, conversations, texts and lists
-of ids are parsed, rendered, tokenised and decoded there, and come back in frames of bounded size.
+"""The reading process, from the frontend's side. It parses, renders, tokenises and decodes large
+bodies, conversations, texts and lists of ids, and returns them in frames of bounded size.
 
-Comes in: a job's slices, with the key that asks. Goes out: one value per slice, or one typed error.
-Called by every room above; the code that runs in that process is the room `reading_process`.
+It takes a job's slices, with the key that asks, and returns one value per slice, or one typed
+error. Called by every room above; the process's own code is the room `reading_process`.
 """

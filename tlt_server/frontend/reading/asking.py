@@ -1,7 +1,7 @@
-"""The request at hand, as a job needs it: its key, its client's leaving, and the reader.
+"""The current request as a job needs it: its key, its client's disconnection, and the reader.
 
-The middleware `Asking` sets it for everything that a request runs. So a job in any room takes the
-turn of the request's key, and is dropped when the client has left.
+The middleware `Asking` sets it for everything that a request runs. So a job in any room waits for
+the turn of the request's key, and is dropped when the client has left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Asker(NamedTuple):
-    """The request at hand."""
+    """The current request."""
 
     reader: Reader
     key: str  # name of the API key; empty without one
@@ -32,7 +32,7 @@ _ASKER: ContextVar[Asker] = ContextVar("asker")
 
 
 class Asking:
-    """Middleware that records who asks."""
+    """Middleware that sets the current request."""
 
     def __init__(
         self, app: ASGIApp, *, reader: Callable[[], Reader], key_of: Callable[[Scope], str]
@@ -55,8 +55,8 @@ async def left(receive: Receive) -> Never:
 async def ask(
     slices: Iterable[Slice], *, total: int, largest: int, patience: Patience | None = None
 ) -> list[Any]:
-    """Return the value of each slice, from the reading process. The body of the request has been
-    read. `Cancelled`: the client has left.
+    """Return the value of each slice, from the reading process. The request's body must have been
+    read. `Cancelled` if the client has left.
     """
     asker = _ASKER.get()
     work = asker.reader.ask(asker.key, slices, total=total, largest=largest, patience=patience)
@@ -64,9 +64,7 @@ async def ask(
 
 
 async def render(slice: Slice, size: int) -> Any:
-    """Return the text that a template of the request at hand makes. `Cancelled`: the client has
-    left.
-    """
+    """Return the text of a request's own template. `Cancelled` if the client has left."""
     asker = _ASKER.get()
     return await unless(left(asker.receive), asker.reader.renderer.render(asker.key, slice, size))
 

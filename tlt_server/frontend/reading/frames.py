@@ -30,7 +30,7 @@ def sliced(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class Channel:
-    """One lane's socket, on the loop. Every frame lets other requests run."""
+    """One lane's socket, on the loop. Other requests run between frames."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

@@ -1,8 +1,8 @@
 """Jobs that wait for the reading process, served in turns of the keys that ask.
 
-A job is slices, each one request to the process. Keys share its time, which is charged by slice, so
-a key with many or large jobs gets the share of one key. A job whose client has left is dropped
-before its next slice.
+A job consists of slices, each one request to the process. Keys share its time, which is charged by
+slice, so a key with many or large jobs gets the share of one key. A job whose client has left is
+dropped before its next slice.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class Slice(NamedTuple):
 
 
 class Patience(NamedTuple):
-    """A limit on the work of a slice, and the error of one that needs more."""
+    """A limit on the work of a slice, and the error for exceeding it."""
 
     seconds: float  # processor time of all lanes, so the load of other programs refuses nothing
     error: Callable[[], Exception]
 
 
 class Job:
-    """One piece of work: its slices, and the values that came back."""
+    """One piece of work: its slices, and the returned values."""
 
     def __init__(self, key: str, slices: Iterable[Slice], patience: Patience | None = None) -> None:
-        """`patience`: with slices, if it is limited."""
+        """`patience`: a limit on each slice's work, if there is one."""
         self.key, self.values, self.patience = key, list[Any](), patience
         self.done: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._slices: Iterator[Slice] = iter(slices)
         self.slice = next(self._slices, None)  # the one that is next, or under way
 
     def take(self, value: Any) -> None:
-        """Take the value of a slice in."""
+        """Add the value of a slice."""
         self.values.append(value)
         self.slice = next(self._slices, None)
         if self.slice is None and not self.done.done():
@@ -62,7 +62,7 @@ class Job:
 
 
 class JobQueue:
-    """The waiting jobs of one lane. Those of keys in `resting` stay there."""
+    """The waiting jobs of one lane. Jobs of keys in `resting` stay in it."""
 
     def __init__(self, resting: Container[str] = ()) -> None:
         self._resting = resting  # call `wake` after taking a key out
@@ -74,7 +74,7 @@ class JobQueue:
         return sum(map(len, self._jobs.values()))
 
     def add(self, job: Job) -> None:
-        """Let a job wait. `QueueFull`: too many wait already."""
+        """Queue a job. `QueueFull` if too many are waiting."""
         mine = len(self._jobs.get(job.key, ()))
         for count, limit, whose in (
             (mine, MAX_WAITING_KEY, "of this key "),
@@ -89,13 +89,13 @@ class JobQueue:
         self.again(job)
 
     def again(self, job: Job) -> None:
-        """Let a job wait that has further slices."""
+        """Queue a job again for its further slices."""
         self._jobs.setdefault(job.key, deque()).append(job)
         self._turns.wait(job.key)
         self.wake()
 
     def wake(self) -> None:
-        """Look again for a job that may be done."""
+        """Check again for a runnable job."""
         self._some.set()
 
     async def next(self) -> Job:
@@ -115,11 +115,11 @@ class JobQueue:
         return next((key for key in self._turns.order() if key not in self._resting), None)
 
     def charge(self, job: Job, seconds: float) -> None:
-        """Charge the key of a job with the time that a slice took."""
+        """Charge a job's key for the time of a slice."""
         self._turns.charge(job.key, seconds)
 
     def end(self, error: Callable[[], Exception]) -> None:
-        """End every job that waits with an error."""
+        """End every waiting job with an error."""
         for key, jobs in self._jobs.items():
             for job in jobs:
                 job.fail(error())
@@ -128,7 +128,7 @@ class JobQueue:
 
 
 async def exchange(channel: Channel, job: Job) -> None:
-    """Have the next slice of a job done."""
+    """Run the next slice of a job."""
     assert job.slice is not None
     header, payload = job.slice
     error: TltError | None = None

@@ -1,9 +1,9 @@
 """The reading process from the outside: started, asked, watched, ended.
 
 It has one socket and one thread per lane, so a small job never waits for a large one, and each lane
-does one slice at a time. What waits when the process dies goes to the next one. Of several jobs
-under way each is then tried alone, so the one that ends the process is identified: it gets a typed
-error, and its key rests, each time twice as long, while other keys go on at once.
+runs one slice at a time. Jobs that wait when the process dies go to the next one. If several were
+running, each is then tried alone, so the one that ends the process is identified: it gets a typed
+error, and its key rests, each time twice as long, while other keys continue at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DoublingWait:
         self._clock, self._last_s, self._wait_s = clock, -math.inf, 0.0
 
     def longer(self) -> float:
-        """Return the seconds to wait after the failure that has just come."""
+        """Return the seconds to wait after another failure."""
         now_s = self._clock()
         again = now_s - self._last_s < CALM_S
         self._wait_s = min(MAX_S, 2 * self._wait_s) if again else FIRST_S
@@ -68,8 +68,8 @@ class Reader:
         hang_s: float = HANG_S,
         memory_mb: int = MEMORY_MB,
     ) -> None:
-        """`model` is the directory with the tokenizer. `secrets` are the variables of the
-        environment that the process does not get.
+        """`model`: the directory with the tokenizer. `secrets`: environment variables that the
+        process does not get.
         """
         self._hello = msgspec.json.encode({"model": str(model.resolve()), "memory_mb": memory_mb})
         self._environment = {
@@ -88,7 +88,7 @@ class Reader:
         self.closed = False
 
     def start(self) -> None:
-        """Start the process unless it is there. The first job does so too."""
+        """Start the process unless it is running. The first job does so too."""
         if self.closed:
             raise _closed()
         if self._running is None:
@@ -96,7 +96,7 @@ class Reader:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process, None while there is none."""
+        """Id of the process; None without one."""
         return self._process.pid if self._process is not None else None
 
     async def ask(
@@ -108,8 +108,8 @@ class Reader:
         largest: int,
         patience: Patience | None = None,
     ) -> list[Any]:
-        """Return the value of each slice. `total` and `largest` are the bytes of all slices and of
-        the largest one. If this is cancelled, no further slice is done.
+        """Return the value of each slice. `total` and `largest`: bytes of all slices and of the
+        largest one. If this is cancelled, no further slice runs.
         """
         self.start()
         job = Job(key, slices, patience)
@@ -123,7 +123,7 @@ class Reader:
             job.done.cancel()
 
     def close(self) -> None:
-        """End the process, and what waits for it."""
+        """End the process and all waiting jobs."""
         self.closed = True
         self.renderer.close()
         if self._running is not None:
@@ -148,8 +148,8 @@ class Reader:
             await asyncio.sleep(wait_s)
 
     def _judge(self, status: int | str) -> bool:
-        """Fail the job that ended the process, if that is known, and let its key rest; the others
-        are free. Else those that may have done so are on trial. Return whether any was under way.
+        """Fail the job that ended the process, if it is known, and let its key rest; otherwise put
+        the running jobs on trial. Return False if none was running.
         """
         ran = [(lane, job) for lane, job in enumerate(self._under_way) if job is not None]
         self._under_way = [None for _ in LANES]
@@ -181,7 +181,7 @@ class Reader:
             queue.wake()
 
     async def _epoch(self) -> int:
-        """Serve with one process until it ends, and return its status."""
+        """Serve with one process until it ends, and return its exit status."""
         async with contextlib.AsyncExitStack() as stack:
             pairs = [socket.socketpair() for _ in LANES]
             process = self._process = self._launch([theirs for _, theirs in pairs])
@@ -194,7 +194,7 @@ class Reader:
             return await asyncio.to_thread(process.wait)
 
     async def _serve(self, channels: Sequence[Channel]) -> None:
-        """Do the jobs on trial one at a time, then those of all lanes, until the process is gone or
+        """Run the jobs on trial one at a time, then those of all lanes, until the process ends or
         hangs.
         """
         while self._on_trial:
@@ -241,7 +241,9 @@ class Reader:
             pass
 
     async def _slice(self, number: int, channel: Channel, job: Job, limit_s: float) -> bool:
-        """Do the next slice of a job. Return False if the process is gone, or hangs that long."""
+        """Run the next slice of a job. Return False if the process has ended, or takes longer than
+        `limit_s`.
+        """
         queue, clock = self._lanes[number], asyncio.get_running_loop().time
         self._under_way[number] = job
         began = clock()
@@ -260,8 +262,8 @@ class Reader:
         return True
 
     async def _patiently(self, channel: Channel, job: Job) -> None:
-        """Do the next slice of a job with patience. `TimeoutError`: it needs more time of a core,
-        and the job has failed.
+        """Run the next slice of a job within its patience. `TimeoutError` if it needs more
+        processor time; the job has failed.
         """
         assert job.patience is not None
         await exchange(channel, _ready())  # the process may still be starting
@@ -280,8 +282,8 @@ class Reader:
             await asyncio.gather(doing, return_exceptions=True)
 
     def _processor_s(self) -> float:
-        """Return the time of cores that the process has taken. The threads of other lanes count,
-        as a library may do the work of any lane in threads of its own.
+        """Return the processor time of the process. The threads of other lanes count, as a library
+        may do any lane's work in its own threads.
         """
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) * TICK_S

@@ -1,8 +1,9 @@
-"""Templates that requests bring, run by processes of their own.
+"""Runs templates of requests in separate processes.
 
-One process waits with all that a template needs, and forks for each. A key runs one at a time, and
-keys take turns, so no key stands in another's way. Without keys, as many as may run at once do. The
-fork bounds its own time and memory; what it leaves undone is a refusal of that template only.
+One process keeps everything that a template needs loaded, and forks for each template. Each key
+runs one at a time, and keys take turns, so no key blocks another. Without keys, templates run up to
+the limit at once. The fork limits its own time and memory; exceeding them refuses only that
+template.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ log = structlog.get_logger()
 
 
 class _Line:
-    """The templates of one key, or of all callers without keys."""
+    """The waiting templates of one key, or of all callers without keys."""
 
     def __init__(self, key: str) -> None:
         self.turns = asyncio.Semaphore(AT_ONCE_KEY if key else AT_ONCE)
@@ -58,18 +59,18 @@ class Renderer:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process that forks, None while there is none."""
+        """Id of the forking process; None without one."""
         return self._process.pid if self._process is not None else None
 
     async def render(self, key: str, slice: Slice, size: int) -> Any:
-        """Return the text that a template makes of a conversation of `size` bytes.
-        `InvalidRequest`: it cannot, or takes too much time or memory.
+        """Return the text that a template makes from a conversation of `size` bytes.
+        `InvalidRequest` if it fails, or takes too much time or memory.
         """
         async with self._turn(key), self._free:
             return await self._run(slice, size)
 
     def close(self) -> None:
-        """End the process, and what runs. A later template starts another."""
+        """End the process and all running templates. A later template starts another process."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -128,7 +129,7 @@ class Renderer:
         return found
 
     def _asked(self) -> socket.socket | None:
-        """Ask the process that forks; None if it has ended, which `poll` may not see yet."""
+        """Request a fork. Return None if the process has ended, which `poll` may not show yet."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -157,7 +158,7 @@ class Renderer:
 
 
 async def _begun(channel: Channel) -> contextlib.AbstractContextManager[None]:
-    """Wait until the fork has begun, and return what ends it."""
+    """Wait until the fork has started, and return the context that ends it."""
     try:
         async with asyncio.timeout(START_S):
             pid = msgspec.msgpack.decode(await channel.receive())

@@ -1,7 +1,8 @@
-"""A value of structs, lists and dicts as pieces of bounded size, and the value built from them.
+"""Cuts a value of structs, lists and dicts into pieces of bounded size, and builds a value from
+pieces.
 
 Decoding one piece holds the interpreter for at most 3 ms, however large the value is. Long texts
-become `PackedText`. The classes of structs are sent by name, and only those of this package are
+become `PackedText`. The classes of structs are sent by name, and only classes of this package are
 found.
 """
 
@@ -36,8 +37,8 @@ def name_of(kind: Any) -> str:
 
 
 def named(name: str) -> Any:
-    """Return the class or function of this package that has this name. Its module was imported
-    when this process started, since the files may be another version's by now.
+    """Return the class or function of this package with this name. Its module must have been
+    imported when this process started, since the files may be of another version by now.
     """
     module, _, path = name.partition(":")
     assert module.startswith("tlt_server."), f"{module} is not of this package"
@@ -55,7 +56,7 @@ class _Cutter:
         self._new: list[bytes] = []  # pieces that say the numbers
 
     def cut(self, value: Any, where: str, long: bool) -> Iterator[bytes]:
-        """`long`: a text here may be long."""
+        """`long`: long texts are allowed here."""
         if isinstance(value, Struct):
             whole = self._small(value)
             if whole is not None:
@@ -173,7 +174,7 @@ class _Cutter:
 
 
 class _TooWide(Exception):
-    """A value does not fit one piece."""
+    """The value does not fit in one piece."""
 
 
 def _parts(kind: str, parts: Iterable[bytes], *facts: int) -> Iterator[bytes]:
@@ -183,13 +184,13 @@ def _parts(kind: str, parts: Iterable[bytes], *facts: int) -> Iterator[bytes]:
 
 
 def _fields(value: Struct) -> dict[str, Any]:
-    """Return the fields of a struct that are set."""
+    """Return the set fields of a struct."""
     found = {name: getattr(value, name) for name in value.__struct_fields__}
     return {name: field for name, field in found.items() if field is not UNSET}
 
 
 class Builder:
-    """Builds one value from its pieces. Without `packs` no text in it is packed."""
+    """Builds one value from its pieces. Without `packs`, no text is packed."""
 
     def __init__(self, *, packs: bool = True) -> None:
         self._decode = msgspec.msgpack.Decoder(ext_hook=self._extension).decode
@@ -214,7 +215,7 @@ class Builder:
         }
 
     def take(self, piece: bytes) -> None:
-        """Take a piece in. Raise the typed error that came in place of a value."""
+        """Add a piece. Raise the typed error if one was sent in place of a value."""
         operation, *arguments = self._decode(piece)
         self._operations[operation](*arguments)
 
@@ -261,7 +262,7 @@ def _refuse(code: str, message: str, retry_after_s: float | None) -> None:
 
 
 class _Open:
-    """A list, dict or struct whose end has not come."""
+    """A list, dict or struct whose end has not arrived."""
 
     def __init__(self, content: Any, close: Callable[[Any], Any]) -> None:
         self.content, self.close = content, close

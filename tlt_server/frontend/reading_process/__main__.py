@@ -1,4 +1,4 @@
-"""Serves the lanes, each in a thread, until the server is gone: standard input has ended.
+"""Serves the lanes, each in a thread, until standard input ends: the server is gone.
 
 A job takes the text, the payload and the arguments of its request, and returns a value.
 """
@@ -70,11 +70,11 @@ def _serve(channel: BlockingChannel, text: Text) -> None:
 
 
 def ready(text: Text, payload: Payload) -> None:
-    """Answer, so that the server knows that the process has started."""
+    """Answer, which shows the server that the process has started."""
 
 
 def encode(text: Text, payload: Payload, lengths: list[int], special: bool) -> list[PackedIds]:
-    """Return the token ids of each text; the payload is their UTF-8, one after another."""
+    """Return the token ids of each text. The payload is their concatenated UTF-8."""
     data = payload.joined()
     texts, at = [], 0
     for length in lengths:
@@ -103,14 +103,14 @@ def render(
 
 
 def parse(text: Text, payload: Payload, function: str, *arguments: Any) -> Any:
-    """Return what a function of ours makes of a body."""
+    """Return the result of one of our functions for a body."""
     return named(function)(payload.joined(), *arguments)
 
 
 def grammar(
     text: Text, payload: Payload, form: str, vocab_size: int, eos_token_ids: list[int]
 ) -> Grammar:
-    """Return the grammar of a structure, once it has compiled."""
+    """Return the compiled grammar of a structure."""
     found = grammar_of(form, payload.joined().decode(), text.specials)
     _compiler(text.directory, vocab_size, tuple(eos_token_ids)).compile(found)
     return found

@@ -1,6 +1,4 @@
-"""A request to a process that reads, and the answer to it in frames: the pieces of a value, or an
-error.
-"""
+"""A request to a reading process, and its answer in frames: the pieces of a value, or an error."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class Payload:
         return data
 
     def tree(self) -> Any:
-        """Return the value that was sent in pieces, without packed values in it."""
+        """Return a value that was sent in pieces, without packed values."""
         builder = Builder(packs=False)
         for frame in self:
             builder.take(frame)
@@ -46,7 +44,7 @@ class Payload:
 
 
 def answered(work: Callable[[], Any], payload: Payload) -> Iterator[bytes]:
-    """Yield the pieces of what the work returns, or of its error. Read the whole payload first."""
+    """Yield the pieces of the work's result, or of its error. Read the whole payload first."""
     try:
         try:
             yield from cut(work())
@@ -72,7 +70,7 @@ def _refusal(error: TltError) -> bytes:
 
 
 def bound_memory(more: int) -> None:
-    """Limit what this process may have in addition to the memory that it has; in bytes."""
+    """Limit this process's memory to its present size plus this many bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

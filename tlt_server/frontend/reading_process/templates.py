@@ -2,7 +2,7 @@
 
 It receives one socket per template over FD. Each is served by a fork of this process, which has
 limits on memory and time, may open no file, and ends with its answer. So a template can neither
-harm another nor learn of it.
+harm nor observe another.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Batches that outlive their connection.
 
-Comes in: a validated batch with an idempotency key or `detach`. Goes out: its results, as often as
-they are fetched. Called by the dialects and the composition root; it calls `generation` and `http`.
+Takes a validated batch with an idempotency key or `detach`; its results can be fetched any number
+of times. Called by the dialects and the composition root; it calls `generation` and `http`.
 """

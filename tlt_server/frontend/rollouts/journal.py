@@ -1,8 +1,7 @@
-"""The journal of a rollout: one append-only file with its request, every output as it came, and its
-end.
+"""The journal of a rollout: one append-only file with its request, every output, and its end.
 
 A record is 4 bytes of length, 4 of checksum (CRC-32 of length and payload), then msgpack. Reading
-ends before the first record that is not whole and in order; writing continues there. There is one
+stops at the first record that is incomplete or out of order; writing continues there. There is one
 write per append and no fsync: a record survives the process that wrote it, but not a power failure.
 The file has mode 0600, since it contains prompts. Called by `rollouts`.
 """
@@ -87,8 +86,8 @@ class KeptItem(Struct, frozen=True):
 
 
 class Header(Struct, frozen=True, kw_only=True, tag="rollout"):
-    """The request. `created_s` and `deadline_s` are of the wall clock; `boot` and `boot_s` say when
-    it was created on the boot's clock.
+    """The request. `created_s` and `deadline_s`: wall clock. `boot` and `boot_s`: its creation by
+    the clock of that boot.
     """
 
     id: str
@@ -132,7 +131,7 @@ _END = msgspec.msgpack.encode(RolloutEnd(0.0, 0))[1:10]
 
 
 class Past(NamedTuple):
-    """The content of a journal. `length`: bytes of whole records."""
+    """The content of a journal. `length`: bytes of complete records."""
 
     header: Header
     outputs: list[StepOutput]
@@ -147,8 +146,8 @@ def frame(record: Record) -> bytes:
 
 
 def past(data: bytes, *, outputs: bool = True) -> Past | None:
-    """Return the longest prefix of whole records in order (header, outputs, end); None where not
-    even the header is whole. Without `outputs` only the sums of records between header and end are
+    """Return the longest prefix of complete records in order (header, outputs, end); None if the
+    header is incomplete. Without `outputs` only the checksums of records between header and end are
     checked, which takes an eighth of the time.
     """
     header: Header | None = None
@@ -177,7 +176,7 @@ def past(data: bytes, *, outputs: bool = True) -> Past | None:
 
 
 def _frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
-    """Yield each payload that is whole, and its end."""
+    """Yield each complete payload, and its end."""
     view, at = memoryview(data), 0
     while at + FRAME <= len(data):
         head, checksum = view[at : at + 4], view[at + 4 : at + FRAME]
@@ -192,10 +191,10 @@ def _frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
 
 
 class Journal:
-    """The file while it is written. Every method raises `StorageFailed` when the disk fails."""
+    """The file while it is being written. Every method raises `StorageFailed` if the disk fails."""
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        """`length`: bytes of the whole records in the file; the rest is cut off."""
+        """`length`: bytes of complete records in the file; the rest is cut off."""
         self.path, self.bytes = path, length
         with _storage(path):
             self._file = private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,6 +1,6 @@
 """Responses that later ones may continue, kept in memory and bounded in number and bytes.
 
-Where a bound asks for room, the oldest response goes of the key whose responses take the most.
+To make room, the oldest response of the key with the most data is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ResponseShelf:
         self._bytes: Counter[str] = Counter()  # by owner
 
     def keep(self, response: KeptResponse) -> bool:
-        """Keep a response. Return whether there is room for it."""
+        """Keep a response. Return False if there is no room."""
         self._kept[response.id] = response
         self._bytes[response.owner] += response.size
         while len(self._kept) > self._most or self._bytes.total() > self._most_bytes:
@@ -39,7 +39,7 @@ class ResponseShelf:
         return response.id in self._kept
 
     def find(self, id: str, caller: Caller) -> KeptResponse:
-        """Return a response of the caller. `NotFound`: there is none, or not any more."""
+        """Return a response of the caller. `NotFound` if there is none, or no longer."""
         found = self._kept.get(id)
         if found is None or not caller.sees(found.owner):
             raise NotFound(
@@ -59,7 +59,7 @@ class ResponseShelf:
             del self._bytes[response.owner]
 
     def check(self) -> None:
-        """Check that the counts are right and the bounds kept."""
+        """Assert that the counts are correct and within the bounds."""
         sizes: Counter[str] = Counter()
         for response in self._kept.values():
             sizes[response.owner] += response.size

@@ -30,9 +30,8 @@ SAME = [
 
 
 def flaw(header: Header, outputs: Sequence[StepOutput]) -> str:
-    """Return the first thing that no server would have written; empty if there is none. Records
-    that are whole may be forged, or of another version: they must not reach the tokenizer or the
-    engine.
+    """Return the first content that no server would have written; empty if there is none. Intact
+    records may be forged, or of another version: they must not reach the tokenizer or the engine.
     """
     return next(_flaws(header, outputs), "")
 
@@ -76,7 +75,7 @@ def _flaws_of(output: StepOutput, ids: Collection[str]) -> Iterator[str]:
 
 
 def _wrong(sampling: Sampling) -> str:
-    """Return what no request can have, in a sampling that was decoded; empty if there is none."""
+    """Return what is invalid in a decoded sampling; empty if nothing is."""
     try:
         msgspec.convert({name: getattr(sampling, name) for name in SAME}, SamplingFields)
         if sampling.structured_outputs is not None:
@@ -154,8 +153,8 @@ class KeptRollout:
         return time.monotonic() + asked_s - elapsed_s(self.header.created)
 
     def replayed(self, make: Callable[[RequestBatch], Items]) -> Replayed:
-        """Make the journal's outputs into items, as when they were live. `NotFound` when the
-        rollout has just been forgotten, `StorageFailed` when no server wrote what it holds.
+        """Turn the journal's outputs into items, as when they were live. `NotFound` if the rollout
+        has just been deleted, `StorageFailed` if no server wrote its content.
         """
         try:
             said = past(self.path.read_bytes())
@@ -185,20 +184,20 @@ class KeptRollout:
         return Replayed(said.length, items, ended, said.end is not None)
 
     def seal(self) -> None:
-        """Close the journal, which has its end."""
+        """Close the complete journal."""
         assert self.journal is not None
         self.journal.close()
         self.journal, self.written = None, True
 
     def count(self) -> tuple[int, int]:
-        """Return the items that have ended and the tokens generated so far."""
+        """Return the number of ended items and of tokens so far."""
         if self.done_s is not None:
             return len(self.item_ids), self.tokens
         return len(self.ended or ()), self.items.tokens if self.items is not None else 0
 
     async def wait(self, wait_s: float | None = None) -> None:
-        """Wait until it is done or the time is up. Raise the typed error if it is deleted, or the
-        server stops, first.
+        """Wait until it is done or the time is up. Raise the typed error if it is deleted or the
+        server stops first.
         """
         await asyncio.wait([self._over], timeout=wait_s)
         if self.is_over:
@@ -209,7 +208,7 @@ class KeptRollout:
         return self._over.done()
 
     def over(self, error: TltError | None = None) -> None:
-        """Settle the rollout: this process adds nothing more to it."""
+        """Settle the rollout: this process adds nothing to it any more."""
         if self.is_over:
             return
         if error is None:

@@ -2,8 +2,8 @@
 results can be fetched at any time.
 
 A rollout ends by itself, by its deadline or by `delete`, never because a client left. After a death
-of the engine it continues with the same tokens; with a state directory that lasts, also after a
-death of this process. `shelf` bounds how many are kept, how many bytes and how long.
+of the engine it continues with the same tokens; with a persistent state directory, also after a
+death of this process. `shelf` bounds their number, bytes and age.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Rollouts:
     # the start and the end of a process
 
     async def open(self) -> None:
-        """Take over the rollouts in the directory. Those that are done can be fetched; the others
-        continue once the engine is ready. A thread reads the journals while the engine starts.
+        """Load the rollouts in the directory. Finished ones can be fetched; the others continue
+        once the engine is ready. A thread reads the journals while the engine starts.
         """
         try:
             private_directory(self._directory, parents=True, exist_ok=True)
@@ -109,7 +109,9 @@ class Rollouts:
         )
 
     async def suspend(self, *, detached_only: bool = False) -> None:
-        """Stop rollouts where they are. Their journals stay for the next process to continue."""
+        """Stop rollouts at their present state. Their journals stay for the next process to
+        continue.
+        """
         stopped = [
             rollout
             for rollout in self._shelf
@@ -148,8 +150,8 @@ class Rollouts:
         return iter(self._shelf)
 
     def find(self, id: str, caller: Caller) -> KeptRollout:
-        """Return the rollout. `NotFound` also for that of another key, so that its existence stays
-        unknown.
+        """Return the rollout. `NotFound` also for another key's rollout, so that its existence
+        stays unknown.
         """
         rollout = self._shelf.get(id)
         if rollout is None or not caller.sees(rollout.header.owner):
@@ -161,7 +163,7 @@ class Rollouts:
         return rollout
 
     def keyed(self, owner: str, key: str, digest: str) -> KeptRollout | None:
-        """Return the rollout of an owner's idempotency key. `Conflict` when it was started with
+        """Return the rollout of an owner's idempotency key. `Conflict` if it was started with
         another body.
         """
         rollout = self._shelf.keyed(owner, key)
@@ -175,8 +177,8 @@ class Rollouts:
     async def begin(
         self, batch: RequestBatch, *, owner: str, key: str, digest: str, detached: bool
     ) -> KeptRollout:
-        """Write down and submit a batch, or (with a typed error) neither. If the same request has
-        begun meanwhile, return its rollout.
+        """Record and submit a batch, or (with a typed error) neither. If the same request has
+        started meanwhile, return its rollout.
         """
         self._shelf.check_room(owner)
         kept = await asyncio.to_thread(lambda: [KeptItem.of(item) for item in batch.items])
@@ -224,7 +226,7 @@ class Rollouts:
             await asyncio.sleep(0)
 
     async def results(self, rollout: KeptRollout) -> list[FinishedItem | FailedItem]:
-        """Return the items that have ended, in order. Mark a rollout that is done as fetched."""
+        """Return the ended items, in order. Mark a finished rollout as fetched."""
         ended = rollout.ended
         if rollout.done_s is not None:
             rollout.fetched = True
@@ -245,7 +247,7 @@ class Rollouts:
         return [ended[id] for id in rollout.item_ids if id in ended]
 
     def delete(self, rollout: KeptRollout) -> None:
-        """Abort what runs of it, and forget it."""
+        """Abort its running sequences, and delete it."""
         rollout.over(Cancelled("the rollout was deleted while it ran"))
         self._shelf.forget(rollout)
 
@@ -286,7 +288,7 @@ class Rollouts:
 
     async def _take_up(self, rollout: KeptRollout) -> None:
         """Continue a rollout of an earlier process. Wait while the engine cannot take it, but not
-        longer than its deadline.
+        beyond its deadline.
         """
         async with self._replaying:
             length, items, ended, _ = await asyncio.to_thread(
@@ -319,7 +321,7 @@ class Rollouts:
         return info.fingerprint if info is not None else None
 
     def _check_fit(self, header: Header) -> None:
-        """`Conflict` where the engine would go on with another model, or other bits."""
+        """Raise `Conflict` if the engine would continue with another model, or with other bits."""
         if header.model != self._model:
             raise Conflict(
                 f"the rollout was started with the model {header.model}, this server serves "
@@ -361,8 +363,8 @@ class Rollouts:
     def _finish(
         self, rollout: KeptRollout, error: TltError | None, *, keep_file: bool = False
     ) -> None:
-        """Settle a rollout that is done. With an error, so end the items that have not ended.
-        `keep_file`: for another server to go on with, until this one forgets the rollout.
+        """Settle a finished rollout. With an error, end its unfinished items with it. `keep_file`:
+        leave the file for another server to continue, until this one deletes the rollout.
         """
         assert rollout.ended is not None
         rollout.tokens = rollout.items.tokens if rollout.items is not None else 0

@@ -1,10 +1,10 @@
-"""The rollouts that are kept, running and done: found by id and by key, and bounded in number, in
-bytes and in the time after their end.
+"""The kept rollouts, running and done: found by id and by key, and bounded in number, bytes and
+time after their end.
 
-A done rollout is forgotten early when a bound asks for room: first those whose results were
-fetched, the oldest of the greediest key; then, for a key within its share, those that were not
-fetched of a key above its own. A key within its share also gets in where the others' rollouts all
-run, up to twice the number. Called by `rollouts`, in the frontend's loop.
+To make room, done rollouts are deleted early: first fetched ones, the oldest of the greediest key;
+then, for a key within its share, unfetched ones of a key above its own. A key within its share is
+also admitted if all others' rollouts are running, up to twice the number. Called by `rollouts`, in
+the frontend's loop.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Shelf:
         self._bytes += size
 
     def expire_later(self, rollout: KeptRollout) -> None:
-        """Forget the rollout when its time after the end is up."""
+        """Delete the rollout when its time after the end is up."""
         assert rollout.done is not None
         left_s = max(0.0, self._ttl_s - elapsed_s(rollout.done))
         rollout.expiry = asyncio.get_running_loop().call_later(left_s, self.forget, rollout)
@@ -130,8 +130,8 @@ class Shelf:
     def _make_room(
         self, held: Counter[str], greedy: str | None, growing: KeptRollout | None = None
     ) -> bool:
-        """Forget one rollout that was fetched, the oldest of the key that holds most, or that is
-        done and a key's that has to make room. Return whether there was one.
+        """Delete one rollout: the oldest fetched one of the key that holds most, or a done one of a
+        key that must make room. Return False if there is none.
         """
         done = [each for each in self if each.done_s is not None and each is not growing]
         forgotten = max(
@@ -144,7 +144,9 @@ class Shelf:
         return forgotten is not None
 
     def _next_expiry_s(self) -> float:
-        """Return the seconds until a done rollout makes room; without one, a time to ask again."""
+        """Return the seconds until a done rollout expires; without one, a time after which to ask
+        again.
+        """
         return min(
             (
                 max(1.0, self._ttl_s - elapsed_s(rollout.done))

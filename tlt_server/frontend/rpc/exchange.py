@@ -1,6 +1,6 @@
 """One HTTP operation of a gRPC call, run by the application that also answers HTTP.
 
-The application receives and sends gRPC's messages. A message is read when the application asks for
+The application receives and sends gRPC's messages. A message is read when the application requests
 the body, so keys and limits are checked first, and in its key's turn (`MessageReads`). A client has
 disconnected if it cancels, if its deadline passes, or if it leaves a message unread for
 `send_timeout_s`.
@@ -45,7 +45,7 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class Exchange:
-    """The operation that one message of a call asks for."""
+    """The operation that one message of a call requests."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class Exchange:
     async def run(self, app: ASGIApp, method: RpcMethod) -> None:
         """Run the application until it has answered.
 
-        If this is cancelled, the application sees the client leave, and this waits for its end.
+        If this is cancelled, the application sees a disconnected client, and this waits for its
+        end.
         """
         self._gives = method.gives
         self._state |= {
@@ -101,7 +102,7 @@ class Exchange:
         return self._state.get(REFUSED)
 
     def close(self) -> None:
-        """Give the request's place back."""
+        """Release the request's place."""
         replied: contextlib.ExitStack = self._state[REPLIED]
         replied.close()
 
@@ -146,7 +147,7 @@ class Exchange:
             self._body += message.get("body", b"")
 
     async def take_content(self, content: Any, turn: Turn, name: str = "") -> None:
-        """Take a large reply or, with its name, a large event; its message is made in slices."""
+        """Send a large reply or, with its name, a large event; its message is made in slices."""
         making = wired(self._gives, {name: content} if name else content)
         while True:
             try:
@@ -183,7 +184,7 @@ class Exchange:
         return message.SerializeToString()
 
     def _event(self, frame: bytes) -> bytes:
-        """Return the message of a server-sent event, which sets the field of the event's name."""
+        """Return the message of a server-sent event: the event's name is the field to set."""
         name, _, data = frame.removeprefix(b"event: ").partition(b"\ndata: ")
         message = self._gives()
         fill(message, {name.decode(): msgspec.json.decode(data)})
@@ -241,8 +242,8 @@ class MessageReads:
         self._check: asyncio.TimerHandle | None = None
 
     async def read(self, owner: str, receive: Callable[[], Awaitable[T]]) -> T:
-        """Return what `receive` does, after a turn. `Unavailable`: it took too long while others
-        waited.
+        """Return the result of `receive`, after waiting for a turn. `Unavailable` if it took too
+        long while others waited.
         """
         await self._turn(owner)
         loop, read = asyncio.get_running_loop(), None
@@ -280,7 +281,7 @@ class MessageReads:
             raise
 
     def _leave(self, owner: str, turn: asyncio.Future[None]) -> None:
-        """Wait no more, so that no read is cut for a caller that has left."""
+        """Stop waiting, so that no read is cut for a caller that has left."""
         turns = self._waiting.get(owner, deque())
         if turn in turns:
             turns.remove(turn)
@@ -288,7 +289,7 @@ class MessageReads:
                 del self._waiting[owner]
 
     def _give_turn(self) -> None:
-        """Pass a turn on to the owner with the fewest reads, or keep it free."""
+        """Pass a turn to the owner with the fewest reads, or keep it free."""
         reading = self._reading()
         while self._waiting:
             owner = min(self._waiting, key=lambda owner: reading[owner])
@@ -304,7 +305,7 @@ class MessageReads:
         self._check = asyncio.get_running_loop().call_later(CHECK_S, self._look)
 
     def _look(self) -> None:
-        """Cut the longest read of the key that reads most, if it is overdue."""
+        """Cut the longest read of the key with the most reads, if it is overdue."""
         self._check = None
         if not self._waiting or not self._reads:
             return

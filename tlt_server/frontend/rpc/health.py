@@ -1,4 +1,4 @@
-"""The service `grpc.health.v1`: serving while a request sent now would be taken, as for `/readyz`,
+"""The service `grpc.health.v1`: serving while a request sent now would be accepted, like `/readyz`,
 and open to every caller like that route.
 """
 
@@ -24,14 +24,14 @@ Ending: TypeAlias = asyncio.Future[None]
 
 
 class SideStreams:
-    """The open streams of health and reflection, which callers may hold for as long as they like.
+    """The open streams of health and reflection, which callers may hold indefinitely.
 
-    Health asks for no key, so these streams are bounded apart from the calls of the service. Above
-    the bound, the connection with most of them loses its oldest.
+    Health needs no key, so these streams are bounded separately from the service's calls. Above the
+    bound, the connection with the most streams loses its oldest.
 
-    The handler outlives the task that makes and writes the messages, and asks the context for
-    nothing after the call: gRPC frees the call when the handler ends, and to name its peer then is
-    a crash. A generator would be closed later than that where its reader is cancelled.
+    The handler outlives the task that creates and writes the messages, and does not use the context
+    after the call: gRPC frees the call when the handler ends, and reading its peer then crashes. A
+    generator would be closed too late if its reader is cancelled.
     """
 
     def __init__(self, max_open: int) -> None:

@@ -1,11 +1,11 @@
-"""The weight of messages, and their translation to JSON and back, by the names of their fields and
-the rules at the top of `clients/proto/rollout.proto`. A message is weighed in its bytes before
-anything is made of it: an empty submessage takes two bytes on the wire and over a hundred once it
-is parsed, so parts are counted first, and too many are refused.
+"""The weight of messages, and their translation to JSON and back, by field names and the rules at
+the top of `clients/proto/rollout.proto`. A message is weighed in its bytes before it is parsed: an
+empty submessage takes two bytes on the wire and over a hundred once parsed, so parts are counted
+first, and too many are refused.
 
-A large reply becomes bytes a slice at a time: the bytes of messages that hold some elements of a
-list each, put after one another, are those of the message with the whole list, so no object of the
-whole message is ever made.
+A large reply is encoded in slices: the concatenated bytes of messages with some elements of a list
+each are the bytes of the message with the whole list, so no object of the whole message is ever
+created.
 
 `tests/frontend/test_rpc_mirror.py` compares every message with its native type, so no field can be
 missing here.
@@ -43,8 +43,8 @@ def parsed(type: type[Message], data: bytes | memoryview) -> Message:
 
 
 def read(type: type[Message], data: bytes | memoryview) -> dict[str, Any]:
-    """Return the JSON object of a message that was weighed. In place of each list of messages it
-    has an iterator that reads one member at a time, since all at once take ten times their bytes.
+    """Return the JSON object of a weighed message. In place of each list of messages it has an
+    iterator that reads one member at a time, since all at once take ten times their bytes.
     """
     rest, lists = members_apart(data, type.DESCRIPTOR)
     found = plain(parsed(type, rest))
@@ -61,8 +61,8 @@ def _each(field: FieldDescriptor, members: list[memoryview]) -> Iterator[dict[st
 
 
 def plain(message: Message, where: str = "") -> dict[str, Any]:
-    """Return the fields that are set in a message as a JSON object. The same message always gives
-    the same object.
+    """Return the set fields of a message as a JSON object. The same message always gives the same
+    object.
     """
     unknown = UnknownFieldSet(message)
     if len(unknown):
@@ -94,7 +94,7 @@ def _json_name(field: FieldDescriptor) -> str:
 
 
 def _listed(values: Any) -> list[Any] | Raw:
-    """Return the members of a list; of a long list of numbers only its JSON, since Python's numbers
+    """Return the members of a list; for a long list of numbers, its JSON, since Python's numbers
     take twenty times the bytes of the message.
     """
     if len(values) <= NUMBERS or not isinstance(values[0], int):
@@ -140,7 +140,7 @@ def _fill_part(message: Message, part: Any) -> None:
 
 
 def _member(union: OneofDescriptor, value: str | int) -> FieldDescriptor:
-    """Return the field of the union that holds a value of this type."""
+    """Return the union's field for a value of this type."""
     kind = (
         FieldDescriptor.CPPTYPE_STRING if isinstance(value, str) else FieldDescriptor.CPPTYPE_INT32
     )
@@ -151,8 +151,8 @@ LENGTH_DELIMITED = 2  # wire type
 
 
 def wired(kind: type[Message], content: Any) -> Generator[int, None, list[bytes]]:
-    """Return the bytes, in parts, of the message with a reply's content. Yield after each slice of
-    the work the number of bytes that it made.
+    """Return the bytes, in parts, of the message with a reply's content. After each slice of work,
+    yield the number of bytes made.
     """
     small: dict[str, Any] = {}
     large: list[tuple[FieldDescriptor, Any]] = []
@@ -187,7 +187,7 @@ def _filled(kind: type[Message], content: dict[str, Any]) -> bytes:
 
 
 def _head(field: FieldDescriptor, size: int) -> bytes:
-    """Return what stands before the bytes of a message that is a field of another."""
+    """Return the bytes before a message that is a field of another."""
     return _varint_of(field.number << 3 | LENGTH_DELIMITED) + _varint_of(size)
 
 
@@ -227,8 +227,8 @@ class _Field(NamedTuple):
 def weigh(
     data: bytes | bytearray | memoryview, about: Descriptor, enough: int | None = None
 ) -> int:
-    """Return the weight of a message in bytes, without what is only copied. It is at least
-    `enough` as soon as that is reached. `TooLarge`: it has too many parts.
+    """Return the weight of a message in bytes, without data that is only copied. Stops at `enough`,
+    if given. `TooLarge` if it has too many parts.
     """
     view = memoryview(data)
     weight = parts = 0
@@ -270,8 +270,8 @@ def weigh(
 def members_apart(
     data: bytes | bytearray | memoryview, about: Descriptor
 ) -> tuple[bytes, dict[FieldDescriptor, list[memoryview]]]:
-    """Return the bytes of a message, which was weighed, without its lists of messages, and the
-    bytes of each member of those lists.
+    """Return the bytes of a weighed message without its lists of messages, and the bytes of each
+    member of those lists.
     """
     view, fields = memoryview(data), _fields(about)
     rest: list[memoryview] = []
@@ -290,7 +290,7 @@ def members_apart(
 
 
 def _check_numbers(name: str, packed: memoryview) -> None:
-    """Refuse too many numbers, each of which ends with its only byte below 128."""
+    """Refuse too many numbers; each ends with its only byte below 128."""
     if len(packed) > MAX_NUMBERS:
         count = len(bytes(packed).translate(None, _CONTINUES))
         if count > MAX_NUMBERS:
@@ -307,7 +307,7 @@ def malformed(size: int, about: Descriptor) -> InvalidRequest:
 
 
 def _value(view: memoryview, at: int, end: int, kind: int) -> tuple[int, int]:
-    """Return where a value begins and ends; its end is after `end` if it has none."""
+    """Return the start and end of a value; without a value, the end is after `end`."""
     match kind:
         case 0:
             return at, _varint(view, at, end)[1]

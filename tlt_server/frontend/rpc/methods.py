@@ -1,4 +1,4 @@
-"""The table of gRPC methods: which HTTP operation each method is.
+"""The table of gRPC methods and their HTTP operations.
 
 The content of a message becomes path, query and body. The types of messages are those of the
 service in `clients/proto/rollout.proto`.
@@ -33,7 +33,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Operation(NamedTuple):
-    """An HTTP operation, and where the content of a message goes in it."""
+    """An HTTP operation, with the places of a message's content in it."""
 
     method: str
     path: str
@@ -65,7 +65,7 @@ class Operation(NamedTuple):
 
 
 def _segment(name: str, value: str, several: bool) -> str:
-    """Check that a value can be one segment of a path, or `several`."""
+    """Check that a value can be one segment of a path, or several if `several`."""
     if "/" in value and not several:
         raise InvalidRequest(
             f"{name} is {shown(value)}; it must have no '/', as it is a part of a path"
@@ -76,7 +76,7 @@ def _segment(name: str, value: str, several: bool) -> str:
 def _part(
     path: str, start: int = 0, total: int | None = None, data: bytes = b""
 ) -> tuple[Arrived, Iterable[bytes]]:
-    """Return a range of a file; a header holds its place."""
+    """Return a range of a file; its position goes into a header."""
     total = start + len(data) if total is None else total
     headers = (
         ("content-length", str(len(data))),
@@ -132,7 +132,7 @@ class RpcMethod:
         self.operation = OPERATIONS.get(name, UPDATES[LAST])
 
     async def arrive(self, data: bytes) -> Arrived:
-        """Return what a message asks for. `TltError`: it has too many parts, or is no message."""
+        """Return the request in a message. `TltError` if it has too many parts, or is malformed."""
         if weigh(data, self.takes.DESCRIPTOR, enough=INLINE_WEIGHT) < INLINE_WEIGHT:
             arrived, body = self.arrived(data)
             return arrived._replace(body=b"".join(body))
@@ -156,7 +156,7 @@ class RpcMethod:
 
 
 def arrived_apart(data: bytearray, name: str) -> tuple[Any, ...]:
-    """Return what `arrived` does, with the body in pieces: a job of the reading process."""
+    """Return the result of `arrived`, with the body in pieces: a job of the reading process."""
     method = METHODS[f"/{SERVICE.full_name}/{name}"]
     weigh(data, method.takes.DESCRIPTOR)
     arrived, body = method.arrived(memoryview(data))

@@ -1,5 +1,5 @@
 """The gRPC server, in the loop of the HTTP server: the service, health, reflection, TLS, and bounds
-on what no application sees.
+on input that no application sees.
 
 On the wire a unary call is a stream of one message, so all methods are served as streams and there
 is only one path through this code.
@@ -78,9 +78,9 @@ class RpcServer:
         reflection.enable_server_reflection(SERVICES, self._server)
 
     async def start(self) -> str:
-        """Listen, and return the address with its port, a free one if the setting is 0.
+        """Listen, and return the address with its port; for port 0, a free one.
 
-        `StartupError`: the address cannot be bound.
+        `StartupError` if the address cannot be bound.
         """
         config = self._config
         host = f"[{config.host}]" if ":" in config.host else config.host
@@ -99,13 +99,13 @@ class RpcServer:
         return f"{host}:{port}"
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and give the open ones `grace_s` to end."""
+        """Refuse new calls, and give the open ones `grace_s` to end."""
         self._health.stop()
         await self._server.stop(grace_s)
 
 
 class _Calls(grpc.GenericRpcHandler):
-    """The methods of the service, each call counted."""
+    """The methods of the service, with a count of calls."""
 
     def __init__(self, app: ASGIApp, config: Config, metrics: Metrics, *, secure: bool) -> None:
         self._app, self._config, self._metrics, self._secure = app, config, metrics, secure
@@ -249,7 +249,7 @@ async def refuse(context: Context, error: TltError, metadata: list[tuple[str, st
 
 
 def _cut(message: str) -> str:
-    """Cut the middle out of a message that is too long. Its end has the remedy."""
+    """Cut the middle out of a message that is too long. The remedy is at its end."""
     data = message.encode(errors="replace")
     if len(data) <= MAX_MESSAGE_BYTES:
         return data.decode()

@@ -1,6 +1,5 @@
-"""Weight updates as trainers open, fill and end them.
+"""Weight updates, which trainers open, fill and end.
 
-Comes in: manifests, parts of versions, and groups to join, from any dialect. Goes out: one
-`WeightReport` or one typed error for each. Called by the dialects through the service; it calls
-`link`.
+Takes manifests, parts of versions, and groups to join, from any dialect; returns one `WeightReport`
+or one typed error for each. Called by the dialects through the service; it calls `link`.
 """

@@ -1,4 +1,4 @@
-"""LoRA adapters as all dialects load and unload them: a push of its own, and one command."""
+"""Loads and unloads LoRA adapters for all dialects: by a separate push, and by one command."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ AGAIN_S = 1.0  # between two tries to end what runs with an adapter
 
 class Adapters:
     def __init__(self, session: WeightSession, drain_s: float) -> None:
-        """`drain_s`: how long the requests of an adapter that is unloaded may go on."""
+        """`drain_s`: how long the requests of an unloaded adapter may continue."""
         self._session, self._drain_s = session, drain_s
         self._unloads: set[asyncio.Task[WeightReport]] = set()
 
     async def load(self, name: str, path: str) -> WeightReport:
-        """Push an adapter from a directory, outside of any weight update. Requests that run with
-        another of its name go on with this one.
+        """Push an adapter from a directory, outside of any weight update. Running requests of an
+        older adapter of this name continue with the new one.
         """
         manifest = Manifest(role="adapter", adapter=name, path=path)
         return await self._session.ask(PushWeights, manifest)
 
     async def unload(self, name: str, in_flight: Ends = "drain") -> WeightReport:
-        """Unload an adapter. What runs with it may go on for `drain_s`, also when the caller has
-        left; then it is ended.
+        """Unload an adapter. Its running requests may continue for `drain_s`, even if the caller
+        has left; then they are ended.
         """
         unload = asyncio.create_task(self._unload(name, in_flight))
         self._unloads.add(unload)

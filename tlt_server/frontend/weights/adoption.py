@@ -1,6 +1,6 @@
-"""The drafter's ways out of the engine and into it: handed to the server's own trainer with the
-weights in force, exported, and replaced by what the trainer proved better, by the transaction that
-every push takes.
+"""Moves the drafter out of the engine and into it: hands it to the server's trainer with the active
+weights, exports it, and replaces it by the trainer's proven candidate, through the same transaction
+as every push.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Adoption:
         self._numbers = itertools.count(1)
 
     async def hand_over(self, directory: Path) -> HandedOver:
-        """Have the weights in force written below the directory."""
+        """Write the active weights below the directory."""
         place = directory / f"handed-{next(self._numbers)}"
         try:
             report = await self.write(place)
@@ -58,8 +58,8 @@ class Adoption:
         )
 
     async def write(self, directory: Path) -> WeightReport:
-        """Have the weights in force written into a new directory. `Conflict` without a drafter's
-        network, or the engine's error.
+        """Write the active weights into a new directory. `Conflict` without a drafter's network, or
+        the engine's error.
         """
         if self._drafter is None:
             raise Conflict(
@@ -69,7 +69,7 @@ class Adoption:
         return await self._session.ask(HandOver, str(directory), drafter)
 
     async def adopt(self, offer: Offer) -> Verdict:
-        """Push a candidate. A target that has changed, and a push in progress, refuse it."""
+        """Push a candidate. A changed target or a push in progress refuses it."""
         manifest = Manifest(
             role="drafter",
             version=offer.version,
@@ -88,9 +88,11 @@ class Adoption:
         return Verdict(version=offer.version)
 
     async def roll_back(self) -> WeightReport:
-        """Make the drafter before the live one live again. `Conflict` where none is kept."""
+        """Restore the previous drafter. `Conflict` if none is kept."""
         if self._drafter is None:
-            raise Conflict("this server drafts without a network; there is nothing to go back to")
+            raise Conflict(
+                "this server drafts without a network; there is no drafter to roll back to"
+            )
         return await self._session.ask(RollbackWeights, role="drafter")
 
 
@@ -107,8 +109,8 @@ class ExportedDrafter(NamedTuple):
 
 
 class DrafterExports:
-    """Exports of the live drafter: the engine writes it, and `tlt drafter export`, in a process of
-    its own, turns it into the layout of another engine.
+    """Exports of the live drafter: the engine writes it, and `tlt drafter export`, in a separate
+    process, converts it to another engine's layout.
     """
 
     def __init__(self, config: ResolvedConfig, adoption: Adoption) -> None:
@@ -116,15 +118,17 @@ class DrafterExports:
         self._one = asyncio.Lock()
 
     async def clear(self) -> None:
-        """Remove what exports that did not end have left; names of others begin with no dot."""
+        """Remove the remains of unfinished exports; names of other files do not begin with a
+        dot.
+        """
         if self._config.state_dir is not None:
             for left in (self._config.state_dir / EXPORTS).glob(".*"):
                 await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
 
     async def write(self, name: str, layout: str) -> ExportedDrafter:
         """Write the live drafter as `exports/name`. `Conflict` without a state directory, for a
-        name in use, during another export, and where the layout does not fit; `Unavailable`
-        where it takes too long.
+        name in use, during another export, or if the layout does not fit; `Unavailable` if it takes
+        too long.
         """
         state = self._config.state_dir
         if state is None:

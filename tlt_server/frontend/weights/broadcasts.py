@@ -1,9 +1,9 @@
-"""Process groups that trainers make with this server, and the tensors that they announce through
-them, in any dialect.
+"""Process groups of trainers with this server, and the tensors that they announce through them, in
+any dialect.
 
 A trainer names some tensors per call, in the order in which it broadcasts them; a version is
 complete when none is missing. The engine joins, receives and checks
-(`tlt_client.channels.broadcast`); here calls become its commands. Nothing waits but the caller.
+(`tlt_client.channels.broadcast`); calls become its commands here. Only the caller waits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ Dimensions = Annotated[
 
 
 class RanksOfGroup(Struct, frozen=True, kw_only=True):
-    """The ranks of a process group, and where they meet: rank 0, a trainer's, hosts the store."""
+    """The ranks of a process group, and their meeting point: rank 0, a trainer's, hosts the
+    store.
+    """
 
     master_address: Address
     master_port: Port
@@ -66,7 +68,7 @@ Shapes = Annotated[list[Dimensions], Meta(max_length=MAX_TENSORS)]
 
 
 class Packing(NamedTuple):
-    """The way that tensors are cut into broadcasts."""
+    """The division of tensors into broadcasts."""
 
     packed: bool = False  # True: buckets of raw bytes; False: one broadcast per tensor
     bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
@@ -82,8 +84,8 @@ class Broadcasts:
     async def join(
         self, name: str, ranks: RanksOfGroup, *, prefixed: bool = False, unique_id: bytes = b""
     ) -> list[str]:
-        """Join a group. Return, once all ranks are there, the groups that are joined. With NCCL's
-        `unique_id` there is neither address nor port.
+        """Join a group. Return the joined groups, once all ranks are there. With NCCL's `unique_id`
+        there is neither address nor port.
         """
         port, rank, world_size = ranks.master_port, ranks.rank_offset, ranks.world_size
         number = int(port) if str(port).isdecimal() else 0
@@ -106,16 +108,14 @@ class Broadcasts:
         return report.state.groups
 
     async def leave(self, name: str) -> list[str]:
-        """Leave a group and return the groups that are joined. A group that is not joined counts as
-        left.
-        """
+        """Leave a group and return the joined groups. It is no error if the group is not joined."""
         return (await self._session.ask(LeaveGroup, name)).state.groups
 
     @asynccontextmanager
     async def announced(self, group: object) -> AsyncIterator[None]:
         """Enclose the checks of a body that announces tensors through this group, before the engine
-        is asked to take them. When they fail no one takes the tensors, so the engine leaves the
-        group, since the next push would take them for its own. `group`: as the body has it.
+        is asked to receive them. If they fail, the tensors have no receiver, so the engine leaves
+        the group: the next push would mistake them for its own. `group`: as in the body.
         """
         try:
             yield
@@ -136,8 +136,8 @@ class Broadcasts:
         version: str = "",
         in_flight: InFlight = "continue",
     ) -> WeightReport:
-        """Take these tensors through the group, under a label. `selector`: whose they are; None:
-        those of the update.
+        """Receive these tensors through the group, under a label. `selector`: their role; None: the
+        update's.
         """
         entries = list(tensors)
         return await self.begin(
@@ -157,14 +157,14 @@ class Broadcasts:
         )
 
     async def join_transfer(self, info: InitInfo) -> None:
-        """Join the group that has one name in all of a trainer's calls, and leave one that was made
-        before.
+        """Join the group that has one name in all of a trainer's calls, and leave an earlier
+        one.
         """
         await self.join(GROUP, info, unique_id=info.unique_id())
         self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
 
     async def push_announced(self, update: Update, asked: UpdateFields) -> WeightReport:
-        """Take all tensors that are announced through that group, and return the last report."""
+        """Receive all tensors announced through that group, and return the last report."""
         infos = asked.update_info if isinstance(asked.update_info, list) else [asked.update_info]
         async with self.announced(GROUP):
             # All are checked before the first push, in a thread, since they may be many.
@@ -175,7 +175,9 @@ class Broadcasts:
         return report
 
     async def begin(self, update: Update, manifest: Manifest) -> WeightReport:
-        """Push the manifest. If the update takes no more, leave the group, as after any refusal."""
+        """Push the manifest. If the update accepts no more, leave the group, as after any
+        refusal.
+        """
         async with self.announced(manifest.group):
             self._session.check_takes(update)
         return await update.push(manifest)
@@ -191,7 +193,7 @@ class Broadcasts:
 def described(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> list[TensorEntry]:
-    """Return the entries of tensors that are given as lists of names, types and shapes."""
+    """Return the entries of tensors given as lists of names, types and shapes."""
     if not names or len({len(names), len(dtypes), len(shapes)}) > 1:
         raise InvalidRequest(
             f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give "
@@ -212,7 +214,7 @@ BucketBytes = Annotated[
 
 
 class InitInfo(RanksOfGroup, Tolerant, frozen=True, kw_only=True):
-    """A group whose ranks from 1 on are servers'."""
+    """A group whose ranks from 1 on belong to servers."""
 
     master_address: Annotated[
         Address | None, "where the store is, which rank 0 hosts; absent: there is none"
@@ -227,8 +229,8 @@ class InitInfo(RanksOfGroup, Tolerant, frozen=True, kw_only=True):
     packed_buffer_size_bytes: BucketBytes = 2**30
 
     def unique_id(self) -> bytes:
-        """Return NCCL's id, decoded; empty where the store has it. Ranks meet either by the store
-        or by the id, so exactly one of both must be given.
+        """Return NCCL's id, decoded; empty if the store has it. Ranks meet either by the store or
+        by the id, so exactly one of them must be given.
         """
         if bool(self.nccl_unique_id_b64) == bool(self.master_address):
             raise InvalidRequest(

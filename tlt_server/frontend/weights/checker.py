@@ -1,9 +1,9 @@
 """Checksums of all live weights, computed at each call, and their comparison with a baseline or
-with remembered checksums. A reset writes nothing: a push is complete or nothing, so what was pushed
-since is known without that.
+with remembered checksums. A reset writes nothing: a push is complete or nothing, so the tensors
+pushed since are known.
 
-Two dialects call this, both with `CheckFields`, and share what is remembered; only their replies
-differ.
+Two dialects call this, both with `CheckFields`, and share the remembered checksums; only their
+replies differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CheckFields(Tolerant, frozen=True, kw_only=True):
 
 
 class Checked(NamedTuple):
-    """The checksums, or the mismatches that a comparison found; the other one is None."""
+    """The checksums, or the mismatches of a comparison; the other one is None."""
 
     checksums: dict[str, str] | None
     mismatches: list[str] | None
@@ -73,7 +73,9 @@ class WeightChecker:
         }
 
     async def _mismatches(self, baseline: dict[str, str] | None) -> list[str]:
-        """Return the names whose checksums differ from the baseline, or from those remembered."""
+        """Return the names whose checksums differ from the baseline, or from the remembered
+        ones.
+        """
         expected = self._remembered if baseline is None else baseline
         if not expected:
             raise InvalidRequest(

@@ -1,13 +1,13 @@
-"""A session around a weight update, as trainers begin and end one: everything that is pushed in
-between becomes live at its end, or nothing does.
+"""A session around a weight update, which trainers begin and end: everything pushed in between
+becomes live at its end, or nothing does.
 
 The engine has one transaction (`weights/transaction.py`), which knows a push by the session's id: a
 push inside a session stays staged, and the end commits it under the last name that the trainer
-gave. Outside a session, and where nothing can be staged (`weight_staging` none), a push commits by
-itself. The server has one session, which all dialects share, and every push of weights comes
-through it. Invariant: an end commits or names only what was pushed in its own session, by calls
-that started in it. A session whose trainer falls silent ends after a while and drops what it
-staged, since until then it holds up every other push.
+gave. Outside a session, and without staging (`weight_staging` none), a push commits by itself. The
+server has one session, which all dialects share, and every push of weights goes through it.
+Invariant: an end commits or names only what was pushed in its own session, by calls that started in
+it. A session whose trainer falls silent ends after a while and drops its staged weights, since
+until then it blocks every other push.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ log = structlog.get_logger()
 
 
 class UpdateStatus(Struct, frozen=True):
-    """A weight update that was started and not ended: every push stays staged until its end
-    (POST /end_weight_update or /finish_weight_update). Starting another drops what this one staged.
+    """A weight update in progress: every push stays staged until its end (POST /end_weight_update
+    or /finish_weight_update). Starting another drops its staged weights.
     """
 
     selector: Annotated[str, "whose weights it brings"]
@@ -72,8 +72,8 @@ class UpdateStatus(Struct, frozen=True):
 
 
 class Update:
-    """One weight update, from its start until its end or the next start. A call that pushes keeps
-    the update that it started in.
+    """One weight update, from its start until its end or the next start. A pushing call keeps the
+    update that it started in.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Update:
         ended: WeightReport | None = None,
         name: str = "",
     ) -> None:
-        """No selector: the update stands for pushes outside any session."""
+        """`selector`: None: the update stands for pushes outside any session."""
         self._session, self.selector, self.id = session, selector, id
         # the answer to its end, for a repeated end; outside any session that of the last session,
         # until a push
@@ -112,7 +112,7 @@ class Update:
 
     @property
     def holds(self) -> set[str]:
-        """Roles whose pushed weights are staged, or still lack a part."""
+        """Roles whose pushed weights are staged or incomplete."""
         return {role for role, report in self.reports.items() if report.result in WAITING}
 
     async def push(self, manifest: Manifest) -> WeightReport:
@@ -141,8 +141,8 @@ class Update:
 
 class WeightSession:
     def __init__(self, engine: EngineClient, *, stages: bool, ttl_s: float = 600.0) -> None:
-        """`stages`: a version is kept apart from the one in use until it is committed.
-        `ttl_s`: time for which a session may be idle.
+        """`stages`: a version is kept apart from the active one until it is committed. `ttl_s`: how
+        long a session may be idle.
         """
         self._engine, self.stages, self._ttl_s = engine, stages, ttl_s
         self._update = Update(self)
@@ -153,8 +153,8 @@ class WeightSession:
 
     async def adopt(self, manifest: Manifest) -> WeightReport:
         """Push a drafter of the server's own trainer, outside of any update. `Conflict` while an
-        update is open or another push is on its way, which it must not hold up. A caller that goes
-        away does not stop it, and other pushes wait for its end nevertheless.
+        update is open or another push is in progress, as it must not delay them. It continues even
+        if the caller leaves, and other pushes wait for its end.
         """
         if self._update.selector is not None or self._update.pushing or self._adopting.locked():
             raise Conflict("a weight update is open or a push is on its way; later")
@@ -170,9 +170,9 @@ class WeightSession:
             self._adopting.release()
 
     async def begin(self, selector: Selector) -> None:
-        """Start a session and drop what an earlier one left, staged or on its way; a repeated start
-        changes nothing else. `Conflict` where that would drop a target's weights for the drafter's:
-        a trainer that means to bring both would learn from the wrong target for ever.
+        """Start a session and drop what an earlier one left, staged or in progress; a repeated
+        start changes nothing else. `Conflict` if that would drop a target's weights for the
+        drafter's: a trainer that means to push both would learn from the wrong target for ever.
         """
         earlier = self._update
         of_target = earlier.selector in ("target", "all") and "target" in earlier.holds
@@ -190,7 +190,7 @@ class WeightSession:
         await self._drop(earlier)
 
     async def _drop(self, update: Update) -> None:
-        """Abort what the update left, staged or on its way."""
+        """Abort the update's staged or running push."""
         if update.selector is not None and update.calls:
             with suppress(NotFound):  # there is nothing, or another call has ended it
                 await self.ask(AbortWeights, session=update.id)
@@ -216,7 +216,7 @@ class WeightSession:
 
     @property
     def status(self) -> UpdateStatus | None:
-        """The session that is open; None without one."""
+        """Return the open session; None without one."""
         update, now_s = self._update, asyncio.get_running_loop().time()
         if update.selector is None:
             return None
@@ -230,8 +230,8 @@ class WeightSession:
 
     @contextmanager
     def pushing(self) -> Iterator[Update]:
-        """Enclose a call that pushes, including the reading of its body. After a call that is
-        refused, the session has nothing to make live until another call succeeds.
+        """Enclose a pushing call, including the reading of its body. After a refused call, the
+        session has nothing to make live until another call succeeds.
         """
         update = self._update
         update.ended = None
@@ -248,7 +248,7 @@ class WeightSession:
 
     def _tell(self, call: Call) -> None:
         """Refuse the first call of a kind after a session that ended by itself, as it may be meant
-        for that session, so that it changes nothing else.
+        for that session; so it changes nothing else.
         """
         if call in self._update.untold:
             self._update.untold.remove(call)
@@ -259,7 +259,7 @@ class WeightSession:
             )
 
     def check_takes(self, update: Update) -> None:
-        """`Conflict` where a push of this update would be another's."""
+        """Raise `Conflict` if a push of this update would belong to another."""
         if update is not self._update:
             raise Conflict(
                 "a weight update has started or ended since this push was asked for, and the push "
@@ -270,10 +270,10 @@ class WeightSession:
         self._tell("push")
 
     async def end(self, name: str = "") -> WeightReport:
-        """Commit what was pushed. A repeated end gets the answer of the first, unless it gives
+        """Commit the pushed weights. A repeated end gets the answer of the first, unless it gives
         another name. `Conflict` without a session.
 
-        Where nothing can be committed the session stays open: the trainer may push what is missing
+        If nothing can be committed, the session stays open: the trainer may push the missing parts
         or give another name.
         """
         self._tell("end")
@@ -324,7 +324,7 @@ class WeightSession:
         return msgspec.structs.replace(looked, result="unchanged", version=looked.state.target)
 
     async def rename(self, version: str) -> None:
-        """Name what the open session pushes; without a session, what is live."""
+        """Name the version that the open session pushes; without a session, the live one."""
         self._tell("rename")
         if self._update.selector is not None:
             self._update.name, self._update.touched_s = version, asyncio.get_running_loop().time()
@@ -358,7 +358,7 @@ class WeightSession:
         return report
 
     def _note(self, report: WeightReport) -> None:
-        """Count a push that was found to be live, or became so."""
+        """Count a push that became live, or was already."""
         if report.result in ("committed", "unchanged"):
             for role in self.arrivals:
                 self.arrivals[role] += report.role in (role, "all")

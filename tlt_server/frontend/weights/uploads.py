@@ -1,9 +1,9 @@
-"""Uploads: versions that come by http, as parts below the state directory. Their number, size and
+"""Uploads: versions that arrive by http, as parts below the state directory. Their number, size and
 age are bounded, and a push or an abort ends them.
 
-A part grows from its start only. Bytes that come again must be the same bytes, so a client that
-lost its connection may send from any earlier position; a range that would leave a gap is refused
-with the position to continue from. Nothing survives a restart of the server.
+A part grows only from its start. Repeated bytes must be the same bytes, so a client that lost its
+connection may send from any earlier position; a range that would leave a gap is refused with the
+position to continue from. Uploads are lost at a restart of the server.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PartStatus(Struct, frozen=True):
 
 
 class UploadStatus(Struct, frozen=True):
-    """A version on its way by http."""
+    """A version that is being uploaded by http."""
 
     version: Annotated[str, "the version of the parts"]
     parts: Annotated[int, "parts that were started"]
@@ -81,7 +81,7 @@ class _Upload:
 
     @property
     def total(self) -> int:
-        """Bytes of all started parts when complete."""
+        """The total bytes of all started parts when complete."""
         return sum(part.total for part in self.parts.values())
 
     @property
@@ -151,8 +151,9 @@ class Uploads:
         body: AsyncIterator[bytes],
         owner: str = "",
     ) -> PartStatus:
-        """Take a range of a part. When `body` breaks off, what has come is kept, except the last
-        piece of a call that is cancelled while it writes. An upload without any byte is removed.
+        """Write a range of a part. If `body` breaks off, the received bytes are kept, except the
+        last piece of a call that is cancelled while it writes. An upload without any byte is
+        removed.
         """
         begins = version not in self._uploads
         upload = self._opened(version, part, total, owner)
@@ -170,7 +171,7 @@ class Uploads:
     async def _take(
         self, upload: _Upload, part: str, start: int, body: AsyncIterator[bytes]
     ) -> None:
-        """Write each piece while the next one comes."""
+        """Write each piece while the next one arrives."""
         at, piece = start, bytearray()
         writing: asyncio.Task[None] | None = None
         try:
@@ -187,8 +188,8 @@ class Uploads:
             await self._write(upload, part, at, piece)
 
     def _opened(self, version: str, part: str, total: int, owner: str) -> _Upload:
-        """Return the upload, with an entry for this part if there is room for it, or if others
-        make room.
+        """Return the upload, with an entry for this part, if there is room or others can make
+        room.
         """
         config = self._config
         if not PART.fullmatch(part):
@@ -206,7 +207,7 @@ class Uploads:
         there = upload.parts.get(part) if upload is not None else None
         if there is not None and there.total != total:
             raise Conflict(
-                f"part {part!r} was started with {there.total} bytes in all, now it has {total}; "
+                f"part {part!r} was started with {there.total} bytes in all and now has {total}; "
                 "abort the version to start again"
             )
         if there is None:
@@ -239,8 +240,8 @@ class Uploads:
         return upload
 
     def _room(self, owner: str, asked: int, limit: int, size: Callable[[_Upload], int]) -> bool:
-        """Return True if a key may have this much more. If it stays within its share, uploads make
-        room that are idle and of the key that is furthest above its own, the oldest first.
+        """Return True if a key may have this much more. If it stays within its share, idle uploads
+        of the key furthest above its own make room, oldest first.
         """
         while sum(map(size, self._uploads.values())) + asked > limit:
             held = Counter[str]()
@@ -317,8 +318,8 @@ class Uploads:
         return Sealed(upload.directory.name, upload)
 
     def release(self, version: str, sealed: Sealed, *, keep: bool) -> None:
-        """Take back a `seal` after its push. Without `keep` the upload ends as soon as no other
-        push reads it.
+        """Release a `seal` after its push. Without `keep` the upload ends as soon as no other push
+        reads it.
         """
         upload = sealed.upload
         if upload is not None:
@@ -328,14 +329,14 @@ class Uploads:
                 self._remove(version)
 
     def drop(self, version: str) -> bool:
-        """End an upload, now or with the push that reads it. Return whether it ended now."""
+        """End an upload, now or with the push that reads it. Return True if it has ended now."""
         upload = self._uploads.get(version)
         if upload is not None and upload.pushes:
             upload.dropped = True
         return self.forget(version)
 
     def forget(self, version: str) -> bool:
-        """End an upload that no push reads. Return whether there was one."""
+        """End an upload that no push reads. Return False if there is none."""
         upload = self._uploads.get(version)
         if upload is None or upload.pushes:
             return False
@@ -343,8 +344,8 @@ class Uploads:
         return True
 
     def _remove(self, version: str) -> None:
-        """Forget an upload, so that its version may come again at once. A thread removes its files,
-        which may be many bytes and count until then.
+        """Forget an upload, so that its version may be sent again at once. A thread removes its
+        files, which may be large and count until then.
         """
         upload = self._uploads.pop(version)
         upload.ended, self._leaving[upload.directory] = True, upload.total

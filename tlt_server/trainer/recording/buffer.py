@@ -137,7 +137,7 @@ class SampleBuffer:
         try:
             if len(sample.tokens) > 4 * self.bounds.longest:
                 raise ValueError(
-                    f"it has {len(sample.tokens) // 4} tokens, the limit is {self.bounds.longest}"
+                    f"{len(sample.tokens) // 4} tokens, the limit is {self.bounds.longest}"
                 )
             sample.check(self.header.vocab_size)
         except (ValueError, OverflowError) as error:
