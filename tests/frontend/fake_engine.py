@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,6 +107,7 @@ class Running:
     request: GenerateRequest
     aborted: str | None = None
     held: bool = False  # it has KV
+    emitted_s: float = 0.0  # when it had tokens last
 
     def __post_init__(self) -> None:
         self.request = msgspec.structs.replace(self.request, token_ids=[*self.request.token_ids])
@@ -402,7 +404,7 @@ class FakeEngine:
             )
 
     async def _step(self) -> None:
-        outputs = []
+        outputs, gaps, now_s = [], Counter[tuple[float, int]](), time.monotonic()
         for id, running in list(self.running.items()):
             output = running.step(self.per_step, self.weights.target, self.alternatives)
             for token, code in ((FAILS, "engine_failed"), (LATE, "queue_timeout")):
@@ -416,6 +418,9 @@ class FakeEngine:
                     )
             if output is not None:
                 outputs.append(output)
+                if running.emitted_s and output.token_ids:
+                    gaps[now_s - running.emitted_s, len(output.token_ids)] += 1
+                running.emitted_s = now_s
                 if output.finish_reason is not None:
                     del self.running[id]
         if outputs:
@@ -433,7 +438,8 @@ class FakeEngine:
             gauges = {"running": float(len(self.running)), "pages_free": 60.0, "odd_gauge": 1.0}
             gauges |= {"cost_error": 0.125, "expected_rate": 900.0, "outlook_ratio_eagle": 0.75}
             switches, self.switches = self.switches, []
-            for event in of_step(outputs, gauges, cycle, switches):
+            waits = [(*gap, count) for gap, count in gaps.items()]
+            for event in of_step(outputs, gauges, cycle, switches, waits):
                 await self._events.send(encode(event))
 
 

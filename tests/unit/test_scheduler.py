@@ -49,6 +49,7 @@ from tlt_server.wire.records import StepOutput
     priorities=st.integers(1, 3),
     row_ms=st.sampled_from([0.0, 0.1, 5.0]),
     texts=st.lists(st.integers(2, 24), max_size=4),
+    patients=st.sets(st.integers(0, 8)),
 )
 def test_every_sequence_ends_as_if_alone(
     pages: int,
@@ -65,13 +66,16 @@ def test_every_sequence_ends_as_if_alone(
     priorities: int,
     row_ms: float,
     texts: list[int],
+    patients: set[int],
 ) -> None:
     """Weight pushes come in between: the fake model is the same in all versions, so only wrong KV
     could change a token. The device delivers its results `late` steps later and may pad batches,
     and there are flushes while steps are in flight. Several owners share it, so that sequences
-    are preempted for others' shares, and left out of steps where rows take time (`row_ms`). While
-    nothing runs, texts are read in the background, until the next command.
+    are preempted for others' shares, and left out of steps where rows take time (`row_ms`). Some
+    outputs are gathered, for 5 turns at most. While nothing runs, texts are read in the background,
+    until the next command.
     """
+    now_s = 0.0
     shapes = Shapes(max_running, 4, PromptShape(sizes=(2, 4), chunks=2, grain=4))
     gate = StepGate()
     scheduler, kv = make(
@@ -80,6 +84,7 @@ def test_every_sequence_ends_as_if_alone(
         max_rows=max_rows,
         gate=gate,
         prompt_budget=shapes.room if padded else unpadded,
+        clock=lambda: now_s,
     )
     draw = random.Random(seed)
     sequences = {
@@ -90,6 +95,7 @@ def test_every_sequence_ends_as_if_alone(
             seed + i,
             owner="abcd"[i % owners],
             priority=i % priorities,
+            patient=i in patients,
         )
         for i, (family, length, max_tokens, _) in enumerate(jobs)
         if -(-(length + max_tokens) // PAGE) <= pages
@@ -111,10 +117,12 @@ def test_every_sequence_ends_as_if_alone(
 
     def land() -> None:
         batch, emissions = flying.pop(0)
+        live = [not chunk.void for chunk in batch.chunks]
         outputs = scheduler.commit(batch, emissions)
         scheduler.observe(batch, 1 + row_ms * sum(w.end - w.start for w in batch.chunks))
-        for output in outputs:
-            versions[output.id] += [batch.weight_version] * len(output.token_ids)
+        for chunk, emission, counts in zip(batch.chunks, emissions, live, strict=True):
+            if counts and emission.tokens:
+                versions[chunk.sequence.id] += [batch.weight_version] * len(emission.tokens)
         collect(outputs, seen)
 
     def push() -> None:
@@ -127,12 +135,14 @@ def test_every_sequence_ends_as_if_alone(
             gate.release(Reason.DRAINING)
             del due[0]
             ended = scheduler.change_version(version, in_flight)
-            assert in_flight == "abort" or not ended
+            assert in_flight == "abort" or not any(output.finish_reason for output in ended)
             assert in_flight == "continue" or not scheduler.gauges()["spanning"]
-            aborted.update(int(output.id[1:]) for output in ended)
+            aborted.update(int(output.id[1:]) for output in ended if output.finish_reason)
             collect(ended, seen)
 
     for at in range(900):
+        now_s = 0.06 * at
+        collect(scheduler.expire(), seen)
         due += [pushes[at]] if at in pushes else []
         if due or at in flushes or at == 7 or at in arrival.values():
             scheduler.abandon()
@@ -177,6 +187,7 @@ def test_every_sequence_ends_as_if_alone(
             assert (tokens, last.finish_reason) == (expected, reason)
         told = [output.weight_version for output in seen[s.id] for _ in output.token_ids]
         assert told == versions[s.id]
+        assert i in patients or all(output.steps == 1 for output in seen[s.id])
 
 
 class Read:

@@ -62,6 +62,7 @@ class Engine:
         # Measures some steps for policies that predict their time; None: that has been done.
         self.measure: Callable[[], bool] | None = None
         self.last_cycle: Cycle | None = None  # if the last step finished a batch
+        self.gaps: list[tuple[float, int, int]] = []  # the last step's, see `Scheduler.take_gaps`
         self._since = 0.0  # the end of the step before, or the start of this one after idling
 
     def send(self, command: Command) -> None:
@@ -89,6 +90,7 @@ class Engine:
         if finished:
             strategy = finished.cycle.strategy
             outputs += self.scheduler.commit(finished.batch, finished.emissions, strategy)
+        self.gaps = self.scheduler.take_gaps()
         self._observe(finished)
         return outputs
 

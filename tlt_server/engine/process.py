@@ -82,7 +82,8 @@ def serve(
         # A command can change gauges without a step.
         if outputs or engine.last_cycle or gauges != reported:
             reported = gauges
-            events += of_step(outputs, gauges, engine.last_cycle, engine.choice.switches.take())
+            switches = engine.choice.switches.take()
+            events += of_step(outputs, gauges, engine.last_cycle, switches, engine.gaps)
         # After the ends, and the gauges, that the commands brought about.
         events += engine.control_reports()
         if not events and time.monotonic() - last_event_s >= HEARTBEAT_S:

@@ -104,6 +104,8 @@ class Outputs(Struct, frozen=True, tag="outputs"):
     gauges: dict[str, float]
     cycle: Cycle | None = None
     switches: list[Switch] = []  # those since the last event
+    # Seconds since a sequence's tokens before, tokens now, and the sequences of which that is true.
+    gaps: list[tuple[float, int, int]] = []
 
 
 def of_step(
@@ -111,12 +113,13 @@ def of_step(
     gauges: dict[str, float],
     cycle: Cycle | None,
     switches: Sequence[Switch] = (),
+    gaps: Sequence[tuple[float, int, int]] = (),
 ) -> Iterator[Outputs]:
     """Yield what one step produced in parts, since thousands of sequences may end in one step."""
     last = max(0, len(outputs) - 1) // MAX_OUTPUTS * MAX_OUTPUTS
     for at in range(0, last, MAX_OUTPUTS):
         yield Outputs(outputs[at : at + MAX_OUTPUTS], gauges)
-    yield Outputs(outputs[last:], gauges, cycle, [*switches])
+    yield Outputs(outputs[last:], gauges, cycle, [*switches], [*gaps])
 
 
 class WeightState(Struct, frozen=True, kw_only=True):

@@ -97,6 +97,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
     deadline_s: float | None = None  # time.monotonic() of this host
     begin_by_s: float | None = None  # likewise: it ends unless it has started by then
     generated: list[int] = []  # output tokens from before; the engine reports only those after them
+    patient: bool = False  # outputs may come in chunks, as no client waits for single tokens
 
     @property
     def draft_limits(self) -> DraftLimits | None:
@@ -270,9 +271,12 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
     logprobs: tuple[float, ...]
 
 
+CHUNK_TOKENS, CHUNK_S = 64, 0.25  # a chunk of outputs goes out with as many, or after that time
+
+
 class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The output of one step for one request. The last one carries `finish_reason`; all of them
-    together are the whole output.
+    """The output of one step for one request, or of several for a patient one. The last one carries
+    `finish_reason`; all of them together are the whole output.
     """
 
     id: str
@@ -289,6 +293,9 @@ class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     weight_version: str = ""  # the version that computed the tokens
     drafted: int = 0  # draft rows verified
     accepted: int = 0  # accepted draft rows, also those that a stop cut off
+    steps: int = 1  # with tokens, in a chunk
+    accepted_each: list[int] = []  # in a chunk: accepted draft rows of each step with drafts
+    draft_tokens: int = 0  # in a chunk: tokens of these steps
 
 
 def last_output(id: str, finish_reason: str, error: tuple[str, str] | None = None) -> StepOutput:

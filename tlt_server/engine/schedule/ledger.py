@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from tlt_server.engine.schedule.deadlines import Deadlines
-from tlt_server.engine.schedule.outputs import End, output
+from tlt_server.engine.schedule.outputs import Chunks, End, output
 from tlt_server.engine.schedule.running import RunningSet
 from tlt_server.engine.schedule.sequence import Emission, Sequence
 from tlt_server.engine.schedule.waiting import WaitingSequences
@@ -28,7 +28,7 @@ class Ledger:
         self._running, self._waiting, self._on_end = running, waiting, on_end
         self.faults = Containment(check, ends=(EngineFailed,))
         self._by_id: dict[str, Sequence] = {}
-        self.deadlines = Deadlines(self._by_id)
+        self.deadlines, self.chunks = Deadlines(self._by_id), Chunks()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -95,12 +95,13 @@ class Ledger:
             self._take_back(sequence)
             with self.faults.containing(f"what follows sequence {sequence.id}"):
                 self._on_end(sequence)
-            return output(sequence, emission or Emission(), end)
+            return output(sequence, self.chunks.take(sequence, emission or Emission()), end)
         except Exception as error:
             return self.failed(sequence, error)
 
     def failed(self, sequence: Sequence, error: Exception) -> StepOutput:
         """End only this sequence, whose handling raised this error."""
+        self.chunks.take(sequence, Emission())
         self._running.pool.withdraw(sequence.pages)  # its KV may be wrong
         self._take_back(sequence)
         fault = self.faults.contain(error, f"sequence {sequence.id}")
@@ -119,6 +120,7 @@ class Ledger:
     def check(self) -> None:
         """Assert every invariant."""
         self.deadlines.check()
+        self.chunks.check(self._by_id.values())
         assert len({s.background for s in self}) < 2, "a request is not alone"
         running, waiting = {s.id for s in self._running}, {s.id for s in self._waiting}
         assert running | waiting == set(self._by_id), "a sequence is lost"

@@ -11,6 +11,7 @@ submitted sequence ends in exactly one output with a `finish_reason`.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
@@ -19,7 +20,7 @@ from tlt_server.engine.gate import StepGate
 from tlt_server.engine.schedule.batch import Batch, Chunk
 from tlt_server.engine.schedule.ledger import Ledger
 from tlt_server.engine.schedule.new_weights import NewWeights
-from tlt_server.engine.schedule.outputs import End, output, truncate
+from tlt_server.engine.schedule.outputs import End, truncate
 from tlt_server.engine.schedule.running import RunningSet
 from tlt_server.engine.schedule.sequence import Emission, SavedKV, Sequence
 from tlt_server.engine.schedule.shares import PromptRows, Shares
@@ -65,7 +66,7 @@ class Scheduler:
         self._save, self._clock = save, clock
         self._waiting = WaitingSequences()
         self._open = Ledger(running, self._waiting, on_end, self.check)
-        self.faults = self._open.faults
+        self.faults, self._chunks = self._open.faults, self._open.chunks
         self._time_shares = TimeShares(
             running, self._waiting, cost or StepCost(), max_rows=max_rows
         )
@@ -118,8 +119,9 @@ class Scheduler:
         return self._open.fail(error)
 
     def expire(self) -> list[StepOutput]:
-        """End every sequence with a passed deadline."""
-        return self._open.expire(self._clock())
+        """End every sequence with a passed deadline, and send every chunk whose time is over."""
+        self._chunks.now_s = self._clock()
+        return self._open.expire(self._chunks.now_s) + self._chunks.overdue()
 
     # -- the next step -----------------------------------------------------------------------------
 
@@ -252,6 +254,7 @@ class Scheduler:
         """Apply the runner's results under this strategy; `emissions[i]` belongs to
         `batch.chunks[i]`.
         """
+        self._chunks.now_s = self._clock()
         return [
             said
             for chunk, emission in zip(batch.chunks, emissions, strict=True)
@@ -294,6 +297,8 @@ class Scheduler:
         if sequence.trace is not None:
             with self.faults.containing(f"the record of sequence {sequence.id}"):
                 sequence.trace.emitted(sequence, emission, strategy, decodes=chunk.decodes)
+        if emission.tokens:
+            self._chunks.note(sequence, len(emission.tokens))
         sequence.append(emission.tokens)
         self._waiting.emitted(sequence, len(emission.tokens))
         sequence.computed = sequence.length - 1
@@ -301,7 +306,9 @@ class Scheduler:
         self._publish(sequence)
         if not end and not emission.tokens:
             return None  # the step has left the sequence out, as its mask was not ready
-        return self._open.end(sequence, end, emission) if end else output(sequence, emission)
+        if end:
+            return self._open.end(sequence, end, emission)
+        return self._chunks.add(sequence, emission)
 
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self.pool.page_size
@@ -323,16 +330,24 @@ class Scheduler:
         return sum(s.has_started for s in self.using(adapter))
 
     def change_version(self, version: str, in_flight: InFlight) -> list[StepOutput]:
-        """Compute every later step with `version`. Return the sequences that this ends."""
+        """Compute every later step with `version`. Return the tokens held of the one before, and
+        the sequences that this ends.
+        """
         self.weight_version = version
-        return self._new_weights.take_over(self.using(), version, in_flight)
+        held = self._chunks.flush()
+        return held + self._new_weights.take_over(self.using(), version, in_flight)
 
     def change_adapter(self, adapter: LoadedAdapter, in_flight: InFlight) -> list[StepOutput]:
-        """Compute the sequences with this adapter by this version of it in later steps. Return
-        those that this ends.
+        """Compute the sequences with this adapter by this version of it in later steps. Return as
+        `change_version` does.
         """
-        affected = self.using(adapter.name)
-        return self._new_weights.replaced(affected, adapter, self.weight_version, in_flight)
+        affected, held = self.using(adapter.name), self._chunks.flush()
+        return held + self._new_weights.replaced(affected, adapter, self.weight_version, in_flight)
+
+    def take_gaps(self) -> list[tuple[float, int, int]]:
+        """Take the times between outputs since the last call: seconds, tokens, sequences."""
+        gaps, self._chunks.gaps = self._chunks.gaps, Counter()
+        return [(seconds, tokens, count) for (seconds, tokens), count in gaps.items()]
 
     # -- looking in --------------------------------------------------------------------------------
 

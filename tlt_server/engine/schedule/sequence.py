@@ -54,6 +54,10 @@ class Emission:
     own_accepted: int = 0
     weight_version: str = ""
     error: TltError | None = None  # why the sequence cannot go on
+    # A chunk's steps with tokens, and the accepted drafts and tokens of those with drafts.
+    steps: int = 1
+    accepted_each: list[int] = field(default_factory=list)
+    draft_tokens: int = 0
 
     @property
     def followed(self) -> tuple[int, int]:
@@ -62,6 +66,20 @@ class Emission:
         """
         followed = min(self.accepted, len(self.tokens))
         return followed, min(self.own_accepted, followed)
+
+    def extend(self, later: Emission) -> None:
+        """Make one chunk of this and the result of a later step under the same version."""
+        self.steps += bool(later.tokens)
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        if later.raw_logprobs is not None:
+            self.raw_logprobs = (self.raw_logprobs or []) + later.raw_logprobs
+        if later.drafted:
+            self.drafted += later.drafted
+            self.accepted += later.accepted
+            self.accepted_each.append(later.accepted)
+            self.draft_tokens += len(later.tokens)
+        self.weight_version = later.weight_version or self.weight_version
 
 
 class Noting(Protocol):
@@ -96,7 +114,7 @@ class Sequence:
         self.epoch = 0  # advances when the sequence is preempted or ends: earlier chunks are void
         # Prompt tokens found in the prefix index at first admission.
         self.cached_tokens: int | None = None
-        self.arrived_s = 0.0  # by the scheduler's clock
+        self.arrived_s = self.emitted_s = 0.0  # by the scheduler's clock; of its last tokens
         self.queued_s: float | None = None  # from arrival until its first admission
         self.pages: list[int] = []
         self.published = 0  # leading pages offered to the prefix index

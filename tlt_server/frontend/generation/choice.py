@@ -156,9 +156,12 @@ class GrowingChoice:
         return by_token and not self._keeps_stop
 
     def _count(self, output: StepOutput) -> None:
-        self._steps += bool(output.token_ids)
-        if output.drafted:
-            self._drafted += output.drafted
+        self._steps += output.steps if output.token_ids else 0
+        self._drafted += output.drafted
+        if output.accepted_each:
+            self._accepted += output.accepted_each
+            self._draft_emitted += output.draft_tokens
+        elif output.drafted:
             self._accepted.append(output.accepted)
             self._draft_emitted += len(output.token_ids)
 

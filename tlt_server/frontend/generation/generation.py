@@ -34,7 +34,6 @@ log = structlog.get_logger()
 Keep = Callable[[list[StepOutput]], None]
 OUTPUT_BYTES = 512  # cost of an output without its tokens
 SHED_TOKENS = 512  # freed at once
-PATIENCE_S = 0.25  # time that outputs may lie before they are taken, where no reader waits
 VALUE_BYTES = 16  # about the JSON of one number: the id or log-prob of a token or alternative
 
 
@@ -148,11 +147,7 @@ class Generation:
         self.turn = shared.share.of(owner)  # await it before a slice of work for the reply
         self._measured = _Measured(shared)
         self._submission = self._engine.submit(
-            items.open(),
-            deadline_s=deadline_s,
-            resumes=keep is not None,
-            accepted=accepted,
-            patience_s=0.0 if items.needs_each_output else PATIENCE_S,
+            items.open(), deadline_s=deadline_s, resumes=keep is not None, accepted=accepted
         )
         self._owner = owner
         self._names = items.named

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from tlt_server.errors import EngineFailed, Poisoned, TltError, from_code
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice, GrowingChoice
 from tlt_server.frontend.generation.requests import RequestBatch, RequestItem
@@ -123,13 +125,6 @@ class Items:
             len(choice.token_ids) for item in self._items for choice in item.growing.values()
         )
 
-    @property
-    def needs_each_output(self) -> bool:
-        """Return False if only the last output of a sequence leads to an event or a stop."""
-        return self._stream or any(
-            request.sampling.stop for item in self._items for request in item.requests
-        )
-
     def take(self, outputs: Sequence[StepOutput]) -> list[Event]:
         """Add successive outputs of a sequence."""
         last = outputs[-1]
@@ -139,8 +134,8 @@ class Items:
         if last.finish_reason != "error":
             return self._grow(item, index, outputs)
         error = from_code(*(last.error or (EngineFailed.code, "the engine gave no reason")))
-        grown = self._grow(item, index, outputs[:-1]) if len(outputs) > 1 else []
-        return [*grown, *item.fail(error)]
+        before = [*outputs[:-1], msgspec.structs.replace(last, finish_reason=None)]
+        return [*self._grow(item, index, before), *item.fail(error)]
 
     def _grow(self, item: _OpenItem, index: int, outputs: Sequence[StepOutput]) -> list[Event]:
         sequence = item.sequence(index)
@@ -179,9 +174,15 @@ class Items:
         return [request.id for request in self._owner[id][0].requests]
 
     def open(self) -> list[GenerateRequest]:
-        """Return a request that continues each unfinished sequence; none of a failed item."""
-        return [
+        """Return a request that continues each unfinished sequence; none of a failed item. It is
+        patient if only the last output leads to an event or a stop.
+        """
+        rests = [
             item.rest(index)
             for id, (item, index) in self._owner.items()
             if id in self._open and not item.failed
+        ]
+        return [
+            msgspec.structs.replace(rest, patient=not (self._stream or rest.sampling.stop))
+            for rest in rests
         ]

@@ -203,6 +203,8 @@ class EngineClient:
 
     def _count(self, message: Outputs) -> None:
         self._metrics.engine.took(message)
+        for seconds, tokens, sequences in message.gaps:
+            self._metrics.sequences.inter_token_s.observe_many(seconds / tokens, sequences)
         self.gauges = message.gauges
         self.switches.extend(message.switches)
         if message.cycle is not None:
@@ -255,22 +257,17 @@ class EngineClient:
         deadline_s: float | None = None,
         resumes: bool = False,
         accepted: bool = False,
-        patience_s: float = 0.0,
     ) -> Submission:
         """Submit a batch, all of it or nothing. `Unavailable` or (unless it was `accepted` before)
         an error of `Admission` if it cannot be accepted.
 
         When the engine dies, open sequences end with `engine_failed`, or with `resumes` the next
         epoch continues them, by the same ids. A request that may have crashed the engine ends with
-        `poisoned`. `patience_s`: see `Submission`.
+        `poisoned`.
         """
         self.check_available()
         return self._sequences.submit(
-            requests,
-            deadline_s=deadline_s,
-            resumes=resumes,
-            accepted=accepted,
-            patience_s=patience_s,
+            requests, deadline_s=deadline_s, resumes=resumes, accepted=accepted
         )
 
     @property

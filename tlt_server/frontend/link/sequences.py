@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import structlog
@@ -74,7 +74,6 @@ class OpenSequences:
         deadline_s: float | None,
         resumes: bool,
         accepted: bool,
-        patience_s: float = 0.0,
     ) -> Submission:
         """Admit a batch and submit it, all or (with an error of `Admission`) nothing. `accepted`:
         it was admitted before.
@@ -82,10 +81,7 @@ class OpenSequences:
         if not accepted:
             self._admission.admit(Demand.of(requests))
         submission = Submission(
-            [request.id for request in requests],
-            self._abandon,
-            resumes=resumes,
-            patience_s=patience_s,
+            [request.id for request in requests], self._abandon, resumes=resumes
         )
         self._admission.open(requests)
         accepted_s = time.monotonic()
@@ -107,11 +103,8 @@ class OpenSequences:
         return submission
 
     def dispatch(self, outputs: Iterable[StepOutput]) -> None:
-        """Pass on the outputs of an event. Most sequences have waited equally long for theirs, so
-        equal times are observed together.
-        """
+        """Pass on the outputs of an event."""
         now_s = time.monotonic()
-        gaps: Counter[tuple[float, int]] = Counter()
         for output in outputs:
             route = self._routes.get(output.id)
             if route is None:
@@ -120,19 +113,22 @@ class OpenSequences:
                     self._close([output.id])
                 continue
             if output.token_ids:
-                if route.last_s:
-                    gaps[route.last_s, len(output.token_ids)] += 1
-                elif not route.request.generated:  # else it continues what an earlier one began
-                    with self._faults.containing("the latency of a first token"):
-                        figures = self._metrics.sequences
-                        figures.queued_s.observe(output.queued_s)
-                        figures.first_token_s.observe(now_s - route.accepted_s)
+                if not route.stepped:
+                    with self._faults.containing("the latency of an engine's first token"):
+                        self._first(route, output, now_s)
                 route.last_s = now_s
             self._give(route, output)
-        with self._faults.containing("the latencies of tokens"):
-            for (last_s, tokens), count in gaps.items():
-                observe = self._metrics.sequences.inter_token_s.observe_many
-                observe((now_s - last_s) / tokens, count)
+
+    def _first(self, route: Route, output: StepOutput, now_s: float) -> None:
+        """Observe how long a sequence waited for the first tokens of an engine, which knows of the
+        later ones.
+        """
+        figures = self._metrics.sequences
+        if route.last_s:
+            figures.inter_token_s.observe((now_s - route.last_s) / len(output.token_ids))
+        elif not route.request.generated:  # else it continues what an earlier server began
+            figures.queued_s.observe(output.queued_s)
+            figures.first_token_s.observe(now_s - route.accepted_s)
 
     def abort(self, ids: Iterable[str], finish_reason: str) -> int:
         """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many
@@ -331,7 +327,6 @@ class OpenSequences:
             self._give(self._routes[id], last_output(id, finish_reason, error))
 
     def _give(self, route: Route, output: StepOutput) -> None:
-        first = not route.tokens
         try:
             self._take(output, route)
         except Exception as error:
@@ -341,7 +336,7 @@ class OpenSequences:
                 self._send(Abort([output.id]))
             output = last_output(output.id, "error", (failed.code, failed.message))
             self._drop(output.id)
-        route.submission.put(output, first=first)
+        route.submission.put(output)
         self._tried(output.id, math.inf if output.finish_reason is not None else route.tokens)
 
     def _take(self, output: StepOutput, route: Route) -> None:

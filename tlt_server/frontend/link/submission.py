@@ -17,27 +17,17 @@ class Submission:
     """The outputs that were not read yet, by sequence."""
 
     def __init__(
-        self,
-        ids: Sequence[str],
-        close: Callable[[Submission], None],
-        *,
-        resumes: bool = False,
-        patience_s: float = 0.0,
+        self, ids: Sequence[str], close: Callable[[Submission], None], *, resumes: bool = False
     ) -> None:
-        """`resumes`: the sequences continue after a death of the engine. `patience_s`: how long
-        outputs may wait here for more, except the first and last of a sequence.
-        """
+        """`resumes`: the sequences continue after a death of the engine."""
         self.open = set(ids)
         self.resumes = resumes
-        self._patience_s = patience_s
         self._outputs: OrderedDict[str, list[StepOutput]] = OrderedDict()
         self._some = asyncio.Event()
         self._close = close
         self._timer: asyncio.TimerHandle | None = None
-        self._wake: asyncio.TimerHandle | None = None
 
-    def put(self, output: StepOutput, *, first: bool = False) -> None:
-        """Add an output. `first`: it is the sequence's first."""
+    def put(self, output: StepOutput) -> None:
         if output.id not in self.open:
             return
         if output.finish_reason is not None:
@@ -45,11 +35,7 @@ class Submission:
             if not self.open and self._timer is not None:
                 self._timer.cancel()
         self._outputs.setdefault(output.id, []).append(output)
-        if first or output.finish_reason is not None or not self._patience_s:
-            self._some.set()
-        elif self._wake is None:
-            loop = asyncio.get_running_loop()
-            self._wake = loop.call_later(self._patience_s, self._some.set)
+        self._some.set()
 
     def expire_at(self, when: float, expire: Callable[[], None]) -> None:
         self._timer = asyncio.get_running_loop().call_later(
@@ -66,7 +52,6 @@ class Submission:
         while self.open or self._outputs:
             await self._some.wait()
             self._some.clear()
-            self._sleep_on()
             arrived, self._outputs = self._outputs, OrderedDict()
             few: list[StepOutput] = []
             size = 0
@@ -81,15 +66,8 @@ class Submission:
             if few:
                 yield few, size
 
-    def _sleep_on(self) -> None:
-        """Cancel the wake-up for waiting outputs."""
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
-
     def close(self) -> None:
         """Abort the sequences that have not ended; the engine's answers to that are dropped."""
-        self._sleep_on()
         if self._timer is not None:
             self._timer.cancel()
         self._close(self)

@@ -23,12 +23,13 @@ from typing import NamedTuple
 import msgspec
 
 from tlt_server.errors import Unavailable
-from tlt_server.wire.records import GenerateRequest
+from tlt_server.wire.records import CHUNK_TOKENS, GenerateRequest
 
 KEPT = 4096  # requests remembered
 KEPT_S = 900.0  # after the last crash
-# output tokens that may be lost with the engine, so the same place can look earlier by this many
-UNHEARD = 16
+# Output tokens that may be lost with the engine, a chunk and those of a step, so the same place can
+# look earlier by this many.
+UNHEARD = CHUNK_TOKENS + 16
 WORDS = re.compile(r"[\w\s]+")  # numbers, names and spaces of a grammar
 
 

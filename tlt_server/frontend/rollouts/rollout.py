@@ -69,6 +69,11 @@ def _flaws_of(output: StepOutput, ids: Collection[str]) -> Iterator[str]:
         yield "an output has more tokens than log-probs"
     if not 0 <= output.accepted <= output.drafted <= MAX_ROWS:
         yield "an output accepts more than was drafted"
+    if not (0 <= output.steps <= len(output.token_ids) or output.steps == 1):
+        yield "an output has more steps than tokens"
+    each = output.accepted_each
+    if each and (min(each) < 0 or sum(each) != output.accepted or output.draft_tokens < len(each)):
+        yield "an output accepts other drafts in all than in its steps"
     for each in filter(None, (*(output.top_logprobs or ()), *(output.prompt_logprobs or ()))):
         if len(each.token_ids) != len(each.logprobs) or not _are_ids(each.token_ids):
             yield "an output has alternatives without log-probs"
