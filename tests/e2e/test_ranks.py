@@ -76,5 +76,6 @@ def test_faults_of_ranks_are_recorded(tmp_path: Path) -> None:
         ("killed", 1),
         ("killed", 0),
         ("stopped", 1),
+        ("stopped", 0),
     ]
     assert all(row["noticed_s"] < (3 if row["fault"] == "killed" else 15) for row in rows)
