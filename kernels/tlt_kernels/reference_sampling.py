@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tlt_kernels.filters import Filters
+
 MASK = np.uint64(0xFFFFFFFF)
 
 
@@ -81,45 +83,15 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum())
 
 
-def kept(z: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndarray, float]:
-    """Return a mask of the tokens that min_p, top_k and top_p keep, by a full sort, and the least
-    distance of a float threshold from a probability.
-
-    A fast sum in another order may decide otherwise only where that distance is of the size of its
-    rounding errors.
-    """
-    keep, distance = z > -np.inf, np.inf
-    if min_p > 0:
-        ratio = np.exp(z.astype(np.float64) - np.float64(z.max()))
-        keep = keep & (ratio >= min_p)
-        distance = min(distance, np.abs(ratio / min_p - 1).min())
-    order = [v for v in sorted(range(len(z)), key=lambda v: (-z[v], v)) if keep[v]]
-    if top_k > 0:
-        order = order[:top_k]
-    if top_p < 1:
-        p = np.exp(log_softmax(z[order]))
-        before = np.cumsum(p) - p
-        distance = min(distance, np.abs(before[1:] - top_p).min(initial=np.inf))
-        order = [v for i, v in enumerate(order) if i == 0 or before[i] < top_p]
-    keep = np.zeros(len(z), bool)
-    keep[order] = True
-    return keep, float(distance)
-
-
 def sample(
-    logits: np.ndarray,
-    temperature: float,
-    min_p: float,
-    top_k: int,
-    top_p: float,
-    noise: np.ndarray,
+    logits: np.ndarray, temperature: float, filters: Filters, noise: np.ndarray
 ) -> tuple[int, np.ndarray, float]:
     """Sample one row: return the token, the float64 log-probs of the processed distribution, and
-    `kept`'s distance. Temperature 0 is greedy.
+    the distance that `Filters.kept` returns. Temperature 0 is greedy.
     """
     if temperature == 0:
         return int(np.argmax(logits)), log_softmax(logits), np.inf
     z = logits / np.float32(temperature)
-    keep, distance = kept(z, min_p, top_k, top_p)
+    keep, distance = filters.kept(z)
     z = np.where(keep, z, np.float32(-np.inf))
     return int(np.argmax(z + noise)), log_softmax(z), distance

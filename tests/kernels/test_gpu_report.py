@@ -49,11 +49,7 @@ def check_against_twin(
         assert abs(raw_S[s] - raw) < 1e-5 * max(1, abs(raw)), f"row {s}: raw log-prob"
         greedy = p.temperature[s] < 1e-5
         z = logits if greedy else logits / p.temperature[s]
-        keep, distance = (
-            (z > -np.inf, np.inf)
-            if greedy
-            else twin.kept(z, float(p.min_p[s]), int(p.top_k[s]), float(p.top_p[s]))
-        )
+        keep, distance = (z > -np.inf, np.inf) if greedy else p.of_row(s).kept(z)
         if distance < NEAR:
             continue
         checked += 1

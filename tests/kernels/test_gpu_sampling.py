@@ -11,6 +11,7 @@ import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
 from tlt_kernels import reference_sampling as twin
+from tlt_kernels.filters import NO_FILTERS, Filters
 from tlt_kernels.gpu import filters, sampling
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable, Samples
 
@@ -32,9 +33,14 @@ class Parameters:
         self.seed = draw.integers(0, 2**64, count, dtype=np.uint64)
         self.position = draw.integers(0, 40_000, count)
         self.temperature = np.ones(count, np.float32)
-        self.top_k = np.zeros(count, np.int32)
-        self.top_p = np.ones(count, np.float32)
-        self.min_p = np.zeros(count, np.float32)
+        self.filters = NO_FILTERS.table(count)
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        """Return a view of the values of one filter."""
+        return self.filters[name]
+
+    def of_row(self, s: int) -> Filters:
+        return Filters(*self.filters[s].item())
 
     def arguments(self, logits_SV: np.ndarray, rows: list[int] | None = None) -> dict[str, Any]:
         """Return the arguments of `sample`. Sampled row s is row `rows[s]` of the extend; row r
@@ -47,7 +53,7 @@ class Parameters:
             return torch.tensor(np.asarray(values), dtype=torch.int32, device=DEVICE)
 
         def at_batch_slots(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-            table = np.full(count + 1, -7, values.dtype)
+            table = np.full((count + 1, *values.shape[1:]), -7, values.dtype)
             table[batch_slot_of] = values
             return torch.from_numpy(table).to(dtype).to(DEVICE)
 
@@ -60,9 +66,9 @@ class Parameters:
             "batch_slots": BatchSlots.allocate(1, 1, hidden=1, device=DEVICE)._replace(
                 seed_Q=at_batch_slots(self.seed.view(np.int64), torch.int64),
                 temperature_Q=at_batch_slots(self.temperature, torch.float32),
-                top_k_Q=at_batch_slots(self.top_k, torch.int32),
-                top_p_Q=at_batch_slots(self.top_p, torch.float32),
-                min_p_Q=at_batch_slots(self.min_p, torch.float32),
+                filters_QF=at_batch_slots(
+                    self.filters.view(np.int32).reshape(count, -1), torch.int32
+                ),
             ),
         }
 
@@ -81,9 +87,7 @@ def check_against_twin(logits_SV: np.ndarray, p: Parameters, found: Samples) -> 
     for s, logits in enumerate(logits_SV):
         noise = twin.gumbel(int(p.seed[s]), np.arange(len(logits)), int(p.position[s]) + 1)
         temperature = 0 if p.temperature[s] < 1e-5 else p.temperature[s]
-        token, exact, distance = twin.sample(
-            logits, temperature, float(p.min_p[s]), int(p.top_k[s]), float(p.top_p[s]), noise
-        )
+        token, exact, distance = twin.sample(logits, temperature, p.of_row(s), noise)
         score = exact if temperature == 0 else exact + noise
         runner_up = np.sort(score)[-2:]
         if distance < NEAR or (
@@ -186,8 +190,7 @@ def test_ties_go_to_the_lowest_ids():
         ),
         BatchSlots.allocate(4, 1, hidden=1, device=DEVICE)._replace(
             temperature_Q=torch.tensor([1.0, 1, 0, 1], device=DEVICE),
-            top_k_Q=torch.tensor([3, 0, 3, 1026], dtype=torch.int32, device=DEVICE),
-            top_p_Q=torch.tensor([1, 1e-4, 1, 1], device=DEVICE),
+            filters_QF=torch.from_numpy(p.filters.view(np.int32).reshape(4, -1)).to(DEVICE),
         ),
     )
     assert cut_S.tolist() == [1.5, 1.5, -np.inf, 0.0]
@@ -243,7 +246,7 @@ def test_tokens_follow_the_processed_distribution(filtered):
     p.temperature[:], p.top_k[:] = 0.8, 4 if filtered else 0
     tokens = p.sample(logits_SV, filtered=filtered).token_S.cpu().numpy()
     z = row / np.float32(0.8)
-    keep, _ = twin.kept(z, 0, 4 if filtered else size, 1)
+    keep, _ = Filters(top_k=4 if filtered else 0).kept(z)
     expected = np.exp(twin.log_softmax(np.where(keep, z, np.float32(-np.inf)))) * count
     observed = np.bincount(tokens, minlength=size)
     assert observed[~keep].sum() == 0

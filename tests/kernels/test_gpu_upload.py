@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
 from tests.kernels.tree_twins import numpy_of
+from tlt_kernels.filters import Filters
 from tlt_kernels.gpu.tensors import BatchSlots
 from tlt_kernels.gpu.upload import Upload, apply
 from tlt_kernels.gpu.upload_layout import UploadLayout
@@ -46,9 +47,7 @@ def test_admissions_and_pages_arrive() -> None:
             limit=length + 9,
             seed=seed,
             temperature=0.7,
-            top_p=0.9,
-            min_p=0.05,
-            top_k=40,
+            filters=Filters(0.05, 40, 0.9),
             stop_ids=[2, 11],
             drafters=int(batch_slot == 0),
             max_depth=batch_slot + 3,
@@ -66,9 +65,6 @@ def test_admissions_and_pages_arrive() -> None:
             ("limit", length + 9),
             ("capacity", len(pages) * 16),
             ("temperature", 0.7),
-            ("top_p", 0.9),
-            ("min_p", 0.05),
-            ("top_k", 40),
             ("done", 0),
             ("drafters", batch_slot == 0),
             ("max_depth", batch_slot + 3),
@@ -78,6 +74,7 @@ def test_admissions_and_pages_arrive() -> None:
             ("adapter", batch_slot - 1),
         ):
             getattr(expected, f"{name}_Q")[batch_slot] = value
+        expected.filters_QF[batch_slot] = Filters(0.05, 40, 0.9).words()
         expected.stop_QK[batch_slot] = 2, 11, -1
         expected.hint_QH[batch_slot] = page_hint_PH[12].cpu().numpy() if batch_slot == 3 else 0
     text = rng.integers(0, 1000, 600).astype(np.int32)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications
+from tlt_kernels.filters import NO_FILTERS
+from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications, filters_of
 from tlt_server.wire.records import OFF, Strategy
 
 
@@ -23,9 +24,7 @@ def samples() -> SampleSet:
         group_N=np.array([0, 1], np.int32),
         seed_N=np.array([7, 8], np.uint64),
         temperature_N=np.array([1, 0.5], np.float32),
-        top_p_N=np.ones(2, np.float32),
-        min_p_N=np.zeros(2, np.float32),
-        top_k_N=np.zeros(2, np.int32),
+        filters_N=filters_of([NO_FILTERS, NO_FILTERS]),
         max_tokens_N=np.array([4, 9], np.int32),
         end_N=np.array([1, 0], np.uint8),
         span_request_S=np.array([0, 0, 1], np.int32),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tlt_kernels import reference_sampling
 from tlt_kernels.cpu.noise import gumbel
 from tlt_kernels.cpu.sampling import exp_nonpositive
+from tlt_kernels.filters import Filters
 from tlt_server.engine.sampling.sampler import Sampled, SamplingState, prompt_logprobs, sample
 from tlt_server.wire.records import GenerateRequest, Sampling
 
@@ -101,8 +102,7 @@ def expected(row: Row) -> tuple[int, np.ndarray, float]:
         sorted(stops) if len(output) < p.min_tokens else [],
         p.allowed_token_ids,
     )
-    filters = (p.temperature, p.min_p, p.top_k, p.top_p)
-    return reference_sampling.sample(edited, *filters, noise_of(row))
+    return reference_sampling.sample(edited, p.temperature, Filters.of(p), noise_of(row))
 
 
 SIZES = st.sampled_from([1, 2, 5, 16, 17, 63, 130, 300])
@@ -218,7 +218,7 @@ def test_sampler_equals_its_twin(filters: bool, edits: bool, data: st.DataObject
 def test_the_kept_set_is_the_twins(spread, filters):
     logits = (np.random.default_rng(11).standard_normal(300) * spread).astype(np.float32)
     sampling = Sampling(**filters, logprobs=300)
-    keep, distance = reference_sampling.kept(logits, 0.0, sampling.top_k, sampling.top_p)
+    keep, distance = Filters.of(sampling).kept(logits)
     # Far enough: the weights err by 1e-7 relative each, their sums by much less.
     assert distance > 1e-7
     [top] = sampled(Row(logits, sampling)).top

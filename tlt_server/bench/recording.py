@@ -39,7 +39,7 @@ from tlt_server.engine.start.assembly import assemble
 from tlt_server.engine.start.profiling import nothing_learnt
 from tlt_server.errors import StartupError
 from tlt_server.samples.identity import identity_of
-from tlt_server.samples.samples import Legend, Responses, Verifications
+from tlt_server.samples.samples import Legend, Responses, Verifications, filters_of
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.cost import CostModel, CostRecord, Measured, load_of
@@ -244,9 +244,7 @@ def _responses(requests: list[GenerateRequest], played: Played) -> Responses:
         group_N=np.array([groups[r.group_id] for r in requests], np.int32),
         seed_N=np.array([r.seed for r in requests], np.uint64),
         temperature_N=np.array([s.temperature for s in sampling], np.float32),
-        top_p_N=np.array([s.top_p for s in sampling], np.float32),
-        min_p_N=np.array([s.min_p for s in sampling], np.float32),
-        top_k_N=np.array([s.top_k for s in sampling], np.int32),
+        filters_N=filters_of(sampling),
         max_tokens_N=np.array([s.max_tokens for s in sampling], np.int32),
         end_N=np.array([reasons[end] for end in played.ends], np.uint8),
         span_request_S=np.arange(len(requests), dtype=np.int32),

@@ -10,35 +10,67 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
+
+from tlt_kernels.filters import Filters
 
 Array = NDArray[Any]
 Part = TypeVar("Part")
 
 
 def tensors_of(prefix: str, part: object) -> dict[str, Array]:
-    """Return the arrays by the names that they have in a file."""
-    return {
-        f"{prefix}.{field.name}": np.ascontiguousarray(getattr(part, field.name))
-        for field in fields(part)  # type: ignore[arg-type]
-    }
+    """Return the arrays by the names that they have in a file. An array of records has an array for
+    each of their fields.
+    """
+    found = {}
+    for field in fields(part):  # type: ignore[arg-type]
+        array, dimensions = getattr(part, field.name), field.name.rpartition("_")[2]
+        for name in array.dtype.names or ():
+            found[f"{prefix}.{name}_{dimensions}"] = np.ascontiguousarray(array[name])
+        if array.dtype.names is None:
+            found[f"{prefix}.{field.name}"] = np.ascontiguousarray(array)
+    return found
 
 
 def parsed(kind: type[Part], prefix: str, tensors: Mapping[str, Array]) -> Part:
     """Return one part; `ValueError` unless its arrays are there, of their types."""
     values = {}
     for field in fields(kind):  # type: ignore[arg-type]
-        name = f"{prefix}.{field.name}"
-        if name not in tensors:
-            raise ValueError(f"{name} is missing")
-        dtype = str(field.type).removeprefix("NDArray[np.").removesuffix("]")
-        if tensors[name].dtype != dtype:
-            raise ValueError(f"{name} is {tensors[name].dtype}, not {dtype}")
-        dimensions = sum(letter.isupper() for letter in field.name.rpartition("_")[2]) or 1
-        if tensors[name].ndim != dimensions:
-            raise ValueError(f"{name} has {tensors[name].ndim} dimensions, not {dimensions}")
-        values[field.name] = tensors[name]
+        if default := field.metadata.get("columns"):
+            values[field.name] = _records(prefix, field.name.rpartition("_")[2], default, tensors)
+        else:
+            dtype = str(field.type).removeprefix("NDArray[np.").removesuffix("]")
+            values[field.name] = _array(f"{prefix}.{field.name}", dtype, tensors)
     return kind(**values)
+
+
+def _array(name: str, dtype: DTypeLike, tensors: Mapping[str, Array]) -> Array:
+    if name not in tensors:
+        raise ValueError(f"{name} is missing")
+    if tensors[name].dtype != dtype:
+        raise ValueError(f"{name} is {tensors[name].dtype}, not {np.dtype(dtype)}")
+    dimensions = sum(letter.isupper() for letter in name.rpartition("_")[2]) or 1
+    if tensors[name].ndim != dimensions:
+        raise ValueError(f"{name} has {tensors[name].ndim} dimensions, not {dimensions}")
+    return tensors[name]
+
+
+def _records(prefix: str, dimensions: str, default: Filters, tensors: Mapping[str, Array]) -> Array:
+    """Return filters; of those that the file was written before, the default."""
+    columns = [
+        (field, f"{prefix}.{field}_{dimensions}", dtype)
+        for field, dtype in default.columns(np.float32)
+    ]
+    there = {
+        field: _array(name, dtype, tensors) for field, name, dtype in columns if name in tensors
+    }
+    lengths = {len(array) for array in there.values()}
+    if len(lengths) != 1:
+        raise ValueError(f"{prefix} has filters of {sorted(lengths)} sequences")
+    found = default.table(lengths.pop())
+    for column, array in there.items():
+        found[column] = array
+    return found
 
 
 def same_length(part: object, suffix: str) -> bool:

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from numpy.typing import DTypeLike, NDArray
 
 from tlt_server.samples.identity import Identity
-from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications
+from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications, filters_of
 from tlt_server.wire.records import Strategy
 
 MAX_TOKENS = 2**24  # prompt and output
@@ -201,9 +201,7 @@ def sample_set(samples: Sequence[Sample], identity: Identity, vocab_size: int) -
         group_N=np.array([groups[s.prompt_key] for s in samples], np.int32),
         seed_N=np.array([s.seed for s in samples], np.uint64),
         temperature_N=np.array([s.temperature for s in samples], np.float32),
-        top_p_N=np.array([s.top_p for s in samples], np.float32),
-        min_p_N=np.array([s.min_p for s in samples], np.float32),
-        top_k_N=np.array([s.top_k for s in samples], np.int32),
+        filters_N=filters_of(samples),
         max_tokens_N=np.array([s.max_tokens for s in samples], np.int32),
         end_N=np.array([ends[s.end] for s in samples], np.uint8),
         span_request_S=np.array([n for n, _, _ in spans], np.int32),

@@ -25,16 +25,16 @@ from numba.core.types import Array
 from tlt_kernels.cpu.compiled import kernel
 from tlt_kernels.cpu.filters import drop, keep_top_k, keep_top_p
 from tlt_kernels.cpu.noise import U_MAX, gumbel_of_word, philox4x32, split_seed
+from tlt_kernels.filters import Filters
 
 PARAMETERS = np.dtype(
     [
         ("seed", np.uint64),
         ("temperature", np.float32),
-        ("top_k", np.int32),  # 0 = all
-        ("top_p", np.float64),
-        ("min_p", np.float64),
-        ("alternatives", np.int32),  # best tokens to report
-        ("raw", np.int32),  # 1: also the log-prob under the unprocessed logits at temperature 1
+        *Filters.columns(np.float64),
+        ("logprobs", np.int32),  # best tokens to report
+        # 1: also the log-prob under the unprocessed logits at temperature 1
+        ("raw_logprobs", np.int32),
     ],
     align=True,
 )
@@ -259,11 +259,9 @@ def sample_rows(
         )
         token_S[s] = token
         logprob_S[s] = np.float32(np.float64(z_V[token]) - shift)
-        if p.alternatives > 0:
-            best_tokens(
-                z_V, shift, top_SK[s, : p.alternatives], top_logprobs_SK[s, : p.alternatives]
-            )
-        if p.raw:
+        if p.logprobs > 0:
+            best_tokens(z_V, shift, top_SK[s, : p.logprobs], top_logprobs_SK[s, : p.logprobs])
+        if p.raw_logprobs:
             top = scale(logits_SV[s], F32_1, z_V, lanes)
             weigh(z_V, top, w_V)
             raw_S[s] = np.float32(

@@ -10,7 +10,7 @@ many remain, the whole row is bisected, which costs passes over the row. Masses 
 integers, so neither the order of a list nor its tiles matter.
 
 Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, N thresholds, Q
-batch slots.
+batch slots, F filters.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tlt_kernels.filters import Filters
 from tlt_kernels.gpu.bisection import measured, shorten, tile_of
 from tlt_kernels.gpu.noise import fast_exp, log
 from tlt_kernels.gpu.nucleus import (
@@ -37,6 +38,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
+F = tl.constexpr(len(Filters._fields))
 GROUP = 128  # tokens that share a maximum and a mass
 GROUPS = 8  # groups per program
 BLOCK = 1024  # tokens per listing program
@@ -48,16 +50,14 @@ SLACK = tl.constexpr(1.0 - 1e-3)  # covers the rounding of a mass where only a b
 
 
 @triton.jit
-def _parameters(row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V):
+def _parameters(row_S, batch_slot_R, temperature_Q, filters_QF, s, V):
     """Return (whether any filter cuts, temperature, top_k or V, top_p, min_p) of sampled row s."""
     row = tl.load(row_S + s)
     batch_slot = tl.load(batch_slot_R + tl.maximum(row, 0))
     temperature = tl.load(temperature_Q + batch_slot)
-    top_k, top_p, min_p = (
-        tl.load(top_k_Q + batch_slot),
-        tl.load(top_p_Q + batch_slot),
-        tl.load(min_p_Q + batch_slot),
-    )
+    min_p = tl.load(filters_QF + batch_slot * F).to(tl.float32, bitcast=True)
+    top_k = tl.load(filters_QF + batch_slot * F + 1)
+    top_p = tl.load(filters_QF + batch_slot * F + 2).to(tl.float32, bitcast=True)
     top_k = tl.where((top_k <= 0) | (top_k > V), V, top_k)
     cutting = (
         (row >= 0) & (temperature >= GREEDY_BELOW) & ((top_k < V) | (top_p < 1.0) | (min_p > 0.0))
@@ -67,7 +67,7 @@ def _parameters(row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s
 
 @triton.jit
 def _measure_groups(
-    logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
+    logits_SV, row_S, batch_slot_R, temperature_Q, filters_QF, top_SG, mass_SG,
     V, G, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Find the maximum of every group, and its sum of exponentials below that maximum."""
@@ -78,7 +78,7 @@ def _measure_groups(
     pdl_wait()
     logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
     cutting, temperature, _, _, _ = _parameters(
-        row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
+        row_S, batch_slot_R, temperature_Q, filters_QF, s, V
     )
     if not cutting:
         return
@@ -96,7 +96,7 @@ def _target(mass, top_p):
 
 @triton.jit
 def _find_floors(
-    logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
+    logits_SV, row_S, batch_slot_R, temperature_Q, filters_QF, top_SG, mass_SG,
     floor_S, top_S, total_S, temperature_S, listed_S, narrowed_S, target_S, threshold_SN, mass_SN,
     V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr, N: tl.constexpr, SAMPLED: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -111,7 +111,7 @@ def _find_floors(
     pdl_wait()
     tl.store(listed_S + s, 0)
     cutting, temperature, top_k, top_p, min_p = _parameters(
-        row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
+        row_S, batch_slot_R, temperature_Q, filters_QF, s, V
     )
     inside = groups < tl.where(cutting, G, 0)
     top_G = tl.load(top_SG + s * G + groups, mask=inside, other=-float("inf"))
@@ -216,7 +216,7 @@ def _list_tokens(
 
 @triton.jit
 def _cut_rows(
-    logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q,
+    logits_SV, row_S, batch_slot_R, temperature_Q, filters_QF,
     floor_S, top_S, total_S, listed_S, z_SL, token_SL,
     narrowed_S, target_S, threshold_SN, mass_SN, cut_S, last_S,
     V, TILE: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
@@ -230,7 +230,7 @@ def _cut_rows(
         tl.store(last_S + s, V)
         return
     _, temperature, top_k, top_p, min_p = _parameters(
-        row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
+        row_S, batch_slot_R, temperature_Q, filters_QF, s, V
     )
     low, high, above = _listing(floor_S, narrowed_S, target_S, threshold_SN, mass_SN, s, N)
     top, size = tl.load(top_S + s), tl.load(listed_S + s)
@@ -289,14 +289,7 @@ def cuts(
     mass_SN = row_S.new_empty((S, THRESHOLDS), dtype=torch.int64)
     brackets = (narrowed_S, target_S, threshold_SN, mass_SN)
     z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))
-    parameters = (
-        row_S,
-        rows.batch_slot_R,
-        batch_slots.temperature_Q,
-        batch_slots.top_k_Q,
-        batch_slots.top_p_Q,
-        batch_slots.min_p_Q,
-    )
+    parameters = (row_S, rows.batch_slot_R, batch_slots.temperature_Q, batch_slots.filters_QF)
     _measure_groups[(triton.cdiv(G, GROUPS), S)](
         logits_SV,
         *parameters,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlt_kernels.filters import Filters
 from tlt_kernels.gpu.accept import HEAD
 from tlt_kernels.gpu.filters import cuts
 from tlt_kernels.gpu.ordering import key_of, value_of
@@ -33,7 +34,7 @@ from tlt_kernels.gpu.sampling import (
 )
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided, scale_of
-from tlt_kernels.gpu.tensors import BatchSlots, KeptRows, RowTable, Trees
+from tlt_kernels.gpu.tensors import BatchSlots, KeptRows, RowTable, Trees, filters_table
 
 ROWS = 64  # rows of a tree read at once
 TILE = 64  # listed tokens per program
@@ -268,9 +269,9 @@ def score(
     if K:
         unfiltered = batch_slots._replace(
             temperature_Q=torch.where(temperature_Q < GREEDY_BELOW.value, 1.0, temperature_Q),
-            top_k_Q=torch.full_like(batch_slots.top_k_Q, K),
-            top_p_Q=torch.ones_like(batch_slots.top_p_Q),
-            min_p_Q=torch.zeros_like(batch_slots.min_p_Q),
+            filters_QF=filters_table(
+                Filters(top_k=K), len(batch_slots.filters_QF), logits_SV.device
+            ),
         )
         best_cut_S, best_last_S = cuts(logits_SV, row_S, rows, unfiltered)
         item_SK = torch.full((S, K), NOTHING.value, dtype=torch.int64, device=logits_SV.device)

@@ -7,7 +7,7 @@ position -1, the idle batch slot, the trash KV slot and base 0.
 Legend: Q batch slots (the last one is idle), T tokens, P pages per batch slot, K stop ids, H
 hidden, R rows, V decode rows (the first of R), X draft rows, D longest path, B requests of the
 batch, W prefill chunks, E = B + W entries, S = V + W samples, C nodes per request, N = B * C nodes,
-Z calibration cells, V vocabulary for token counts, L listed tokens.
+Z calibration cells, V vocabulary for token counts, L listed tokens, F filters.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tlt_kernels.filters import NO_FILTERS, Filters
 
 PAGE_SIZE = 16
 IN_PROMPT = 2**30  # added to a token's count where the prompt holds it
@@ -35,9 +37,7 @@ class BatchSlots(NamedTuple):
     page_table_QP: Tensor
     seed_Q: Tensor  # int64, bits of a uint64
     temperature_Q: Tensor  # float32
-    top_p_Q: Tensor  # float32
-    min_p_Q: Tensor  # float32
-    top_k_Q: Tensor
+    filters_QF: Tensor  # words of `Filters`
     stop_QK: Tensor  # stop ids, -1 padded
     done_Q: Tensor
     drafters_Q: Tensor  # bit d: drafter d may draft; 0: never speculated on
@@ -94,9 +94,7 @@ class BatchSlots(NamedTuple):
             page_table_QP=zeros(q, -(-tokens // PAGE_SIZE)),
             seed_Q=zeros(q, dtype=torch.int64),
             temperature_Q=zeros(q, dtype=f),
-            top_p_Q=torch.ones(q, dtype=f, device=device),
-            min_p_Q=zeros(q, dtype=f),
-            top_k_Q=zeros(q),
+            filters_QF=filters_table(NO_FILTERS, q, device),
             stop_QK=none(q, stops),
             done_Q=torch.ones(q, dtype=torch.int32, device=device),
             drafters_Q=zeros(q),
@@ -119,6 +117,17 @@ class BatchSlots(NamedTuple):
             adapter_Q=none(q),
             count_QV=zeros(q, vocabulary),
         )
+
+
+def filters_table(
+    filters: Filters, batch_slots: int, device: str | torch.device = "cuda"
+) -> Tensor:
+    """Return the words of these filters for all batch slots; nothing is copied from the host."""
+    words = filters.words().tolist()
+    table_QF = torch.empty((batch_slots, len(words)), dtype=torch.int32, device=device)
+    for f, word in enumerate(words):
+        table_QF[:, f] = word
+    return table_QF
 
 
 class PrefillChunks(NamedTuple):

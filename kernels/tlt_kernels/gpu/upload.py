@@ -17,9 +17,18 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tlt_kernels.filters import NO_FILTERS, Filters
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
-from tlt_kernels.gpu.upload_layout import ADMISSION, EXTENSION, HEADER, TEXT, UploadLayout, rounded
+from tlt_kernels.gpu.upload_layout import (
+    ADMISSION,
+    EXTENSION,
+    FILTERS_AT,
+    HEADER,
+    TEXT,
+    UploadLayout,
+    rounded,
+)
 
 PROGRAMS = 32
 ANY_DRAFTER = -1  # every bit is set
@@ -107,9 +116,7 @@ class Upload:
         limit: int,
         seed: int,
         temperature: float = 1.0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        top_k: int = 0,
+        filters: Filters = NO_FILTERS,
         stop_ids: Sequence[int] = (),
         drafters: int = ANY_DRAFTER,
         max_depth: int = UNLIMITED,
@@ -146,15 +153,16 @@ class Upload:
         record_F = self._admission_AF[self._admissions]
         record_F[:4] = batch_slot, len(tokens), self._store(np.asarray(tokens, np.int32)), limit
         record_F[4:6] = np.array([seed], np.uint64).view(np.int32)
-        record_F[6:9] = np.array([temperature, top_p, min_p], np.float32).view(np.int32)
-        record_F[9:16] = top_k, drafters, max_depth, max_rows, group, first, hint_page
+        record_F[6] = np.float32(temperature).view(np.int32)
+        record_F[9:16] = adapter, drafters, max_depth, max_rows, group, first, hint_page
         record_F[16:19] = np.array(edits[:3], np.float32).view(np.int32)
         bias = np.ascontiguousarray(edits.bias, np.float32).view(np.int32)
         lists = self._store(
             np.concatenate([edits.bias_ids, edits.mask_ids, edits.allowed_ids, bias])
         )
-        record_F[19:25] = edits.prompt, edits.masked_to, biases, masks, allowed, lists
-        record_F[25] = adapter
+        record_F[7:9] = allowed, lists
+        record_F[19:FILTERS_AT] = edits.prompt, edits.masked_to, biases, masks
+        record_F[FILTERS_AT:ADMISSION] = filters.words()
         record_F[ADMISSION:] = -1
         record_F[ADMISSION : ADMISSION + len(stop_ids)] = stop_ids
         self._admissions += 1
@@ -218,12 +226,13 @@ def _put_text(token_QT, T, slot, token_I, tokens, BLOCK: tl.constexpr):
 @triton.jit
 def _apply(
     upload_U, admission_AF, extension_XF, text_YF, payload_U,
-    token_QT, length_Q, limit_Q, capacity_Q, page_table_QP, seed_Q, temperature_Q, top_p_Q, min_p_Q,
-    top_k_Q, stop_QK, done_Q, drafters_Q, max_depth_Q, max_rows_Q, group_Q, first_Q, hint_QH,
+    token_QT, length_Q, limit_Q, capacity_Q, page_table_QP, seed_Q, temperature_Q,
+    filters_QF, stop_QK, done_Q, drafters_Q, max_depth_Q, max_rows_Q, group_Q, first_Q, hint_QH,
     repetition_Q, presence_Q, frequency_Q, prompt_Q, masked_to_Q, biases_Q, masks_Q, allowed_Q,
     listed_QL, bias_QL, uncounted_Q, adapter_Q,
     T, P, page_hint_PH, ADMISSION: tl.constexpr, EXTENSION: tl.constexpr, TEXT: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
+    FILTERS_AT: tl.constexpr, FILTERS: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply an upload. The programs share out admissions, extensions and blocks of tokens; the last
     one to finish marks the upload as applied.
@@ -241,9 +250,8 @@ def _apply(
         low, high = tl.load(record + 4).to(tl.int64), tl.load(record + 5).to(tl.int64)
         tl.store(seed_Q + batch_slot, (high << 32) | (low & 0xFFFFFFFF))
         tl.store(temperature_Q + batch_slot, tl.load(record + 6).to(tl.float32, bitcast=True))
-        tl.store(top_p_Q + batch_slot, tl.load(record + 7).to(tl.float32, bitcast=True))
-        tl.store(min_p_Q + batch_slot, tl.load(record + 8).to(tl.float32, bitcast=True))
-        tl.store(top_k_Q + batch_slot, tl.load(record + 9))
+        for f in tl.static_range(FILTERS):
+            tl.store(filters_QF + batch_slot * FILTERS + f, tl.load(record + FILTERS_AT + f))
         tl.store(drafters_Q + batch_slot, tl.load(record + 10))
         tl.store(max_depth_Q + batch_slot, tl.load(record + 11))
         tl.store(max_rows_Q + batch_slot, tl.load(record + 12))
@@ -257,14 +265,14 @@ def _apply(
         tl.store(repetition_Q + batch_slot, repetition)
         tl.store(presence_Q + batch_slot, presence)
         tl.store(frequency_Q + batch_slot, frequency)
-        allowed = tl.load(record + 23)
+        allowed = tl.load(record + 7)
         tl.store(uncounted_Q + batch_slot, (penalised | (allowed > 0)).to(tl.int32))
         tl.store(prompt_Q + batch_slot, tl.load(record + 19))
         tl.store(masked_to_Q + batch_slot, tl.load(record + 20))
         tl.store(biases_Q + batch_slot, tl.load(record + 21))
         tl.store(masks_Q + batch_slot, tl.load(record + 22))
         tl.store(allowed_Q + batch_slot, allowed)
-        tl.store(adapter_Q + batch_slot, tl.load(record + 25))
+        tl.store(adapter_Q + batch_slot, tl.load(record + 9))
         for k in tl.static_range(K):
             tl.store(stop_QK + batch_slot * K + k, tl.load(record + ADMISSION + k))
         page = tl.load(record + 15)
@@ -294,8 +302,8 @@ def _apply(
         record = admission_AF + a * (ADMISSION + K)
         batch_slot, tokens, at = tl.load(record), tl.load(record + 1), tl.load(record + 2)
         _put_text(token_QT, T, batch_slot, payload_U + at, tokens, BLOCK)
-        biases, at = tl.load(record + 21), tl.load(record + 24)
-        listed = biases + tl.load(record + 22) + tl.load(record + 23)
+        biases, at = tl.load(record + 21), tl.load(record + 8)
+        listed = biases + tl.load(record + 22) + tl.load(record + 7)
         for done in range(program * BLOCK, listed, programs * BLOCK):
             l_I = done + i_I
             id_I = tl.load(payload_U + at + l_I, mask=l_I < listed, other=0)
@@ -344,6 +352,8 @@ def apply(
         ADMISSION=ADMISSION,
         EXTENSION=EXTENSION,
         TEXT=TEXT,
+        FILTERS_AT=FILTERS_AT,
+        FILTERS=batch_slots.filters_QF.shape[1],
         K=layout.stops,
         L=layout.listed,
         H=hidden,

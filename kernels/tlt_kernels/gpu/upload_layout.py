@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tlt_kernels.filters import Filters
 from tlt_kernels.gpu.tensors import PrefillChunks
 
 HEADER = 4  # admissions, extensions, programs that have applied their part, texts
-# Batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafters, longest
-# draft path, rows, group, first token for siblings, hint page, three penalties, prompt, end of the
-# mask, biases, masks, allowed tokens, their payload, slot of its adapter; stop ids follow.
-ADMISSION = 26
+# Batch slot, tokens, payload, limit, seed (2), temperature, allowed tokens, payload of the lists,
+# slot of its adapter, drafters, longest draft path, rows, group, first token for siblings, hint
+# page, three penalties, prompt, end of the mask, biases, masks; filters and stop ids follow.
+FILTERS_AT = 23
+ADMISSION = FILTERS_AT + len(Filters._fields)
 EXTENSION = 5  # batch slot, capacity, first page, pages, payload
 TEXT = 4  # slot, tokens, payload, group
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tlt_kernels.filters import Filters
 from tlt_kernels.gpu.accept import EntryOutcomes, fields
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import NO_EDITS, Edits, Upload
@@ -289,9 +290,7 @@ class GpuRunner:
                 limit=sequence.length + sequence.remaining,
                 seed=request.seed,
                 temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                top_k=sampling.top_k,
+                filters=Filters.of(sampling),
                 stop_ids=sorted(sequence.state.stop_ids)[
                     : self.state.layout.stops
                 ],  # the host sees to the others, a step later

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_kernels.filters import Filters
 from tlt_server.engine.record.hidden_states import Capture, StateSource
 from tlt_server.errors import StartupError
 from tlt_server.samples.ring import RingProducer
@@ -152,9 +153,7 @@ class Recorder:
             owner=request.owner,
             seed=request.seed,
             temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            top_k=sampling.top_k,
+            **Filters.of(sampling)._asdict(),
             max_tokens=sampling.max_tokens,
             end=reason,
             spans=trace.spans,

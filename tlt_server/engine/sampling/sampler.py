@@ -295,13 +295,8 @@ def prompt_logprobs(
 def _packed(sampling: Sampling, seed: int) -> bytes:
     """Return one PARAMETERS record as bytes, so that a step packs its sequences with one join."""
     record = np.zeros(1, PARAMETERS)
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        record[name] = getattr(sampling, name)
-    record["seed"], record["alternatives"], record["raw"] = (
-        np.uint64(seed),
-        sampling.logprobs,
-        sampling.raw_logprobs,
-    )
+    for name in PARAMETERS.names or ():
+        record[name] = np.uint64(seed) if name == "seed" else getattr(sampling, name)
     return record.tobytes()
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_kernels.filters import NO_FILTERS, Filters
 from tlt_server.engine.sampling.sampler import SamplingState
 from tlt_server.engine.schedule.pages import PageKey, next_key, root_key
 from tlt_server.errors import TltError
@@ -127,6 +128,8 @@ class Sequence:
         # KV of a preempted sequence, if it cannot be computed again.
         self.saved: SavedKV | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they go out
+        sampling = request.sampling
+        self.is_filtered = sampling.temperature > 0 and Filters.of(sampling) != NO_FILTERS
         self._page_size = page_size
         self._keys: list[PageKey] = []  # under the version that reads it, see `start_over`
 
@@ -191,13 +194,6 @@ class Sequence:
         prompt that is read again needs none.
         """
         return self.request.sampling.prompt_logprobs is not None and self.output_len == 0
-
-    @property
-    def is_filtered(self) -> bool:
-        sampling = self.request.sampling
-        return sampling.temperature > 0 and (
-            sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        )
 
     @property
     def is_edited(self) -> bool:
