@@ -8,37 +8,39 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict, astuple
 from numpy.typing import NDArray
 
 
-class Filters(NamedTuple):
+class Filters(Struct, frozen=True, kw_only=True, gc=False):
     """The filters of one sequence, in the order in which they apply. The defaults keep all
-    tokens.
+    tokens. `Sampling` has these fields too.
     """
 
     min_p: float = 0.0
     top_k: int = 0  # 0 = all
     top_p: float = 1.0
 
-    @classmethod
-    def of(cls, sampling: object) -> Filters:
+    @staticmethod
+    def of(sampling: object) -> Filters:
         """Return the filters of a record that has fields of these names."""
-        return cls(*(getattr(sampling, name) for name in cls._fields))
+        return Filters(**{name: getattr(sampling, name) for name in FILTERS})
 
-    @classmethod
-    def columns(cls, real: type[np.floating[Any]]) -> list[tuple[str, type[np.number[Any]]]]:
+    @staticmethod
+    def columns(real: type[np.floating[Any]]) -> list[tuple[str, type[np.number[Any]]]]:
         """Return the names with their dtypes: int32, and `real` for fractions."""
         return [
             (name, np.int32 if isinstance(default, int) else real)
-            for name, default in cls._field_defaults.items()
+            for name, default in FILTERS.items()
         ]
 
     def table(self, count: int) -> NDArray[np.void]:
         """Return an array of records that all have these filters."""
-        return np.array([tuple(self)] * count, self.columns(np.float32))
+        return np.array([astuple(self)] * count, self.columns(np.float32))
 
     def words(self) -> NDArray[np.int32]:
         """Return an int32 for each field, which of a fraction has the bits of the float32."""
@@ -70,3 +72,4 @@ class Filters(NamedTuple):
 
 
 NO_FILTERS = Filters()
+FILTERS = asdict(NO_FILTERS)  # by name, what keeps all tokens

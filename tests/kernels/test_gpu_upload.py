@@ -47,7 +47,7 @@ def test_admissions_and_pages_arrive() -> None:
             limit=length + 9,
             seed=seed,
             temperature=0.7,
-            filters=Filters(0.05, 40, 0.9),
+            filters=Filters(min_p=0.05, top_k=40, top_p=0.9),
             stop_ids=[2, 11],
             drafters=int(batch_slot == 0),
             max_depth=batch_slot + 3,
@@ -74,7 +74,7 @@ def test_admissions_and_pages_arrive() -> None:
             ("adapter", batch_slot - 1),
         ):
             getattr(expected, f"{name}_Q")[batch_slot] = value
-        expected.filters_QF[batch_slot] = Filters(0.05, 40, 0.9).words()
+        expected.filters_QF[batch_slot] = Filters(min_p=0.05, top_k=40, top_p=0.9).words()
         expected.stop_QK[batch_slot] = 2, 11, -1
         expected.hint_QH[batch_slot] = page_hint_PH[12].cpu().numpy() if batch_slot == 3 else 0
     text = rng.integers(0, 1000, 600).astype(np.int32)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tlt_kernels import reference_sampling
 from tlt_kernels.cpu.noise import gumbel
 from tlt_kernels.cpu.sampling import exp_nonpositive
-from tlt_kernels.filters import Filters
+from tlt_kernels.filters import FILTERS, Filters
 from tlt_server.engine.sampling.sampler import Sampled, SamplingState, prompt_logprobs, sample
 from tlt_server.wire.records import GenerateRequest, Sampling
 
@@ -120,11 +120,9 @@ def rows(draw, filters: bool = True, edits: bool = True, size: int | None = None
     fields: dict = {"temperature": draw(st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.7]))}
     tokens = st.lists(st.integers(0, size - 1), max_size=6).map(tuple)
     if filters:
-        fields |= {
-            "min_p": draw(st.sampled_from([0.0, 0.013, 0.3])),
-            "top_k": draw(st.sampled_from([0, 1, 3, 20, 200])),
-            "top_p": draw(st.sampled_from([0.0, 0.31, 0.9, 0.999, 1.0])),
-        }
+        for name, default in FILTERS.items():
+            values = [1, 3, 20, 200] if isinstance(default, int) else [0.0, 0.013, 0.3, 0.9, 0.999]
+            fields[name] = draw(st.sampled_from([default, *values]))
     if edits:
         biases = st.sampled_from([-100.0, -1.5, 2.25])
         stops = st.lists(st.integers(0, size - 1), max_size=2).map(tuple)

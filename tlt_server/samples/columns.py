@@ -12,35 +12,31 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tlt_kernels.filters import Filters
+from tlt_kernels.filters import NO_FILTERS, Filters
 
 Array = NDArray[Any]
 Part = TypeVar("Part")
 
 
 def tensors_of(prefix: str, part: object) -> dict[str, Array]:
-    """Return the arrays by the names that they have in a file. An array of records has an array for
-    each of their fields.
-    """
-    found = {}
+    """Return the arrays by the names that they have in a file: one for each filter."""
+    found: dict[str, Array] = {}
     for field in fields(part):  # type: ignore[arg-type]
-        array, dimensions = getattr(part, field.name), field.name.rpartition("_")[2]
-        for name in array.dtype.names or ():
-            found[f"{prefix}.{name}_{dimensions}"] = np.ascontiguousarray(array[name])
-        if array.dtype.names is None:
-            found[f"{prefix}.{field.name}"] = np.ascontiguousarray(array)
-    return found
+        name, array = f"{prefix}.{field.name}", getattr(part, field.name)
+        columns = {name.replace("filters", each): array[each] for each in array.dtype.names or ()}
+        found |= columns or {name: array}
+    return {name: np.ascontiguousarray(array) for name, array in found.items()}
 
 
 def parsed(kind: type[Part], prefix: str, tensors: Mapping[str, Array]) -> Part:
     """Return one part; `ValueError` unless its arrays are there, of their types."""
     values = {}
     for field in fields(kind):  # type: ignore[arg-type]
-        if default := field.metadata.get("columns"):
-            values[field.name] = _records(prefix, field.name.rpartition("_")[2], default, tensors)
-        else:
-            dtype = str(field.type).removeprefix("NDArray[np.").removesuffix("]")
-            values[field.name] = _array(f"{prefix}.{field.name}", dtype, tensors)
+        dtype = str(field.type).removeprefix("NDArray[np.").removesuffix("]")
+        name = f"{prefix}.{field.name}"
+        values[field.name] = (
+            _filters(name, tensors) if dtype == "void" else _array(name, dtype, tensors)
+        )
     return kind(**values)
 
 
@@ -55,21 +51,19 @@ def _array(name: str, dtype: DTypeLike, tensors: Mapping[str, Array]) -> Array:
     return tensors[name]
 
 
-def _records(prefix: str, dimensions: str, default: Filters, tensors: Mapping[str, Array]) -> Array:
-    """Return filters; of those that the file was written before, the default."""
-    columns = [
-        (field, f"{prefix}.{field}_{dimensions}", dtype)
-        for field, dtype in default.columns(np.float32)
-    ]
+def _filters(name: str, tensors: Mapping[str, Array]) -> NDArray[np.void]:
+    """Return filters; those that did not exist when the file was written keep all tokens."""
     there = {
-        field: _array(name, dtype, tensors) for field, name, dtype in columns if name in tensors
+        field: _array(column, dtype, tensors)
+        for field, dtype in Filters.columns(np.float32)
+        if (column := name.replace("filters", field)) in tensors
     }
     lengths = {len(array) for array in there.values()}
     if len(lengths) != 1:
-        raise ValueError(f"{prefix} has filters of {sorted(lengths)} sequences")
-    found = default.table(lengths.pop())
-    for column, array in there.items():
-        found[column] = array
+        raise ValueError(f"{name} has columns of {sorted(lengths)} values; they must be as long")
+    found = NO_FILTERS.table(lengths.pop())
+    for field, array in there.items():
+        found[field] = array
     return found
 
 

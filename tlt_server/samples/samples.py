@@ -11,13 +11,14 @@ Legend: N responses, T tokens, S spans of one weight version, V verifications, B
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from tlt_kernels.filters import NO_FILTERS, Filters
+from tlt_kernels.filters import FILTERS, Filters
 from tlt_server.samples.columns import expect, same_length, within
 from tlt_server.wire.records import GenerateRequest, Sampling, Strategy
 
@@ -36,7 +37,7 @@ class Legend(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 def filters_of(sampled: Iterable[object]) -> NDArray[np.void]:
     """Return the filters of records that have fields of their names."""
-    return np.array([Filters.of(each) for each in sampled], Filters.columns(np.float32))
+    return np.array([astuple(Filters.of(each)) for each in sampled], Filters.columns(np.float32))
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Responses:
     group_N: NDArray[np.int32]  # siblings have the same: one prompt, several seeds
     seed_N: NDArray[np.uint64]
     temperature_N: NDArray[np.float32]
-    filters_N: NDArray[np.void] = field(metadata={"columns": NO_FILTERS})
+    filters_N: NDArray[np.void]
     max_tokens_N: NDArray[np.int32]
     end_N: NDArray[np.uint8]  # index into `end_reasons`
     # Spans of output tokens that one weight version computed.
@@ -92,7 +93,7 @@ class Responses:
         sampling = Sampling(
             temperature=float(self.temperature_N[n]),
             max_tokens=int(self.max_tokens_N[n]),
-            **{name: self.filters_N[name][n].item() for name in Filters._fields},
+            **{name: self.filters_N[name][n].item() for name in FILTERS},
         )
         return GenerateRequest(
             id=str(n),
@@ -119,9 +120,7 @@ class Responses:
         outputs_S = self.output_len_N[self.span_request_S]
         within("responses.span_start_S", self.span_start_S, int(outputs_S.max(initial=0)) + 1)
         expect("responses.span_start_S", bool((self.span_start_S < outputs_S).all()))
-        fractions = [
-            name for name, value in NO_FILTERS._asdict().items() if isinstance(value, float)
-        ]
+        fractions = [name for name, value in FILTERS.items() if isinstance(value, float)]
         for values in (self.temperature_N, *(self.filters_N[name] for name in fractions)):
             expect("sampling", bool(np.isfinite(values).all() and (values >= 0).all()))
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from tlt_kernels.filters import Filters
 from tlt_server.errors import StartupError
 from tlt_server.wire.packed import PackedIds
 from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS
@@ -31,17 +32,14 @@ class Grammar(Struct, frozen=True, kw_only=True, gc=False):
     text: str
 
 
-class Sampling(Struct, frozen=True, kw_only=True, gc=False):
+class Sampling(Filters, frozen=True, kw_only=True, gc=False):
     """The sampling of one sequence. Applied in this order: bias and bans, penalties, min_tokens,
-    allowed tokens, structured outputs, temperature, min_p, top_k, top_p, noise.
+    allowed tokens, structured outputs, temperature, filters, noise.
 
     The frontend validates against the server's limits; the engine trusts it.
     """
 
     temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # 0 = all
-    top_p: float = 1.0
-    min_p: float = 0.0
     max_tokens: int = (
         256  # 0: the prompt is read, and scored with prompt_logprobs, and no token follows
     )

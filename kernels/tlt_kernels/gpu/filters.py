@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlt_kernels.filters import Filters
+from tlt_kernels.filters import FILTERS
 from tlt_kernels.gpu.bisection import measured, shorten, tile_of
 from tlt_kernels.gpu.noise import fast_exp, log
 from tlt_kernels.gpu.nucleus import (
@@ -38,7 +38,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
-F = tl.constexpr(len(Filters._fields))
+F = tl.constexpr(len(FILTERS))
 GROUP = 128  # tokens that share a maximum and a mass
 GROUPS = 8  # groups per program
 BLOCK = 1024  # tokens per listing program

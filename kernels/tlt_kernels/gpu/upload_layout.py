@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tlt_kernels.filters import Filters
+from tlt_kernels.filters import FILTERS
 from tlt_kernels.gpu.tensors import PrefillChunks
 
 HEADER = 4  # admissions, extensions, programs that have applied their part, texts
@@ -18,7 +18,7 @@ HEADER = 4  # admissions, extensions, programs that have applied their part, tex
 # slot of its adapter, drafters, longest draft path, rows, group, first token for siblings, hint
 # page, three penalties, prompt, end of the mask, biases, masks; filters and stop ids follow.
 FILTERS_AT = 23
-ADMISSION = FILTERS_AT + len(Filters._fields)
+ADMISSION = FILTERS_AT + len(FILTERS)
 EXTENSION = 5  # batch slot, capacity, first page, pages, payload
 TEXT = 4  # slot, tokens, payload, group
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, get_args
 
 import numpy as np
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from tlt_kernels.filters import Filters
@@ -153,7 +154,7 @@ class Recorder:
             owner=request.owner,
             seed=request.seed,
             temperature=sampling.temperature,
-            **Filters.of(sampling)._asdict(),
+            **asdict(Filters.of(sampling)),
             max_tokens=sampling.max_tokens,
             end=reason,
             spans=trace.spans,
