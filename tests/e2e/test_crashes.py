@@ -19,13 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import zmq
 
 from tests.e2e.conftest import DRAFTING
-from tests.e2e.fatal import FATAL
 from tests.e2e.gpu_fault import FAULTY, REPORTED
 from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, gauge
 from tests.processes import engine, engines, ranks
@@ -213,59 +211,6 @@ def test_fifty_kills_of_one_of_two_ranks_leave_every_request_with_one_end(
 ) -> None:
     ranks = ("--device", "cpu", "--tensor-parallel", "2")
     record_property("counted", json.dumps(kill_under_load(50, *DRAFTING, *ranks)))
-
-
-@pytest.mark.long
-def test_idle_engine_stays_and_repeated_death_ends_the_server() -> None:
-    with (
-        ServerProcess(*FAST_START, "--hang-timeout-s", "3", "--max-restarts", "1") as server,
-        Client(server.url, timeout_s=60) as client,
-    ):
-        pid = engine(server.process.pid)
-        time.sleep(6)  # twice the time after which a silent engine is taken for a hung one
-        assert client.is_ready() and engine(server.process.pid) == pid
-        kill_engine(server)
-        until(lambda: not client.is_ready())
-        assert httpx.get(f"{server.url}/livez").status_code == 200
-        assert httpx.get(f"{server.url}/startupz").status_code == 200
-        until(client.is_ready)
-        kill_engine(server)
-        assert server.process.wait(60) == 1
-        server._reader.join(60)
-        said = [line for line in server.lines if line.startswith("tlt: ")]
-        assert "max_restarts 1" in said[-1] and "SIGKILL" in said[-1]
-
-
-@pytest.mark.long
-def test_a_request_that_kills_the_engine_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    program = (sys.executable, str(Path(__file__).with_name("fatal.py")), "serve", "--port", "0")
-    monkeypatch.setattr(demo_server, "COMMAND", program)
-    with ServerProcess(*FAST_START, *AT_ONCE) as server, Client(server.url, timeout_s=60) as client:
-        batch = [{"id": "killer", "token_ids": [*FATAL, 14]}, {"id": "other", "prompt": "1+1="}]
-        for attempt in range(2):
-            results = client.generate(
-                batch if attempt == 0 else batch[:1],
-                sampling={"max_tokens": 400, "ignore_eos": True},
-            ).results
-            assert {result.error.code for result in results if result.error} == {"engine_failed"}
-            until(client.is_ready)
-        alive = engines(server.process.pid)
-        refused, served = client.generate(
-            batch, sampling={"max_tokens": 400, "ignore_eos": True}
-        ).results
-        assert refused.error is not None
-        assert (refused.error.code, refused.error.retryable) == ("poisoned", False)
-        assert "'killer'" in refused.error.message and len(served.choices[0].token_ids) == 400
-        assert (
-            httpx.post(
-                f"{server.url}/generate",
-                json={"requests": batch[:1], "sampling": {"max_tokens": 400, "ignore_eos": True}},
-            ).status_code
-            == 422
-        )
-        assert engines(server.process.pid) == alive
 
 
 def outlive_a_gpus_error(

@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import PAIR
 from tests.mostly_long import mostly_long
@@ -19,7 +18,7 @@ from tests.waiting import until
 from tlt_client import Client
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
-from tlt_server.demo.workload import DRAFTER, TARGET
+from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
 
 QUESTION = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
@@ -92,21 +91,6 @@ def test_a_broken_model_directory_is_named_at_start(name: str, tmp_path: Path) -
     message = starting_fails("--model", str(model), *FAST_START[2:])
     assert str(model) in message
     for part in parts:
-        assert part in message
-
-
-@pytest.mark.long
-def test_a_drafter_of_the_wrong_kind_is_named_at_start(tmp_path: Path) -> None:
-    message = starting_fails("--model", str(TARGET), "--drafter", str(TARGET))
-    assert str(TARGET) in message and "are not those of a drafter" in message
-    missing = str(tmp_path / "nothing")
-    assert missing in starting_fails("--model", str(TARGET), "--drafter", missing)
-    drafter = Path(shutil.copytree(DRAFTER, tmp_path / "drafter"))
-    tensors = load_file(drafter / "model.safetensors")
-    tensors["fc.weight"] = tensors["fc.weight"][:, :-8].clone()
-    save_file(tensors, drafter / "model.safetensors")
-    message = starting_fails("--model", str(TARGET), "--drafter", str(drafter))
-    for part in ("fc.weight", "], expected [", "do not belong together"):
         assert part in message
 
 

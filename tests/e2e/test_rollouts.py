@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -138,31 +137,3 @@ def test_killed_and_restarted_server_continues_its_rollouts(
         for id in ids:
             check_same(client.rollout(id).result(400), undisturbed)
         assert len(client.rollouts()) == 2
-
-
-@pytest.mark.long
-def test_sigterm_does_not_wait_for_resumable_rollouts(undisturbed: Reply, tmp_path: Path) -> None:
-    flags = (*FAST_START, "--state-dir", str(tmp_path))
-    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
-        rollout = client.generate(
-            [
-                *ITEMS,
-                {
-                    "id": "endless",
-                    "prompt": "1",
-                    "sampling": {"max_tokens": 1000, "ignore_eos": True},
-                },
-            ],
-            sampling=LONG,
-            detach=True,
-        )
-        await_tokens(rollout, 300)
-        server.process.send_signal(signal.SIGTERM)
-        started = time.monotonic()
-        assert server.process.wait(60) == 0 and time.monotonic() - started < 30  # 60 s were allowed
-    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
-        reply = client.rollout(rollout.id).result(400)
-        assert len(reply.results[-1].choices[0].token_ids) == 1000
-        for mine, theirs in zip(reply.results, undisturbed.results, strict=False):
-            assert said(mine) == said(theirs), mine.id
-        assert gauge(client, "tlt_resumed_sequences_total") >= 1

@@ -5,7 +5,6 @@ rollouts running meanwhile.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import httpx
 import pytest
 
 from tests.e2e.trainers import Calls, Rollout, check, rolling
-from tests.waiting import until
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
@@ -107,49 +105,6 @@ def test_the_order_of_slime(pushable: ServerProcess, width: int) -> None:
     check(rollouts, ["initial", "1", "2"])
     assert any(rollout.aborted for rollout in rollouts)
     assert calls.get("/flush_cache")["status"] == "ok"
-
-
-def loads(calls: Calls) -> tuple[int, int, int]:
-    """Return how many run, how many wait, and the positions of KV in use."""
-    [one] = calls.get("/v1/loads?include=core")["loads"]
-    return one["num_running_reqs"], one["num_waiting_reqs"], one["num_used_tokens"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(
-    mode: str, pushable: ServerProcess
-) -> None:
-    """Pause as slime and Miles do before a push, with a request open and another that comes
-    meanwhile; the reported load is the present one.
-    """
-    calls = Calls(pushable.url)
-    whole = {seed: resumed(pushable.url, seed, 1000).token_ids for seed in (501, 502)}
-    with ThreadPoolExecutor() as pool:
-        opened = pool.submit(resumed, pushable.url, 501, 1000)
-        until(lambda: loads(calls)[0] == 1)
-        calls.post("/pause_generation", {"mode": mode})
-        try:
-            running, _, used = loads(calls)
-            assert (running, used > 0) == ((1, True) if mode == "in_place" else (0, False))
-            late = pool.submit(resumed, pushable.url, 502, 1000)
-            until(
-                lambda: loads(calls)[1] == (1 if mode == "in_place" else 2)
-            )  # what was aborted is sent again, and waits
-            assert httpx.get(f"{pushable.url}/health_generate", timeout=30).status_code == 503, (
-                "no token is made"
-            )
-            for method in ("GET", "POST"):
-                flushed = httpx.request(method, f"{pushable.url}/flush_cache", timeout=30)
-                assert flushed.status_code == (400 if mode == "in_place" else 200), flushed.text
-        finally:
-            calls.post("/continue_generation", {})
-        assert [opened.result(120).token_ids, late.result(120).token_ids] == [
-            whole[501],
-            whole[502],
-        ]
-    until(lambda: loads(calls) == (0, 0, 0))
-    assert opened.result().aborted == (mode == "abort")
 
 
 @pytest.mark.long

@@ -58,6 +58,7 @@ class EngineChild:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="tlt-")  # mode 0700
+        self.directory = Path(self._directory.name)
         self._context = zmq.Context()
         self._commands, self._events = (
             self._context.socket(zmq.PUSH),
@@ -65,7 +66,7 @@ class EngineChild:
         )
         self._commands.bind(f"ipc://{self._directory.name}/commands")
         self._events.bind(f"ipc://{self._directory.name}/events")
-        self._process = start_engine(settings, Path(self._directory.name))
+        self._process = start_engine(settings, self.directory)
         self.phases: list[Phase] = []
         try:
             self.info = self._ready()

@@ -18,6 +18,7 @@ from tests.engine.tiny import SMALLEST, Shape, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.commands import ClearCache, Command, LookAtWeights, Pause, Submit
 from tlt_server.wire.events import ControlReport, Heartbeat, Outputs, WeightReport
+from tlt_server.wire.kept import read_started
 from tlt_server.wire.records import GenerateRequest, Sampling
 
 
@@ -52,6 +53,7 @@ def test_effects_of_a_command_are_sent_once_before_its_answer(child: EngineChild
     prompt, sampling = list(range(40)), Sampling(max_tokens=900, ignore_eos=True)
     child.send(Submit([GenerateRequest(id="r", token_ids=prompt, sampling=sampling, seed=1)]))
     begun = next(event for event in child.events() if isinstance(event, Outputs) and event.outputs)
+    assert read_started(child.directory) == {"r"}
     assert begun.gauges["running"] == 1 and begun.gauges["pages_free"] < child.info.pages
     retracted = gauges_at_answer(child, Pause("retract", "recompute"))
     assert (retracted["running"], retracted["waiting"], retracted["pages_free"]) == (

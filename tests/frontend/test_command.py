@@ -276,6 +276,19 @@ def test_requests_beyond_the_drain_end_with_a_typed_error(model: Path) -> None:
         assert server.ended() == 0
 
 
+def test_a_drain_does_not_wait_for_detached_rollouts(model: Path, tmp_path: Path) -> None:
+    """The next server with the same state directory goes on with them."""
+    flags = ("--state-dir", str(tmp_path), "--drain-timeout-s", "3600")
+    with served("plain", model, *flags) as server:
+        server.wait_ready()
+        with Client(server.url, timeout_s=20) as client:
+            client.generate([{"token_ids": [HANGS]}], detach=True, timeout_s=3600)
+        await_open(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended() == 0
+    assert len([*tmp_path.glob("rollouts/*.journal")]) == 1
+
+
 def test_a_hung_engine_is_killed_and_restarted(model: Path) -> None:
     with served("plain", model, "--hang-timeout-s", "5", "--restart-window-s", "1") as server:
         server.wait_ready()

@@ -143,6 +143,7 @@ def test_during_a_restart_the_server_is_alive_but_not_ready(model: Path) -> None
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
         assert "tlt_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
         assert not httpx.get(f"{server.url}/server_info").json()["ready"]
+        assert '"ready":false' in httpx.get(f"{server.url}/events").text
         server.call(server.may_launch.set)
         until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
 
