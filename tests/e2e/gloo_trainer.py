@@ -71,6 +71,24 @@ def packed(named: Named, limit: int) -> Iterator[Tensor]:
         yield torch.cat(bucket)
 
 
+def named_group(port: int, name: str) -> Any:
+    """Join a group by torch's rendezvous, a prefix, and torch's helper for named groups."""
+    groups = distributed.distributed_c10d
+    store, rank, size = next(distributed.rendezvous(f"tcp://{HOST}:{port}", 0, 2, timeout=LIMIT))  # type: ignore[attr-defined]
+    store.set_timeout(LIMIT)
+    group, _ = groups._new_process_group_helper(  # type: ignore[no-untyped-call]
+        size,
+        rank,
+        [],
+        groups.Backend("gloo"),
+        PrefixStore(name, store),
+        group_name=name,
+        timeout=LIMIT,
+    )
+    groups._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+
+
 class Trainer:
     def __init__(self, url: str) -> None:
         self.calls, self._pool = Calls(url), ThreadPoolExecutor(1)
@@ -124,25 +142,6 @@ class Trainer:
 
     def join_as_sglang(self, name: str, **fields: Any) -> None:
         port = free_port()
-        torch_groups = distributed.distributed_c10d
-
-        def join() -> Any:
-            store, rank, size = next(
-                distributed.rendezvous(f"tcp://{HOST}:{port}", 0, 2, timeout=LIMIT)
-            )  # type: ignore[attr-defined]
-            store.set_timeout(LIMIT)
-            group, _ = torch_groups._new_process_group_helper(  # type: ignore[no-untyped-call]
-                size,
-                rank,
-                [],
-                torch_groups.Backend("gloo"),
-                PrefixStore(name, store),
-                group_name=name,
-                timeout=LIMIT,
-            )
-            torch_groups._world.pg_group_ranks[group] = {0: 0, 1: 1}
-            return group
-
         asked = {
             "master_address": HOST,
             "master_port": str(port),
@@ -151,7 +150,9 @@ class Trainer:
             "group_name": name,
             "backend": "gloo",
         }
-        reply, self.group = self.meanwhile("/init_weights_update_group", asked, join)
+        reply, self.group = self.meanwhile(
+            "/init_weights_update_group", asked, lambda: named_group(port, name)
+        )
         assert reply["success"]
 
     def send_to_sglang(self, name: str, named: Named, **fields: Any) -> Any:

@@ -11,11 +11,10 @@ import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.pool import Pool
 
-import httpx
 import pytest
 
 from tests.e2e.gloo_trainer import ORDERS, train
-from tests.e2e.trainers import Rollout, rolling
+from tests.e2e.trainers import check_order, completion, rolling
 from tests.mostly_long import mostly_long
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
@@ -32,29 +31,6 @@ def processes() -> Iterator[Pool]:
         yield pool
 
 
-def completion(url: str, i: int) -> Rollout | None:
-    response = httpx.post(
-        f"{url}/inference/v1/generate",
-        timeout=120,
-        json={
-            "token_ids": PROMPT,
-            "sampling_params": {
-                "max_tokens": 200,
-                "seed": i,
-                "ignore_eos": True,
-                "temperature": 1.0,
-            },
-        },
-    )
-    if response.status_code == 503:
-        return None
-    assert response.status_code == 200, response.text
-    [choice] = response.json()["choices"]
-    return Rollout(
-        choice["token_ids"], choice["weight_versions"], choice["finish_reason"] == "abort"
-    )
-
-
 QUICK = ("slime", "trl")  # one trainer calls SGLang's routes, one vLLM's
 
 
@@ -64,8 +40,8 @@ def test_active_weights_equal_the_broadcast_ones(
 ) -> None:
     first = 10 * sorted(ORDERS).index(order) + 1
     with Client(pushable.url, timeout_s=60) as client:
-        before = dict(client.weight_checksums())
-        with rolling(lambda i: completion(pushable.url, i)) as rollouts:
+        before, live = dict(client.weight_checksums()), client.weights()["target"]
+        with rolling(lambda i: completion(pushable.url, PROMPT, i)) as rollouts:
             said = processes.apply_async(train, (order, pushable.url, [first, first + 1])).get(300)
         assert len(said) == 2 and said[0]["version"] != said[1]["version"]
         for round in said:
@@ -75,10 +51,4 @@ def test_active_weights_equal_the_broadcast_ones(
             for name in said[0]["mine"]
         )
         assert client.weights()["open"] == {} and client.weights()["target"] == said[1]["version"]
-    assert rollouts
-    for rollout in rollouts:
-        assert [span["start"] for span in rollout.spans] == [
-            0,
-            *(span["end"] for span in rollout.spans[:-1]),
-        ][: len(rollout.spans)]
-        assert (rollout.spans[-1]["end"] if rollout.spans else 0) == len(rollout.token_ids)
+    check_order(rollouts, [live, *(round["version"] for round in said)])

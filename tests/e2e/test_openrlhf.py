@@ -13,25 +13,21 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from tests.e2e.gloo_trainer import HOST, LIMIT, free_port, sums
+from tests.e2e.gloo_trainer import HOST, free_port, named_group, sums, weights
 from tests.e2e.trainers import Calls
-from tests.waiting import until
+from tests.waiting import in_loop, until
 from tlt_client import Client, TltClientError
 from tlt_client.adapters.errors import NotServed
 from tlt_client.adapters.openrlhf import RolloutActor, TrainerGroup
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
-from tlt_server.demo.workload import TARGET
 
 PROMPT = list(b"Compute 3*4+5.")
 Broadcast = Callable[[Tensor], None]
@@ -69,20 +65,7 @@ def by_communicator(port: int, name: str) -> Broadcast:
 
 
 def by_named_group(port: int, name: str) -> Broadcast:
-    groups = distributed.distributed_c10d
-    limit = timedelta(seconds=60)
-    store, rank, size = next(distributed.rendezvous(f"tcp://{HOST}:{port}", 0, 2, timeout=limit))  # type: ignore[attr-defined]
-    store.set_timeout(limit)
-    group, _ = groups._new_process_group_helper(  # type: ignore[no-untyped-call]
-        size,
-        rank,
-        [],
-        groups.Backend("gloo"),
-        PrefixStore(name, store),
-        group_name=name,
-        timeout=LIMIT,
-    )
-    groups._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    group = named_group(port, name)
     return lambda tensor: distributed.broadcast(tensor, 0, group=group)
 
 
@@ -119,14 +102,6 @@ def running(pushable: ServerProcess) -> ServerProcess:
     with Client(pushable.url, timeout_s=60) as client:
         client.set_strategy("off")
     return pushable
-
-
-def weights(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in load_file(TARGET / "model.safetensors").items()
-    }
 
 
 def await_four(url: str) -> None:
@@ -178,7 +153,7 @@ def test_the_order_of_openrlhf_with_rollouts_running(
             await actor.reset_prefix_cache()
             before = await asyncio.to_thread(live)
             states = []
-            for count, (parameter, tensor) in enumerate(sent.items(), 1):
+            for count, (parameter, tensor) in enumerate(sent, 1):
                 state, _ = await meanwhile(
                     actor.update_weight(
                         parameter,
@@ -190,7 +165,7 @@ def test_the_order_of_openrlhf_with_rollouts_running(
                 )  # type: ignore[misc]
                 states.append(state)
             assert states == ["gathering"] * (len(sent) - 1) + ["committed"]
-            now, mine = await asyncio.to_thread(live), sums(list(sent.items()))
+            now, mine = await asyncio.to_thread(live), sums(sent)
             assert {each: now[each] for each in mine} == mine
             assert all(before[each] != mine[each] for each in mine)
             await actor.resume_generation()
@@ -284,25 +259,22 @@ def test_what_is_not_served_is_refused_with_a_remedy(
         asyncio.run(asked())
 
 
-def test_missing_parameters_are_reported_at_the_last_one(running: ServerProcess) -> None:
-    name, tensor = next(iter(weights(1).items()))
-
-    async def pushed() -> None:
-        actor, port = RolloutActor(running.url), free_port()
-        joined = asyncio.ensure_future(
-            actor.init_process_group(HOST, port, 1, 2, "short", backend="gloo", use_ray=False)
-        )
-        group = await asyncio.to_thread(TrainerGroup, HOST, port, 2, group_name="short")
-        await joined
-        asked = asyncio.ensure_future(
-            actor.update_weight(name, tensor.dtype, tensor.shape, empty_cache=True)
-        )
-        await asyncio.to_thread(group.broadcast, tensor)
-        with pytest.raises(NotServed, match="all of its parameters"):
-            await asked
-        group.close()
-
-    asyncio.run(pushed())
+@in_loop
+async def test_missing_parameters_are_reported_at_the_last_one(running: ServerProcess) -> None:
+    name, tensor = weights(1)[0]
+    actor, port = RolloutActor(running.url), free_port()
+    joined = asyncio.ensure_future(
+        actor.init_process_group(HOST, port, 1, 2, "short", backend="gloo", use_ray=False)
+    )
+    group = await asyncio.to_thread(TrainerGroup, HOST, port, 2, group_name="short")
+    await joined
+    asked = asyncio.ensure_future(
+        actor.update_weight(name, tensor.dtype, tensor.shape, empty_cache=True)
+    )
+    await asyncio.to_thread(group.broadcast, tensor)
+    with pytest.raises(NotServed, match="all of its parameters"):
+        await asked
+    group.close()
 
 
 def test_the_actor_has_the_parameters_of_openrlhf() -> None:

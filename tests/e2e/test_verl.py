@@ -16,19 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.e2e import verl_standin
-from tests.e2e.gloo_trainer import sums
+from tests.e2e.gloo_trainer import Named, sums, weights
 from tests.e2e.trainers import Calls
 from tlt_client import Client, TltClientError
 from tlt_client.adapters import verl as adapter
 from tlt_server.demo.server import ServerProcess
-from tlt_server.demo.workload import TARGET
 
 PROMPT = list(b"Compute 3*4+5.")
-Named = list[tuple[str, Tensor]]
 INSTALLED = find_spec("verl") is not None and find_spec("ray") is not None
 
 
@@ -73,14 +70,6 @@ async def launched(config: Any) -> Any:
     assert isinstance(replica, RolloutReplica)
     await replica.launch_servers()
     return replica
-
-
-def weights(seed: int) -> Named:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (name, tensor + 0.01 * torch.randn(tensor.shape, generator=generator))
-        for name, tensor in load_file(TARGET / "model.safetensors").items()
-    ]
 
 
 def buffered(named: Named) -> Iterator[tuple[str, Tensor]]:

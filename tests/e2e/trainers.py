@@ -83,17 +83,32 @@ def rolling(ask: Callable[[int], Rollout | None], workers: int = 3) -> Iterator[
             worker.result(120)
 
 
-def check(rollouts: list[Rollout], versions: list[str]) -> None:
-    """Every token has exactly one version, in the order in which they went live; every version made
-    some.
-    """
+def completion(url: str, prompt: list[int], seed: int) -> Rollout | None:
+    """Ask as trainers that drive vLLM do: token ids in and out; None while requests are refused."""
+    sampling = {"max_tokens": 200, "seed": seed, "ignore_eos": True, "temperature": 1.0}
+    body = {"token_ids": prompt, "sampling_params": sampling}
+    response = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=120)
+    if response.status_code == 503:
+        return None
+    assert response.status_code == 200, response.text
+    [choice] = response.json()["choices"]
+    return Rollout(
+        choice["token_ids"], choice["weight_versions"], choice["finish_reason"] == "abort"
+    )
+
+
+def check_order(rollouts: list[Rollout], versions: list[str]) -> None:
+    """Every token has exactly one version, in the order in which they went live."""
     assert rollouts
     for rollout in rollouts:
-        assert [span["start"] for span in rollout.spans] == [
-            0,
-            *(span["end"] for span in rollout.spans[:-1]),
-        ][: len(rollout.spans)]
-        assert (rollout.spans[-1]["end"] if rollout.spans else 0) == len(rollout.token_ids)
+        starts = [span["start"] for span in rollout.spans]
+        ends = [span["end"] for span in rollout.spans]
+        assert [*starts, len(rollout.token_ids)] == [0, *ends]
         places = [versions.index(span["version"]) for span in rollout.spans]
         assert places == sorted(set(places)), rollout.spans
+
+
+def check(rollouts: list[Rollout], versions: list[str]) -> None:
+    """Check the order, and that every version made some tokens."""
+    check_order(rollouts, versions)
     assert {span["version"] for rollout in rollouts for span in rollout.spans} == set(versions)
