@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -31,6 +34,33 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
         asyncio.run(test(**given))
 
     return run
+
+
+def in_loop_with(
+    opened: Callable[[Path], AbstractContextManager[dict[str, Any]]], *names: str
+) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Run a test that is a coroutine in an event loop of its own. It gets the named arguments,
+    which are opened for the fixture `model`, and fixtures.
+    """
+
+    def decorated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        asked = inspect.signature(test).parameters
+
+        @wraps(test)
+        def run(model: Path, **given: Any) -> None:
+            async def main() -> None:
+                with opened(model) as arguments:
+                    arguments |= given | ({"model": model} if "model" in asked else {})
+                    await test(**arguments)
+
+            asyncio.run(main())
+
+        fixtures = [asked[name] for name in asked if name not in (*names, "model")]
+        model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY)
+        run.__signature__ = inspect.Signature([*fixtures, model])  # type: ignore[attr-defined]
+        return run
+
+    return decorated
 
 
 def meanwhile(call: Callable[[], T]) -> Future[T]:

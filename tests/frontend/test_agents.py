@@ -16,6 +16,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.saying import CALLS, write_saying
 from tests.mostly_long import mostly_long
 from tests.tokenizers import FAMILIES
+from tests.waiting import in_loop
 
 MODEL = "tiny"
 
@@ -175,26 +176,23 @@ def test_pydantic_ai_runs_tools_and_types_its_output(server: LiveServer) -> None
         assert asyncio.run(streamed(free)) == "It is 22 degrees in Paris."
 
 
-def test_openai_agents_run_by_responses_and_by_chat(server: LiveServer) -> None:
+@in_loop
+async def test_openai_agents_run_by_responses_and_by_chat(server: LiveServer) -> None:
     import agents
 
     agents.set_tracing_disabled(True)
-
-    async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
-                model = kind(model=MODEL, openai_client=client)
-                tools = [agents.function_tool(degrees)]
-                free = agents.Agent("a", instructions="Help.", model=model, tools=tools)
-                done = await agents.Runner.run(free, "How warm is Paris?")
-                assert done.final_output == "It is 22 degrees in Paris."
-                stream = agents.Runner.run_streamed(free, "How warm is Paris?")
-                kinds = {event.type async for event in stream.stream_events()}
-                assert stream.final_output == done.final_output and "run_item_stream_event" in kinds
-                typed = agents.Agent("b", model=model, output_type=Weather)
-                assert (await agents.Runner.run(typed, JSON)).final_output == WEATHER
-
-    asyncio.run(run())
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
+            model = kind(model=MODEL, openai_client=client)
+            tools = [agents.function_tool(degrees)]
+            free = agents.Agent("a", instructions="Help.", model=model, tools=tools)
+            done = await agents.Runner.run(free, "How warm is Paris?")
+            assert done.final_output == "It is 22 degrees in Paris."
+            stream = agents.Runner.run_streamed(free, "How warm is Paris?")
+            kinds = {event.type async for event in stream.stream_events()}
+            assert stream.final_output == done.final_output and "run_item_stream_event" in kinds
+            typed = agents.Agent("b", model=model, output_type=Weather)
+            assert (await agents.Runner.run(typed, JSON)).final_output == WEATHER
 
 
 def test_instructor_makes_structures(sdk: openai.OpenAI) -> None:

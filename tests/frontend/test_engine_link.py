@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from tests.frontend.fake_engine import INFO
+from tests.waiting import in_loop
 from tlt_server.frontend.link import link as link_module
 from tlt_server.frontend.link.link import Death, EngineLink
 from tlt_server.wire.commands import SetPolicy, decode_command
@@ -34,34 +35,31 @@ class Process:
         self.exited.set_result(-9)
 
 
-def test_who_hears_that_the_engine_is_ready_can_give_it_commands(tmp_path: Path) -> None:
+@in_loop
+async def test_who_hears_that_the_engine_is_ready_can_give_it_commands(tmp_path: Path) -> None:
     """The link's two sockets connect in any order; here the commands' comes long after the
     events'.
     """
     received: list[object] = []
     sent: list[bool] = []
+    link, process = EngineLink(tmp_path, startup_timeout_s=60, hang_timeout_s=60), Process()
+    context = zmq.asyncio.Context()
+    events, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
 
-    async def run() -> None:
-        link, process = EngineLink(tmp_path, startup_timeout_s=60, hang_timeout_s=60), Process()
-        context = zmq.asyncio.Context()
-        events, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    def take(event: Event) -> None:
+        sent.append(link.send(SetPolicy("off")))
 
-        def take(event: Event) -> None:
-            sent.append(link.send(SetPolicy("off")))
-
-        living = asyncio.create_task(link.run(process, take))
-        events.connect(f"ipc://{tmp_path}/events")
-        await events.send(encode(Ready(INFO)))
-        await asyncio.sleep(0.2)
-        assert sent == []
-        commands.connect(f"ipc://{tmp_path}/commands")
-        received.append(decode_command(await asyncio.wait_for(commands.recv(), 30)))
-        process.exited.set_result(0)
-        assert (await living).ending == "exited"
-        context.destroy(linger=0)
-        link.close()
-
-    asyncio.run(run())
+    living = asyncio.create_task(link.run(process, take))
+    events.connect(f"ipc://{tmp_path}/events")
+    await events.send(encode(Ready(INFO)))
+    await asyncio.sleep(0.2)
+    assert sent == []
+    commands.connect(f"ipc://{tmp_path}/commands")
+    received.append(decode_command(await asyncio.wait_for(commands.recv(), 30)))
+    process.exited.set_result(0)
+    assert (await living).ending == "exited"
+    context.destroy(linger=0)
+    link.close()
     assert sent == [True] and received == [SetPolicy("off")]
 
 

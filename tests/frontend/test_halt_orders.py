@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import in_loop
 from tlt_server.errors import EngineFailed, TltError, Unavailable, from_code
 from tlt_server.frontend.link.pause import PauseState
 from tlt_server.wire.commands import ControlCommand, Memory, Pause, Resume, Sleep, WakeUp
@@ -148,51 +149,45 @@ async def story(steps: list[str]) -> None:
     twin.halt.check()
 
 
-def test_departed_caller_leaves_the_engine_asleep() -> None:
-    async def run() -> None:
-        twin = Twin()
-        sleep = asked(twin.halt, "sleep both")
-        await asyncio.sleep(0)
-        sleep.cancel()
-        await asyncio.gather(sleep, return_exceptions=True)
-        twin.do(fails=False)
-        with pytest.raises(Unavailable, match="kv_cache and weights"):
-            twin.halt.check()
-
-    asyncio.run(run())
-
-
-def test_failed_pause_keeps_the_pause_of_another_caller() -> None:
-    async def run() -> None:
-        twin = Twin()
-        calls = [asked(twin.halt, "pause refusing"), asked(twin.halt, "pause taking")]
-        await asyncio.sleep(0)
-        twin.do(fails=True)
-        twin.do(fails=False)
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert twin.halt.paused and not twin.halt.refusing
+@in_loop
+async def test_departed_caller_leaves_the_engine_asleep() -> None:
+    twin = Twin()
+    sleep = asked(twin.halt, "sleep both")
+    await asyncio.sleep(0)
+    sleep.cancel()
+    await asyncio.gather(sleep, return_exceptions=True)
+    twin.do(fails=False)
+    with pytest.raises(Unavailable, match="kv_cache and weights"):
         twin.halt.check()
 
-    asyncio.run(run())
+
+@in_loop
+async def test_failed_pause_keeps_the_pause_of_another_caller() -> None:
+    twin = Twin()
+    calls = [asked(twin.halt, "pause refusing"), asked(twin.halt, "pause taking")]
+    await asyncio.sleep(0)
+    twin.do(fails=True)
+    twin.do(fails=False)
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert twin.halt.paused and not twin.halt.refusing
+    twin.halt.check()
 
 
-def test_requests_are_refused_while_a_new_epoch_cannot_halt() -> None:
-    async def run() -> None:
-        twin = Twin()
-        sleep = asked(twin.halt, "sleep both")
-        await asyncio.sleep(0)
-        twin.do(fails=False)
-        await sleep
-        twin.die()
-        (told,) = twin.halt.standing()
-        twin.halt.answered(ControlReport(told.id, ("engine_failed", "the disk is full")))
-        with pytest.raises(Unavailable, match="kv_cache and weights"):
-            twin.halt.check()
-        twin.gone = False
-        wake = asked(twin.halt, "wake both")
-        await asyncio.sleep(0)
-        twin.do(fails=False)
-        await wake
+@in_loop
+async def test_requests_are_refused_while_a_new_epoch_cannot_halt() -> None:
+    twin = Twin()
+    sleep = asked(twin.halt, "sleep both")
+    await asyncio.sleep(0)
+    twin.do(fails=False)
+    await sleep
+    twin.die()
+    (told,) = twin.halt.standing()
+    twin.halt.answered(ControlReport(told.id, ("engine_failed", "the disk is full")))
+    with pytest.raises(Unavailable, match="kv_cache and weights"):
         twin.halt.check()
-
-    asyncio.run(run())
+    twin.gone = False
+    wake = asked(twin.halt, "wake both")
+    await asyncio.sleep(0)
+    twin.do(fails=False)
+    await wake
+    twin.halt.check()

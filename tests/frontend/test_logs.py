@@ -23,7 +23,7 @@ import structlog
 
 from tests.frontend.fake_engine import DIES, FAILS
 from tests.frontend.live_server import LiveServer, live_server, serving
-from tests.waiting import until
+from tests.waiting import in_loop, until
 from tlt_server.frontend.http.logs import left_behind, write_logs
 
 PROMPT, COMPLETION, KEY = (
@@ -263,15 +263,13 @@ def test_unawaited_exception_is_logged_without_its_message(stream: io.StringIO) 
     assert PROMPT not in stream.getvalue()
 
 
-def test_a_callback_that_fails_is_logged_without_its_arguments(stream: io.StringIO) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(left_behind)
-        loop.call_soon(int, "prompt")
-        loop.call_soon("prompt".index, "x")
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
+@in_loop
+async def test_a_callback_that_fails_is_logged_without_its_arguments(stream: io.StringIO) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(left_behind)
+    loop.call_soon(int, "prompt")
+    loop.call_soon("prompt".index, "x")
+    await asyncio.sleep(0)
     assert [line["what"] for line in lines(stream)] == [
         "Exception in callback int",
         "Exception in callback str.index",

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import tlt_server
 from tests.frontend.fake_engine import INFO
 from tests.frontend.live_server import LiveServer, live_server, serving
+from tests.waiting import in_loop
 from tlt_client import Client, ItemResult
 from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_server import errors
@@ -325,17 +326,14 @@ def test_an_engine_step_costs_the_frontend_little() -> None:
     assert best < 0.0005, f"{best * 1e6:.0f} us per step"
 
 
-def test_long_turn_is_measured() -> None:
+@in_loop
+async def test_long_turn_is_measured() -> None:
     metrics = Metrics()
-
-    async def main() -> None:
-        watching = asyncio.create_task(watch_turns(metrics))
-        await asyncio.sleep(0.02)
-        asyncio.get_running_loop().call_soon(time.sleep, 0.06)
-        await asyncio.sleep(0.02)
-        watching.cancel()
-
-    asyncio.run(main())
+    watching = asyncio.create_task(watch_turns(metrics))
+    await asyncio.sleep(0.02)
+    asyncio.get_running_loop().call_soon(time.sleep, 0.06)
+    await asyncio.sleep(0.02)
+    watching.cancel()
     value = metrics.registry.get_sample_value
     assert 0.05 < (value("tlt_loop_held_longest_seconds") or 0) < 10
     total, below = (

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 import tlt_server
 from tests.unit.hostile_values import bodies
+from tests.waiting import in_loop, in_loop_with
 from tlt_server.errors import InvalidRequest, QueueFull, TltError, TooLarge, Unavailable
 from tlt_server.frontend.dialects.native import FORMS
 from tlt_server.frontend.dialects.weights.requests import PUSH
@@ -65,6 +66,17 @@ def run(model: Path, work: Callable[[Reader], Awaitable[T]], **options: Any) -> 
             return await work(reader)
 
     return asyncio.run(main())
+
+
+def with_reader(**options: Any) -> Any:
+    """Give a coroutine that is a test the argument `reader`."""
+
+    @contextmanager
+    def reading(model: Path) -> Iterator[dict[str, Any]]:
+        with closing(Reader(model, **options)) as reader:
+            yield {"reader": reader}
+
+    return in_loop_with(reading, "reader")
 
 
 def texts(*some: str) -> Slice:
@@ -139,76 +151,62 @@ def test_ids_are_the_same_packed() -> None:
     assert msgspec.json.decode(b"".join(json_ids(PackedIds.of([])))) == []
 
 
-def test_the_process_tokenises_decodes_and_renders(model: Path) -> None:
+@with_reader()
+async def test_the_process_tokenises_decodes_and_renders(reader: Reader, model: Path) -> None:
     text, long = Text.load(model), "line of text\n" * 9000
-
-    async def work(reader: Reader) -> None:
-        ids = await tokenised(reader, long)
-        assert ids == text.encode([long])[0]
-        data = PackedIds.of(ids).packed
-        [back] = await reader.ask(
-            "", [Slice(("decode", True), lambda: sliced([data]))], total=1, largest=1
-        )
-        assert back == long
-        chat = [{"role": "user", "content": long}] * 2
-        [said] = await reader.ask(
-            "", [Slice(("render",), lambda: cut([chat, None, {}]))], total=1, largest=1
-        )
-        assert said == text.render(chat)
-
-    run(model, work)
+    ids = await tokenised(reader, long)
+    assert ids == text.encode([long])[0]
+    data = PackedIds.of(ids).packed
+    [back] = await reader.ask(
+        "", [Slice(("decode", True), lambda: sliced([data]))], total=1, largest=1
+    )
+    assert back == long
+    chat = [{"role": "user", "content": long}] * 2
+    [said] = await reader.ask(
+        "", [Slice(("render",), lambda: cut([chat, None, {}]))], total=1, largest=1
+    )
+    assert said == text.render(chat)
 
 
-def test_errors_cross_with_their_type_or_without_details(model: Path) -> None:
+@with_reader()
+async def test_errors_cross_with_their_type_or_without_details(reader: Reader) -> None:
     long = [{"role": "user", "content": "", "name": "x" * PACKED_CHARS}]
-
-    async def work(reader: Reader) -> None:
-        for slice, kind, says in (
-            (Slice(("render",), lambda: cut([long, None, {}])), InvalidRequest, "^name has a te"),
-            (
-                Slice(("parse", "tlt_server.errors:from_code", 1, 2, 3), lambda: []),
-                TltError,
-                "^une",
-            ),
-            (Slice(("parse", "os:system"), lambda: [b"true"]), TltError, "AssertionError"),
-        ):
-            with pytest.raises(kind, match=says):
-                await reader.ask("", [slice], total=1, largest=1)
-        assert await tokenised(reader, "abc") == [97, 98, 99]
-
-    run(model, work)
+    for slice, kind, says in (
+        (Slice(("render",), lambda: cut([long, None, {}])), InvalidRequest, "^name has a te"),
+        (Slice(("parse", "tlt_server.errors:from_code", 1, 2, 3), lambda: []), TltError, "^une"),
+        (Slice(("parse", "os:system"), lambda: [b"true"]), TltError, "AssertionError"),
+    ):
+        with pytest.raises(kind, match=says):
+            await reader.ask("", [slice], total=1, largest=1)
+    assert await tokenised(reader, "abc") == [97, 98, 99]
 
 
-def test_small_work_goes_on_beside_the_largest(model: Path) -> None:
-    async def work(reader: Reader) -> None:
-        await tokenised(reader, "x")
-        large, served = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE)), 0
-        while not large.done():
-            assert await tokenised(reader, "2+2=") == [*b"2+2="]
-            served += 1
-        assert len(await large) == 2 * 10**6
-        assert served > 20, "one that waits for the large one is the only one"
-
-    run(model, work)
+@with_reader()
+async def test_small_work_goes_on_beside_the_largest(reader: Reader) -> None:
+    await tokenised(reader, "x")
+    large, served = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE)), 0
+    while not large.done():
+        assert await tokenised(reader, "2+2=") == [*b"2+2="]
+        served += 1
+    assert len(await large) == 2 * 10**6
+    assert served > 20, "one that waits for the large one is the only one"
 
 
-def test_killed_process_is_replaced_and_its_jobs_may_be_resent(model: Path) -> None:
-    async def work(reader: Reader) -> None:
-        await tokenised(reader, "x")
-        for number in (signal.SIGKILL, signal.SIGSEGV):
-            large = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE))
-            await under_way(reader)
-            waits = asyncio.create_task(tokenised(reader, "waits", total=LARGE))
-            await asyncio.sleep(0)
-            before = reader.pid
-            assert before is not None
-            os.kill(before, number)
-            with pytest.raises(Unavailable, match="send it again"):
-                await large
-            assert await waits == [*b"waits"]
-            assert reader.pid not in (None, before)
-
-    run(model, work)
+@with_reader()
+async def test_killed_process_is_replaced_and_its_jobs_may_be_resent(reader: Reader) -> None:
+    await tokenised(reader, "x")
+    for number in (signal.SIGKILL, signal.SIGSEGV):
+        large = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE))
+        await under_way(reader)
+        waits = asyncio.create_task(tokenised(reader, "waits", total=LARGE))
+        await asyncio.sleep(0)
+        before = reader.pid
+        assert before is not None
+        os.kill(before, number)
+        with pytest.raises(Unavailable, match="send it again"):
+            await large
+        assert await waits == [*b"waits"]
+        assert reader.pid not in (None, before)
 
 
 async def under_way(reader: Reader) -> None:
@@ -231,57 +229,52 @@ def test_a_process_that_cannot_be_launched_is_tried_again(
     assert not refusals
 
 
+@with_reader()
 @pytest.mark.usefixtures("_deadly")
 @pytest.mark.parametrize("leaves", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_job_crashing_the_process_is_identified_among_several(model: Path, leaves: bool) -> None:
-    async def work(reader: Reader) -> None:
-        await tokenised(reader, "x")
-        crashing = asyncio.create_task(reader.ask("greedy", [die()], total=LARGE, largest=LARGE))
-        await under_way(reader)
-        if leaves:
-            crashing.cancel()
-        while not reader._waits:
-            assert await tokenised(reader, "ab" * 2**9, "small") == [*b"ab"] * 2**9
-        assert {*reader._waits} == {"greedy"}
-        with pytest.raises(asyncio.CancelledError if leaves else TooLarge):
-            await crashing
+async def test_job_crashing_the_process_is_identified_among_several(
+    reader: Reader, leaves: bool
+) -> None:
+    await tokenised(reader, "x")
+    crashing = asyncio.create_task(reader.ask("greedy", [die()], total=LARGE, largest=LARGE))
+    await under_way(reader)
+    if leaves:
+        crashing.cancel()
+    while not reader._waits:
+        assert await tokenised(reader, "ab" * 2**9, "small") == [*b"ab"] * 2**9
+    assert {*reader._waits} == {"greedy"}
+    with pytest.raises(asyncio.CancelledError if leaves else TooLarge):
+        await crashing
 
-    run(model, work)
 
-
+@with_reader(memory_mb=777)
 @pytest.mark.usefixtures("_deadly")
-def test_only_the_key_of_deadly_jobs_rests(model: Path) -> None:
-    async def work(reader: Reader) -> None:
-        for _ in range(3):
-            with pytest.raises(TooLarge, match="more than the 777 MiB that the reading process"):
-                await reader.ask("greedy", [die()], total=LARGE, largest=LARGE)
-        rests = asyncio.create_task(tokenised(reader, "rests", "greedy", total=LARGE))
-        await asyncio.sleep(0)
-        assert await tokenised(reader, "at once", "small", total=LARGE) == [*b"at once"]
-        assert not rests.done()
-        assert await rests == [*b"rests"]
-
-    run(model, work, memory_mb=777)
+async def test_only_the_key_of_deadly_jobs_rests(reader: Reader) -> None:
+    for _ in range(3):
+        with pytest.raises(TooLarge, match="more than the 777 MiB that the reading process"):
+            await reader.ask("greedy", [die()], total=LARGE, largest=LARGE)
+    rests = asyncio.create_task(tokenised(reader, "rests", "greedy", total=LARGE))
+    await asyncio.sleep(0)
+    assert await tokenised(reader, "at once", "small", total=LARGE) == [*b"at once"]
+    assert not rests.done()
+    assert await rests == [*b"rests"]
 
 
+@with_reader()
 @pytest.mark.usefixtures("_deadly")
-def test_hung_trial_job_delays_others_only_briefly(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+async def test_hung_trial_job_delays_others_only_briefly(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "TRIAL_S", 0.5)
-
-    async def work(reader: Reader) -> None:
-        await tokenised(reader, "x")
-        hangs = asyncio.create_task(reader.ask("a", [Slice(("hang",), list)], **SIZES))
-        crashes = asyncio.create_task(reader.ask("a", [die()], total=LARGE, largest=LARGE))
-        await under_way(reader)
-        with pytest.raises(Unavailable):
-            await hangs
-        with pytest.raises(TooLarge):
-            await crashes
-        assert await tokenised(reader, "y", "b") == [ord("y")]
-
-    run(model, work)
+    await tokenised(reader, "x")
+    hangs = asyncio.create_task(reader.ask("a", [Slice(("hang",), list)], **SIZES))
+    crashes = asyncio.create_task(reader.ask("a", [die()], total=LARGE, largest=LARGE))
+    await under_way(reader)
+    with pytest.raises(Unavailable):
+        await hangs
+    with pytest.raises(TooLarge):
+        await crashes
+    assert await tokenised(reader, "y", "b") == [ord("y")]
 
 
 def test_waits_double_while_failures_follow_each_other() -> None:
@@ -292,55 +285,50 @@ def test_waits_double_while_failures_follow_each_other() -> None:
     assert [wait.longer() for _ in range(2)] == [0.25, 0.5]
 
 
-def test_a_process_that_hangs_is_replaced(model: Path) -> None:
-    async def work(reader: Reader) -> None:
-        await tokenised(reader, "x")
-        assert reader.pid is not None
-        os.kill(reader.pid, signal.SIGSTOP)
-        await asyncio.to_thread(os.waitid, os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
-        reader._hang_s = 1.0
-        hangs = asyncio.create_task(tokenised(reader, "y"))
-        while reader._under_way[0] is None:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        reader._hang_s = HANG_S
-        bystander = asyncio.create_task(tokenised(reader, "w", total=LARGE))
-        with pytest.raises(Unavailable, match="send it again"):
-            await hangs
-        assert await bystander == [ord("w")]
-        assert await tokenised(reader, "z") == [ord("z")]
-
-    run(model, work)
+@with_reader()
+async def test_a_process_that_hangs_is_replaced(reader: Reader) -> None:
+    await tokenised(reader, "x")
+    assert reader.pid is not None
+    os.kill(reader.pid, signal.SIGSTOP)
+    await asyncio.to_thread(os.waitid, os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
+    reader._hang_s = 1.0
+    hangs = asyncio.create_task(tokenised(reader, "y"))
+    while reader._under_way[0] is None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    reader._hang_s = HANG_S
+    bystander = asyncio.create_task(tokenised(reader, "w", total=LARGE))
+    with pytest.raises(Unavailable, match="send it again"):
+        await hangs
+    assert await bystander == [ord("w")]
+    assert await tokenised(reader, "z") == [ord("z")]
 
 
+@with_reader()
 @pytest.mark.usefixtures("_deadly")
-def test_patience_counts_the_time_of_a_core(model: Path) -> None:
+async def test_patience_counts_the_time_of_a_core(reader: Reader) -> None:
     """A slice that waits is not refused, as one that gets no core; one that works for long is."""
     patience = Patience(0.2, lambda: InvalidRequest("too much work"))
 
-    async def work(reader: Reader) -> None:
-        async def does(name: str) -> Any:
-            slices = [Slice((name,), list)]
-            return await reader.ask("", slices, total=LARGE, largest=1, patience=patience)
+    async def does(name: str) -> Any:
+        slices = [Slice((name,), list)]
+        return await reader.ask("", slices, total=LARGE, largest=1, patience=patience)
 
-        assert await does("wait") == [None]
-        with pytest.raises(InvalidRequest, match="too much work"):
-            await does("work")
-        assert await tokenised(reader, "served") == [*b"served"]
-
-    run(model, work)
+    assert await does("wait") == [None]
+    with pytest.raises(InvalidRequest, match="too much work"):
+        await does("work")
+    assert await tokenised(reader, "served") == [*b"served"]
 
 
-def test_memory_is_bounded_and_who_needs_more_is_too_large(model: Path) -> None:
-    async def work(reader: Reader) -> None:
-        for text in ("a" * 2**21, "b" * 2**22):  # one does without memory in Python, one in Rust
-            with pytest.raises(TooLarge, match="smaller parts"):
-                await tokenised(reader, text, total=LARGE)
-        assert await tokenised(reader, "still here") == [*b"still here"]
-
-    run(model, work, memory_mb=128)
+@with_reader(memory_mb=128)
+async def test_memory_is_bounded_and_who_needs_more_is_too_large(reader: Reader) -> None:
+    for text in ("a" * 2**21, "b" * 2**22):  # one does without memory in Python, one in Rust
+        with pytest.raises(TooLarge, match="smaller parts"):
+            await tokenised(reader, text, total=LARGE)
+    assert await tokenised(reader, "still here") == [*b"still here"]
 
 
-def test_the_rest_of_a_job_is_dropped_with_its_client(model: Path) -> None:
+@with_reader()
+async def test_the_rest_of_a_job_is_dropped_with_its_client(reader: Reader) -> None:
     sent = []
 
     def slices() -> Iterator[Slice]:
@@ -348,17 +336,14 @@ def test_the_rest_of_a_job_is_dropped_with_its_client(model: Path) -> None:
             sent.append(i)
             yield texts("ab" * 20_000)
 
-    async def work(reader: Reader) -> None:
-        asked = asyncio.create_task(reader.ask("", slices(), total=LARGE, largest=40_000))
-        while len(sent) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        began = len(sent)
-        await tokenised(reader, "x" * 10, total=2**17)
-        assert len(sent) <= began + 1
-
-    run(model, work)
+    asked = asyncio.create_task(reader.ask("", slices(), total=LARGE, largest=40_000))
+    while len(sent) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    began = len(sent)
+    await tokenised(reader, "x" * 10, total=2**17)
+    assert len(sent) <= began + 1
 
 
 def test_the_process_ends_with_the_server_and_gets_no_keys(
@@ -380,8 +365,9 @@ def test_the_process_ends_with_the_server_and_gets_no_keys(
     assert not Path(f"/proc/{run(model, work, secrets=('TLT_API_KEYS',))}").exists()
 
 
-def test_running_process_ignores_files_of_another_version(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@with_reader()
+async def test_running_process_ignores_files_of_another_version(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "tlt_server"
     shutil.copytree(Path(tlt_server.__file__).parent, package, ignore=only_modules)
@@ -389,80 +375,68 @@ def test_running_process_ignores_files_of_another_version(
     kinds: list[tuple[str, tuple[str, ...] | None]]
     kinds = [(name_of(kind), None) for kind in bodies().values()]
     kinds += [(name_of(form.choose), form.names) for form in (FORMS, PUSH)]
-
-    async def work(reader: Reader) -> None:
-        await tokenised(reader, "x")
-        shutil.rmtree(package)
-        for kind in kinds:
-            arguments = (PARSED_APART, *kind, [8, 100, 101, 4, 4, 8])
-            with pytest.raises(InvalidRequest):
-                await reader.ask("", [Slice(("parse", *arguments), lambda: [b"[]"])], **SIZES)
-        message = Slice(("parse", ARRIVED_APART, "Generate"), lambda: [b"\xff"])
+    await tokenised(reader, "x")
+    shutil.rmtree(package)
+    for kind in kinds:
+        arguments = (PARSED_APART, *kind, [8, 100, 101, 4, 4, 8])
         with pytest.raises(InvalidRequest):
-            await reader.ask("", [message], **SIZES)
-        chat = [{"role": "user", "content": "x"}]
-        await reader.ask("", [Slice(("render",), lambda: cut([chat, None, {}]))], **SIZES)
-        await reader.ask("", [Slice(("decode", True), lambda: [bytes(4)])], **SIZES)
-
-    run(model, work)
+            await reader.ask("", [Slice(("parse", *arguments), lambda: [b"[]"])], **SIZES)
+    message = Slice(("parse", ARRIVED_APART, "Generate"), lambda: [b"\xff"])
+    with pytest.raises(InvalidRequest):
+        await reader.ask("", [message], **SIZES)
+    chat = [{"role": "user", "content": "x"}]
+    await reader.ask("", [Slice(("render",), lambda: cut([chat, None, {}]))], **SIZES)
+    await reader.ask("", [Slice(("decode", True), lambda: [bytes(4)])], **SIZES)
 
 
 def only_modules(folder: str, names: list[str]) -> set[str]:
     return {name for name in names if "." in name and not name.endswith((".py", ".pyc"))}
 
 
-def test_nothing_is_taken_after_the_end(model: Path) -> None:
-    async def work(reader: Reader) -> None:
-        reader.close()
-        with pytest.raises(Unavailable, match="shutting down"):
-            await tokenised(reader, "x")
-
-    run(model, work)
+@with_reader()
+async def test_nothing_is_taken_after_the_end(reader: Reader) -> None:
+    reader.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await tokenised(reader, "x")
 
 
-def test_keys_share_the_process_by_time() -> None:
-    async def main() -> None:
-        queue = JobQueue()
-        for _ in range(40):
-            queue.add(Job("greedy", [texts("a")] * 3))
-        served = []
-        for i in range(40):
-            if i == 10:
-                for _ in range(10):
-                    queue.add(Job("small", [texts("b")]))
-            job = await queue.next()
-            served.append(job.key)
-            job.take(None)
-            if not job.done.done():
-                queue.again(job)
-            queue.charge(job, 0.05)
-        assert served[10:30].count("small") >= 9
-
-    asyncio.run(main())
+@in_loop
+async def test_keys_share_the_process_by_time() -> None:
+    queue = JobQueue()
+    for _ in range(40):
+        queue.add(Job("greedy", [texts("a")] * 3))
+    served = []
+    for i in range(40):
+        if i == 10:
+            for _ in range(10):
+                queue.add(Job("small", [texts("b")]))
+        job = await queue.next()
+        served.append(job.key)
+        job.take(None)
+        if not job.done.done():
+            queue.again(job)
+        queue.charge(job, 0.05)
+    assert served[10:30].count("small") >= 9
 
 
-def test_the_queue_is_bounded_for_each_key() -> None:
-    async def main() -> None:
-        queue = JobQueue()
-        for _ in range(jobs.MAX_WAITING_KEY):
-            queue.add(Job("a", [texts("a")]))
-        with pytest.raises(QueueFull, match="of this key wait to be read; the limit is 256: send"):
-            queue.add(Job("a", [texts("a")]))
-        queue.add(Job("b", [texts("a")]))
-
-    asyncio.run(main())
+@in_loop
+async def test_the_queue_is_bounded_for_each_key() -> None:
+    queue = JobQueue()
+    for _ in range(jobs.MAX_WAITING_KEY):
+        queue.add(Job("a", [texts("a")]))
+    with pytest.raises(QueueFull, match="of this key wait to be read; the limit is 256: send"):
+        queue.add(Job("a", [texts("a")]))
+    queue.add(Job("b", [texts("a")]))
 
 
-def test_texts_are_tokenised_in_slices_in_their_order(model: Path) -> None:
+@with_reader()
+async def test_texts_are_tokenised_in_slices_in_their_order(reader: Reader, model: Path) -> None:
     text, rng = Text.load(model), random.Random(2)
     some = ["x" * rng.choice((0, 1, 50, 3000, SLICE_CHARS + 1)) + str(i) for i in range(60)]
 
-    async def work(reader: Reader) -> None:
-        async def connected() -> Any:
-            await asyncio.sleep(3600)
+    async def connected() -> Any:
+        await asyncio.sleep(3600)
 
-        asking._ASKER.set(Asker(reader, "", connected))
-        found = await encode(text, some, some, 10**6, special=True)
-        assert [ids.list() for ids in found] == text.encode(some)
-
-    run(model, work)
+    asking._ASKER.set(Asker(reader, "", connected))
+    found = await encode(text, some, some, 10**6, special=True)
+    assert [ids.list() for ids in found] == text.encode(some)

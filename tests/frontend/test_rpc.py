@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server, serving
 from tests.frontend.test_metrics import series
-from tests.waiting import until
+from tests.waiting import in_loop, until
 from tlt_client.errors import Cancelled, InvalidRequest, ServerError, Unauthenticated, Unavailable
 from tlt_client.rpc import (
     GenerateRequest,
@@ -275,7 +275,8 @@ class Left(SlowToBegin):
         raise grpc.aio.InternalError("a send failed")
 
 
-def test_client_leaving_during_a_write_is_not_a_server_error() -> None:
+@in_loop
+async def test_client_leaving_during_a_write_is_not_a_server_error() -> None:
     context, method = Left(), METHODS["/tlt.v1.RolloutService/WatchEvents"]
 
     async def app(
@@ -286,12 +287,9 @@ def test_client_leaving_during_a_write_is_not_a_server_error() -> None:
         for _ in range(2):
             await send({"type": "http.response.body", "body": b"event: state\ndata: {}"})
 
-    async def called() -> None:
-        exchange = Exchange(context, method.operation, MessageReads(1), 5.0, secure=False)  # type: ignore[arg-type]
-        await exchange.run(app, method)  # type: ignore[arg-type]
-        assert exchange.error is None
-
-    asyncio.run(called())
+    exchange = Exchange(context, method.operation, MessageReads(1), 5.0, secure=False)  # type: ignore[arg-type]
+    await exchange.run(app, method)  # type: ignore[arg-type]
+    assert exchange.error is None
     assert len(context.sent) == 2, "nothing is written after a send that failed"
 
 

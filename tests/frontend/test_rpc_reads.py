@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
 from tests.frontend.live_server import live_server
 from tests.frontend.test_rpc import SHORT, refused
-from tests.waiting import until
+from tests.waiting import in_loop, until
 from tlt_client.rpc import RolloutServiceStub
 from tlt_server.errors import Unavailable
 from tlt_server.frontend.rpc import exchange
@@ -46,66 +45,56 @@ class Messages:
         return asyncio.create_task(self.reads.read(name[0], receive))
 
 
-def run(case: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(case, 30))
-
-
-def test_free_turns_go_to_the_owner_that_reads_least() -> None:
-    async def case() -> None:
-        messages = Messages(2)
-        tasks = {name: messages.start(name) for name in ("a1", "a2", "a3", "a4", "b1", "c1")}
+@in_loop
+async def test_free_turns_go_to_the_owner_that_reads_least() -> None:
+    messages = Messages(2)
+    tasks = {name: messages.start(name) for name in ("a1", "a2", "a3", "a4", "b1", "c1")}
+    await asyncio.sleep(0)
+    assert messages.began == ["a1", "a2"]
+    tasks["a4"].cancel()  # its client leaves while it waits
+    for name, began in (("a1", "b1"), ("b1", "c1"), ("a2", "a3")):
+        messages.arrived[name].set()
+        assert await tasks[name] == name
         await asyncio.sleep(0)
-        assert messages.began == ["a1", "a2"]
-        tasks["a4"].cancel()  # its client leaves while it waits
-        for name, began in (("a1", "b1"), ("b1", "c1"), ("a2", "a3")):
-            messages.arrived[name].set()
-            assert await tasks[name] == name
-            await asyncio.sleep(0)
-            assert messages.began[-1] == began
-        messages.arrived["c1"].set()
-        messages.arrived["a3"].set()
-        assert await tasks["a3"] == "a3" and await tasks["c1"] == "c1"
-        again = messages.start("d1")
-        messages.arrived["d1"].set()
-        assert await again == "d1" and messages.reads._free == 2
-
-    run(case())
+        assert messages.began[-1] == began
+    messages.arrived["c1"].set()
+    messages.arrived["a3"].set()
+    assert await tasks["a3"] == "a3" and await tasks["c1"] == "c1"
+    again = messages.start("d1")
+    messages.arrived["d1"].set()
+    assert await again == "d1" and messages.reads._free == 2
 
 
+@in_loop
 @pytest.mark.usefixtures("_impatient")
-def test_a_read_that_stalls_is_cut_only_while_others_wait() -> None:
-    async def case() -> None:
-        messages = Messages(2)
-        stalled = [messages.start("a1"), messages.start("a2")]
-        await asyncio.sleep(0.3)
-        assert not any(task.done() for task in stalled)
-        other = messages.start("b1")
-        messages.arrived["b1"].set()
-        assert await other == "b1"
-        with pytest.raises(Unavailable, match="2 messages are read at once"):
-            await stalled[0]
-        own = messages.start("a3")
-        messages.arrived["a3"].set()
-        assert await own == "a3" and not stalled[1].done()
-        messages.arrived["a2"].set()
-        assert await stalled[1] == "a2"
-
-    run(case())
+async def test_a_read_that_stalls_is_cut_only_while_others_wait() -> None:
+    messages = Messages(2)
+    stalled = [messages.start("a1"), messages.start("a2")]
+    await asyncio.sleep(0.3)
+    assert not any(task.done() for task in stalled)
+    other = messages.start("b1")
+    messages.arrived["b1"].set()
+    assert await other == "b1"
+    with pytest.raises(Unavailable, match="2 messages are read at once"):
+        await stalled[0]
+    own = messages.start("a3")
+    messages.arrived["a3"].set()
+    assert await own == "a3" and not stalled[1].done()
+    messages.arrived["a2"].set()
+    assert await stalled[1] == "a2"
 
 
+@in_loop
 @pytest.mark.usefixtures("_impatient")
-def test_no_read_is_cut_for_a_caller_that_has_left() -> None:
-    async def case() -> None:
-        messages = Messages(1)
-        slow, left = messages.start("a1"), messages.start("b1")
-        await asyncio.sleep(0)
-        left.cancel()
-        await asyncio.sleep(0.2)
-        assert not slow.done()
-        messages.arrived["a1"].set()
-        assert await slow == "a1" and messages.reads._free == 1
-
-    run(case())
+async def test_no_read_is_cut_for_a_caller_that_has_left() -> None:
+    messages = Messages(1)
+    slow, left = messages.start("a1"), messages.start("b1")
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.sleep(0.2)
+    assert not slow.done()
+    messages.arrived["a1"].set()
+    assert await slow == "a1" and messages.reads._free == 1
 
 
 @pytest.mark.usefixtures("_impatient")

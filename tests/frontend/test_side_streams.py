@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from tests.waiting import in_loop
 from tlt_server.frontend.rpc.health import SideStreams
 
 
@@ -52,37 +53,33 @@ async def endless(closed: list[str], name: str) -> AsyncGenerator[str, None]:
         closed.append(name)
 
 
-def test_stuck_stream_makes_room_with_a_status() -> None:
-    async def case() -> None:
-        streams, closed = SideStreams(1), list[str]()
-        old, new = Call(reads=2), Call(reads=1)
-        first = asyncio.create_task(streams.send(old, endless(closed, "a")))  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
-        second = asyncio.create_task(streams.send(new, endless(closed, "b")))  # type: ignore[arg-type]
-        done, _ = await asyncio.wait({first}, timeout=10)
-        assert done and isinstance(first.exception(), Aborted)
-        assert old.told == ["metadata", "a", "a", "RESOURCE_EXHAUSTED", "ended"]
-        assert closed == ["a"] and not second.done()
-        second.cancel()  # its client leaves
-        await asyncio.wait({second})
-        assert second.cancelled() and closed == ["a", "b"] and streams._open == {}
-
-    asyncio.run(case())
+@in_loop
+async def test_stuck_stream_makes_room_with_a_status() -> None:
+    streams, closed = SideStreams(1), list[str]()
+    old, new = Call(reads=2), Call(reads=1)
+    first = asyncio.create_task(streams.send(old, endless(closed, "a")))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(streams.send(new, endless(closed, "b")))  # type: ignore[arg-type]
+    done, _ = await asyncio.wait({first}, timeout=10)
+    assert done and isinstance(first.exception(), Aborted)
+    assert old.told == ["metadata", "a", "a", "RESOURCE_EXHAUSTED", "ended"]
+    assert closed == ["a"] and not second.done()
+    second.cancel()  # its client leaves
+    await asyncio.wait({second})
+    assert second.cancelled() and closed == ["a", "b"] and streams._open == {}
 
 
-def test_a_stream_that_ends_or_fails_gives_its_place_back() -> None:
+@in_loop
+async def test_a_stream_that_ends_or_fails_gives_its_place_back() -> None:
     async def failing() -> AsyncGenerator[str, None]:
         yield "a"
         raise ValueError("no more")
 
-    async def case() -> None:
-        streams, call = SideStreams(1), Call(reads=9)
-        try:
-            await streams.send(call, failing())  # type: ignore[arg-type]
-        except ValueError as error:
-            assert str(error) == "no more"
-        else:
-            raise AssertionError("the failure was lost")
-        assert call.told == ["metadata", "a"] and streams._open == {}
-
-    asyncio.run(case())
+    streams, call = SideStreams(1), Call(reads=9)
+    try:
+        await streams.send(call, failing())  # type: ignore[arg-type]
+    except ValueError as error:
+        assert str(error) == "no more"
+    else:
+        raise AssertionError("the failure was lost")
+    assert call.told == ["metadata", "a"] and streams._open == {}

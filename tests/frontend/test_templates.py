@@ -9,14 +9,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.processes import descendants
+from tests.waiting import in_loop_with
 from tlt_server.errors import InvalidRequest, QueueFull, TooLarge, Unavailable
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.templates import ChatTemplate
@@ -128,24 +129,26 @@ WRITES = (
 Render = Callable[..., Awaitable[str]]
 
 
-def run(model: Path, work: Callable[[Reader, Render], Awaitable[None]]) -> None:
-    """Do the work with a reader, and with what renders a template of a key."""
+@contextmanager
+def rendering(model: Path) -> Iterator[dict[str, Any]]:
+    """Give a reader, and what renders a template of a key. No process of templates may be left."""
 
     async def connected() -> Any:
         await asyncio.sleep(3600)
 
-    async def main() -> None:
-        with closing(Reader(model)) as reader:
-            text = Text.load(model)
+    with closing(Reader(model)) as reader:
+        text = Text.load(model)
 
-            async def render(template: str, key: str = "") -> str:
-                asking._ASKER.set(Asker(reader, key, connected))
-                found = await tokenizing.render(text, SAID, template=template)
-                return found if isinstance(found, str) else found.whole()
+        async def render(template: str, key: str = "") -> str:
+            asking._ASKER.set(Asker(reader, key, connected))
+            found = await tokenizing.render(text, SAID, template=template)
+            return found if isinstance(found, str) else found.whole()
 
-            await work(reader, render)
+        yield {"reader": reader, "render": render}
+    assert not descendants(os.getpid(), b"templates")
 
-    asyncio.run(main())
+
+with_renderer = in_loop_with(rendering, "reader", "render")
 
 
 def forks() -> int:
@@ -159,26 +162,26 @@ async def forked(count: int) -> None:
             await asyncio.sleep(0.02)
 
 
+@with_renderer
 @pytest.mark.parametrize("names", [QUICK, pytest.param([*DEADLY], marks=pytest.mark.long)])
-def test_deadly_templates_are_refused_and_delay_no_one(model: Path, names: list[str]) -> None:
-    async def work(reader: Reader, render: Render) -> None:
-        assert await render("ready {{ messages[0].content }}") == "ready hi"
+async def test_deadly_templates_are_refused_and_delay_no_one(
+    reader: Reader, render: Render, names: list[str]
+) -> None:
+    assert await render("ready {{ messages[0].content }}") == "ready hi"
 
-        async def deadly() -> None:
-            for name in names:
-                with pytest.raises(InvalidRequest, match="chat.template") as refused:
-                    await render(DEADLY[name], "hostile")
-                assert "/" not in refused.value.message, name
+    async def deadly() -> None:
+        for name in names:
+            with pytest.raises(InvalidRequest, match="chat.template") as refused:
+                await render(DEADLY[name], "hostile")
+            assert "/" not in refused.value.message, name
 
-        hostile, served = asyncio.create_task(deadly()), 0
-        while not hostile.done():
-            assert await render("on", "other") == "on"
-            served += 1
-        await hostile
-        assert served > 2 * len(names), "another key waits for one of them at most each time"
-        assert reader.pid is None, "the reading process has no part in it"
-
-    run(model, work)
+    hostile, served = asyncio.create_task(deadly()), 0
+    while not hostile.done():
+        assert await render("on", "other") == "on"
+        served += 1
+    await hostile
+    assert served > 2 * len(names), "another key waits for one of them at most each time"
+    assert reader.pid is None, "the reading process has no part in it"
 
 
 @pytest.mark.parametrize("template", LARGE)
@@ -212,88 +215,78 @@ def test_a_namespace_takes_no_names_of_python() -> None:
         assert ChatTemplate.brought(template, {}).render(SAID) == "1"
 
 
-def test_a_template_of_the_most_characters_is_rendered(model: Path) -> None:
-    async def work(reader: Reader, render: Render) -> None:
-        assert await render("\U0001f600" * 2**16) == "\U0001f600" * 2**16
-        with pytest.raises(InvalidRequest, match="half a character"):
-            await render(r"{{ '\ud83d' }}")
-        with pytest.raises(InvalidRequest, match=r"refuses these messages: no \\ud83d"):
-            await render(r"{{ raise_exception('no \ud83d') }}")
-
-    run(model, work)
-
-
-def test_untokenisable_text_does_not_leave_its_process(model: Path) -> None:
-    async def work(reader: Reader, render: Render) -> None:
-        with pytest.raises(TooLarge, match="12000000 characters; the server tokenises at most"):
-            await render("{% for i in range(12) %}{{ 'a' * 10**6 }}{% endfor %}")
-
-    run(model, work)
+@with_renderer
+async def test_a_template_of_the_most_characters_is_rendered(
+    reader: Reader, render: Render
+) -> None:
+    assert await render("\U0001f600" * 2**16) == "\U0001f600" * 2**16
+    with pytest.raises(InvalidRequest, match="half a character"):
+        await render(r"{{ '\ud83d' }}")
+    with pytest.raises(InvalidRequest, match=r"refuses these messages: no \\ud83d"):
+        await render(r"{{ raise_exception('no \ud83d') }}")
 
 
-def test_templates_of_a_key_wait_for_each_other(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+@with_renderer
+async def test_untokenisable_text_does_not_leave_its_process(
+    reader: Reader, render: Render
+) -> None:
+    with pytest.raises(TooLarge, match="12000000 characters; the server tokenises at most"):
+        await render("{% for i in range(12) %}{{ 'a' * 10**6 }}{% endfor %}")
+
+
+@with_renderer
+async def test_templates_of_a_key_wait_for_each_other(
+    reader: Reader, render: Render, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(renderer, "MAX_WAITING_KEY", 3)
-
-    async def work(reader: Reader, render: Render) -> None:
-        await render("ready")
-        one = [asyncio.create_task(render(DEADLY["loops"], "one")) for _ in range(3)]
-        await forked(1)
-        await asyncio.sleep(0.5)
-        assert forks() == 1
-        with pytest.raises(QueueFull, match="3 requests of this key"):
-            await render("on", "one")
-        for task in one:
-            task.cancel()
-        await asyncio.gather(*one, return_exceptions=True)
-        assert await render("on", "one") == "on"
-        await forked(0)
-
-    run(model, work)
+    await render("ready")
+    one = [asyncio.create_task(render(DEADLY["loops"], "one")) for _ in range(3)]
+    await forked(1)
+    await asyncio.sleep(0.5)
+    assert forks() == 1
+    with pytest.raises(QueueFull, match="3 requests of this key"):
+        await render("on", "one")
+    for task in one:
+        task.cancel()
+    await asyncio.gather(*one, return_exceptions=True)
+    assert await render("on", "one") == "on"
+    await forked(0)
 
 
-def test_without_keys_a_slow_template_delays_no_other(model: Path) -> None:
-    async def work(reader: Reader, render: Render) -> None:
-        await render("ready", "")
-        slow = [asyncio.create_task(render(DEADLY["loops"], "")) for _ in range(3)]
-        await asyncio.sleep(0)
-        assert await render("on", "") == "on" and not any(task.done() for task in slow)
-        slow += [asyncio.create_task(render(DEADLY["loops"], "")) for _ in range(3)]
-        await asyncio.sleep(0.5)
-        forks = len(descendants(os.getpid(), b"templates")) - 1
-        assert forks <= renderer.AT_ONCE, "as many as there are for all keys"
-        for task in slow:
-            task.cancel()
-        await asyncio.gather(*slow, return_exceptions=True)
-
-    run(model, work)
+@with_renderer
+async def test_without_keys_a_slow_template_delays_no_other(reader: Reader, render: Render) -> None:
+    await render("ready", "")
+    slow = [asyncio.create_task(render(DEADLY["loops"], "")) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert await render("on", "") == "on" and not any(task.done() for task in slow)
+    slow += [asyncio.create_task(render(DEADLY["loops"], "")) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    forks = len(descendants(os.getpid(), b"templates")) - 1
+    assert forks <= renderer.AT_ONCE, "as many as there are for all keys"
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
 
 
-def test_a_lost_process_of_templates_starts_again(model: Path) -> None:
-    async def work(reader: Reader, render: Render) -> None:
-        await render("ready")
-        assert (pid := reader.renderer.pid)
-        running = asyncio.create_task(render(DEADLY["loops"]))
-        await forked(1)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(Unavailable, match="send this one again"):
-            await running
-        assert await render("on") == "on"
-
-    run(model, work)
-    assert not descendants(os.getpid(), b"templates")
+@with_renderer
+async def test_a_lost_process_of_templates_starts_again(reader: Reader, render: Render) -> None:
+    await render("ready")
+    assert (pid := reader.renderer.pid)
+    running = asyncio.create_task(render(DEADLY["loops"]))
+    await forked(1)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="send this one again"):
+        await running
+    assert await render("on") == "on"
 
 
-def test_a_process_of_templates_that_is_ending_is_replaced(model: Path) -> None:
+@with_renderer
+async def test_a_process_of_templates_that_is_ending_is_replaced(
+    reader: Reader, render: Render
+) -> None:
     """A socket is closed before the end of its process can be seen."""
-
-    async def work(reader: Reader, render: Render) -> None:
-        await render("ready")
-        renderer = reader.renderer
-        assert (pid := renderer.pid) and renderer._control is not None
-        renderer._control.shutdown(socket.SHUT_WR)
-        assert await render("on") == "on" and renderer.pid != pid
-
-    run(model, work)
-    assert not descendants(os.getpid(), b"templates")
+    await render("ready")
+    renderer = reader.renderer
+    assert (pid := renderer.pid) and renderer._control is not None
+    renderer._control.shutdown(socket.SHUT_WR)
+    assert await render("on") == "on" and renderer.pid != pid

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
-from tests.waiting import until
+from tests.waiting import in_loop, until
 from tlt_client import Client, ServerError
 from tlt_server.errors import Conflict, NotFound
 from tlt_server.frontend.weights import uploads
@@ -282,7 +282,8 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
     return Slow(tmp_path)
 
 
-def test_one_piece_comes_while_another_is_written(slow: Slow) -> None:
+@in_loop
+async def test_one_piece_comes_while_another_is_written(slow: Slow) -> None:
     taken: list[int] = []
 
     async def body() -> AsyncIterator[bytes]:
@@ -290,116 +291,101 @@ def test_one_piece_comes_while_another_is_written(slow: Slow) -> None:
             taken.append(count)
             yield bytes([count]) * PIECE
 
-    async def sent() -> None:
-        sending = asyncio.create_task(slow.write("v", PART, 0, 4 * PIECE, body()))
-        async with asyncio.timeout(30):
-            while taken != [0, 1] or not slow.begun:  # noqa: ASYNC110 (a thread counts)
-                await asyncio.sleep(0.001)
-        for _ in range(50):
+    sending = asyncio.create_task(slow.write("v", PART, 0, 4 * PIECE, body()))
+    async with asyncio.timeout(30):
+        while taken != [0, 1] or not slow.begun:  # noqa: ASYNC110 (a thread counts)
             await asyncio.sleep(0.001)
-        assert taken == [0, 1] and slow.begun == 1
-        slow.may.set()
-        assert (await sending).bytes == 4 * PIECE
-
-    asyncio.run(sent())
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert taken == [0, 1] and slow.begun == 1
+    slow.may.set()
+    assert (await sending).bytes == 4 * PIECE
     assert slow.written == [b"".join(bytes([count]) * PIECE for count in range(4))]
 
 
-def test_bytes_before_a_break_are_kept(slow: Slow) -> None:
+@in_loop
+async def test_bytes_before_a_break_are_kept(slow: Slow) -> None:
     async def body() -> AsyncIterator[bytes]:
         yield b"abcd"
         yield b"ef"
         asyncio.get_running_loop().call_later(0.05, slow.may.set)
         raise ConnectionResetError
 
-    async def sent() -> None:
-        with pytest.raises(ConnectionResetError):
-            await slow.write("v", PART, 0, 100, body())
-        assert slow.status("v", PART).bytes == 6
-
-    asyncio.run(sent())
+    with pytest.raises(ConnectionResetError):
+        await slow.write("v", PART, 0, 100, body())
+    assert slow.status("v", PART).bytes == 6
     assert slow.written == [b"abcdef"]
 
 
+@in_loop
 @pytest.mark.parametrize("before", [b"", b"AAAA"])
-def test_late_bytes_of_an_ended_upload_change_no_other(before: bytes, slow: Slow) -> None:
+async def test_late_bytes_of_an_ended_upload_change_no_other(before: bytes, slow: Slow) -> None:
     slow.may.set()
 
     async def body(data: bytes) -> AsyncIterator[bytes]:
         yield data
 
-    async def sent() -> None:
-        may_come = asyncio.Event()
+    may_come = asyncio.Event()
 
-        async def late() -> AsyncIterator[bytes]:
-            await may_come.wait()
-            yield b"EVIL"
+    async def late() -> AsyncIterator[bytes]:
+        await may_come.wait()
+        yield b"EVIL"
 
-        await slow.write("v", PART, 0, 100, body(before))
-        writing = asyncio.create_task(slow.write("v", PART, len(before), 100, late()))
-        await asyncio.sleep(0)
-        assert slow.drop("v")
-        await slow.write("v", PART, 0, 8, body(b"goodgood"))
-        assert slow.seal("v").upload is not None
-        may_come.set()
-        with pytest.raises(Conflict, match="ended meanwhile"):
-            await writing
-        assert slow.status("v", PART).bytes == 8
-
-    asyncio.run(sent())
+    await slow.write("v", PART, 0, 100, body(before))
+    writing = asyncio.create_task(slow.write("v", PART, len(before), 100, late()))
+    await asyncio.sleep(0)
+    assert slow.drop("v")
+    await slow.write("v", PART, 0, 8, body(b"goodgood"))
+    assert slow.seal("v").upload is not None
+    may_come.set()
+    with pytest.raises(Conflict, match="ended meanwhile"):
+        await writing
+    assert slow.status("v", PART).bytes == 8
     assert slow.written == [b"goodgood"]
 
 
-def test_parts_stay_until_their_last_reading_push_ends(slow: Slow) -> None:
+@in_loop
+async def test_parts_stay_until_their_last_reading_push_ends(slow: Slow) -> None:
     slow.may.set()
-
-    async def sent() -> None:
-        early = slow.seal("v")  # no part of it is there
-        await slow.write("v", PART, 0, 4, body())
-        one, other = slow.seal("v"), slow.seal("v")
-        slow.release("v", early, keep=False)
-        slow.release("v", one, keep=False)
-        assert slow.status("v", PART).bytes == 4, "the other one reads"
-        assert not slow.forget("v") and not slow.drop("v") and slow.status("v", PART).bytes == 4
-        slow.release("v", other, keep=True)
-        with pytest.raises(NotFound):
-            slow.status("v", PART)
-
-    asyncio.run(sent())
+    early = slow.seal("v")  # no part of it is there
+    await slow.write("v", PART, 0, 4, body())
+    one, other = slow.seal("v"), slow.seal("v")
+    slow.release("v", early, keep=False)
+    slow.release("v", one, keep=False)
+    assert slow.status("v", PART).bytes == 4, "the other one reads"
+    assert not slow.forget("v") and not slow.drop("v") and slow.status("v", PART).bytes == 4
+    slow.release("v", other, keep=True)
+    with pytest.raises(NotFound):
+        slow.status("v", PART)
 
 
-def test_an_abort_while_parts_are_read_ends_them_with_the_push(slow: Slow) -> None:
+@in_loop
+async def test_an_abort_while_parts_are_read_ends_them_with_the_push(slow: Slow) -> None:
     slow.may.set()
-
-    async def sent() -> None:
-        await slow.write("v", PART, 0, 4, body())
-        for aborts in (False, True):
-            sealed = slow.seal("v")
-            assert not (aborts and slow.drop("v"))
-            slow.release("v", sealed, keep=True)
-            assert (slow.listed() == []) == aborts
-
-    asyncio.run(sent())
+    await slow.write("v", PART, 0, 4, body())
+    for aborts in (False, True):
+        sealed = slow.seal("v")
+        assert not (aborts and slow.drop("v"))
+        slow.release("v", sealed, keep=True)
+        assert (slow.listed() == []) == aborts
 
 
 async def body() -> AsyncIterator[bytes]:
     yield b"abcd"
 
 
-def test_a_piece_that_is_refused_ends_the_range(slow: Slow) -> None:
+@in_loop
+async def test_a_piece_that_is_refused_ends_the_range(slow: Slow) -> None:
     slow.may.set()
 
     async def body(data: bytes) -> AsyncIterator[bytes]:
         for start in range(0, len(data), PIECE):
             yield data[start : start + PIECE]
 
-    async def sent() -> None:
-        await slow.write("v", PART, 0, 100, body(b"abcdefgh"))
-        with pytest.raises(Conflict, match="other bytes"):
-            await slow.write("v", PART, 0, 100, body(b"abcdefXhijkl"))
-        assert slow.status("v", PART).bytes == 8
-
-    asyncio.run(sent())
+    await slow.write("v", PART, 0, 100, body(b"abcdefgh"))
+    with pytest.raises(Conflict, match="other bytes"):
+        await slow.write("v", PART, 0, 100, body(b"abcdefXhijkl"))
+    assert slow.status("v", PART).bytes == 8
     assert slow.written == [b"abcdefgh"]
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import in_loop
 from tlt_server.errors import Conflict, InvalidRequest, TltError
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.versions import WantedVersions
@@ -397,28 +398,26 @@ def test_end_of_update_reports_a_refused_push() -> None:
         asyncio.run(story(role))
 
 
-def test_drafter_update_keeps_pushes_to_the_target() -> None:
-    async def story() -> None:
-        twin = Twin()
-        await done(twin, twin.session.begin("target"))
-        await done(twin, twin.session.begin("draft"))  # it held nothing
-        await done(twin, pushed(twin, 1, "drafter"))
-        await done(twin, twin.session.begin("target"))
-        assert twin.open is None, "one of the drafter is dropped"
-        await done(twin, pushed(twin, 2, "target"))
-        with pytest.raises(
-            Conflict, match="holds weights of the target, which this would drop; finish it first"
-        ):
-            await done(twin, twin.session.begin("draft"))
-        await done(twin, twin.session.end("step"))
-        assert twin.live == ("step", [Came(2, None)])
+@in_loop
+async def test_drafter_update_keeps_pushes_to_the_target() -> None:
+    twin = Twin()
+    await done(twin, twin.session.begin("target"))
+    await done(twin, twin.session.begin("draft"))  # it held nothing
+    await done(twin, pushed(twin, 1, "drafter"))
+    await done(twin, twin.session.begin("target"))
+    assert twin.open is None, "one of the drafter is dropped"
+    await done(twin, pushed(twin, 2, "target"))
+    with pytest.raises(
+        Conflict, match="holds weights of the target, which this would drop; finish it first"
+    ):
         await done(twin, twin.session.begin("draft"))
-        await done(twin, twin.session.begin("target"))
-        await done(twin, pushed(twin, 3, "target"))
-        await done(twin, twin.session.begin("target"))
-        assert twin.open is None, "begun again, it is dropped, too"
-
-    asyncio.run(story())
+    await done(twin, twin.session.end("step"))
+    assert twin.live == ("step", [Came(2, None)])
+    await done(twin, twin.session.begin("draft"))
+    await done(twin, twin.session.begin("target"))
+    await done(twin, pushed(twin, 3, "target"))
+    await done(twin, twin.session.begin("target"))
+    assert twin.open is None, "begun again, it is dropped, too"
 
 
 def test_end_of_unstaged_update_names_its_live_parts() -> None:
@@ -428,45 +427,39 @@ def test_end_of_unstaged_update_names_its_live_parts() -> None:
     assert version == "step 1" and [part for _, part in content] == [0, 1]
 
 
-def test_end_of_update_does_not_name_another_live_version() -> None:
-    async def rolled_back() -> None:
-        story = Story(stages=False)
-        await story.after("start", "push", "settle")
-        story.twin.live = ("initial", [])
-        end = asyncio.ensure_future(story.twin.session.end("8"))
-        await asyncio.sleep(0)
-        story.twin.do()
-        with pytest.raises(Conflict, match="cannot be named"):
-            await end
-        assert story.twin.live == ("initial", [])
-
-    asyncio.run(rolled_back())
+@in_loop
+async def test_end_of_update_does_not_name_another_live_version() -> None:
+    story = Story(stages=False)
+    await story.after("start", "push", "settle")
+    story.twin.live = ("initial", [])
+    end = asyncio.ensure_future(story.twin.session.end("8"))
+    await asyncio.sleep(0)
+    story.twin.do()
+    with pytest.raises(Conflict, match="cannot be named"):
+        await end
+    assert story.twin.live == ("initial", [])
 
 
-def test_adoption_outlives_its_caller_and_delays_pushes() -> None:
-    async def run() -> None:
-        twin = Twin()
-        own = asyncio.create_task(
-            twin.session.adopt(Manifest(role="drafter", version="d1", path="0"))
-        )
+@in_loop
+async def test_adoption_outlives_its_caller_and_delays_pushes() -> None:
+    twin = Twin()
+    own = asyncio.create_task(twin.session.adopt(Manifest(role="drafter", version="d1", path="0")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    own.cancel()
+    await asyncio.wait({own})
+    assert own.cancelled() and len(twin.queue) == 1
+    with twin.session.pushing() as update:
+        push = asyncio.create_task(update.push(Manifest(version="v1", path="1")))
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        own.cancel()
-        await asyncio.wait({own})
-        assert own.cancelled() and len(twin.queue) == 1
-        with twin.session.pushing() as update:
-            push = asyncio.create_task(update.push(Manifest(version="v1", path="1")))
+        assert len(twin.queue) == 1  # the drafter's
+        with pytest.raises(Conflict, match="push is on its way"):
+            await twin.session.adopt(Manifest(role="drafter", version="d2", path="2"))
+        twin.do()
+        twin.arrive()
+        assert twin.live[0] == "d1"
+        for _ in range(4):
             await asyncio.sleep(0)
-            assert len(twin.queue) == 1  # the drafter's
-            with pytest.raises(Conflict, match="push is on its way"):
-                await twin.session.adopt(Manifest(role="drafter", version="d2", path="2"))
-            twin.do()
-            twin.arrive()
-            assert twin.live[0] == "d1"
-            for _ in range(4):
-                await asyncio.sleep(0)
-            twin.do()
-            twin.arrive()
-            assert (await push).version == twin.live[0] == "v1"
-
-    asyncio.run(run())
+        twin.do()
+        twin.arrive()
+        assert (await push).version == twin.live[0] == "v1"
