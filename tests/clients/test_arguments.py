@@ -46,7 +46,7 @@ def test_key_unfit_for_a_header_is_refused_and_not_quoted(kind: Any, key: str, s
     assert refused.value.__cause__ is None
 
 
-def test_a_key_that_is_no_text_is_not_quoted_either() -> None:
+def test_a_non_text_key_is_not_quoted_either() -> None:
     with pytest.raises(InvalidArgument, match="of type bytes; give it as text") as refused:
         Client(api_key=SECRET.encode())  # type: ignore[arg-type]
     assert "sk-" not in str(refused.value)
@@ -67,7 +67,7 @@ def test_a_key_that_is_no_text_is_not_quoted_either() -> None:
         None,
     ],
 )
-def test_an_address_that_is_no_servers_is_refused_at_once(kind: Any, url: str) -> None:
+def test_an_address_without_a_server_is_refused_at_once(kind: Any, url: str) -> None:
     with pytest.raises(
         InvalidArgument,
         match=r"must begin with http:// or https:// and name a host, such as http://127",
@@ -81,7 +81,7 @@ def test_a_password_in_an_address_is_not_quoted() -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_an_address_and_a_key_that_fit_are_taken() -> None:
+def test_a_fitting_address_and_key_are_accepted() -> None:
     with (
         Client("https://me:secret@127.0.0.1:1/below", api_key=SECRET) as client,
         pytest.raises(ConnectionFailed),
@@ -175,9 +175,7 @@ def test_types_without_a_json_form_are_named() -> None:
         ({}, {"messages": [{"content": [{"x": float("nan")}]}]}),
     ],
 )
-def test_numbers_that_are_not_finite_are_refused(
-    sampling: dict[str, Any], item: dict[str, Any]
-) -> None:
+def test_non_finite_numbers_are_refused(sampling: dict[str, Any], item: dict[str, Any]) -> None:
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(InvalidArgument, match="finite number"),
@@ -185,7 +183,7 @@ def test_numbers_that_are_not_finite_are_refused(
         client.generate([{"token_ids": [1], **item}], sampling=sampling)
 
 
-def test_a_number_that_only_numpy_has_is_named() -> None:
+def test_a_number_only_numpy_has_is_named() -> None:
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(InvalidArgument, match="longdouble; give Python's own numbers"),

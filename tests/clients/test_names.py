@@ -15,7 +15,7 @@ UNSEEN_KINDS = {"Cc", "Cf", "Zl", "Zp"}
 SPAN = re.compile(r"(.+)\+([^+@]+)@(.+)")
 
 
-def test_no_name_has_a_character_that_is_not_seen() -> None:
+def test_names_have_no_invisible_character() -> None:
     for point in range(sys.maxunicode + 1):
         character = chr(point)
         if unicodedata.category(character) in UNSEEN_KINDS:
@@ -26,7 +26,7 @@ def test_no_name_has_a_character_that_is_not_seen() -> None:
 
 
 @pytest.mark.parametrize("name", ["a+b", "a@b", "a/", "/a", "a//b", ".", "a/..", "../a", ""])
-def test_adapter_names_that_spans_or_paths_cannot_hold(name: str) -> None:
+def test_adapter_names_fit_spans_and_paths(name: str) -> None:
     assert not re.fullmatch(ADAPTER, name)
     assert re.fullmatch(ADAPTER, "Qwen/Qwen3-4B")
 

@@ -213,7 +213,7 @@ def test_policy_is_pushed_once_per_step_and_tied_weights_once() -> None:
     assert server.closed == 1
 
 
-def test_a_process_that_is_not_the_main_one_waits_for_the_push() -> None:
+def test_other_processes_wait_for_the_push_of_the_main_one() -> None:
     server, training = Server(), trainer()
     training.accelerator.is_main_process = False
     training.accelerator.wait_for_everyone = lambda: server.push([], "mains-1")

@@ -100,7 +100,7 @@ def contained(url: str, headers: dict[str, str] | None = None) -> float:
     return float(line.split()[1])
 
 
-def test_structures_that_fail_and_odd_aborts_end_nothing_else(
+def test_failing_structures_and_odd_aborts_end_nothing_else(
     server: ServerProcess, client: Client
 ) -> None:
     client.set_strategy("fixed", strategy="history:4x2x8")

@@ -247,7 +247,7 @@ def test_hostile_measures_every_row_of_its_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["exact", "rollout", "decode", "cycle", "graphs", "overload", "load"]
 )
-def test_a_model_that_is_not_there_is_one_line_with_the_remedy(
+def test_a_missing_model_is_one_line_with_the_remedy(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(capsys, name, "--quick", "--model", str(tmp_path / "nowhere"))

@@ -268,7 +268,7 @@ def test_gpu_error_ends_requests_typed_and_restarts_the_engine(
     assert any(REPORTED in line for line in lines) and not any("freed" in line for line in lines)
 
 
-def test_an_engine_that_had_a_gpus_error_leaves_by_itself(tmp_path: Path) -> None:
+def test_engine_exits_by_itself_after_a_gpu_error(tmp_path: Path) -> None:
     with (
         zmq.Context() as context,
         context.socket(zmq.PUSH) as commands,

@@ -88,13 +88,13 @@ def test_a_setting_at_fault_leaves_the_other_checks() -> None:
 
 
 @pytest.mark.long
-def test_a_weight_root_that_is_missing_comes_with_its_remedy(tmp_path: Path) -> None:
+def test_a_missing_weight_root_comes_with_its_remedy(tmp_path: Path) -> None:
     status, output = doctor("--json", "--weight-root", str(tmp_path / "none"))
     assert status == 1
     expect(findings(output)["settings"], "fail", "weight_root is", "mkdir -p")
 
 
-def test_a_torch_that_kills_its_process_is_a_finding(tmp_path: Path) -> None:
+def test_a_torch_killing_its_process_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
     status, output = doctor(
         "--json",
@@ -106,7 +106,7 @@ def test_a_torch_that_kills_its_process_is_a_finding(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path) -> None:
+def test_an_unimportable_torch_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open')\n")
     status, output = doctor(
         "--json",

@@ -102,7 +102,7 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(
 
 
 @pytest.mark.long
-def test_a_run_that_trains_its_drafter_has_the_same_bits(off: Path, tmp_path: Path) -> None:
+def test_a_run_training_its_drafter_has_the_same_bits(off: Path, tmp_path: Path) -> None:
     adapted, plain = tmp_path / "adapted", ("--speculation", "off", "--steps", 2)
     with serving(tmp_path / "state", *TRAINING) as server, Client(server.url) as client:
         for name in ("one", "another"):  # a round needs samples

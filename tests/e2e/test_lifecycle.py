@@ -36,7 +36,7 @@ def gauge(client: Client, name: str) -> float:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_pages_at_once(
+def test_a_departed_client_frees_its_pages_at_once(
     client: Client, server: ServerProcess, stream: bool
 ) -> None:
     client.set_strategy("beg")

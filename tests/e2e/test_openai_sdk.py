@@ -178,7 +178,7 @@ def test_refusals_are_the_sdks_own_errors(sdk: openai.OpenAI) -> None:
         sdk.chat.completions.create(model="other", messages=QUESTION)
 
 
-def test_a_model_that_never_saw_a_tool_calls_one_if_it_must(sdk: openai.OpenAI) -> None:
+def test_a_model_without_tool_training_makes_required_calls(sdk: openai.OpenAI) -> None:
     """The calls are the same with speculation and without, and their arguments fit the schema."""
     tools: Any = [openai.pydantic_function_tool(Sum, name=name) for name in ("add", "take")]
     found = []

@@ -249,7 +249,7 @@ def test_replies_of_the_actor_equal_the_servers(running: ServerProcess) -> None:
         (lambda actor: actor.generate([1], params(n=2)), "once for each choice"),
     ],
 )
-def test_what_is_not_served_is_refused_with_a_remedy(
+def test_unsupported_calls_are_refused_with_a_remedy(
     call: Callable[[RolloutActor], Awaitable[Any]], remedy: str
 ) -> None:
     async def asked() -> None:

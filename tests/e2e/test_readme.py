@@ -92,7 +92,7 @@ def test_a_bash_block_runs(
 
 
 @pytest.mark.parametrize("block", blocks("bash", serving=True))
-def test_a_block_that_serves_gets_ready_and_stops(
+def test_a_serving_block_gets_ready_and_stops(
     block: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     said = []
@@ -121,7 +121,7 @@ def test_there_are_blocks_of_each_kind() -> None:
     assert len(blocks("bash", serving=True)) == 2
 
 
-def test_files_that_are_named_exist() -> None:
+def test_named_files_exist() -> None:
     text = README.read_text()
     named = set(
         re.findall(

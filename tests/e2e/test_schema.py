@@ -94,7 +94,7 @@ def schemathesis(server: ServerProcess, *flags: str, timeout_s: float = 60) -> N
 @pytest.mark.parametrize(
     "phases", ["examples,fuzzing", pytest.param("coverage,fuzzing", marks=pytest.mark.long)]
 )
-def test_every_operation_does_what_the_document_says(limited: ServerProcess, phases: str) -> None:
+def test_every_operation_conforms_to_the_document(limited: ServerProcess, phases: str) -> None:
     schemathesis(limited, *REST, "--phases", phases, "--max-examples", "1", "--seed", "1")
     with Client(limited.url, timeout_s=30) as client:
         assert look(client).open == 0

@@ -153,7 +153,7 @@ def test_weak_drafter_is_trained_and_adopted_exactly(own: Client) -> None:
 
 
 @pytest.mark.long
-def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint(
+def test_a_killed_trainer_goes_on_from_its_checkpoint(
     weak_drafter: Path, weight_root: Path, tmp_path: Path
 ) -> None:
     with (

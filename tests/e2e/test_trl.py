@@ -220,7 +220,7 @@ def test_joint_trainers_push_once_and_sample_the_same_weights(
 
 
 @pytest.mark.long
-def test_the_example_trains_with_a_drafter_that_follows() -> None:
+def test_the_example_trains_with_an_adapting_drafter() -> None:
     size = ("--prompts", "1", "--completions", "2", "--max-tokens", "16")
     done = completed(
         [sys.executable, "-m", "examples.trl.train", "--adaptive", "--steps", "1", *size],
@@ -234,7 +234,7 @@ def test_the_example_trains_with_a_drafter_that_follows() -> None:
     assert re.fullmatch("the server has trl-.*, the weights after step 1", last), last
 
 
-def test_the_looks_see_pushes_that_are_lost(client: Client, tmp_path: Path) -> None:
+def test_the_looks_see_lost_pushes(client: Client, tmp_path: Path) -> None:
     watched = Watched(client, Stale)
     grpo(watched, 10, STEPS, tmp_path).train()
     assert watched.wrong() == lost(range(1, STEPS))

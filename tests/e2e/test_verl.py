@@ -108,7 +108,7 @@ def asked(replica: Any, i: int, **params: Any) -> Awaitable[Any]:
     return result
 
 
-def test_a_request_of_verl_gives_the_server_s_tokens_and_logprobs(
+def test_requests_of_verl_give_the_servers_tokens_and_logprobs(
     config: Any, pushable: ServerProcess
 ) -> None:
     async def both() -> list[Any]:
@@ -263,7 +263,7 @@ def test_only_the_first_worker_of_a_replica_pushes(
     assert taken == ["a", "b"]
 
 
-def test_what_is_not_served_is_refused_by_name(config: Any, pushable: ServerProcess) -> None:
+def test_unsupported_calls_are_refused_by_name(config: Any, pushable: ServerProcess) -> None:
     from verl.workers.config import RolloutConfig
 
     rollout = adapter.rollout_class()(config, None, None)

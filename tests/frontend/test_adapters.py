@@ -51,7 +51,7 @@ def test_requests_name_their_adapter_in_each_dialect(server: LiveServer) -> None
     assert [request.lora for request in server.engine.submitted] == asked
 
 
-def test_an_adapter_that_is_not_loaded_is_not_found(server: LiveServer) -> None:
+def test_an_unloaded_adapter_is_not_found(server: LiveServer) -> None:
     load(server)
     for reply in (
         post(server, "/v1/completions", model="art", **PROMPT),
@@ -193,7 +193,7 @@ def test_adapters_have_no_owner(model: Path) -> None:
         assert httpx.delete(f"{server.url}/adapters/math", headers=keyed["p"]).status_code == 200
 
 
-def test_an_unload_ends_what_runs_after_the_drain(model: Path) -> None:
+def test_an_unload_ends_running_requests_after_the_drain(model: Path) -> None:
     with live_server(model, max_loras=2, drain_timeout_s=0.2) as server:
         load(server, "busy")
         began = time.monotonic()

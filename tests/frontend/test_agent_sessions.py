@@ -54,7 +54,7 @@ def test_a_choice_tells_its_tokens_as_sglang_does(server: LiveServer) -> None:
     assert meta["cached_tokens"] == 0 and meta["e2e_latency"] > 0 and meta["id"]
 
 
-def test_calls_have_a_content_that_is_empty_not_null(server: LiveServer) -> None:
+def test_calls_have_an_empty_content_and_not_null(server: LiveServer) -> None:
     for text in (CALL, "<think>hm</think>", f"<think>hm</think>{CALL}"):
         [choice] = done(server, CHAT, **said(text, tools=TOOLS))["choices"]
         assert choice["message"]["content"] == "", text

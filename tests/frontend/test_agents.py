@@ -119,9 +119,7 @@ def test_langchain_binds_tools_and_makes_structures(server: LiveServer) -> None:
         assert server.engine.submitted[-1].sampling.structured_outputs is not None
 
 
-def test_clients_take_a_call_that_is_cut_off_for_content(
-    sdk: openai.OpenAI, server: LiveServer
-) -> None:
+def test_clients_take_a_truncated_call_for_content(sdk: openai.OpenAI, server: LiveServer) -> None:
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
 

@@ -107,7 +107,7 @@ def test_a_run_over_tls_with_a_key(
     assert "3 requests failed; the first with HTTP 400: {" in capsys.readouterr().out
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_a_missing_server_is_named() -> None:
     from tlt_server.bench import serve
 
     with pytest.raises(StartupError, match="http://127.0.0.1:9/v1/models does not name a model"):

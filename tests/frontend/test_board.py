@@ -135,7 +135,7 @@ def anchors(markdown: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_docs_name_metrics_that_exist(exposed: dict[str, set[str]]) -> None:
+def test_the_docs_name_existing_metrics(exposed: dict[str, set[str]]) -> None:
     named = {
         name
         for page in PAGE.parent.glob("*.md")

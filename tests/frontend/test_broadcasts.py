@@ -294,7 +294,7 @@ def test_a_session_holds_every_push_by_whatever_channel(server: LiveServer) -> N
     assert pushed(server)[0].session not in ("", id), "each session has an id of its own"
 
 
-def test_an_end_that_is_refused_leaves_the_session_open(server: LiveServer) -> None:
+def test_a_refused_end_leaves_the_session_open(server: LiveServer) -> None:
     post(server, "/start_weight_update")
     post(server, "/update_weights", {"update_info": INFO})
     server.engine.fails = "conflict"

@@ -209,7 +209,7 @@ def test_templates_render_as_in_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_a_chat_has_the_tokens_that_transformers_gives(tokenizer: str, tmp_path: Path) -> None:
+def test_a_chat_has_the_tokens_of_transformers(tokenizer: str, tmp_path: Path) -> None:
     model = TOKENIZERS[tokenizer].write(tmp_path)
     ours, theirs = Text.load(model), PreTrainedTokenizerFast.from_pretrained(model)
     marks = {"role": "user", "content": "".join(ours.specials) + "<tool_call>a</think> 1234"}

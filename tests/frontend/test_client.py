@@ -229,7 +229,7 @@ def test_both_clients_give_the_same(server: LiveServer, operation: Callable[[Any
         ),
     ],
 )
-def test_numbers_that_json_lacks_are_refused_unsent(
+def test_numbers_without_a_json_form_are_refused_unsent(
     items: list[Any], how: dict[str, Any], said: str
 ) -> None:
     url = "http://127.0.0.1:9"  # nothing listens there
@@ -326,7 +326,7 @@ def refusal(
         (refusal(429, retry_after_s=31.0), False, False),
     ],
 )
-def test_calls_are_repeated_where_that_is_safe(
+def test_calls_are_repeated_only_when_safe(
     error: TltClientError, once: bool, repeatable: bool
 ) -> None:
     for may_repeat, again in ((False, once), (True, repeatable)):

@@ -49,7 +49,7 @@ def test_an_abort_ends_a_request_once_by_all_its_names(server: LiveServer) -> No
         ),
     ],
 )
-def test_a_request_ends_by_the_name_that_its_client_gave(
+def test_a_request_is_aborted_by_its_clients_name(
     server: LiveServer, path: str, body: dict[str, Any], headers: dict[str, str], name: str
 ) -> None:
     with ThreadPoolExecutor() as pool:

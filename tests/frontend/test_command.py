@@ -87,7 +87,7 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
         ("tlt_server.engine.start.assembly, tlt_server.engine.cpu.device", ["triton", "httpx"]),
     ],
 )
-def test_a_process_loads_no_library_that_it_does_not_use(process: str, heavy: list[str]) -> None:
+def test_a_process_loads_no_unused_library(process: str, heavy: list[str]) -> None:
     script = (
         f"import sys, {process}\n"
         "from tlt_server.frontend.dialects import DIALECTS\n"
@@ -362,7 +362,7 @@ def test_a_signal_without_an_engine_ends_the_server_at_once(model: Path) -> None
     ("mode", "says"),
     [("refuses", "model.safetensors is truncated"), ("exits", "ended with status 3")],
 )
-def test_an_engine_that_cannot_start_is_a_message_and_status_2(
+def test_an_engine_unable_to_start_is_a_message_and_status_2(
     model: Path, mode: str, says: str
 ) -> None:
     with served(mode, model) as server:

@@ -270,9 +270,7 @@ def test_auto_resolves_once_into_a_new_frozen_object(model: Path) -> None:
         ("cuda", "float32"),
     ],
 )
-def test_dtypes_that_the_device_computes_in_are_accepted(
-    model: Path, device: str, dtype: str
-) -> None:
+def test_dtypes_of_the_device_are_accepted(model: Path, device: str, dtype: str) -> None:
     config = load({"model": str(model), "device": device, "dtype": dtype}).resolved()
     assert (config.device or "auto", config.dtype or "auto") == (device, dtype)
 
@@ -426,7 +424,7 @@ def test_every_fault_of_the_settings_is_named(
     assert not any(word in refused.value.message for word in RAW)
 
 
-def test_every_setting_that_does_not_fit_another_is_named(model: Path) -> None:
+def test_every_conflicting_setting_is_named(model: Path) -> None:
     with pytest.raises(StartupError) as refused:
         load(
             {

@@ -167,7 +167,7 @@ def test_the_port_for_probes_answers_nothing_else(server: LiveServer) -> None:
         assert reply.status_code == 404 and "probe_port" in reply.json()["error"]["message"]
 
 
-def test_a_tls_handshake_that_never_begins_counts_and_is_cut(model: Path, tmp_path: Path) -> None:
+def test_a_missing_tls_handshake_counts_and_is_cut(model: Path, tmp_path: Path) -> None:
     issuer = Issuer(tmp_path / "issuer")
     chain, key = issuer.issue("server")
     tls = {"tls_cert": chain, "tls_key": key}
@@ -200,7 +200,7 @@ def test_accepting_goes_on_after_the_descriptors_ran_out(
             assert mine[-1].recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_an_engine_that_cannot_be_launched_is_one_more_death(model: Path) -> None:
+def test_a_failed_launch_of_the_engine_is_one_more_death(model: Path) -> None:
     with live_server(model, max_restarts=1, restart_window_s=60.0) as server:
         refusals = iter([OSError(24, "Too many open files")] * 3)
 

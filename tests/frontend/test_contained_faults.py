@@ -60,7 +60,7 @@ PLACES: dict[str, Callable[[LiveServer], tuple[Any, str]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_figure_that_cannot_be_counted_ends_nothing(
+def test_an_uncountable_figure_ends_nothing(
     place: str, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, before = generated(server), Containment.total
@@ -73,7 +73,7 @@ def test_a_figure_that_cannot_be_counted_ends_nothing(
     assert generated(server) == plain and len(server.client) == 0
 
 
-def test_an_output_that_cannot_be_taken_ends_its_sequence(
+def test_an_unusable_output_ends_its_sequence(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tlt_server.frontend.link.submission import Route
@@ -92,7 +92,7 @@ def test_an_output_that_cannot_be_taken_ends_its_sequence(
     assert counted(server) == 1 and len(server.client) == 0
 
 
-def test_a_batch_that_cannot_be_sent_ends_alone(
+def test_an_unsendable_batch_ends_alone(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = generated(server)

@@ -112,7 +112,7 @@ def test_every_package_of_the_image_is_locked_with_hashes() -> None:
     assert "--no-deps" in installs[1] and "--no-build-isolation" in installs[1]
 
 
-def test_the_bill_of_materials_is_that_of_the_lock() -> None:
+def test_the_bill_of_materials_matches_the_lock() -> None:
     lock = (DOCKER / "requirements.lock").read_text()
     made = json.loads((DOCKER / "sbom.cdx.json").read_text())
     assert made == runpy.run_path(str(DOCKER / "sbom.py"))["document"](lock), "run make lock"
@@ -182,7 +182,7 @@ def test_the_gpu_variant_changes_the_server_and_nothing_else() -> None:
     assert "compute" in server["environment"]["NVIDIA_DRIVER_CAPABILITIES"]
 
 
-def test_a_server_that_others_can_reach_has_keys() -> None:
+def test_a_publicly_reachable_server_has_keys() -> None:
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in SERVER["command"] if "=" in flag)
     assert flags["host"] == "0.0.0.0" and flags["api-key-file"] == "/run/secrets/api_key"
     assert "api_key" in SERVER["secrets"]
@@ -260,7 +260,7 @@ def test_grafana_is_provisioned_with_the_source_and_the_board() -> None:
         r"^\$ (docker .*|mkdir .*)$", (ROOT / "docs" / "operators.md").read_text(), re.MULTILINE
     ),
 )
-def test_the_page_names_files_that_are_there(command: str) -> None:
+def test_the_page_names_existing_files(command: str) -> None:
     words = shlex.split(command, comments=True)
     assert (ROOT / "docker").exists()
     assert all((ROOT / word).exists() for word in words if word.endswith(".yaml"))

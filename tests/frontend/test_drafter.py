@@ -83,7 +83,7 @@ def recording(
         yield server
 
 
-def test_a_server_that_records_nothing_says_so(client: Client, server: LiveServer) -> None:
+def test_a_server_without_recording_says_so(client: Client, server: LiveServer) -> None:
     assert client.drafter() == {
         "target_version": "v0",
         "drafters": [],
@@ -208,7 +208,7 @@ def test_without_files_there_is_nothing_to_hand_out(recorded_model: Path) -> Non
         ("", "not started: No such file or directory"),
     ],
 )
-def test_a_trainer_that_ends_is_shown_with_the_reason(command: str, error: str) -> None:
+def test_an_ended_trainer_is_shown_with_the_reason(command: str, error: str) -> None:
     async def launch() -> Process:
         program = sys.executable if command else "/nothing/here"
         return await asyncio.create_subprocess_exec(program, "-c", command, stdout=PIPE)
@@ -373,7 +373,7 @@ def test_the_command_prints_a_candidates_gain_in_milliseconds(
     assert cycle.endswith("not known")
 
 
-def test_a_candidate_that_was_replaced_is_said_to_be(
+def test_a_replaced_candidate_is_reported_as_such(
     candidate: tuple[LiveServer, Callable[[Judged], Path]],
 ) -> None:
     server, report = candidate

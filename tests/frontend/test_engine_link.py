@@ -36,7 +36,7 @@ class Process:
 
 
 @in_loop
-async def test_who_hears_that_the_engine_is_ready_can_give_it_commands(tmp_path: Path) -> None:
+async def test_a_ready_engine_takes_commands_from_its_listeners(tmp_path: Path) -> None:
     """The link's two sockets connect in any order; here the commands' comes long after the
     events'.
     """

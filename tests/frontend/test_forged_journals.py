@@ -144,7 +144,7 @@ def test_journal_of_another_format_is_refused_by_number() -> None:
     assert flaw(later, OUTPUTS) == "its format is 2, and this server's is 1"
 
 
-def test_a_prompt_or_sampling_that_no_request_can_have_is_named() -> None:
+def test_an_impossible_prompt_or_sampling_is_named() -> None:
     (item,) = HEADER.items
     request = item.requests[0]
     hot = msgspec.structs.replace(request.sampling, temperature=math.nan)

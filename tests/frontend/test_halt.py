@@ -119,7 +119,7 @@ def test_only_the_request_named_is_aborted(server: LiveServer, pool: ThreadPoolE
         ("/engine/pause", None, "/engine/resume"),
     ],
 )
-def test_requests_wait_in_a_pause_that_accepts_them(
+def test_requests_wait_in_an_accepting_pause(
     pause: str, body: object, resume: str, server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     assert post(server, pause, body).status_code == 200
@@ -181,7 +181,7 @@ def test_a_flag_is_said_in_any_librarys_way(said: str, server: LiveServer) -> No
     assert post(server, "/resume").status_code == 200
 
 
-def test_a_flag_that_says_neither_is_refused(server: LiveServer) -> None:
+def test_an_ambiguous_flag_is_refused(server: LiveServer) -> None:
     refused = post(server, "/pause?clear_cache=maybe")
     assert refused.status_code == 400
     assert "clear_cache is 'maybe'; it must be one of true, 1, yes" in refused.text
@@ -316,7 +316,7 @@ def test_texts_are_trimmed_as_asked(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("rows", ["%C2%B2", "%D9%A3", "9" * 5000, "-1", "0", "x"])
-def test_rows_that_are_no_number_of_them_are_refused(rows: str, server: LiveServer) -> None:
+def test_invalid_numbers_of_rows_are_refused(rows: str, server: LiveServer) -> None:
     refused = httpx.get(
         f"{server.url}/get_weights_by_name?name=model.norm.weight&truncate_size={rows}"
     )

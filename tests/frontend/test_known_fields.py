@@ -225,7 +225,7 @@ def submitted(server: LiveServer, body: str, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(("body", "name", "verdict"), REFUSED, ids=lambda value: str(value)[:40])
-def test_a_field_that_would_change_the_answer_is_refused_by_name(
+def test_an_unsupported_field_is_refused_by_name(
     server: LiveServer, body: str, name: str, verdict: RefusedField
 ) -> None:
     before = len(server.engine.submitted)
@@ -250,7 +250,7 @@ def test_ignored_field_changes_neither_prompt_nor_sampling(
         assert submitted(server, body, **{name: value}) == base
 
 
-def test_a_value_that_only_looks_like_off_is_refused(server: LiveServer) -> None:
+def test_a_value_only_resembling_off_is_refused(server: LiveServer) -> None:
     for value in (0, {"type": "object"}, [[]], ["none"], "x" * 10**5):
         response = send(server, CHAT, tool_choice=value)
         assert response.status_code == 400, value
@@ -318,7 +318,7 @@ def test_a_prompt_is_truncated_to_its_last_tokens(server: LiveServer) -> None:
     assert none.status_code == 400 and none.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
-def test_words_and_tokens_that_cannot_be_restricted_are_refused(server: LiveServer) -> None:
+def test_impossible_words_and_tokens_are_refused(server: LiveServer) -> None:
     for fields, says in (
         ({"bad_words": [f"{i:0256}" for i in range(9)]}, "bad_words are 4617 tokens of this"),
         ({"bad_words": ["  "]}, "which is not a word"),

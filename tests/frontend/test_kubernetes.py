@@ -121,7 +121,7 @@ def test_the_kustomization_names_files_and_the_image() -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_starts_the_server_that_compose_starts(name: str) -> None:
+def test_a_workload_starts_the_server_of_compose(name: str) -> None:
     workload = WORKLOADS[name]
     given, compose = flags(workload), vars(_parse(SERVER["command"]))
     same = ("model", "drafter", "host", "port", "drain_timeout_s", "log_format")

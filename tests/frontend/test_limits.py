@@ -186,7 +186,7 @@ def test_small_chunks_and_trailers_are_taken(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_aborts_its_sequences(server: LiveServer, stream: bool) -> None:
+def test_a_departed_client_aborts_its_sequences(server: LiveServer, stream: bool) -> None:
     before = len(server.engine.aborted)
     with (
         pytest.raises(httpx.ReadTimeout),
@@ -208,7 +208,7 @@ def hanging(stream: bool) -> bytes:
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(
+def test_a_departed_pipelining_client_aborts_its_sequences(
     server: LiveServer, stream: bool, apart: bool
 ) -> None:
     with connect(server) as connection:
@@ -270,7 +270,7 @@ def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
     until(lambda: len(server.engine.aborted) > before and len(server.client) == 0)
 
 
-def test_a_client_that_does_not_read_is_cut_off(model: Path) -> None:
+def test_a_client_without_reads_is_cut_off(model: Path) -> None:
     fast = {"per_step": 100, "step_s": 0.0}
     with (
         live_server(model, send_timeout_s=0.3, engine=fast) as server,

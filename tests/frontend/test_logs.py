@@ -196,9 +196,7 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(
         assert secret not in text, secret
 
 
-def test_the_log_leads_from_a_death_to_the_request_that_ran(
-    model: Path, stream: io.StringIO
-) -> None:
+def test_the_log_leads_from_a_death_to_its_request(model: Path, stream: io.StringIO) -> None:
     """The server has no keys, because a key would rest after the second death."""
     killer = {"requests": [{"token_ids": [65, DIES]}]}
     with live_server(model) as server:
@@ -264,7 +262,7 @@ def test_unawaited_exception_is_logged_without_its_message(stream: io.StringIO) 
 
 
 @in_loop
-async def test_a_callback_that_fails_is_logged_without_its_arguments(stream: io.StringIO) -> None:
+async def test_a_failing_callback_is_logged_without_its_arguments(stream: io.StringIO) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(left_behind)
     loop.call_soon(int, "prompt")
@@ -288,7 +286,7 @@ def test_the_form_is_chosen_by_name(stream: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("form", ["console", "json"])
-def test_a_line_that_cannot_be_written_fails_no_request(
+def test_an_unwritable_log_line_fails_no_request(
     stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, form: Any
 ) -> None:
     out = io.StringIO()

@@ -116,7 +116,7 @@ def test_predicted_and_measured_time_are_of_the_same_steps() -> None:
     assert found["tlt_measured_step_seconds_total"] == {("off",): 1, ("eagle chain",): 1}
 
 
-def test_rows_that_differ_in_every_step_are_no_strategies() -> None:
+def test_rows_of_each_step_do_not_make_strategies() -> None:
     metrics = Metrics()
     for rows in range(2, STRATEGIES + 40):
         step(metrics, Strategy("eagle", 7, 1, rows), [1], drafted=1)
@@ -208,7 +208,7 @@ def test_latencies_of_tokens(own: LiveServer) -> None:
     assert found["tlt_generated_tokens_total"][()] == 60
 
 
-def test_tokens_of_a_version_that_is_no_longer_live_are_stale(model: Path) -> None:
+def test_tokens_of_a_replaced_version_are_stale(model: Path) -> None:
     with (
         live_server(model, engine={"step_s": 0.02, "per_step": 1}) as own,
         Client(own.url) as client,

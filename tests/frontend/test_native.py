@@ -141,7 +141,7 @@ def test_stream_carries_requested_top_and_prompt_logprobs(client: Client) -> Non
     )
 
 
-def test_max_tokens_null_is_all_that_the_prompt_leaves(client: Client, server: LiveServer) -> None:
+def test_max_tokens_null_is_the_room_after_the_prompt(client: Client, server: LiveServer) -> None:
     client.generate([{"token_ids": [65] * 500}], sampling={"max_tokens": None})
     assert server.engine.submitted[-1].sampling.max_tokens == 12
 
@@ -151,7 +151,7 @@ def test_messages_go_through_the_chat_template(client: Client, server: LiveServe
     assert server.engine.submitted[-1].token_ids == [257, *b"hi", 256, 258]
 
 
-def test_an_item_that_fails_is_an_error_among_results(client: Client) -> None:
+def test_a_failed_item_is_an_error_among_results(client: Client) -> None:
     good, bad = client.generate(
         [{"prompt": "a"}, {"token_ids": [FAILS], "n": 3}], sampling={"max_tokens": 2}
     ).results

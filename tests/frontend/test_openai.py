@@ -275,7 +275,7 @@ def test_tokenize_and_detokenize_are_inverse_with_special_tokens(server: LiveSer
     }
 
 
-def test_arguments_of_tool_calls_that_are_not_json_stay_text(server: LiveServer) -> None:
+def test_non_json_arguments_of_tool_calls_stay_text(server: LiveServer) -> None:
     for arguments in ("{", '"\\ud800"', "NaN", "[" * 3000):
         call = {"function": {"name": "f", "arguments": arguments}}
         assert chat(server, messages=[{"role": "assistant", "tool_calls": [call]}], max_tokens=1)[

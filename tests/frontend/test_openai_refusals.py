@@ -129,7 +129,7 @@ def test_bad_requests_are_refused_in_the_envelope(
     assert len(server.engine.submitted) == before
 
 
-def test_an_item_that_fails_ends_the_request_whole_and_streamed(server: LiveServer) -> None:
+def test_a_failed_item_ends_the_request_whole_and_streamed(server: LiveServer) -> None:
     body = {"prompt": [[65], [FAILS]], "max_tokens": 300}
     response = post(server, COMPLETIONS, **body)
     assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")

@@ -116,7 +116,7 @@ def fields_below(document: dict[str, Any], bodies: list[dict[str, Any]]) -> dict
     return dict(fields(bodies))
 
 
-def test_every_field_that_a_client_sets_is_described(document: dict[str, Any]) -> None:
+def test_every_field_of_a_request_is_described(document: dict[str, Any]) -> None:
     found = fields_below(
         document,
         [about["requestBody"] for _, _, about in operations(document) if "requestBody" in about],
@@ -165,7 +165,7 @@ def test_headers_of_replies_are_listed_and_sent(
     assert "x-request-id" in httpx.get(f"{server.url}/weights/none").headers
 
 
-def test_every_status_is_listed_with_the_errors_that_have_it(document: dict[str, Any]) -> None:
+def test_every_status_is_listed_with_its_errors(document: dict[str, Any]) -> None:
     for method, path, about in operations(document):
         statuses = about["responses"].keys()
         assert "default" not in statuses and ("403" in statuses) == (path not in OPEN), path
@@ -283,9 +283,7 @@ def test_every_reference_is_defined(document: dict[str, Any]) -> None:
     assert {name.removeprefix(prefix) for name in found} <= document["components"]["schemas"].keys()
 
 
-def test_schemas_are_those_of_the_types_that_validate(
-    document: dict[str, Any], server: LiveServer
-) -> None:
+def test_schemas_match_the_validating_types(document: dict[str, Any], server: LiveServer) -> None:
     schemas = document["components"]["schemas"]
     assert schemas["SamplingFields"]["properties"]["temperature"]["maximum"] == 100
     assert schemas["CompletionRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 100

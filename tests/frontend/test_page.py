@@ -42,7 +42,7 @@ def test_the_page_has_a_strict_content_policy(server: LiveServer) -> None:
     assert reply.headers["referrer-policy"] == "no-referrer"
 
 
-def test_a_browser_that_has_the_page_gets_304(server: LiveServer) -> None:
+def test_a_browser_with_the_page_gets_304(server: LiveServer) -> None:
     first = httpx.get(f"{server.url}/")
     assert first.headers["cache-control"] == "no-cache"
     for known, status in (

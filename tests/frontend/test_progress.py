@@ -62,7 +62,7 @@ def test_phase_without_steps_is_said_every_ten_seconds() -> None:
     ]
 
 
-def test_a_stream_that_takes_no_line_stops_nothing() -> None:
+def test_an_unwritable_stream_stops_nothing() -> None:
     stream = Unread()
     ProgressLines(stream).draining(3, 10.0)
     lasting(stream).flush()

@@ -214,9 +214,7 @@ async def under_way(reader: Reader) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_a_process_that_cannot_be_launched_is_tried_again(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_launch_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch, refusals = Reader._launch, [OSError(24, "Too many open files")] * 2
 
     def refused(reader: Reader, sockets: Any) -> Any:
@@ -286,7 +284,7 @@ def test_waits_double_while_failures_follow_each_other() -> None:
 
 
 @with_reader()
-async def test_a_process_that_hangs_is_replaced(reader: Reader) -> None:
+async def test_a_hung_process_is_replaced(reader: Reader) -> None:
     await tokenised(reader, "x")
     assert reader.pid is not None
     os.kill(reader.pid, signal.SIGSTOP)

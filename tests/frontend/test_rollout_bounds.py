@@ -40,7 +40,7 @@ def test_kept_rollouts_are_bounded_and_fetched_ones_make_room(model: Path) -> No
         assert len(list((server.directory / "rollouts").glob("*.journal"))) == 2
 
 
-def test_keyed_requests_that_were_answered_never_fill_the_limit(model: Path) -> None:
+def test_answered_keyed_requests_never_fill_the_limit(model: Path) -> None:
     with live_server(model, max_rollouts=3) as server:
         assert [post(server, f"k{i}").status_code for i in range(12)] == [200] * 12
         assert len(list(server.rollouts)) == 3
@@ -97,7 +97,7 @@ def failing(after: int) -> Callable[[Journal, bytes], None]:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_disk_that_fills_up_never_hurts_the_server(
+def test_a_full_disk_never_hurts_the_server(
     server: LiveServer, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Journal, "append", failing(after))
@@ -198,7 +198,7 @@ def test_new_rollout_evicts_a_few_old_ones_at_most(model: Path) -> None:
     assert len(counts) == -(-81 // FORGOTTEN)
 
 
-def test_a_journal_that_cannot_begin_keeps_no_descriptor(
+def test_a_failed_journal_keeps_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(file: int, length: int) -> None:
@@ -211,7 +211,7 @@ def test_a_journal_that_cannot_begin_keeps_no_descriptor(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_rollouts_that_are_done_hold_no_file_open(model: Path) -> None:
+def test_finished_rollouts_hold_no_file_open(model: Path) -> None:
     def journals() -> list[str]:
         """Return the open journals of this server; those of earlier ones may wait for a garbage
         collection.

@@ -21,7 +21,7 @@ DAY_S = 86400.0
 
 
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S], ids=["forward", "back"])
-def test_a_wall_clock_that_jumped_ends_and_keeps_nothing(
+def test_a_jump_of_the_wall_clock_ends_and_keeps_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     with live_server(model, state_dir=tmp_path) as first, Client(first.url) as client:

@@ -191,7 +191,7 @@ def test_a_key_with_another_body_is_a_conflict(server: LiveServer) -> None:
     assert post(server, "bodies").status_code == 200
 
 
-def test_a_request_that_was_refused_leaves_its_key_free(server: LiveServer) -> None:
+def test_a_refused_request_leaves_its_key_free(server: LiveServer) -> None:
     assert post(server, "free", requests=[{"token_ids": [10**6]}]).status_code == 400
     assert post(server, "free").status_code == 200
 

@@ -80,9 +80,7 @@ def raw(channel: grpc.Channel, method: str = "GenerateBatch", **options: Any) ->
     return channel.unary_unary(f"/tlt.v1.RolloutService/{method}", **options)
 
 
-def test_a_client_that_cancels_frees_its_sequences(
-    server: LiveServer, stub: RolloutServiceStub
-) -> None:
+def test_a_cancelled_call_frees_its_sequences(server: LiveServer, stub: RolloutServiceStub) -> None:
     stream = stub.Generate(LONG)
     until(lambda: server.engine.running)
     stream.cancel()
@@ -93,14 +91,14 @@ def test_a_client_that_cancels_frees_its_sequences(
     until(lambda: not server.engine.running and len(server.client) == 0)
 
 
-def test_a_deadline_of_grpc_that_passes_frees_them_too(
+def test_a_passed_deadline_of_grpc_frees_its_sequences(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     assert refused(lambda: stub.GenerateBatch(LONG, timeout=0.2)).code == "unknown"
     until(lambda: not server.engine.running and len(server.client) == 0)
 
 
-def test_a_connection_that_breaks_frees_them_too(server: LiveServer) -> None:
+def test_a_broken_connection_frees_its_sequences(server: LiveServer) -> None:
     with grpc.insecure_channel(server.grpc_address) as channel:
         stream = RolloutServiceStub(channel).Generate(LONG)
         until(lambda: server.engine.running)
@@ -108,7 +106,7 @@ def test_a_connection_that_breaks_frees_them_too(server: LiveServer) -> None:
     until(lambda: not server.engine.running and len(server.client) == 0)
 
 
-def test_a_client_that_does_not_read_its_call_is_cut_off(model: Path) -> None:
+def test_a_call_without_reads_is_cut_off(model: Path) -> None:
     """A window that does not grow, and a reply of many times its size: sequences that still run end
     with the stream.
     """
@@ -173,7 +171,7 @@ def test_metadata_are_bounded(stub: RolloutServiceStub) -> None:
         (b"\x0a", "is no tlt.v1.GenerateRequest; send what rollout.proto defines"),
     ],
 )
-def test_messages_that_no_json_is_like_are_refused(
+def test_messages_without_a_json_form_are_refused(
     message: bytes, says: str, channel: grpc.Channel
 ) -> None:
     error = refused(lambda: raw(channel)(message))
@@ -196,9 +194,7 @@ def test_a_name_is_one_segment_of_a_path(server: LiveServer, stub: RolloutServic
         )
 
 
-def test_a_message_that_does_not_come_is_not_waited_for(
-    server: LiveServer, channel: grpc.Channel
-) -> None:
+def test_a_missing_message_is_not_waited_for(server: LiveServer, channel: grpc.Channel) -> None:
     call = channel.stream_unary("/tlt.v1.RolloutService/GenerateBatch")
     silent = threading.Event()
 

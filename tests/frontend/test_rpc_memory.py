@@ -107,7 +107,7 @@ def test_members_of_a_message_are_read_one_at_a_time(model: Path) -> None:
     assert run(model, grown) < 64 + 4 * len(many) / MB
 
 
-def test_a_message_read_by_its_members_is_that_of_the_whole() -> None:
+def test_a_message_read_by_members_equals_the_whole() -> None:
     sampling = SamplingFields(temperature=0.5, stop=["x"], logit_bias={7: 1.0, 3: -1.0})
     items = [
         Item(prompt="a" * 20_000, id="é", sampling=sampling),

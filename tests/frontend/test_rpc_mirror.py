@@ -243,7 +243,7 @@ def test_messages_mirror_the_types_of_their_operation(name: str, server: LiveSer
         assert list(differences(about.output_type, gives, about.output_type.name, reply=True)) == []
 
 
-def test_messages_of_an_update_are_the_operations_that_they_hold(server: LiveServer) -> None:
+def test_messages_of_an_update_mirror_their_operations(server: LiveServer) -> None:
     about = SERVICE.methods_by_name["UpdateWeights"]
     [held] = about.input_type.oneofs
     assert {field.name for field in held.fields} == UPDATES.keys() and about.client_streaming
@@ -263,7 +263,7 @@ def test_methods_and_the_error_match_the_wire() -> None:
     assert list(differences(Error.DESCRIPTOR, WireError, "Error", reply=True)) == []
 
 
-def test_a_field_that_is_missing_or_of_another_type_is_seen() -> None:
+def test_a_missing_or_differently_typed_field_is_seen() -> None:
     class Other(msgspec.Struct):
         code: int
         message: str

@@ -46,7 +46,7 @@ class Messages:
 
 
 @in_loop
-async def test_free_turns_go_to_the_owner_that_reads_least() -> None:
+async def test_free_turns_go_to_the_owner_reading_least() -> None:
     messages = Messages(2)
     tasks = {name: messages.start(name) for name in ("a1", "a2", "a3", "a4", "b1", "c1")}
     await asyncio.sleep(0)
@@ -67,7 +67,7 @@ async def test_free_turns_go_to_the_owner_that_reads_least() -> None:
 
 @in_loop
 @pytest.mark.usefixtures("_impatient")
-async def test_a_read_that_stalls_is_cut_only_while_others_wait() -> None:
+async def test_a_stalled_read_is_cut_only_while_others_wait() -> None:
     messages = Messages(2)
     stalled = [messages.start("a1"), messages.start("a2")]
     await asyncio.sleep(0.3)
@@ -86,7 +86,7 @@ async def test_a_read_that_stalls_is_cut_only_while_others_wait() -> None:
 
 @in_loop
 @pytest.mark.usefixtures("_impatient")
-async def test_no_read_is_cut_for_a_caller_that_has_left() -> None:
+async def test_no_read_is_cut_for_a_departed_caller() -> None:
     messages = Messages(1)
     slow, left = messages.start("a1"), messages.start("b1")
     await asyncio.sleep(0)
@@ -98,7 +98,7 @@ async def test_no_read_is_cut_for_a_caller_that_has_left() -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_calls_that_send_no_message_keep_out_none_that_does(model: Path) -> None:
+def test_calls_without_a_message_keep_no_other_out(model: Path) -> None:
     with live_server(model, grpc_port=0, max_body_mb=1, max_bodies_mb=4) as server:
         with grpc.insecure_channel(server.grpc_address) as channel:
             silent, replies = threading.Event(), []

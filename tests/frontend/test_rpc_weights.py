@@ -106,7 +106,7 @@ def test_parts_go_where_those_over_http_go_and_are_pushed_once(
     assert asked.channel == "http" and len(asked.tensors) == 1
 
 
-def test_a_stream_that_broke_continues_where_it_was(
+def test_a_broken_stream_continues_where_it_was(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     def breaks() -> Iterable[UpdateWeightsRequest]:

@@ -70,7 +70,7 @@ async def test_stuck_stream_makes_room_with_a_status() -> None:
 
 
 @in_loop
-async def test_a_stream_that_ends_or_fails_gives_its_place_back() -> None:
+async def test_an_ended_or_failed_stream_gives_its_place_back() -> None:
     async def failing() -> AsyncGenerator[str, None]:
         yield "a"
         raise ValueError("no more")

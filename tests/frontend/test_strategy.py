@@ -156,7 +156,7 @@ def test_a_policy_under_way_at_two_deaths_is_dropped(
         assert unprepared.engine.policies == []
 
 
-def test_a_policy_that_cannot_be_prepared_is_an_error(client: Client, server: LiveServer) -> None:
+def test_an_unpreparable_policy_is_an_error(client: Client, server: LiveServer) -> None:
     before = client.set_strategy("beg")
     answer = httpx.put(f"{server.url}/strategy", json={"policy": "fixed", "strategy": UNPREPARED})
     assert answer.status_code == 503 and "not compiled" in answer.json()["error"]["message"]
@@ -180,7 +180,7 @@ def test_arms_and_pins_are_unset_by_the_next_policy(client: Client, server: Live
     assert state["pins"] == [] and len(state["arms"]) > len(history) + 1
 
 
-def test_every_arm_that_is_reported_can_be_set(client: Client) -> None:
+def test_every_reported_arm_can_be_set(client: Client) -> None:
     arms = client.strategy()["arms"]
     assert arms == [arm.name for arm in ladder(["eagle", "history"]).arms]
     for arm in arms[1:]:

@@ -269,7 +269,7 @@ def as_message(result: dict[str, Any]) -> ItemResult:
     return message
 
 
-def test_a_large_reply_over_grpc_is_that_over_http(
+def test_a_large_reply_over_grpc_equals_http(
     server: LiveServer, rollouts: RolloutServiceStub
 ) -> None:
     with loop_holds(server) as holds:
@@ -350,7 +350,7 @@ def test_whole_reply_takes_few_turns_for_many_tokens(
 
 
 @pytest.mark.parametrize("how", [{"stream": True}, {"stop": ["no such text"]}])
-def test_outputs_that_matter_at_once_are_taken_at_once(
+def test_urgent_outputs_are_taken_at_once(
     server: LiveServer, turns: list[int], how: dict[str, Any]
 ) -> None:
     path, body = PATIENT["completion"]

@@ -289,7 +289,7 @@ def test_prompt_sent_with_a_killer_stays_allowed(server: LiveServer) -> None:
     assert Collected(server, request("victim", (70,), 300)).ends() == {"victim": ("length", None)}
 
 
-def test_one_that_is_given_up_on_trial_makes_room_for_the_next(server: LiveServer) -> None:
+def test_an_abandoned_trial_makes_room_for_the_next(server: LiveServer) -> None:
     hanging = Collected(server, request("h", (HANGS, 65)))
     behind = Collected(server, request("n", (66,), 10**6))
     until(lambda: behind.outputs)
@@ -367,7 +367,7 @@ def test_backoff_doubles_within_the_window_and_ends_at_the_limit(
     assert [backoff.death(at_s) for at_s in deaths] == delays
 
 
-def test_a_key_that_ends_the_engine_rests_and_no_other(model: Path) -> None:
+def test_only_the_key_ending_the_engine_rests(model: Path) -> None:
     with (
         live_server(
             model, keys="a scopes=data name=a\nb scopes=data name=b\n", max_restarts=2
@@ -392,7 +392,7 @@ def test_a_key_that_ends_the_engine_rests_and_no_other(model: Path) -> None:
         assert result.error is None and len(server.engines) == 4
 
 
-def test_a_frontend_that_was_held_up_itself_blames_nobody(model: Path) -> None:
+def test_a_delayed_frontend_does_not_blame_its_engine(model: Path) -> None:
     with live_server(model, hang_timeout_s=2.0, max_restarts=0) as server:
         for _ in range(2):
             server._loop.call_soon_threadsafe(time.sleep, 2.5)

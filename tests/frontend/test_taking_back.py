@@ -71,9 +71,7 @@ def there(client: Client, version: str) -> bool:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("out of memory"), GeneratorExit()]
 )
-def test_trainer_that_stops_in_its_iterator_leaves_room(
-    error: BaseException, client: Client
-) -> None:
+def test_trainer_stopping_in_its_iterator_leaves_room(error: BaseException, client: Client) -> None:
     for run in ("a", "b", "c"):  # more than max_uploads
         with pytest.raises(type(error)) as raised:
             sender(client).push(stopping(error), run)
@@ -81,9 +79,7 @@ def test_trainer_that_stops_in_its_iterator_leaves_room(
     assert sender(client).push(TENSORS.items(), "d")["state"] == "committed"
 
 
-def test_manifests_that_are_refused_leave_the_room_to_the_next(
-    client: Client, tmp_path: Path
-) -> None:
+def test_refused_manifests_leave_room_to_the_next(client: Client, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -124,7 +120,7 @@ def test_uploads_of_others_stay(client: Client) -> None:
     assert client.weights_part("b", "theirs.safetensors")["bytes"] == 3
 
 
-def test_a_push_that_has_begun_is_ended_by_no_sender(client: Client, server: LiveServer) -> None:
+def test_a_sender_does_not_end_a_begun_push(client: Client, server: LiveServer) -> None:
     """Another client pushes the version by any channel; taking an upload back reaches no engine."""
     server.engine.fails, server.engine.reads = "conflict", False
     with pytest.raises(Conflict):
@@ -137,7 +133,7 @@ def test_a_push_that_has_begun_is_ended_by_no_sender(client: Client, server: Liv
         client.abort_weights("a", upload_only=True)
 
 
-def test_an_abort_that_fails_hides_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_abort_hides_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
 
     def fails(version: str = "", *, upload_only: bool = False) -> Any:
@@ -159,7 +155,7 @@ def test_an_abort_that_fails_hides_nothing(client: Client, monkeypatch: pytest.M
         ("weights_refused", True, False),
     ],
 )
-def test_server_keeps_parts_that_may_yet_be_pushed(
+def test_server_keeps_parts_for_a_later_push(
     code: str, reads: bool, stays: bool, client: Client, server: LiveServer
 ) -> None:
     """A conflict before they were read is one with another push; afterwards it is with what they
@@ -200,7 +196,7 @@ def test_open_uploads_are_listed(
     assert [upload["version"] for upload in client.weights()["uploads"]] == ["run-2"]
 
 
-def test_room_that_is_taken_says_by_whom(client: Client) -> None:
+def test_taken_room_names_its_holders(client: Client) -> None:
     for version in ("a", "b"):
         client.put_weights(version, PART, b"abc", start=0, total=100)
     with pytest.raises(StorageFailed, match=r"push or abort one of \['a', 'b'\]") as full:

@@ -185,7 +185,7 @@ async def test_deadly_templates_are_refused_and_delay_no_one(
 
 
 @pytest.mark.parametrize("template", LARGE)
-def test_an_operation_that_makes_much_is_refused_before(template: str) -> None:
+def test_an_oversized_operation_is_refused_beforehand(template: str) -> None:
     began = time.process_time()
     with pytest.raises(InvalidRequest, match="chat template refuses"):
         ChatTemplate.brought(template, {}).render(SAID)
@@ -281,9 +281,7 @@ async def test_a_lost_process_of_templates_starts_again(reader: Reader, render: 
 
 
 @with_renderer
-async def test_a_process_of_templates_that_is_ending_is_replaced(
-    reader: Reader, render: Render
-) -> None:
+async def test_an_ending_process_of_templates_is_replaced(reader: Reader, render: Render) -> None:
     """A socket is closed before the end of its process can be seen."""
     await render("ready")
     renderer = reader.renderer

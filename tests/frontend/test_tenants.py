@@ -207,7 +207,7 @@ def test_only_operate_may_come_before_everybody(keyed: LiveServer) -> None:
         assert keyed.engine.submitted[-1].priority == -1
 
 
-def test_a_key_that_fills_the_queue_keeps_no_other_out(model: Path) -> None:
+def test_a_key_filling_the_queue_keeps_no_other_out(model: Path) -> None:
     hangs = {"requests": [{"token_ids": [HANGS]}] * 4, "stream": True}
     one = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 2}}
     with live_server(model, keys=LINES, max_queue=4) as server:
@@ -359,7 +359,7 @@ ABORTS = {
 
 
 @pytest.mark.parametrize("path", ABORTS)
-def test_only_an_abort_that_says_so_ends_everything(model: Path, path: str) -> None:
+def test_only_an_explicit_abort_ends_everything(model: Path, path: str) -> None:
     with live_server(model) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
             httpx.post,

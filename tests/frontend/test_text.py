@@ -236,7 +236,7 @@ def test_the_template_sees_special_tokens_and_opens_the_turn(tmp_path: Path) -> 
         "{% set a = 10**1000 %}{{ a * a }}",
     ],
 )
-def test_a_template_that_fails_or_pries_is_a_client_error(template: str) -> None:
+def test_a_failing_or_prying_template_is_a_client_error(template: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
         Text(TEXT.tokenizer, template).render([{"role": "user", "content": "x"}])
 
@@ -252,7 +252,7 @@ def test_template_features_of_published_models() -> None:
 @pytest.mark.parametrize(
     "spoil", [lambda path: path.write_bytes(b"{{ messages }}\xff"), lambda path: path.mkdir()]
 )
-def test_a_template_file_that_cannot_be_read_is_a_model_error(
+def test_an_unreadable_template_file_is_a_model_error(
     tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
     spoil(write_model(tmp_path) / "chat_template.jinja")
@@ -307,7 +307,7 @@ def test_template_files_and_named_templates_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoilt", [7, ["default"], [{"name": "default"}], {"default": 1}])
-def test_a_template_that_is_no_text_is_a_model_error(tmp_path: Path, spoilt: object) -> None:
+def test_a_non_text_template_is_a_model_error(tmp_path: Path, spoilt: object) -> None:
     write_model(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": spoilt}))
     with pytest.raises(ModelError, match="it must be a text, or a list"):

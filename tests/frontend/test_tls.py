@@ -102,7 +102,7 @@ def test_both_clients_trust_the_given_authority(
     assert httpx.get(f"{secure.url}/livez", verify=Tls(ca=first.ca).context()).status_code == 200
 
 
-def test_a_client_that_leaves_is_seen_to_leave(secure: LiveServer, first: Issuer) -> None:
+def test_a_departure_over_tls_frees_the_sequences(secure: LiveServer, first: Issuer) -> None:
     with Client(secure.url, tls=Tls(ca=first.ca), timeout_s=20) as client:
         events = client.stream([{"prompt": "abc"}], sampling={"max_tokens": 500})
         next(events)
@@ -210,7 +210,7 @@ def test_the_command_serves_https_and_prints_it(
         ({"tls_key": "LOCKED"}, "without a passphrase"),
     ],
 )
-def test_files_that_cannot_be_used_are_refused_by_name(
+def test_unusable_files_are_refused_by_name(
     planted: dict[str, str | bytes | None],
     says: str,
     model: Path,
@@ -260,6 +260,6 @@ def locked(key: bytes) -> bytes:
         Tls(key="none.key"),
     ],
 )
-def test_a_client_refuses_files_that_it_cannot_use(tls: Tls) -> None:
+def test_a_client_refuses_unusable_files(tls: Tls) -> None:
     with pytest.raises(ValueError, match=r"none\.(pem|key).*(name PEM files|give both)"):
         Client("https://127.0.0.1:1", tls=tls)

@@ -117,7 +117,7 @@ def test_calls_are_told_from_content(server: LiveServer) -> None:
     assert len(one["tool_calls"]) == 1 and one["content"] == CALL
 
 
-def test_a_call_that_is_cut_off_is_content(server: LiveServer) -> None:
+def test_a_truncated_call_is_content(server: LiveServer) -> None:
     size = len(server.text.encode([CALL], special=False)[0])
     cut, first = CALL[: CALL.index("🙂")], CALL.replace(', "é": "🙂"', "")
     for fields in ({}, {"tool_choice": "required"}):
@@ -204,7 +204,7 @@ def test_hostile_tools_are_refused_by_name(
     assert len(response.text) < 600
 
 
-def test_a_model_that_is_not_shown_tools_refuses_them(
+def test_a_model_without_tools_in_its_template_refuses_them(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     model = write_saying(tmp_path_factory.mktemp("model"), "{{ messages[-1].content }}" + EOS)
@@ -248,7 +248,7 @@ REQUIRED = [
 
 
 @pytest.mark.parametrize(("fields", "names", "several"), REQUIRED)
-def test_calls_that_must_be_made_hold_the_answer_to_their_form(
+def test_required_calls_hold_the_answer_to_their_form(
     server: LiveServer, fields: dict[str, Any], names: list[str], several: bool
 ) -> None:
     found = message(server, CALL, **fields)
@@ -338,7 +338,7 @@ def test_every_structure_begins_after_the_reasoning(
         ),
     ],
 )
-def test_a_choice_that_cannot_be_held_is_refused(
+def test_an_unenforceable_tool_choice_is_refused(
     server: LiveServer, fields: dict[str, Any], says_: str
 ) -> None:
     response = post(server, CHAT, **says("a", **fields))

@@ -154,7 +154,7 @@ def test_only_a_valid_and_sampled_context_is_followed(model: Path) -> None:
     assert (over_grpc.trace_id.hex(), over_grpc.parent_span_id.hex()) == (TRACE, CALLER)
 
 
-def test_a_collector_that_is_away_delays_nothing_for_long() -> None:
+def test_a_missing_collector_delays_nothing_for_long() -> None:
     traces = OtlpTraces("http://127.0.0.1:9")
     began_s = time.monotonic()
     for _ in range(5000):  # more than the queue holds
@@ -172,6 +172,6 @@ def test_without_the_sdk_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://x:4317", "http://", "http://a b"])
-def test_an_endpoint_that_is_no_url_is_refused(model: Path, url: str) -> None:
+def test_an_endpoint_without_a_url_is_refused(model: Path, url: str) -> None:
     with pytest.raises(StartupError, match="it must be a URL such as http://127.0.0.1:4318"):
         load({"model": str(model), "otlp_endpoint": url})

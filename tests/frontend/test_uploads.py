@@ -195,7 +195,7 @@ def test_versions_parts_and_bytes_are_bounded(client: Client) -> None:
     assert put(client, b"a", version="v3") == 1
 
 
-def test_upload_that_is_never_pushed_is_removed(model: Path, tmp_path: Path) -> None:
+def test_an_unpushed_upload_is_removed(model: Path, tmp_path: Path) -> None:
     left = tmp_path / "state" / "uploads" / "old" / PART
     left.parent.mkdir(parents=True)
     left.write_bytes(b"abc")
@@ -234,7 +234,7 @@ def test_spoiled_weights_are_not_served_until_the_next_push(
     assert client.is_ready() and "tlt_weights_quarantined 0.0" in client.metrics()
 
 
-def test_an_upload_that_cannot_begin_takes_no_place(client: Client, server: LiveServer) -> None:
+def test_an_unwritable_upload_takes_no_place(client: Client, server: LiveServer) -> None:
     assert server.config.state_dir is not None
     directory = server.config.state_dir / "uploads"
     directory.rmdir()
@@ -375,7 +375,7 @@ async def body() -> AsyncIterator[bytes]:
 
 
 @in_loop
-async def test_a_piece_that_is_refused_ends_the_range(slow: Slow) -> None:
+async def test_a_refused_piece_ends_the_range(slow: Slow) -> None:
     slow.may.set()
 
     async def body(data: bytes) -> AsyncIterator[bytes]:

@@ -299,6 +299,6 @@ def test_overlong_text_is_refused_before_tokenising(server: LiveServer) -> None:
         assert "6643" in response.text and "max_prompt_tokens" in response.text
 
 
-def test_the_longest_text_that_fits_is_tokenised(server: LiveServer) -> None:
+def test_the_longest_fitting_text_is_tokenised(server: LiveServer) -> None:
     body = {"requests": [{"prompt": "<|assistant|>" * 511}], "sampling": {"max_tokens": 1}}
     assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
