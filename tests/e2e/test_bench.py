@@ -1,5 +1,5 @@
 """The benchmark commands as a user runs them: exact is green, rollout reports passes that
-speculation saves.
+speculation saves, overload ends every request once.
 """
 
 from __future__ import annotations
@@ -252,3 +252,17 @@ def test_a_missing_model_is_one_line_with_the_remedy(
 ) -> None:
     said = refusal(capsys, name, "--quick", "--model", str(tmp_path / "nowhere"))
     assert "nowhere" in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.long
+def test_overload_ends_every_request_once(tmp_path: Path) -> None:
+    said = bench("overload", tmp_path / "overload.json")
+    assert said["exactly_one_end"]
+    assert said["sent"] == sum(said["ended"].values()) + sum(said["refused"].values())
+    assert (said["open_sequences"], said["pages_held"], said["untyped_sheds"]) == (0, 0, 0)
+    peak, over = said["peak"], said["3x"]
+    assert set(over["ends"]) <= {"completed", "late", "overloaded", "queue_full"}
+    assert set(peak["ends"]) == {"completed"}
+    assert over["ends"]["overloaded"] > 0 and over["ends"]["completed"] > 0 and peak["goodput"] > 0
+    assert over["frontend_mib"][-1] - peak["frontend_mib"][0] < 64
+    assert over["engine_mib"][-1] - over["engine_mib"][0] < 64

@@ -1,7 +1,8 @@
-"""Messages of a server while its engine starts: the phase under way, and how far it is."""
+"""Messages of a server while its engine starts: the phase under way, how far it is, its lines."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import httpx
@@ -12,9 +13,10 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
 from tlt_client import Client
 from tlt_server.errors import Unavailable
+from tlt_server.frontend.http.logs import lasting
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.starting import StartState
+from tlt_server.frontend.link.starting import REWRITE, ProgressLines, StartState, UnderWay
 from tlt_server.metrics import Metrics
 from tlt_server.wire.events import Phase, PhaseProgress
 
@@ -90,3 +92,63 @@ def test_commands_without_an_engine_get_503_before_400(model: Path) -> None:
             answer = httpx.post(server.url + path, content="[")
             assert answer.status_code == 503 and "the engine" in answer.text, path
         server.call(server.may_launch.set)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Unread(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def under_way(done: int, of: int = 57, seconds: float = 0.0) -> UnderWay:
+    return UnderWay("capturing graphs", done, of, seconds)
+
+
+def test_terminal_progress_overwrites_one_line() -> None:
+    stream = Terminal()
+    progress = ProgressLines(stream, clock=lambda: 0.0)
+    for done in (1, 2):
+        progress.under_way(under_way(done))
+    progress.phase(Phase("prepare runner", 9.5, "57 graphs"))
+    first, second, third = stream.getvalue().split(REWRITE)[1:]
+    assert "capturing graphs (1 of 57)" in first and "\n" not in first + second
+    assert third.endswith("57 graphs\n")
+    progress.listening("http://x")
+    assert stream.getvalue().count(REWRITE) == 3
+
+
+def test_without_a_terminal_a_line_comes_every_ten_seconds() -> None:
+    stream, now = io.StringIO(), 0.0
+    progress = ProgressLines(stream, clock=lambda: now)
+    for second in range(26):
+        progress.under_way(under_way(second // 3, seconds=now))
+        now += 1.0
+    said = [line.split("(")[1].split()[0] for line in stream.getvalue().splitlines()]
+    assert said == ["0", "3", "6"]
+
+
+def test_phase_without_steps_is_said_every_ten_seconds() -> None:
+    stream, now = io.StringIO(), 0.0
+    progress = ProgressLines(stream, clock=lambda: now)
+    for _ in range(26):
+        progress.under_way(UnderWay("loading weights", 0, 0, now))
+        now += 1.0
+    assert stream.getvalue().splitlines() == [
+        f"  loading weights, for {seconds} s so far ..." for seconds in (10, 20)
+    ]
+
+
+def test_an_unwritable_stream_stops_nothing() -> None:
+    stream = Unread()
+    ProgressLines(stream).draining(3, 10.0)
+    lasting(stream).flush()
+    assert not lasting(stream).isatty() and lasting(Terminal()).isatty()
+    with pytest.raises(BrokenPipeError):
+        print("line", file=stream)
