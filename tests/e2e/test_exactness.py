@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tlt_client import Client
-from tlt_client.wire import Choice, ItemResult, Token
+from tlt_client.wire import Choice, ItemResult
 from tlt_server.demo.task import problem
 
 SAMPLINGS: list[dict[str, Any]] = [
@@ -140,20 +140,3 @@ def test_each_choice_can_be_reproduced_alone_by_its_seed(client: Client, plain: 
     assert len({tuple(choice[1]) for choice in choices}) > 1
     alone = generate(client, [{**item, "n": 1, "seed": choices[2][-1]}])[0][0]
     assert alone[1:] == choices[2][1:]
-
-
-def test_streamed_tokens_equal_the_whole_reply(client: Client, plain: list[Any]) -> None:
-    tokens: dict[tuple[str, int], list[int]] = {}
-    texts: dict[tuple[str, int], str] = {}
-    found: dict[str, list[Choice]] = {}
-    for event in client.stream(batch(), sampling={"max_tokens": 150}):
-        if isinstance(event, Token):
-            key = event.id, event.index
-            tokens.setdefault(key, []).extend(event.token_ids)
-            texts[key] = texts.get(key, "") + (event.text or "")
-        elif isinstance(event, ItemResult):
-            found[event.id] = event.choices
-    assert [said(found[str(i)]) for i in range(len(plain))] == plain
-    for id, choices in found.items():
-        assert [tokens[id, c.index] for c in choices] == [c.token_ids for c in choices]
-        assert [texts[id, c.index] for c in choices] == [c.text for c in choices]

@@ -96,30 +96,6 @@ def test_chat_has_the_native_tokens_and_is_reproducible(sdk: openai.OpenAI, clie
     ]
 
 
-def test_token_ids_in_and_echo_with_the_prompts_logprobs(
-    sdk: openai.OpenAI, client: Client
-) -> None:
-    ids = sdk.post("/../tokenize", body={"prompt": PROMPTS[1]}, cast_to=object)["tokens"]  # type: ignore[index]
-    reply = sdk.completions.create(
-        model=MODEL, prompt=ids, max_tokens=4, seed=1, echo=True, logprobs=0
-    )
-    logprobs = reply.choices[0].logprobs
-    native = (
-        client.generate(
-            [{"token_ids": ids, "seed": 1}], sampling={"max_tokens": 4, "prompt_logprobs": 0}
-        )
-        .results[0]
-        .choices[0]
-    )
-    assert logprobs is not None and native.prompt_logprobs is not None
-    assert logprobs.token_logprobs == [
-        None,
-        *(each[1][0] for each in native.prompt_logprobs if each),
-        *native.logprobs,
-    ]
-    assert reply.choices[0].text == PROMPTS[1] + (native.text or "")
-
-
 def test_max_tokens_0_scores_the_prompt_bit_for_bit(sdk: openai.OpenAI, client: Client) -> None:
     reply = sdk.completions.create(
         model=MODEL,
