@@ -25,6 +25,7 @@ from tests.e2e.conftest import PAIR
 from tests.e2e.hostile_bodies import SECRET
 from tests.e2e.hostile_requests import LIMITS, Attempt, attempt
 from tests.processes import engine
+from tests.waiting import until
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
@@ -275,12 +276,7 @@ def survives(server: ServerProcess, seed: int, count: int) -> None:
         print(f"{count - warm} requests in {took_s:.0f} s; {dict(sorted(seen.items()))}")
         assert sum(seen.values()) - seen["sound"] - seen["probe"] == count and seen["sound"] > 0
         assert seen["probe"] > 0
-        give_up = time.monotonic() + 60
-        while look(client).open or free_pages(client) != free:
-            assert time.monotonic() < give_up, (
-                f"{look(client)}, {free_pages(client)} of {free} pages are free"
-            )
-            time.sleep(0.02)
+        until(lambda: not look(client).open and free_pages(client) == free)
         grown = {pid: round(resident_mb(pid) - megabytes) for pid, megabytes in before.items()}
         print(f"resident memory grew by {grown} MB")
         assert engine(server.process.pid) == pids[1] and max(grown.values()) < GROWTH_MB, grown

@@ -4,7 +4,6 @@ model, usage in every chunk, seeds with a sign.
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,22 @@ import pytest
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer
 from tests.frontend.openai_calls import COMPLETIONS, chunks, post, server
+from tests.waiting import until
 from tlt_client.fields import MAX_SEED
 
 __all__ = ["server"]  # a fixture
+
+
+def abort(server: LiveServer, *names: str) -> dict[str, Any]:
+    """Abort by these names once a request is there; return the reply."""
+    ended: dict[str, Any] = {}
+
+    def found() -> object:
+        ended.update(post(server, "/abort_requests", request_ids=names).json())
+        return ended["aborted"]
+
+    until(found)
+    return ended
 
 
 def test_an_abort_ends_a_request_once_by_all_its_names(server: LiveServer) -> None:
@@ -25,11 +37,7 @@ def test_an_abort_ends_a_request_once_by_all_its_names(server: LiveServer) -> No
     body = {"prompt": [HANGS], "request_id": "mine"}
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30)
-        names = ["mine", "cmpl-mine", "mine", "unknown"]
-        give_up = time.monotonic() + 20
-        while not (ended := post(server, "/abort_requests", request_ids=names).json())["aborted"]:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        ended = abort(server, "mine", "cmpl-mine", "mine", "unknown")
     assert ended == {"status": "aborted", "aborted": 1}
     assert waiting.result().json()["choices"][0]["finish_reason"] == "abort"
     assert len({*server.engine.aborted}) == len(server.engine.aborted)
@@ -54,10 +62,7 @@ def test_a_request_is_aborted_by_its_clients_name(
 ) -> None:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(httpx.post, server.url + path, json=body, headers=headers, timeout=30)
-        give_up = time.monotonic() + 20
-        while not (ended := post(server, "/abort_requests", request_ids=[name]).json())["aborted"]:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        ended = abort(server, name)
     assert ended == {"status": "aborted", "aborted": 1}
     reply = waiting.result().json()
     assert reply["choices"][0]["finish_reason"] == "abort"

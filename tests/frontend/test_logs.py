@@ -10,7 +10,6 @@ import json
 import logging
 import re
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -54,10 +53,12 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 def accesses(stream: io.StringIO, count: int) -> list[dict[str, Any]]:
     """Wait for `count` access lines: each is written after its reply, so a client may be ahead."""
-    give_up = time.monotonic() + 30
-    while len(found := [line for line in lines(stream) if line["event"] == "request"]) < count:
-        assert time.monotonic() < give_up, found
-        time.sleep(0.005)
+
+    def requests() -> list[dict[str, Any]]:
+        return [line for line in lines(stream) if line["event"] == "request"]
+
+    until(lambda: len(requests()) >= count)
+    found = requests()
     assert len(found) == count
     return found
 
