@@ -23,6 +23,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
+from tlt_client import Client
 from tlt_server.build import (
     activity_of,
     admission,
@@ -221,6 +222,13 @@ def live_server(
             yield server
         finally:
             server.stop()
+
+
+@contextmanager
+def server_and_client(model: Path, **options: Any) -> Iterator[tuple[LiveServer, Client]]:
+    """Yield a live server with these options, and a client of it that waits for 40 s."""
+    with live_server(model, **options) as server, Client(server.url, timeout_s=40) as client:
+        yield server, client
 
 
 def serving(*, scope: Literal["module", "function"] = "module", **options: Any) -> Any:

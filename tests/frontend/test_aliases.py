@@ -11,9 +11,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.frontend.live_server import live_server
+from tests.frontend.live_server import live_server, server_and_client
 from tests.frontend.test_metrics import EAGLE, series, step
-from tlt_client import Client
 from tlt_server.config import load
 from tlt_server.errors import StartupError
 from tlt_server.metrics import Metrics
@@ -138,10 +137,7 @@ def test_a_rate_covers_the_last_seconds_for_any_scrape() -> None:
 
 
 def test_a_server_shows_the_same_histograms_under_each_name(model: Path) -> None:
-    with (
-        live_server(model, metrics_aliases="vllm, sglang", probe_port=0) as server,
-        Client(server.url) as client,
-    ):
+    with server_and_client(model, metrics_aliases="vllm, sglang", probe_port=0) as (server, client):
         client.generate([{"prompt": "abc"}] * 3, sampling={"max_tokens": 9})
         found = series(httpx.get(f"{server.probe_url}/metrics").text)
     for ours, theirs in {

@@ -21,9 +21,8 @@ from packaging.requirements import Requirement
 
 from tests.frontend.board import BOARD
 from tests.frontend.fake_engine import DIES
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, server_and_client
 from tests.waiting import until
-from tlt_client import Client
 from tlt_server.__main__ import _parse
 from tlt_server.settings.server import settings
 
@@ -144,7 +143,7 @@ def test_the_health_check_accepts_a_recovering_server(model: Path) -> None:
         asked = code.replace("http://127.0.0.1:8000", server.url)
         return subprocess.run([sys.executable, "-c", asked], capture_output=True).returncode
 
-    with live_server(model, max_restarts=1) as server, Client(server.url, timeout_s=30) as client:
+    with server_and_client(model, max_restarts=1) as (server, client):
         assert status(server) == 0
         server.call(server.may_launch.clear)
         client.generate([{"token_ids": [65, DIES]}])

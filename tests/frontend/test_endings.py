@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, server_and_client
 from tests.frontend.test_limits import LONG, server
 from tests.waiting import meanwhile, until
 from tlt_client import Client, ServerError
@@ -72,10 +72,7 @@ def test_a_streamed_deadline_is_an_error_event(server: LiveServer) -> None:
 
 
 def test_draining_finishes_running_requests_only(model: Path) -> None:
-    with (
-        live_server(model, engine={"step_s": 0.02}) as server,
-        Client(server.url, timeout_s=30) as client,
-    ):
+    with server_and_client(model, engine={"step_s": 0.02}) as (server, client):
         running = meanwhile(
             lambda: client.generate([{"prompt": "abc"}], sampling={"max_tokens": 240})
         )
@@ -90,7 +87,7 @@ def test_draining_finishes_running_requests_only(model: Path) -> None:
 
 
 def test_the_last_death_of_the_engine_ends_open_requests(model: Path) -> None:
-    with live_server(model, max_restarts=0) as server, Client(server.url, timeout_s=30) as client:
+    with server_and_client(model, max_restarts=0) as (server, client):
         waiting = meanwhile(
             lambda: client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])
         )
@@ -107,7 +104,7 @@ def test_the_last_death_of_the_engine_ends_open_requests(model: Path) -> None:
 
 
 def test_unreadable_event_ends_open_requests(model: Path) -> None:
-    with live_server(model) as server, Client(server.url, timeout_s=30) as client:
+    with server_and_client(model) as (server, client):
         waiting = meanwhile(lambda: client.generate([{"token_ids": [HANGS]}]))
         until(lambda: len(server.client) == 1)
         server.call(lambda: asyncio.ensure_future(server.engine._events.send(b"\x81garbage")))

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import structlog
 
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, server_and_client
 from tests.frontend.test_weight_updates import Story
 from tests.waiting import timed, until
 from tlt_client import AsyncClient, Client, Retries, errors
@@ -100,7 +100,7 @@ def logged() -> Iterator[list[Any]]:
 
 
 def test_idle_update_is_dropped_and_reported(model: Path, logged: list[Any]) -> None:
-    with live_server(model, weight_update_ttl_s=3.0) as server, Client(server.url) as client:
+    with server_and_client(model, weight_update_ttl_s=3.0) as (server, client):
         post(server, "/begin_weight_update")
         client.update_weights("p", "v1", commit=False)
         until(lambda: client.weights()["update"] is None)

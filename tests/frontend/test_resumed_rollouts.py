@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from tests.frontend.fake_engine import HANGS
-from tests.frontend.live_server import live_server
+from tests.frontend.live_server import live_server, server_and_client
 from tests.frontend.test_rollouts import FIELDS, ITEMS, await_waiter
 from tests.frontend.test_supervisor import OFTEN, die
 from tests.frontend.tiny_model import write_model
 from tests.unit.test_journal import FRAMES, HEADER
 from tests.waiting import meanwhile, until
-from tlt_client import Client, Reply
+from tlt_client import Reply
 from tlt_client.wire import Choice
 from tlt_server.errors import StartupError
 from tlt_server.frontend.rollouts import journal
@@ -30,16 +30,17 @@ from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.metrics import Metrics
 from tlt_server.wire.events import WeightState
 
+# Engines that are still under way when a server stops.
+SLOW, STEADY = ({"step_s": step_s, "per_step": 1} for step_s in (0.2, 0.05))
+PAIRS = {"step_s": 0.01, "per_step": 2}
+
 
 def choices(reply: Reply) -> dict[str, list[Choice]]:
     return {result.id: list(result.choices) for result in reply.results}
 
 
 def test_next_engine_continues_only_opted_in_rollouts(model: Path) -> None:
-    with (
-        live_server(model, engine={"step_s": 0.03, "per_step": 1}, **OFTEN) as server,
-        Client(server.url, timeout_s=20) as client,
-    ):
+    with server_and_client(model, engine=STEADY, **OFTEN) as (server, client):
         rollout = client.generate(
             [{**item, "seed": 9} for item in ITEMS], sampling=FIELDS, detach=True
         )
@@ -51,10 +52,7 @@ def test_next_engine_continues_only_opted_in_rollouts(model: Path) -> None:
         assert failed.error is not None and failed.error.code == "engine_failed"
         reply = rollout.result(30)
         assert all(request.generated for request in server.engine.submitted)
-    with (
-        live_server(model, engine={"per_step": 1}) as undisturbed,
-        Client(undisturbed.url) as client,
-    ):
+    with server_and_client(model, engine={"per_step": 1}) as (undisturbed, client):
         expected = client.generate([{**item, "seed": 9} for item in ITEMS], sampling=FIELDS)
     assert reply == expected  # also the figures: one token a step here
 
@@ -67,12 +65,9 @@ def test_the_next_server_continues_written_rollouts(model: Path, tmp_path: Path)
         {"id": "c", "prompt": "ab", "sampling": {"max_tokens": 3}},
         *({**item, "seed": 9} for item in ITEMS),
     ]
-    with live_server(model) as undisturbed, Client(undisturbed.url) as client:
+    with server_and_client(model) as (undisturbed, client):
         expected = client.generate(items, sampling=FIELDS)
-    with (
-        live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
-        Client(first.url) as client,
-    ):
+    with server_and_client(model, engine=SLOW, state_dir=tmp_path) as (first, client):
         rollout = client.generate(items, sampling=FIELDS, detach=True, idempotency_key="k")
         until(lambda: rollout.fetch().progress.tokens >= 13)
         waiting = meanwhile(
@@ -83,10 +78,7 @@ def test_the_next_server_continues_written_rollouts(model: Path, tmp_path: Path)
         await_waiter(first, rollout.id)
     told = waiting.result(30)
     assert told.status_code == 503 and "state_dir" in told.json()["error"]["message"]
-    with (
-        live_server(model, engine={"step_s": 0.01, "per_step": 2}, state_dir=tmp_path) as second,
-        Client(second.url) as client,
-    ):
+    with server_and_client(model, engine=PAIRS, state_dir=tmp_path) as (second, client):
         again = client.generate(items, sampling=FIELDS, detach=True, idempotency_key="k")
         assert again.id == rollout.id
         reply = client.rollout(rollout.id).result(30)
@@ -103,29 +95,23 @@ def test_the_next_server_continues_written_rollouts(model: Path, tmp_path: Path)
         assert (
             f"tlt_resumed_sequences_total {float(len(second.engine.submitted))}" in client.metrics()
         )
-    with live_server(model, state_dir=tmp_path) as third, Client(third.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (third, client):
         assert client.rollout(rollout.id).result(30) == reply and not third.engine.submitted
         client.rollout(rollout.id).delete()
         assert not list((tmp_path / "rollouts").glob("*.journal"))
 
 
 def test_tokens_keep_their_version_over_a_restart(model: Path, tmp_path: Path) -> None:
-    with (
-        live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
-        Client(first.url) as client,
-    ):
+    with server_and_client(model, engine=SLOW, state_dir=tmp_path) as (first, client):
         rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 30}, detach=True)
         until(lambda: rollout.fetch().progress.tokens > 3)
     [path] = (tmp_path / "rollouts").glob("*.journal")
     said = past(path.read_bytes())
     assert said is not None
     cut = sum(len(output.token_ids) for output in said.outputs)
-    with (
-        live_server(
-            model, engine={"weights": WeightState(target="v7")}, state_dir=tmp_path
-        ) as second,
-        Client(second.url) as client,
-    ):
+    with server_and_client(
+        model, engine={"weights": WeightState(target="v7")}, state_dir=tmp_path
+    ) as (second, client):
         [choice] = client.rollout(rollout.id).result(30).results[0].choices
         assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [
             ("v0", 0, cut),
@@ -136,10 +122,7 @@ def test_tokens_keep_their_version_over_a_restart(model: Path, tmp_path: Path) -
 def test_a_torn_journal_is_cut_and_one_without_a_header_is_gone(
     model: Path, tmp_path: Path
 ) -> None:
-    with (
-        live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
-        Client(first.url) as client,
-    ):
+    with server_and_client(model, engine=SLOW, state_dir=tmp_path) as (first, client):
         rollout = client.generate(
             [{"prompt": "abc", "n": 2}], sampling={"max_tokens": 20}, detach=True
         )
@@ -147,7 +130,7 @@ def test_a_torn_journal_is_cut_and_one_without_a_header_is_gone(
     path = tmp_path / "rollouts" / f"{rollout.id}.journal"
     os.truncate(path, path.stat().st_size - 5)
     (tmp_path / "rollouts" / "r-1.journal").write_bytes(path.read_bytes()[:20])
-    with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (second, client):
         assert [summary.id for summary in client.rollouts()] == [rollout.id]
         assert [
             choice.text for choice in client.rollout(rollout.id).result(30).results[0].choices
@@ -157,11 +140,11 @@ def test_a_torn_journal_is_cut_and_one_without_a_header_is_gone(
 def test_a_deadline_goes_on_while_no_server_runs(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with live_server(model, state_dir=tmp_path) as first, Client(first.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (first, client):
         rollout = client.generate([{"token_ids": [HANGS]}], timeout_s=100, detach=True)
     now = journal.now
     monkeypatch.setattr(journal, "now", lambda: now()._replace(boot_s=now().boot_s + 100))
-    with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (second, client):
         [result] = client.rollout(rollout.id).result(30).results
         assert result.error is not None and result.error.code == "deadline_exceeded"
 
@@ -176,14 +159,11 @@ def test_a_state_directory_belongs_to_one_server(model: Path, tmp_path: Path) ->
 
 
 def test_rollout_of_another_model_is_not_continued(model: Path, tmp_path: Path) -> None:
-    with live_server(model, state_dir=tmp_path / "state") as first, Client(first.url) as client:
+    with server_and_client(model, state_dir=tmp_path / "state") as (first, client):
         rollout = client.generate([{"token_ids": [HANGS]}], detach=True)
     other = tmp_path / "other"
     other.mkdir()
-    with (
-        live_server(write_model(other), state_dir=tmp_path / "state") as second,
-        Client(second.url) as client,
-    ):
+    with server_and_client(write_model(other), state_dir=tmp_path / "state") as (second, client):
         [result] = client.rollout(rollout.id).result(30).results
         assert result.error is not None and result.error.code == "conflict"
         assert str(model) in result.error.message
@@ -192,10 +172,7 @@ def test_rollout_of_another_model_is_not_continued(model: Path, tmp_path: Path) 
 
 
 def test_accepted_rollouts_outlast_bounds_and_copies_do_not(model: Path, tmp_path: Path) -> None:
-    with (
-        live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
-        Client(first.url) as client,
-    ):
+    with server_and_client(model, engine=SLOW, state_dir=tmp_path) as (first, client):
         rollouts = [
             client.generate([{"prompt": "abc", "n": 4}], sampling={"max_tokens": 20}, detach=True)
             for _ in range(2)
@@ -203,10 +180,7 @@ def test_accepted_rollouts_outlast_bounds_and_copies_do_not(model: Path, tmp_pat
         until(lambda: all(rollout.fetch().progress.tokens > 8 for rollout in rollouts))
     path = tmp_path / "rollouts" / f"{rollouts[0].id}.journal"
     path.with_name("copy.journal").write_bytes(path.read_bytes())
-    with (
-        live_server(model, state_dir=tmp_path, max_queue=1) as second,
-        Client(second.url) as client,
-    ):
+    with server_and_client(model, state_dir=tmp_path, max_queue=1) as (second, client):
         for rollout in rollouts:
             assert [
                 choice.text for choice in client.rollout(rollout.id).result(30).results[0].choices
@@ -215,51 +189,41 @@ def test_accepted_rollouts_outlast_bounds_and_copies_do_not(model: Path, tmp_pat
 
 
 def test_rollout_missing_only_its_end_record_is_done(model: Path, tmp_path: Path) -> None:
-    with live_server(model, state_dir=tmp_path) as first, Client(first.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (first, client):
         rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 5}, detach=True)
         reply = rollout.result(30)
     path = tmp_path / "rollouts" / f"{rollout.id}.journal"
     os.truncate(path, path.stat().st_size - 1)
-    with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (second, client):
         assert client.rollout(rollout.id).result(30).results == reply.results
         assert not second.engine.submitted
 
 
 def test_deadline_ends_a_rollout_without_a_fitting_engine(model: Path, tmp_path: Path) -> None:
-    with (
-        live_server(model, engine={"step_s": 0.05, "per_step": 1}, state_dir=tmp_path) as first,
-        Client(first.url) as client,
-    ):
+    with server_and_client(model, engine=STEADY, state_dir=tmp_path) as (first, client):
         client.update_weights("p", "v1")
         rollout = client.generate(
             [{"prompt": "abc"}], sampling={"max_tokens": 200}, timeout_s=3, detach=True
         )
         until(lambda: rollout.fetch().progress.tokens > 3)
-    with (
-        live_server(model, engine={"lost": {"target": "v1 is gone"}}, state_dir=tmp_path) as second,
-        Client(second.url) as client,
-    ):
+    with server_and_client(
+        model, engine={"lost": {"target": "v1 is gone"}}, state_dir=tmp_path
+    ) as (second, client):
         [result] = client.rollout(rollout.id).result(30).results
         assert result.error is not None and result.error.code == "deadline_exceeded"
         assert not second.engine.submitted
 
 
 def test_rollout_of_other_numerics_waits_for_a_fitting_server(model: Path, tmp_path: Path) -> None:
-    with (
-        live_server(model, engine={"step_s": 0.05, "per_step": 1}, state_dir=tmp_path) as first,
-        Client(first.url) as client,
-    ):
+    with server_and_client(model, engine=STEADY, state_dir=tmp_path) as (first, client):
         rollout = client.generate([{"prompt": "a"}], sampling={"max_tokens": 90}, detach=True)
         until(lambda: rollout.fetch().progress.tokens > 3)
-    with (
-        live_server(model, engine={"leaves": 2}, state_dir=tmp_path) as second,
-        Client(second.url) as client,
-    ):
+    with server_and_client(model, engine={"leaves": 2}, state_dir=tmp_path) as (second, client):
         [result] = client.rollout(rollout.id).result(30).results
         assert result.error is not None and result.error.code == "conflict"
         assert "leaves is 2 here and 1 there" in result.error.message
         assert not second.engine.submitted
-    with live_server(model, state_dir=tmp_path) as third, Client(third.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (third, client):
         [result] = client.rollout(rollout.id).result(30).results
         assert result.choices[0].text == "a" * 90
         [resumed] = third.engine.submitted
@@ -267,14 +231,14 @@ def test_rollout_of_other_numerics_waits_for_a_fitting_server(model: Path, tmp_p
 
 
 def test_fetching_outputs_of_another_format_is_a_typed_error(model: Path, tmp_path: Path) -> None:
-    with live_server(model, state_dir=tmp_path) as server, Client(server.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (server, client):
         rollout = client.generate([{"prompt": "ab"}], sampling={"max_tokens": 4}, detach=True)
         assert rollout.result(30).results
         path = tmp_path / "rollouts" / f"{rollout.id}.journal"
         data = path.read_bytes()
         end = 8 + int.from_bytes(data[:4], "little")
         path.write_bytes(data[:end] + framed(b"\x81\xa4type\xa5grown") + data[end:])
-    with live_server(model, state_dir=tmp_path) as server, Client(server.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (server, client):
         assert [one.status for one in client.rollouts()] == ["done"]
         refused = httpx.get(f"{server.url}/rollouts/{rollout.id}")
         assert refused.status_code == 507 and "another version" in refused.text
@@ -292,13 +256,13 @@ DAY_S = 86400.0
 def test_a_jump_of_the_wall_clock_ends_and_keeps_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
-    with live_server(model, state_dir=tmp_path) as first, Client(first.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (first, client):
         done = client.generate([{"prompt": "ab"}], sampling={"max_tokens": 2}, detach=True)
         done.result(20)
         runs = client.generate([{"token_ids": [HANGS]}], timeout_s=100, detach=True)
     wall = time.time
     monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
-    with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (second, client):
         until(lambda: len(second.engine.running) == 1)
         kept = {each.header.id: each for each in second.rollouts}
         assert kept.keys() == {done.id, runs.id}

@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import HANGS
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, server_and_client
 from tests.frontend.test_rollouts import post
 from tests.waiting import until
-from tlt_client import Client
 from tlt_server.config import load
 from tlt_server.errors import StorageFailed
 from tlt_server.frontend.rollouts.journal import Journal
@@ -118,7 +117,7 @@ def test_a_full_disk_never_hurts_the_server(
 
 
 def test_metrics_count_kept_rollouts(model: Path) -> None:
-    with live_server(model) as server, Client(server.url, timeout_s=30) as client:
+    with server_and_client(model) as (server, client):
         client.generate([{"prompt": "a"}], detach=True).result(30)
         client.generate([{"token_ids": [HANGS]}], detach=True)
         text = client.metrics()

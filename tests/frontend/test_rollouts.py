@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.frontend.fake_engine import FAILS, HANGS
-from tests.frontend.live_server import LiveServer, live_server, serving
+from tests.frontend.live_server import LiveServer, server_and_client, serving
 from tests.waiting import meanwhile, until
 from tlt_client import Client, ServerError
 from tlt_server.frontend.http.keys import EVERYBODY
@@ -60,7 +60,7 @@ def test_only_the_journal_of_a_rollout_holds_its_prompt_on_disk(
             and any(form in file.read_bytes() for form in (*held, b"canary sings"))
         ]
 
-    with live_server(model, state_dir=tmp_path) as server, Client(server.url) as client:
+    with server_and_client(model, state_dir=tmp_path) as (server, client):
         client.generate([canary])
         assert found(server) == []
         rollout = client.generate([canary], detach=True)

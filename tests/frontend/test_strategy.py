@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import UNPREPARED
-from tests.frontend.live_server import LiveServer, live_server, serving
+from tests.frontend.live_server import LiveServer, live_server, server_and_client, serving
 from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_server.frontend.dialects import strategy
@@ -21,14 +21,12 @@ from tlt_server.speculation.policies.arms import ladder
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.records import OFF, Arms, Pin, Strategy, Switch
 
+HISTORY = {"drafter": "history"}
 server = serving(engine={"drafter": "eagle+history"})
 
 
 def test_a_fresh_server_shows_the_policy_it_was_started_with(model: Path) -> None:
-    with (
-        live_server(model, engine={"drafter": "history"}, drafter="history") as server,
-        Client(server.url) as client,
-    ):
+    with server_and_client(model, engine=HISTORY, drafter="history") as (server, client):
         state = client.strategy()
         assert (state["policy"], state["strategy"], state["in_force"]) == ("goodput", None, None)
         assert state["drafters"] == ["history"]
@@ -40,12 +38,9 @@ def test_a_fresh_server_shows_the_policy_it_was_started_with(model: Path) -> Non
 
 
 def test_the_grounds_of_the_choice_are_shown(model: Path) -> None:
-    with (
-        live_server(
-            model, engine={"drafter": "eagle"}, drafter="history", sd_max_batch=5
-        ) as server,
-        Client(server.url) as client,
-    ):
+    with server_and_client(
+        model, engine={"drafter": "eagle"}, drafter="history", sd_max_batch=5
+    ) as (server, client):
         client.generate([{"prompt": "a"}], sampling={"max_tokens": 4})
         state = client.strategy()
         assert (state["expected_tokens_per_s"], state["cost_error"]) == (900, 0.125)
@@ -118,7 +113,7 @@ def test_the_policy_in_force_comes_back_before_the_one_under_way(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategy, "PATIENCE_S", 0.0)
-    with live_server(model, engine={"drafter": "eagle"}) as server, Client(server.url) as client:
+    with server_and_client(model, engine={"drafter": "eagle"}) as (server, client):
         client.set_strategy("beg")
         until(lambda: client.strategy()["policy"] == "beg")
         server.call(lambda: setattr(server.engine, "prepares", False))
@@ -251,7 +246,7 @@ def test_a_bad_body_is_refused_and_changes_nothing(
 
 
 def test_without_a_drafter_only_off_can_be_set(model: Path) -> None:
-    with live_server(model) as server, Client(server.url) as client:
+    with server_and_client(model) as (server, client):
         assert client.set_strategy("off")["arms"] == ["off"]
         for policy, strategy in (("beg", None), ("fixed", "eagle:7x4x16")):
             with pytest.raises(ServerError, match="no drafter is loaded.*--drafter"):

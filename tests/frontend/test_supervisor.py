@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
-from tests.frontend.live_server import LiveServer, live_server, serving
+from tests.frontend.live_server import LiveServer, live_server, server_and_client, serving
 from tests.waiting import meanwhile, until
 from tlt_client import Client, ServerError
 from tlt_server.frontend.link.submission import Submission
@@ -149,7 +149,7 @@ def test_during_a_restart_the_server_is_alive_but_not_ready(model: Path) -> None
 
 
 def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) -> None:
-    with live_server(model, **OFTEN) as server, Client(server.url, timeout_s=30) as client:
+    with server_and_client(model, **OFTEN) as (server, client):
         server.call(server.may_launch.clear)
         client.generate([{"token_ids": [DIES]}])
         time.sleep(1.1)  # as library imports do, of which the engine's phases know nothing

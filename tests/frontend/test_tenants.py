@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import HANGS
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, server_and_client
 from tests.frontend.test_auth import HEADERS, LINES, keyed
 from tests.frontend.test_logs import lines, stream
 from tests.waiting import until
@@ -165,7 +165,7 @@ def test_owners_outlive_the_process(model: Path, tmp_path: Path) -> None:
             assert stranger.rollouts() == []
         with Client(server.url, api_key="a") as client:
             assert [(kept.id, kept.owner) for kept in client.rollouts()] == [(rollout.id, "a")]
-    with live_server(model, state_dir=tmp_path / "state") as server, Client(server.url) as anybody:
+    with server_and_client(model, state_dir=tmp_path / "state") as (server, anybody):
         assert [kept.owner for kept in anybody.rollouts()] == ["a"], (
             "without keys everybody has all scopes"
         )

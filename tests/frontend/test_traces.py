@@ -16,8 +16,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.frontend.live_server import live_server
-from tlt_client import Client
+from tests.frontend.live_server import live_server, server_and_client
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
 from tlt_server.config import load
 from tlt_server.errors import StartupError
@@ -120,10 +119,7 @@ def test_a_request_is_one_trace_under_the_callers_span(model: Path) -> None:
 
 def test_a_push_has_a_span_and_probes_have_none(model: Path) -> None:
     with collecting() as collector:
-        with (
-            live_server(model, otlp_endpoint=collector.url) as server,
-            Client(server.url) as client,
-        ):
+        with server_and_client(model, otlp_endpoint=collector.url) as (server, client):
             client.update_weights("p", "v1", role="target")
             client.weights()
             for path in ("livez", "readyz", "health", "startupz", "metrics"):

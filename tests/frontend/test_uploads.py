@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.live_server import LiveServer, live_server, server_and_client
 from tests.waiting import in_loop, until
 from tlt_client import Client, ServerError
 from tlt_server.errors import Conflict, NotFound
@@ -199,19 +199,16 @@ def test_an_unpushed_upload_is_removed(model: Path, tmp_path: Path) -> None:
     left = tmp_path / "state" / "uploads" / "old" / PART
     left.parent.mkdir(parents=True)
     left.write_bytes(b"abc")
-    with (
-        live_server(
-            model, state_dir=tmp_path / "state", weight_channels="http", upload_ttl_s=1
-        ) as server,
-        Client(server.url) as client,
-    ):
+    with server_and_client(
+        model, state_dir=tmp_path / "state", weight_channels="http", upload_ttl_s=1
+    ) as (server, client):
         assert kept(server) == []
         put(client, b"a")
         assert emptied(server)
 
 
 def test_without_the_channel_no_part_is_taken(model: Path) -> None:
-    with live_server(model) as server, Client(server.url) as client:
+    with server_and_client(model) as (server, client):
         refused(lambda: put(client, b"a"), "--weight-channels", status=403)
         refused(lambda: client.weights_part("v", PART), "--weight-channels", status=403)
 
