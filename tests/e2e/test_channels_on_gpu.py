@@ -200,7 +200,7 @@ def test_trainer_killed_with_open_memory_leaves_engine_unchanged(
     assert live(client) == sums(tensors)
 
 
-def test_on_one_gpu_nccl_is_refused_with_the_way_that_works(client: Client) -> None:
+def test_nccl_on_one_gpu_is_refused_with_a_working_way(client: Client) -> None:
     with pytest.raises((ChannelError, ServerError), match="on one GPU push by ipc"):
         BroadcastSender(client, backend="nccl", timeout_s=20)
     assert client.weights()["groups"] == []
@@ -219,7 +219,7 @@ def test_a_communicator_of_one_broadcasts_to_itself() -> None:
     communicator.abort()
 
 
-def test_a_rank_that_is_alone_gives_up_in_time() -> None:
+def test_a_lone_rank_gives_up_in_time() -> None:
     with pytest.raises(RuntimeError, match="waited for 1 s"):
         Communicator(new_id(), 0, 2, torch.device("cuda", 0), 1.0)
 
@@ -242,7 +242,7 @@ def test_weights_pushed_by_nccl_are_active_bit_for_bit(
 @two_gpus
 @pytest.mark.parametrize("way", ["store", "id"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_trainer_that_drives_vllm_pushes_by_nccl(
+def test_a_trainer_of_vllm_pushes_by_nccl(
     way: str, packed: bool, second_server: ServerProcess, beside: Client
 ) -> None:
     """Rank 0 meets the server in a store that has the id as vLLM's trainers write it, or by the id
@@ -325,7 +325,7 @@ def test_silent_rank_0_delays_no_request_and_blocks_sleep(
 
 
 @two_gpus
-def test_a_server_that_never_receives_is_given_up_by_the_trainer(
+def test_a_trainer_gives_up_an_unreceiving_server(
     beside: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast, "GRACE_S", 1.0)

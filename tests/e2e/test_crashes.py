@@ -198,7 +198,7 @@ def test_a_kill_under_load_leaves_every_request_with_one_end() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_hundred_kills_under_load_leave_every_request_with_one_end(
+def test_a_hundred_kills_leave_every_request_with_one_end(
     record_property: Callable[[str, object], None],
 ) -> None:
     record_property("counted", json.dumps(kill_under_load(100, *FAST_START)))
@@ -206,7 +206,7 @@ def test_a_hundred_kills_under_load_leave_every_request_with_one_end(
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_fifty_kills_of_one_of_two_ranks_leave_every_request_with_one_end(
+def test_fifty_kills_of_a_rank_leave_each_request_with_one_end(
     record_property: Callable[[str, object], None],
 ) -> None:
     ranks = ("--device", "cpu", "--tensor-parallel", "2")

@@ -175,7 +175,7 @@ def test_the_remedy_for_too_little_memory_works() -> None:
         torch.cuda.empty_cache()
 
 
-def test_too_many_pages_are_refused_with_the_number_that_fits() -> None:
+def test_too_many_pages_are_refused_with_a_fitting_number() -> None:
     message = starting_fails("--device", "cuda", *PAIR, "--pages", "2000000000")
     assert re.search(
         r"the GPU's .* are [\d.]+ GiB short of .*, [\d.]+ GiB for 2000000000 KV pages, .*; "
