@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.loop_holds import loop_holds
 from tlt_client.rpc.rollout_pb2 import GenerateRequest, ItemResult
 from tlt_client.rpc.rollout_pb2_grpc import RolloutServiceStub
-from tlt_server.frontend.generation.generation import (
-    OUTPUT_BYTES,
-    PATIENCE_S,
-    VALUE_BYTES,
-    Generations,
-)
+from tlt_server.frontend.generation.generation import OUTPUT_BYTES, VALUE_BYTES, Generations
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.generation.text import Text
@@ -325,38 +319,21 @@ PATIENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the turns that replies take, which their tasks wake up for."""
-    taken: list[int] = []
-
-    async def turn(share: LoopShare, owner: str, size: int) -> None:
-        taken.append(size)
-
-    monkeypatch.setattr(LoopShare, "turn", turn)
-    return taken
-
-
 @pytest.mark.parametrize("name", PATIENT)
-def test_whole_reply_takes_few_turns_for_many_tokens(
-    server: LiveServer, turns: list[int], name: str
-) -> None:
+def test_a_whole_reply_takes_its_tokens_in_chunks(server: LiveServer, name: str) -> None:
+    """The engine gathers them, see `tests/unit/test_chunks.py`."""
     path, body = PATIENT[name]
-    began_s = time.monotonic()
     reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
-    # The first output, the last ones with the choice that ends, the reply; and more of a slow one.
-    assert len(turns) <= 8 + (time.monotonic() - began_s) / PATIENCE_S
+    assert server.engine.submitted[-1].patient
 
 
 @pytest.mark.parametrize("how", [{"stream": True}, {"stop": ["no such text"]}])
-def test_urgent_outputs_are_taken_at_once(
-    server: LiveServer, turns: list[int], how: dict[str, Any]
-) -> None:
+def test_urgent_outputs_are_taken_at_once(server: LiveServer, how: dict[str, Any]) -> None:
     path, body = PATIENT["completion"]
     reply = httpx.post(f"{server.url}{path}", json=body | how, timeout=60)
     assert reply.status_code == 200, reply.text
-    assert len(turns) > 12
+    assert not server.engine.submitted[-1].patient
 
 
 @pytest.mark.parametrize(
