@@ -32,7 +32,7 @@ from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums, room_floats
-from tlt_server.models.shards import cut, vocabulary
+from tlt_server.models.shards import pieces_of, vocabulary
 from tlt_server.models.split import Split
 
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -124,12 +124,9 @@ def ranks_of(whole: Rank, count: int, rows: int) -> list[Rank]:
         placement = replace(PLACEMENT, sums=RankSums(LockstepPeers(peers, turns)))
         split = Split(leaves, peers.rank, count)
         made.append(Rank(config, placement, split))
-        values = whole.model.own_parameters()
-        for name, own in made[-1].model.own_parameters().items():
-            part, of = cut(name, config, split), values[name]
-            if part is not None:
-                of = of.narrow(part.dim, part.start, part.stop - part.start)
-            own.copy_(of)
+    shards = [rank.model.own_parameters() for rank in made]
+    for name, spread in pieces_of(shards, config, [rank.split for rank in made]).items():
+        spread.copy_(whole.model.own_parameters()[name])
     return made
 
 

@@ -29,7 +29,7 @@ from tlt_server.models.gpu.eagle import GpuEagle1, GpuEagle3, GpuEagleNetwork
 from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums, room_floats
-from tlt_server.models.shards import cut
+from tlt_server.models.shards import pieces_of
 from tlt_server.models.split import Split
 from tlt_server.settings.server import DrafterParallel
 
@@ -109,13 +109,11 @@ def ranks_of(whole: Rank, config: ModelConfig, leaves: int, count: int) -> list[
         assert rank.network.part.head_split.of == count
         rank.network.embedding_VH.copy_(network.embedding_VH)
         rank.network.head_CH.copy_(network.head_CH[rank.network.part.tokens])
-        values = network.own_parameters()
-        for name, own in rank.network.own_parameters().items():
-            part, of = cut(name, rank.network.part.head, rank.network.part.split), values[name]
-            if part is not None:
-                of = of.narrow(part.dim, part.start, part.stop - part.start)
-            own.copy_(of)
         made.append(rank)
+    parts = [rank.network.part for rank in made]
+    shards = [rank.network.own_parameters() for rank in made]
+    for name, spread in pieces_of(shards, parts[0].head, [part.split for part in parts]).items():
+        spread.copy_(network.own_parameters()[name])
     return made
 
 

@@ -26,7 +26,7 @@ from tlt_server.models.llama import Llama
 from tlt_server.models.loader import fill
 from tlt_server.models.numerics import METHODS, Numerics
 from tlt_server.models.qwen3 import Qwen3
-from tlt_server.models.shards import check_ranks, cut
+from tlt_server.models.shards import SpreadTensor, check_ranks, pieces_of, vocabulary
 from tlt_server.models.split import Split, folded
 from tlt_server.weights.checksums import live_sums
 
@@ -191,16 +191,17 @@ def test_a_library_whose_slices_have_other_bits_is_not_taken(checkpoint: Path) -
 
 
 def test_ranks_share_a_kv_head_where_there_are_fewer() -> None:
-    name = "model.layers.0.self_attn.k_proj.weight"
-    spans = [cut(name, SHAPE, Split(4, rank, 4))[1:] for rank in range(4)]  # type: ignore[index]
-    assert spans == [(0, 64), (0, 64), (64, 128), (64, 128)]
+    name, splits = "model.layers.0.self_attn.k_proj.weight", Split(4, 0, 4).all
+    spread = pieces_of([{name: torch.empty(64, 3)}] * 4, SHAPE, splits)[name]
+    assert isinstance(spread, SpreadTensor)
+    assert spread.starts == [0, 0, 64, 64] and spread.shape == (128, 3)
 
 
 def test_a_gpu_holds_blocks_of_the_head_that_it_samples_in() -> None:
     given = SimpleNamespace(reduction_leaves=8, tensor_parallel=4)
     config = replace(SHAPE, vocab_size=9 * SAMPLED_BLOCK + 5)
     splits = [gpu_split(given, config, rank) for rank in range(4)]  # type: ignore[arg-type]
-    spans = [cut("lm_head.weight", config, split)[1:] for split in splits]  # type: ignore[index]
+    spans = [vocabulary(config, split) for split in splits]
     block = sampling.BLOCK
     assert spans == [
         (0, 3 * block),
@@ -209,7 +210,7 @@ def test_a_gpu_holds_blocks_of_the_head_that_it_samples_in() -> None:
         (9 * block, 9 * block + 5),
     ]
     few = replace(config, vocab_size=5 * block)
-    assert cut("lm_head.weight", few, gpu_split(given, few)) is None, "the last had none"  # type: ignore[arg-type]
+    assert gpu_split(given, few).whole == ("lm_head",), "the last had none"  # type: ignore[arg-type]
 
 
 def test_widths_splitting_a_head_are_refused_naming_valid_ones() -> None:
@@ -222,4 +223,6 @@ def test_widths_splitting_a_head_are_refused_naming_valid_ones() -> None:
 def test_a_rank_alone_has_every_tensor_whole() -> None:
     """A whole drafter's head has fewer tokens than the target."""
     for name in ("lm_head.weight", "midlayer.mlp.down_proj.weight"):
-        assert cut(name, SHAPE, Split(2)) is None and cut(name, SHAPE, Split(2, 0, 2)) is not None
+        shards = [{name: torch.empty(4, 4)}] * 2
+        whole = pieces_of(shards, SHAPE, [Split(2), Split(2)])[name]
+        assert whole.shape == (4, 4) != pieces_of(shards, SHAPE, Split(2, 0, 2).all)[name].shape

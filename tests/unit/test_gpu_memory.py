@@ -57,7 +57,7 @@ CONFIG = ModelConfig(  # as Qwen2.5-7B
     mlp_bias=False,
     eos_token_ids=(0,),
 )
-VALUES = 7_615_616_512
+WEIGHTS = 2 * 7_615_616_512  # bytes in half precision
 TOTAL = 140 * GIB
 
 
@@ -81,9 +81,10 @@ class Drafter(NamedTuple):
 
 def needs(given: EngineSettings, drafter: Drafter | None = None) -> Needs:
     """Return the needs; captured features are those of a drafter that is trained."""
+    weights = WEIGHTS * (1 + (given.dtype == "float32"))
     if not given.feature_bytes:
-        return Needs.of(given, CONFIG, drafter, VALUES)
-    return Needs.of(given, CONFIG, Drafter(), VALUES, 3 * CONFIG.hidden_size)
+        return Needs.of(given, CONFIG, drafter, weights)
+    return Needs.of(given, CONFIG, Drafter(), weights, 3 * CONFIG.hidden_size)
 
 
 def plan(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> MemoryPlan:
@@ -110,7 +111,7 @@ def offered(message: str, setting: str) -> float:
 
 def test_needs_follow_the_models_shapes() -> None:
     given = settings()
-    assert needs(given).weights == 2 * VALUES and needs(given).per_page == 16 * 2 * 28 * 4 * 128 * 2
+    assert needs(given).weights == WEIGHTS and needs(given).per_page == 16 * 2 * 28 * 4 * 128 * 2
     assert needs(settings(dtype="float32")).per_page == 2 * needs(given).per_page
     assert needs(given, Drafter()).per_page - needs(given).per_page == 2 * (16 * 2 * 4 * 128 + 3584)
 
@@ -222,7 +223,7 @@ def test_exchange_buffers_of_ranks_are_budgeted() -> None:
     widened = plan(alone, 100 * GIB).widened(Wider(shared, of_rank))
     assert widened.free == 99 * GIB and "1024 MiB for exchanges" in widened.describe()
     [other] = [row for row in budget(refused) if row.remedy == BUSY]
-    assert list(other.values) == [TOTAL - 2 * VALUES - GIB - CONTEXT]
+    assert list(other.values) == [TOTAL - WEIGHTS - GIB - CONTEXT]
 
 
 def test_the_exchange_of_large_models_fits_next_to_their_weights() -> None:
@@ -296,7 +297,7 @@ def test_budget_sums_to_total_plus_shortfall() -> None:
 
 def test_more_sequences_than_a_small_gpu_has_logits_for() -> None:
     total = 24 * GIB
-    free = total - 2 * VALUES - GIB // 2
+    free = total - WEIGHTS - GIB // 2
     message = refusal(settings(max_running=65536), free, total=total)
     assert "112.8 GiB for steps" in message and "nvidia-smi" not in message, "nothing else uses it"
     most = int(offered(message, "max_running"))
@@ -307,7 +308,7 @@ def test_more_sequences_than_a_small_gpu_has_logits_for() -> None:
 
 def test_refusal_names_helpful_settings_if_one_is_not_enough() -> None:
     total = 24 * GIB
-    given, free = settings(max_running=65536, weight_root="/w"), total - 2 * VALUES - GIB // 2
+    given, free = settings(max_running=65536, weight_root="/w"), total - WEIGHTS - GIB // 2
     message = refusal(given, free, total=total)
     assert message.endswith(
         "; change several of max_model_len, memory_fraction, weight_staging, max_rows, "
@@ -366,7 +367,7 @@ def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
         drafter_training_mb=draw(st.one_of(st.none(), st.integers(1, 2**16))),
     )
     refused = plan(
-        asked, draw(st.integers(0, total - 2 * VALUES)), draw(st.integers(2, 131072)), total
+        asked, draw(st.integers(0, total - WEIGHTS)), draw(st.integers(2, 131072)), total
     )
     if refused.fits:
         check_plan(refused)
@@ -428,7 +429,7 @@ SAID = (
 
 
 def test_allocator_error_names_remedies_of_the_plan() -> None:
-    made = plan(settings(), TOTAL - 2 * VALUES)
+    made = plan(settings(), TOTAL - WEIGHTS)
     message = exhausted(made, "buffers and graphs", SAID, free=int(1.5 * GIB), total=TOTAL)
     assert (
         "no room for buffers and graphs: 20.00 GiB more were asked for and 1536 MiB of "
@@ -438,7 +439,7 @@ def test_allocator_error_names_remedies_of_the_plan() -> None:
     next_width = widen(*(settings(tensor_parallel=ranks, reduction_leaves=4) for ranks in (1, 2)))
     message = exhausted(made, "graphs", SAID, free=GIB, total=TOTAL, wider=next_width)
     assert message.endswith(f"max_running (256), or set tensor_parallel to 2, on 2 GPUs, or {BUSY}")
-    named = plan(settings(kv_memory_mb=40 * 1024), TOTAL - 2 * VALUES)
+    named = plan(settings(kv_memory_mb=40 * 1024), TOTAL - WEIGHTS)
     assert "1024 MiB of its 140.0 GiB are free; lower kv_memory_mb (40960)" in exhausted(
         named, "graphs", "out of memory", free=GIB, total=TOTAL
     )
@@ -554,9 +555,9 @@ def test_attention_too_small_for_its_trees_is_refused_at_start() -> None:
 def test_the_ring_of_captured_states_is_counted() -> None:
     width = 3 * CONFIG.hidden_size
     plain, given = settings(), settings(feature_bytes=2**30)
-    needs_of = [Needs.of(each, CONFIG, Drafter(), VALUES, width) for each in (plain, given)]
+    needs_of = [Needs.of(each, CONFIG, Drafter(), WEIGHTS, width) for each in (plain, given)]
     assert [each.per_state for each in needs_of] == [0, 2 * 4 * CONFIG.hidden_size]
-    assert Needs.of(given, CONFIG, None, VALUES).per_state == 0
+    assert Needs.of(given, CONFIG, None, WEIGHTS).per_state == 0
     without, with_ring = (
         MemoryPlan(each, needs_of[1], 4096, 64 * GIB, TOTAL)._replace(needs=own)
         for each, own in zip((plain, given), needs_of, strict=True)

@@ -29,8 +29,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.models.shards import values_of
-from tlt_server.models.split import WHOLE
+from tlt_server.models.shards import stored_bytes
 from tlt_server.process.machine import host_memory
 
 PREFILLS = ((1, 4096), (8, 2048))  # prompts at once, tokens of each
@@ -85,7 +84,7 @@ def _check_memory(shape: str, folder: Path) -> None:
     """
     with torch.device("meta"):
         model = empty_target(folder, numerics=Numerics("strict"))
-    need, total = 4 * values_of(model.parameters(), model.config, WHOLE), host_memory().total
+    need, total = stored_bytes(model.parameters()), host_memory().total
     if need > total:
         raise StartupError(
             f"--shape {shape} has {need / 2**30:.1f} GiB of float32 weights, and this machine "

@@ -5,6 +5,7 @@ in the child process.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -31,7 +32,7 @@ from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
-from tlt_server.models.shards import rank_config
+from tlt_server.models.shards import Stored, rank_config, stored_bytes
 from tlt_server.models.split import Split
 from tlt_server.process.machine import host_memory
 from tlt_server.speculation.drafters import drafter_in, weights_directory
@@ -80,9 +81,9 @@ def target(config: Config) -> Finding:
     settings = engine_settings(config)
     model = empty_model(settings)
     check_target(settings, model, on_gpu=_on_gpu(config))
+    values = _values(model.parameters())
     return ok(
-        f"{model.config.architecture}, {_values(model) / 1e6:,.1f} M parameters, every tensor is "
-        "there"
+        f"{model.config.architecture}, {values / 1e6:,.1f} M parameters, every tensor is there"
     )
 
 
@@ -93,7 +94,7 @@ def drafter(config: Config) -> Finding:
     settings = engine_settings(config)
     network = empty_drafter(directory, empty_model(settings))
     check_drafter(settings, network, "cuda" if _on_gpu(config) else "cpu")
-    values = sum(view.numel() for view in network.parameters().values())
+    values = _values(network.parameters())
     return ok(f"{drafter_in(directory)}, {values / 1e6:,.1f} M parameters, fits the target")
 
 
@@ -161,9 +162,10 @@ def memory(config: Config) -> Finding:
     kv = kv_bytes(settings)
     staged = config.channels and config.weight_staging in (None, "device", "host")
     versions = 3 if staged else 1  # live, before that, and the one being staged
-    need = 4 * _values(model) * versions + ranks * kv + GRAMMARS
+    weights = stored_bytes(model.parameters())
+    need = weights * versions + ranks * kv + GRAMMARS
     found = (
-        f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and "
+        f"{versions} x {weights / GIB:.2f} GiB of float32 weights and "
         f"{kv / GIB:.2f} GiB of KV{f' on each of {ranks} ranks' * (ranks > 1)}, "
         f"{GRAMMARS / GIB:.2f} GiB of grammars"
     )
@@ -226,5 +228,5 @@ def committed_weights(config: Config) -> Finding:
     return ok(", ".join(f"{role} {part.version}" for role, part in kept.items()) or "none are kept")
 
 
-def _values(model: Decoder) -> int:
-    return sum(view.numel() for view in model.parameters().values())
+def _values(parameters: Mapping[str, Stored]) -> int:
+    return sum(view.numel() for view in parameters.values())

@@ -1,15 +1,15 @@
-"""The shards of a target: each rank's slice of each checkpoint tensor.
+"""The shards of a target: the part of each tensor of a checkpoint that a rank holds.
 
-`RULES` is the table; `cut` reads it for one rank. `SpreadTensor` is a checkpoint's tensor whose
-slices lie on several ranks: loads and pushes write through it, and its checksum is that of the
-whole tensor.
+`DIMS` says along which dimension ranks share a tensor. `SpreadTensor` is a tensor of the checkpoint
+whose slices lie with several ranks: a checkpoint and a push write through it, and its checksum is
+that of the whole tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,67 +19,19 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import Split, divides
 from tlt_server.settings.server import SPLITS
 
-
-class ShardCut(NamedTuple):
-    """The slice [start, stop) along `dim` of a checkpoint's tensor."""
-
-    dim: int
-    start: int
-    stop: int
-
-
-class Rule(NamedTuple):
-    dim: int
-    span: Callable[[ModelConfig, Split], tuple[int, int]]
-
-
-def _heads(config: ModelConfig, split: Split) -> tuple[int, int]:
-    width = config.heads * config.head_dim // split.of
-    return split.rank * width, (split.rank + 1) * width
-
-
-def _kv_heads(config: ModelConfig, split: Split) -> tuple[int, int]:
-    """Return the rank's range of KV heads. If there are fewer heads than ranks, several ranks share
-    one.
-    """
-    count = kv_heads(config, split)
-    first = split.rank * config.kv_heads // split.of
-    return first * config.head_dim, (first + count) * config.head_dim
-
-
-def _intermediate(config: ModelConfig, split: Split) -> tuple[int, int]:
-    width = config.intermediate_size // split.of
-    return split.rank * width, (split.rank + 1) * width
-
-
-def _vocabulary(config: ModelConfig, split: Split) -> tuple[int, int]:
-    own, size = most_tokens(config, split), config.vocab_size
-    return min(own * split.rank, size), min(own * (split.rank + 1), size)
-
-
-# The end of a tensor's name, without `.weight` or `.bias` -> its rule. Others are on every rank,
-# and so are biases of what is cut along its inputs.
-RULES: dict[str, Rule] = {
-    "q_proj": Rule(0, _heads),
-    "k_proj": Rule(0, _kv_heads),
-    "v_proj": Rule(0, _kv_heads),
-    "o_proj": Rule(1, _heads),
-    "gate_proj": Rule(0, _intermediate),
-    "up_proj": Rule(0, _intermediate),
-    "down_proj": Rule(1, _intermediate),
-    "lm_head": Rule(0, _vocabulary),
+# The end of a tensor's name, without `.weight` or `.bias` -> the dimension that ranks divide.
+# Others are on every rank, and so are biases of what is divided along its inputs.
+DIMS = {
+    "q_proj": 0,
+    "k_proj": 0,
+    "v_proj": 0,
+    "o_proj": 1,
+    "gate_proj": 0,
+    "up_proj": 0,
+    "down_proj": 1,
+    "lm_head": 0,
 }
-
-
-def cut(name: str, config: ModelConfig, split: Split) -> ShardCut | None:
-    """Return the rank's slice of a tensor; None: the whole tensor."""
-    if split.of == 1:
-        return None
-    *_, layer, kind = name.split(".")
-    rule = RULES.get(layer)
-    if rule is None or (rule.dim == 1 and kind == "bias") or layer in split.whole:
-        return None
-    return ShardCut(rule.dim, *rule.span(config, split))
+KV = ("k_proj", "v_proj")
 
 
 def rank_config(config: ModelConfig, split: Split) -> ModelConfig:
@@ -100,7 +52,8 @@ def kv_heads(config: ModelConfig, split: Split) -> int:
 
 def vocabulary(config: ModelConfig, split: Split) -> tuple[int, int]:
     """Return the rank's range of token ids."""
-    return _vocabulary(config, split)
+    own, size = most_tokens(config, split), config.vocab_size
+    return min(own * split.rank, size), min(own * (split.rank + 1), size)
 
 
 def most_tokens(config: ModelConfig, split: Split) -> int:
@@ -138,15 +91,21 @@ def check_ranks(config: ModelConfig, ranks: int, unit: int, where: str) -> None:
 
 
 class SpreadTensor:
-    """A checkpoint's tensor as slices on the ranks, in rank order. Replicated slices are equal."""
+    """A tensor of a checkpoint as the ranks hold it, in order of the ranks: slices along `dim`, or
+    all of it on each where that is None. `same` neighbours hold the same slice.
+    """
 
-    def __init__(self, pieces: Sequence[Tensor], cuts: Sequence[ShardCut | None]) -> None:
-        self.pieces, self.cuts = pieces, cuts
+    def __init__(self, pieces: Sequence[Tensor], dim: int | None, same: int = 1) -> None:
+        self.pieces, self._dim = pieces, dim
         first = pieces[0]
         self.dtype, self.device, self.is_cuda = first.dtype, first.device, first.is_cuda
         sizes = list(first.shape)
-        if cuts[0] is not None:
-            sizes[cuts[0].dim] = max(cut.stop for cut in cuts if cut is not None)
+        self.starts = [0] * len(pieces)  # where each slice begins
+        if dim is not None:
+            lengths = [piece.shape[dim] for piece in pieces]
+            ends = [0, *accumulate(lengths[::same])]
+            self.starts = [ends[rank // same] for rank in range(len(pieces))]
+            sizes[dim] = ends[-1]
         self.shape = torch.Size(sizes)
 
     @property
@@ -163,24 +122,29 @@ class SpreadTensor:
         return self.dtype.is_floating_point
 
     def copy_(self, values: Tensor) -> None:
-        for piece, cut in zip(self.pieces, self.cuts, strict=True):
-            piece.copy_(values if cut is None else values.narrow(cut.dim, *_length(cut)))
+        for piece, part in zip(self.pieces, self._parts(values), strict=True):
+            piece.copy_(part)
 
     def whole(self) -> Tensor:
         """Return a copy of the whole tensor."""
         made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for piece, cut in zip(self.pieces, self.cuts, strict=True):
-            (made if cut is None else made.narrow(cut.dim, *_length(cut))).copy_(piece)
+        for piece, part in zip(self.pieces, self._parts(made), strict=True):
+            part.copy_(piece)
         return made
+
+    def _parts(self, values: Tensor) -> Iterator[Tensor]:
+        """Yield the views of the whole tensor that the ranks hold."""
+        for start, piece in zip(self.starts, self.pieces, strict=True):
+            dim = self._dim
+            yield values if dim is None else values.narrow(dim, start, piece.shape[dim])
 
     def placed(self) -> Iterator[tuple[Tensor, int, int]]:
         """Yield each rank's slice as [rows, columns], the index of its first element in the whole
         tensor, and the distance of two rows there.
         """
         columns = 1 if self.dim() == 1 else self.shape[1:].numel()
-        for piece, cut in zip(self.pieces, self.cuts, strict=True):
-            first = 0 if cut is None else cut.start * (columns if cut.dim == 0 else 1)
-            yield piece.reshape(len(piece), -1), first, columns
+        for start, piece in zip(self.starts, self.pieces, strict=True):
+            yield piece.reshape(len(piece), -1), start * (1 if self._dim else columns), columns
 
 
 Stored = Tensor | SpreadTensor
@@ -198,24 +162,17 @@ def pieces_of(
     shards: Sequence[Mapping[str, Tensor]], config: ModelConfig, splits: Sequence[Split]
 ) -> dict[str, Stored]:
     """Return the checkpoint's tensors, from the parameters of every rank's shard."""
-    return {
-        name: SpreadTensor(
-            [shard[name] for shard in shards], [cut(name, config, split) for split in splits]
-        )
-        for name in shards[0]
-    }
+    split, made = splits[0], dict[str, Stored]()
+    for name in shards[0]:
+        *_, layer, kind = name.split(".")
+        dim = None if split.of == 1 or layer in split.whole else DIMS.get(layer)
+        if dim == 1 and kind == "bias":
+            dim = None
+        same = max(1, split.of // config.kv_heads) if layer in KV else 1
+        made[name] = SpreadTensor([shard[name] for shard in shards], dim, same)
+    return made
 
 
-def values_of(parameters: Mapping[str, Stored], config: ModelConfig, split: Split) -> int:
-    """Return the number of elements of a model's tensors on a rank."""
-    total = 0
-    for name, stored in parameters.items():
-        own, sizes = cut(name, config, split), list(stored.shape)
-        if own is not None:
-            sizes[own.dim] = own.stop - own.start
-        total += torch.Size(sizes).numel()
-    return total
-
-
-def _length(cut: ShardCut) -> tuple[int, int]:
-    return cut.start, cut.stop - cut.start
+def stored_bytes(parameters: Mapping[str, Stored]) -> int:
+    """Return the memory of a model's tensors, on all ranks."""
+    return sum(stored.nbytes for stored in parameters.values())

@@ -22,6 +22,7 @@ from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import json_object
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
 from tlt_server.models.adapters import BLOCKS, PREFIX, AdapterConfig, AdapterWeights
+from tlt_server.models.shards import stored_bytes
 from tlt_server.weights.arriving import Arriving, Enter, check_config, check_dtype
 from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Network, Target, TargetNetwork
 from tlt_server.weights.storage import Options, disk_is_full, ran_out
@@ -168,10 +169,8 @@ class Candidate:
         if name not in self._roles:
             # A drafter that comes in parts has an embedding if the one in use has.
             own = None if manifest.partial else "embed_tokens.weight" in receiver.names[name]
-            need = sum(view.nbytes for view in network.parameters().values())
-            made = self._options.storage.make(
-                need, receiver.buffers, partial(self._network, name, live, own)
-            )
+            need, make = stored_bytes(network.parameters()), partial(self._network, name, live, own)
+            made = self._options.storage.make(need, receiver.buffers, make)
             self._roles[name] = Arriving.into(name, made, self._options)
         self._roles[name].open(receiver, declared, partial=manifest.partial)
 

@@ -32,7 +32,7 @@ from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import target_parameters
 from tlt_server.models.rope import RotaryTable, rotary_table
-from tlt_server.models.shards import Stored, cut, pieces_of, rank_config
+from tlt_server.models.shards import Stored, pieces_of, rank_config, vocabulary
 from tlt_server.models.split import Split
 
 
@@ -109,8 +109,8 @@ class GpuDecoder:
         self.eos_token_ids = config.eos_token_ids
         self.feature_width = len(feature_layers) * config.hidden_size
         self.embedding_VH = placement.empty(config.vocab_size, config.hidden_size)
-        own = cut("lm_head.weight", config, split)
-        first, last = (own.start, own.stop) if own else (0, config.vocab_size)
+        whole = "lm_head" in split.whole
+        first, last = (0, config.vocab_size) if whole else vocabulary(config, split)
         self.head = (
             HeadRows(self.embedding_VH, slice(first, last))
             if config.tied_embeddings

@@ -49,14 +49,14 @@ class Needs(NamedTuple):
         settings: DecidedSettings,
         config: ModelConfig,
         drafter: Drafting | None,
-        values: int,
+        weights: int,
         feature_width: int = 0,
         part: DrafterPart | None = None,
         exchange: int = 0,
     ) -> Needs:
-        """`values`: parameters of target and drafter together. `settings`: all decided.
-        `feature_width`: features per position that the drafter reads. `part`: this rank's part of a
-        shared drafter. `exchange`: bytes of its window.
+        """`weights`: bytes of target and drafter; `settings`: nothing left to the device;
+        `feature_width`: what the drafter reads of a position; `part`: what a rank has of the
+        drafter, if not all of it; `exchange`: its window.
         """
         itemsize = 4 if settings.dtype == "float32" else 2
         captures = bool(settings.feature_bytes and feature_width)
@@ -68,7 +68,7 @@ class Needs(NamedTuple):
                 + drafter.config.hidden_size
             )  # and a hint per page
         return cls(
-            values * itemsize,
+            weights,
             per_page * itemsize,
             8 * config.intermediate_size + 64 * config.hidden_size,
             4 * config.vocab_size,

@@ -92,11 +92,11 @@ def needs_of(
     """Return the needs of a rank with these settings and networks."""
     networks: list[GpuDecoder | DrafterNetwork] = [target, *([drafter] if drafter else [])]
     stored = [each for network in networks for each in network.parameters().values()]
-    values = sum(tensors_of(each)[0].numel() for each in stored)
+    weights = sum(tensors_of(each)[0].nbytes for each in stored)
     part = drafter.part if drafter else None
     exchange = exchange_bytes(settings, target.config, shapes)
     width = target.feature_width
-    return Needs.of(settings, target.own_config, drafter, values, width, part, exchange)
+    return Needs.of(settings, target.own_config, drafter, weights, width, part, exchange)
 
 
 def needs_at(settings: DecidedSettings, config: ModelConfig, shapes: Shapes) -> Needs:
