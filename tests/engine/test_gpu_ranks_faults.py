@@ -184,7 +184,7 @@ def served(rank: Lacking, monkeypatch: pytest.MonkeyPatch) -> list[RankAnswer]:
     """Let a rank follow the sent orders, and return its answers after those of its start."""
     following = SimpleNamespace(resolve=lambda name: lambda *a: rank)
     monkeypatch.setattr(follower, "FOLLOWING", following)
-    start = RankStart("a", 1, 2, "cuda", "", "", 64, 1)
+    start = RankStart("a", 1, 2, "cuda", "", "", 1)
     with pytest.raises(EOFError):
         follower.serve(start, None, rank, rank)  # type: ignore[arg-type]
     return rank.answers[2:]

@@ -16,7 +16,7 @@ from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, gpu_split, look
-from tlt_server.engine.devices.sizing import served_length, training_share
+from tlt_server.engine.devices.sizing import training_share
 from tlt_server.engine.gpu.memory.budget import MemoryPlan
 from tlt_server.engine.gpu.start.planning import plan_start, shapes_of
 from tlt_server.engine.sampling.lexers import LIMIT as GRAMMARS
@@ -183,8 +183,7 @@ def memory(config: Config) -> Finding:
 
 def _gpu_memory(config: Config) -> Finding:
     (chosen, gpu), directory = _choice(config), weights_directory(config.drafter)
-    settings, model = chosen.settings, ModelConfig.read(config.model)
-    model = replace(model, max_position=served_length(settings, model))
+    settings, model = chosen.settings, ModelConfig.served(chosen.settings)
 
     def planned(settings: DecidedSettings) -> MemoryPlan:
         memory = gpu.free_bytes, gpu.total_bytes

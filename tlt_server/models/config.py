@@ -8,11 +8,14 @@ activations) are refused by name instead of approximated.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tlt_server.errors import ModelError
+from tlt_server.errors import ModelError, StartupError
+from tlt_server.settings.server import SharedSettings
+
+MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,25 @@ class ModelConfig:
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
         return cls.parse(read_json(directory / "config.json"), str(directory / "config.json"))
+
+    @classmethod
+    def served(cls, settings: SharedSettings) -> ModelConfig:
+        """The model's config, with as many positions as the longest sequence that is served.
+        `StartupError` when the model or this server has fewer than asked for.
+        """
+        config = cls.read(Path(settings.model))
+        chosen = settings.max_model_len or config.max_position
+        if chosen > config.max_position:
+            raise StartupError(
+                f"max_model_len {chosen} exceeds the model's {config.max_position} positions; "
+                "lower it"
+            )
+        if chosen > MAX_POSITIONS:
+            raise StartupError(
+                f"max_model_len {chosen} is above this server's limit of {MAX_POSITIONS} "
+                "positions; lower it"
+            )
+        return replace(config, max_position=chosen)
 
     @classmethod
     def parse(cls, raw: dict[str, Any], source: str) -> ModelConfig:

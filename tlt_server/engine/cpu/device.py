@@ -84,7 +84,7 @@ class CpuDevice:
                 with torch.device("meta"):
                     empty = loader.empty(directory, empty_target(*make.args, **make.keywords))
                 check_own_head(empty, directory)
-            ranks = self._ranks = Ranks(settings, config, CpuLink)
+            ranks = self._ranks = Ranks(settings, CpuLink)
             split = share(ranks, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
             target = make(split=split, random=settings.random_weights)
             check_numerics(ranks, target)

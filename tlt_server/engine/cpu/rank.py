@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ class CpuRank:
         store = Path(start.directory) / "store"
         exchange = GlooExchange(store, start.rank, start.ranks)
         self._numerics = Numerics(settings.numerics, threads=start.threads)
-        config = ModelConfig.read(Path(settings.model))
-        self._config = replace(config, max_position=start.max_position)
+        self._config = ModelConfig.served(settings)
         self._split = Split(settings.reduction_leaves, start.rank, start.ranks, exchange)
         self._memory = RankMemory(side, self._empty)
         self.handlers: Handlers = {

@@ -1,6 +1,4 @@
-"""The longest sequence and the number of KV pages: what was asked for, checked against the model
-and the memory.
-"""
+"""KV pages and the trainer's memory: as settings ask for, checked against what the machine has."""
 
 from __future__ import annotations
 
@@ -8,14 +6,13 @@ import os
 from typing import NamedTuple, Protocol
 
 from tlt_server.engine.sampling.lexers import LIMIT as GRAMMARS
-from tlt_server.engine.settings import DecidedSettings, EngineSettings
+from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.training_memory import CONTEXT, LEAST_SLOTS, TrainingShape
 from tlt_server.process.machine import host_memory
 
 MIB = 2**20
-MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
 
 
 class Drafting(Protocol):
@@ -71,23 +68,6 @@ def training_share(
             "drafter_training off, or use a machine with more memory"
         )
     return TrainingShare(training if on_gpu else 0, host)
-
-
-def served_length(settings: EngineSettings, config: ModelConfig) -> int:
-    """Return the positions of the longest sequence. `StartupError` when the model or this server
-    has fewer than asked for.
-    """
-    chosen = settings.max_model_len or config.max_position
-    if chosen > config.max_position:
-        raise StartupError(
-            f"max_model_len {chosen} exceeds the model's {config.max_position} positions; lower it"
-        )
-    if chosen > MAX_POSITIONS:
-        raise StartupError(
-            f"max_model_len {chosen} is above this server's limit of {MAX_POSITIONS} positions; "
-            "lower it"
-        )
-    return chosen
 
 
 def kv_pages(settings: DecidedSettings, bytes_per_page: int, max_model_len: int) -> int:

@@ -124,7 +124,7 @@ class CudaDevice:
         sizes = window_sizes(settings, config, self.sizes)
         connect = partial(GpuLink, device=self.device, sizes=sizes, by=settings.exchange)
         with self._memory("the windows of ranks", config):
-            ranks = Ranks(settings, config, connect)
+            ranks = Ranks(settings, connect)
         self._ranks, self._waits = ranks, ranks.link
         self._maker = self._maker.shared(ranks.link.agreement)
         return ranks

@@ -10,7 +10,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ class GpuRank:
         if kind.name == "cuda":
             device = torch.device("cuda", start.rank)
             torch.cuda.set_device(device)
-        config = replace(ModelConfig.read(Path(settings.model)), max_position=start.max_position)
+        config = ModelConfig.served(settings)
         self._config = eos_token_ids(config, Path(settings.model))
         maker = GpuMaker.of(settings, device, kind.prompts)
         sizes = window_sizes(settings, config, maker.sizes)

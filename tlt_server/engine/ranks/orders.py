@@ -129,7 +129,6 @@ class RankStart(Struct, frozen=True):
     device: str
     directory: str
     settings: str  # JSON of the engine's, but for the device
-    max_position: int
     threads: int
 
     @property

@@ -33,7 +33,6 @@ from tlt_server.engine.ranks.arena import Arena
 from tlt_server.engine.ranks.orders import Copiers, Envelope, RankOrder, RankOrders, RankStart
 from tlt_server.engine.settings import DecidedSettings, encode_settings
 from tlt_server.errors import EngineFailed, Unavailable
-from tlt_server.models.config import ModelConfig
 from tlt_server.models.environment import NO_MULTICAST
 from tlt_server.models.split import RankExchange
 
@@ -76,10 +75,7 @@ class SavedOnRanks:
 
 class Ranks(RankOrders, Generic[Link]):
     def __init__(
-        self,
-        settings: DecidedSettings,
-        config: ModelConfig,
-        connect: Callable[[Ranks[Any], Path], Link],
+        self, settings: DecidedSettings, connect: Callable[[Ranks[Any], Path], Link]
     ) -> None:
         """Start the workers and join them by `connect`, in a shared directory. `EngineFailed` if
         one does not start in time.
@@ -108,7 +104,7 @@ class Ranks(RankOrders, Generic[Link]):
             inbox = self._bound(zmq.PULL, directory / "0")
             self._answers = RankAnswers(inbox, self.count - 1, self.check_ended)
             for rank in others:
-                self._launch(settings, config, directory, rank)
+                self._launch(settings, directory, rank)
             self._met("begin")  # so the exchange waits for none that cannot
             self.link = connect(self, directory)
             self._closers.append(self.link.close)
@@ -134,9 +130,7 @@ class Ranks(RankOrders, Generic[Link]):
         made.bind(f"ipc://{path}")
         return made
 
-    def _launch(
-        self, settings: DecidedSettings, config: ModelConfig, directory: Path, rank: int
-    ) -> None:
+    def _launch(self, settings: DecidedSettings, directory: Path, rank: int) -> None:
         start = RankStart(
             epoch=self._epoch,
             rank=rank,
@@ -145,7 +139,6 @@ class Ranks(RankOrders, Generic[Link]):
             directory=str(directory),
             # No settings may name the device of tests, so it is told apart.
             settings=encode_settings(replace(settings, device="cpu")).decode(),
-            max_position=config.max_position,
             threads=self._threads,
         )
         mine, theirs = socket.socketpair()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,6 @@ from tlt_client.channels.line import made_directory
 from tlt_server.engine.choosing import StrategyChoice
 from tlt_server.engine.devices import Device, Equipment, Memory, RunnerSetup, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, look
-from tlt_server.engine.devices.sizing import served_length
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.knowledge_file import KnowledgeFile, code
@@ -98,15 +96,14 @@ def assemble(
         detail.append(device.compile(on_progress))
     options = _options(settings, device)
     with phase("load model") as detail:
-        config = ModelConfig.read(Path(settings.model))
-        max_model_len = served_length(settings, config)
-        live, lost = Restored(device.load(replace(config, max_position=max_model_len)), {})
+        config = ModelConfig.served(settings)
+        live, lost = Restored(device.load(config), {})
         if options.spool:
             live, lost = restore(options.spool, live, options)
         detail.append(str(settings.model))
     with phase("allocate KV") as detail:
-        memory = device.allocate(live, max_model_len)
-        max_model_len = min(max_model_len, memory.pages * settings.page_size)
+        memory = device.allocate(live, config.max_position)
+        max_model_len = min(config.max_position, memory.pages * settings.page_size)
         detail.append(
             f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to "
             f"{max_model_len}{memory.detail}"

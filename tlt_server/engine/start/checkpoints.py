@@ -4,12 +4,11 @@ does this before it takes requests, and `tlt doctor` without a start.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from tlt_server.engine.devices.sizing import kv_pages, served_length
+from tlt_server.engine.devices.sizing import kv_pages
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
@@ -33,13 +32,12 @@ def check_checkpoints(settings: DecidedSettings) -> None:
 
 def empty_model(settings: EngineSettings, split: Split = WHOLE) -> Decoder:
     """Return the target without storage, or a rank's part of it."""
-    model = Path(settings.model)
-    raw, directory = ModelConfig.read(model), settings.drafter_directory
-    layers = find_loader(directory, "cpu").feature_layers(directory, raw) if directory else ()
+    config, directory = ModelConfig.served(settings), settings.drafter_directory
+    layers = find_loader(directory, "cpu").feature_layers(directory, config) if directory else ()
     with torch.device("meta"):
         return empty_target(
-            model,
-            config=replace(raw, max_position=served_length(settings, raw)),
+            settings.model,
+            config=config,
             numerics=Numerics("strict"),
             page_size=settings.page_size,
             feature_layers=layers,
