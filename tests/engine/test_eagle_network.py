@@ -12,15 +12,15 @@ from tests.rows_of_one import Sequence, certain_rows
 from tlt_kernels import reference
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.models.eagle import Eagle3
-from tlt_server.models.llama import Llama
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import rotary_table
 
 H, V, C, HEADS, KV, D = 32, 40, 12, 4, 2, 8
 TARGET = ModelConfig(
-    architecture="",
+    architecture="LlamaForCausalLM",
     vocab_size=V,
     hidden_size=H,
     intermediate_size=48,
@@ -57,7 +57,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def target():
-    model = Llama(TARGET, numerics=Numerics("strict"), feature_layers=(2, 3, 3))
+    model = Decoder(TARGET, numerics=Numerics("strict"), feature_layers=(2, 3, 3))
     for seed, view in enumerate(model.parameters().values()):
         view.add_(noise(*view.shape, seed=seed))
     return model

@@ -19,8 +19,8 @@ from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
 from tlt_server.models.numerics import Numerics
-from tlt_server.models.qwen2 import Qwen2
 from tlt_server.models.split import Split, check_leaves, folded
 from tlt_server.wire.fingerprint import Fingerprint
 
@@ -63,7 +63,7 @@ def test_golden_bits_of_sums(leaves: int) -> None:
 
 
 def logits(leaves: int) -> torch.Tensor:
-    model = Qwen2(CONFIG, numerics=Numerics("strict"), split=Split(leaves))
+    model = Decoder(CONFIG, numerics=Numerics("strict"), split=Split(leaves))
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters().values():
         parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.06)

@@ -21,15 +21,15 @@ from tlt_client.channels.checksums import mix64
 from tlt_kernels.gpu import sampling
 from tlt_server.engine.devices.choice import SAMPLED_BLOCK, gpu_split
 from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.llama import Llama
 from tlt_server.models.loader import fill
 from tlt_server.models.numerics import METHODS, Numerics
-from tlt_server.models.qwen3 import Qwen3
 from tlt_server.models.shards import SpreadTensor, check_ranks, pieces_of, vocabulary
 from tlt_server.models.split import Split, folded
 from tlt_server.weights.checksums import live_sums
 
+LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 # Two KV heads: shared by ranks at width 4; biases everywhere.
 SHAPE = replace(CONFIG, heads=4, kv_heads=2, head_dim=64, tied_embeddings=False, mlp_bias=True)
 
@@ -71,26 +71,26 @@ class LockstepOfOne:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of SHAPE with both kinds of norms and all biases, in one file."""
     directory = tmp_path_factory.mktemp("sharded")
-    for family in (Llama, Qwen3):
-        model = family(with_biases(family), numerics=Numerics("fast"))
+    for family in (LLAMA, QWEN3):
+        model = Decoder(with_biases(family), numerics=Numerics("fast"))
         generator = torch.Generator().manual_seed(4)
         tensors = {
             name: torch.randn(view.shape, generator=generator) * 0.06 + (view.dim() == 1)
             for name, view in model.own_parameters().items()
         }
-        (directory / family.__name__).mkdir()
-        save_file(tensors, directory / family.__name__ / "model.safetensors")
+        (directory / family).mkdir()
+        save_file(tensors, directory / family / "model.safetensors")
     return directory
 
 
-def with_biases(family: type[Decoder]):
-    return replace(SHAPE, attention_bias=family is Llama)
+def with_biases(family: str) -> ModelConfig:
+    return replace(SHAPE, architecture=family, attention_bias=family == LLAMA)
 
 
-def sharded(family: type[Decoder], checkpoint: Path, ranks: int, leaves: int, order=list):
+def sharded(family: str, checkpoint: Path, ranks: int, leaves: int, order=list):
     group = Lockstep(ranks, order)
     models = [
-        family(
+        Decoder(
             with_biases(family),
             numerics=Numerics("strict"),
             feature_layers=(1, 2),
@@ -99,7 +99,7 @@ def sharded(family: type[Decoder], checkpoint: Path, ranks: int, leaves: int, or
         for rank in range(ranks)
     ]
     models[0].peers = tuple(models[1:])
-    fill(models[0].parameters(), checkpoint / family.__name__)
+    fill(models[0].parameters(), checkpoint / family)
     for model in models:
         model.self_test()
     return models
@@ -120,8 +120,8 @@ def outputs(models: Sequence[Decoder]) -> list[Tensor]:
         return list(pool.map(run, models))
 
 
-@pytest.mark.parametrize("family", [Llama, Qwen3])
-def test_every_width_gives_the_bits_of_one_rank(family: type[Decoder], checkpoint: Path) -> None:
+@pytest.mark.parametrize("family", [LLAMA, QWEN3])
+def test_every_width_gives_the_bits_of_one_rank(family: str, checkpoint: Path) -> None:
     [expected] = outputs(sharded(family, checkpoint, 1, 4))
     for ranks in (2, 4):
         for found in outputs(sharded(family, checkpoint, ranks, 4)):
@@ -130,8 +130,8 @@ def test_every_width_gives_the_bits_of_one_rank(family: type[Decoder], checkpoin
 
 def test_parts_in_another_order_are_noticed(checkpoint: Path) -> None:
     """A negative control: `(p0 + p2) + (p1 + p3)` gives other bits."""
-    [expected] = outputs(sharded(Llama, checkpoint, 1, 4))
-    crossed = outputs(sharded(Llama, checkpoint, 4, 4, lambda parts: parts[::2] + parts[1::2]))
+    [expected] = outputs(sharded(LLAMA, checkpoint, 1, 4))
+    crossed = outputs(sharded(LLAMA, checkpoint, 4, 4, lambda parts: parts[::2] + parts[1::2]))
     assert not torch.equal(crossed[0], expected)
     torch.testing.assert_close(crossed[0], expected, rtol=1e-3, atol=1e-3)
 
@@ -140,12 +140,12 @@ def test_a_shard_that_is_off_by_one_block_is_noticed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A negative control: rank 0 has the second block of the vocabulary twice, and no first."""
-    whole = sharded(Llama, checkpoint, 1, 4)[0].own_parameters()
-    models = sharded(Llama, checkpoint, 2, 4)
+    whole = sharded(LLAMA, checkpoint, 1, 4)[0].own_parameters()
+    models = sharded(LLAMA, checkpoint, 2, 4)
     head = models[0].own_parameters()["lm_head.weight"]
     block = models[0].split.token_block
     head[:block] = whole["lm_head.weight"][block : 2 * block]
-    assert not torch.equal(outputs(models)[0], outputs(sharded(Llama, checkpoint, 1, 4))[0])
+    assert not torch.equal(outputs(models)[0], outputs(sharded(LLAMA, checkpoint, 1, 4))[0])
     changed = live_sums(models[0].parameters())
     assert [name for name, view in whole.items() if changed[name] != mix64(view)] == [
         "lm_head.weight"
@@ -154,8 +154,8 @@ def test_a_shard_that_is_off_by_one_block_is_noticed(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_checksums_are_those_of_the_whole_tensors(checkpoint: Path, ranks: int) -> None:
-    whole = sharded(Llama, checkpoint, 1, 4)[0].own_parameters()
-    models = sharded(Llama, checkpoint, ranks, 4)
+    whole = sharded(LLAMA, checkpoint, 1, 4)[0].own_parameters()
+    models = sharded(LLAMA, checkpoint, ranks, 4)
     parameters = models[0].parameters()
     assert live_sums(parameters) == {name: mix64(view) for name, view in whole.items()}
     assert {name: list(view.shape) for name, view in parameters.items()} == {
@@ -182,7 +182,7 @@ def test_a_library_whose_slices_have_other_bits_is_not_taken(checkpoint: Path) -
             return super().linear(x_RK, weight_KN, bias_N)
 
     numerics = WideIsOther("strict")
-    model = Llama(with_biases(Llama), numerics=numerics, split=Split(2, 0, 2))
+    model = Decoder(with_biases(LLAMA), numerics=numerics, split=Split(2, 0, 2))
     fill_with_noise = torch.Generator().manual_seed(5)
     for view in model.own_parameters().values():
         view.copy_(torch.randn(view.shape, generator=fill_with_noise))

@@ -33,10 +33,9 @@ from tlt_server.engine.gpu.start.planning import exchange_bytes
 from tlt_server.engine.gpu.steps.buckets import Shapes
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError, StartupError
-from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.models.config import LayerShape, ModelConfig, Rope
 from tlt_server.models.draft_networks import EAGLE3
 from tlt_server.models.gpu.limits import check_shape
-from tlt_server.models.layers import LayerShape
 from tlt_server.models.training_memory import TrainingShape
 from tlt_server.settings.server import settings as all_settings
 

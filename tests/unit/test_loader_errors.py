@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tlt_server.errors import ModelError, StartupError
-from tlt_server.models.config import ModelConfig
-from tlt_server.models.layers import LayerShape
-from tlt_server.models.llama import Llama
+from tlt_server.models.config import LayerShape, ModelConfig
+from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 
@@ -37,7 +36,7 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 @pytest.fixture
 def directory(tmp_path):
     """A sound checkpoint in two shards."""
-    model = Llama(ModelConfig.parse(CONFIG, "config.json"), numerics=Numerics("strict"))
+    model = Decoder(ModelConfig.parse(CONFIG, "config.json"), numerics=Numerics("strict"))
     tensors = {name: torch.randn(view.shape) for name, view in model.parameters().items()}
     names = sorted(tensors)
     shards = {FIRST: names[: len(names) // 2], SECOND: names[len(names) // 2 :]}
@@ -224,7 +223,7 @@ def test_old_and_new_rope_fields_mean_the_same():
 
 
 def test_parameters_are_views_of_the_live_weights():
-    model = Llama(ModelConfig.parse(CONFIG, ""), numerics=Numerics("strict"))
-    assert Llama.shape(model.config) == LayerShape()
+    model = Decoder(ModelConfig.parse(CONFIG, ""), numerics=Numerics("strict"))
+    assert model.config.layer_shape == LayerShape()
     model.parameters()[Q_PROJ].fill_(3.0)
     assert (model.layers[1].self_attention.qkv.weight_KX[:, :16] == 3.0).all()

@@ -29,8 +29,8 @@ from torch import Tensor
 from tlt_server.bench.padding.shapes import SHAPES as LARGE
 from tlt_server.bench.padding.shapes import Shape
 from tlt_server.bench.record import finish
-from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3, layers_within
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer.learning import checkpoint
@@ -328,8 +328,7 @@ def random_target(
         target = GpuPrefill.empty(config, feature_layers, device)
         randomise(target.model.own_parameters())
         return target
-    family = FAMILIES.resolve(config.architecture)
-    model = family(config, numerics=Numerics("strict"), feature_layers=feature_layers)
+    model = Decoder(config, numerics=Numerics("strict"), feature_layers=feature_layers)
     randomise(model.own_parameters())
     return CpuPrefill(model)
 

@@ -1,4 +1,4 @@
-"""Model families: one file and one table line each, keyed by `architectures[0]` of an ordinary HF
+"""Model families: a function and a table line each, keyed by `architectures[0]` of an ordinary HF
 config.
 
 `loader.load_target(directory, ...)` builds a target with `config` (`ModelConfig`), `forward(rows,
@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # `environment` in this package must be importable before tor
 FAMILIES = Registry(
     "model family",
     {
-        "LlamaForCausalLM": "tlt_server.models.llama:Llama",
-        "Qwen2ForCausalLM": "tlt_server.models.qwen2:Qwen2",
-        "Qwen3ForCausalLM": "tlt_server.models.qwen3:Qwen3",
+        "LlamaForCausalLM": "tlt_server.models.config:llama",
+        "Qwen2ForCausalLM": "tlt_server.models.config:qwen2",
+        "Qwen3ForCausalLM": "tlt_server.models.config:qwen3",
     },
 )
 

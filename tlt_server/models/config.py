@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_server.errors import ModelError, StartupError
+from tlt_server.models import FAMILIES
 from tlt_server.settings.server import SharedSettings
 
 MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
@@ -37,6 +38,31 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """The differences between families that are no number in the config."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def llama(config: ModelConfig) -> LayerShape:
+    """Llama 2 and 3: plain attention; biases only where the config says so."""
+    return LayerShape(config.attention_bias, config.attention_bias, config.mlp_bias)
+
+
+def qwen2(config: ModelConfig) -> LayerShape:
+    """Qwen2 and 2.5: biases on queries, keys and values."""
+    return LayerShape(qkv_bias=True)
+
+
+def qwen3(config: ModelConfig) -> LayerShape:
+    """Qwen3 (dense): RMSNorm on each query and key head before the rotation."""
+    return LayerShape(config.attention_bias, config.attention_bias, qk_norm=True)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     architecture: str
     vocab_size: int
@@ -53,6 +79,12 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        """The layers of its family. `StartupError` for an architecture that is not known."""
+        found: LayerShape = FAMILIES.resolve(self.architecture)(self)
+        return found
 
     @property
     def shape(self) -> str:

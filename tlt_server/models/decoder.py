@@ -22,7 +22,7 @@ from tlt_server.errors import ModelError
 from tlt_server.models import Forward
 from tlt_server.models.adapted import AdaptedLayer
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.layers import GatedMlp, LayerShape, SelfAttention
+from tlt_server.models.layers import GatedMlp, SelfAttention
 from tlt_server.models.names import target_parameters
 from tlt_server.models.numerics import Numerics, WeightSlice
 from tlt_server.models.rope import RotaryTable, rotary_table
@@ -34,7 +34,6 @@ class DecoderLayer:
     def __init__(
         self,
         config: ModelConfig,
-        shape: LayerShape,
         table: RotaryTable,
         attention: Attention,
         numerics: Numerics,
@@ -48,7 +47,7 @@ class DecoderLayer:
             config.heads // split.of,
             kv_heads(config, split),
             config.head_dim,
-            shape=shape,
+            shape=config.layer_shape,
             norm_eps=config.norm_eps,
             table=table,
             attention=attention,
@@ -58,15 +57,13 @@ class DecoderLayer:
         self.mlp = GatedMlp(
             config.hidden_size,
             config.intermediate_size // split.of,
-            bias=shape.mlp_bias,
+            shape=config.layer_shape,
             numerics=numerics,
             split=split,
         )
 
 
 class Decoder:
-    """The decoder of a family on a CPU. Families subclass it and override `shape`."""
-
     def __init__(
         self,
         config: ModelConfig,
@@ -115,20 +112,14 @@ class Decoder:
             head_dim=config.head_dim,
         )
         table = rotary_table(config.rope, config.head_dim, config.max_position)
-        shape = self.shape(config)
         self.layers = [
-            DecoderLayer(config, shape, table, backend, numerics, split)
-            for _ in range(config.layers)
+            DecoderLayer(config, table, backend, numerics, split) for _ in range(config.layers)
         ]
-
-    @staticmethod
-    def shape(config: ModelConfig) -> LayerShape:
-        raise NotImplementedError
 
     def blank(self) -> Decoder:
         """Return the same model with its own empty storage."""
         return self.split.build(
-            lambda split: type(self)(
+            lambda split: Decoder(
                 self.config,
                 numerics=self.numerics,
                 attention=self.attention_name,

@@ -21,6 +21,7 @@ from torch import Tensor
 from tlt_kernels.cpu.elementwise import add_rms_norm, rms_norm
 from tlt_server.attention import BACKENDS
 from tlt_server.attention.rows import KVCache, Rows
+from tlt_server.models.config import LayerShape
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import (
     Described,
@@ -29,7 +30,7 @@ from tlt_server.models.draft_checkpoint import (
     refuse_own_embedding,
     target_ids,
 )
-from tlt_server.models.layers import GatedMlp, LayerShape, Projection, SelfAttention
+from tlt_server.models.layers import GatedMlp, Projection, SelfAttention
 from tlt_server.models.rope import rotary_table
 
 
@@ -80,9 +81,7 @@ class EagleNetwork:
             attention=backend,
             numerics=numerics,
         )
-        self.mlp = GatedMlp(
-            hidden, config.intermediate_size, bias=config.mlp_bias, numerics=numerics
-        )
+        self.mlp = GatedMlp(hidden, config.intermediate_size, shape=shape, numerics=numerics)
         # int64 [C], draft id -> target id. Not on the device `meta`: for it, torch imports sympy.
         self.target_ids = torch.arange(described.draft_vocab_size, device="cpu")
 

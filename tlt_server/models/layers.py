@@ -8,8 +8,6 @@ width, S slots, X fused width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,6 +15,7 @@ from tlt_kernels.cpu import elementwise
 from tlt_server.attention import Attention
 from tlt_server.attention.rows import Rows
 from tlt_server.models.adapted import AdaptedLayer, AdaptedProjection
+from tlt_server.models.config import LayerShape
 from tlt_server.models.names import Parameters
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import RotaryTable
@@ -77,16 +76,6 @@ class SummedProjection(Projection):
     def leaf_KX(self) -> Tensor:
         """Return the weights of one reduction segment."""
         return self.weight_KX[: len(self.weight_KX) // self.own_leaves]
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Differences between families that the config's numbers do not express."""
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
 
 
 class SelfAttention:
@@ -171,18 +160,18 @@ class GatedMlp:
         hidden: int,
         intermediate: int,
         *,
-        bias: bool,
+        shape: LayerShape,
         numerics: Numerics,
         split: Split = WHOLE,
     ) -> None:
         self.gate_up = Projection(
             hidden,
             {"gate_proj": intermediate, "up_proj": intermediate},
-            bias=bias,
+            bias=shape.mlp_bias,
             numerics=numerics,
         )
         self.down = SummedProjection(
-            intermediate, {"down_proj": hidden}, bias=bias, numerics=numerics, split=split
+            intermediate, {"down_proj": hidden}, bias=shape.mlp_bias, numerics=numerics, split=split
         )
 
     def __call__(self, x_RH: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:

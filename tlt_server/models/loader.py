@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tlt_server.errors import ModelError
-from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig, read_json, token_ids
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_networks import ARCHITECTURES
@@ -81,9 +80,8 @@ def empty_target(
             f"{directory} holds a drafter ({config.architecture}); give it as --drafter, and its "
             "target as --model"
         )
-    family: type[Decoder] = FAMILIES.resolve(config.architecture)
     return split.build(
-        lambda split: family(
+        lambda split: Decoder(
             config,
             numerics=numerics,
             attention=attention,

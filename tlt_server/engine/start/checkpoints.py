@@ -55,7 +55,7 @@ def empty_drafter(directory: Path, target: Decoder) -> DrafterNetwork:
 def check_target(settings: EngineSettings, target: Decoder, *, on_gpu: bool) -> None:
     directory = Path(settings.model)
     if on_gpu:
-        check_shape(target.config, target.shape(target.config), str(directory))
+        check_shape(target.config, target.config.layer_shape, str(directory))
     if not settings.random_weights:
         check_files(target.parameters(), directory, ignored=unread(target.config))
 

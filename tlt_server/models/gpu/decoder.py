@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt_kernels.gpu.norm import embed_rms_norm
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
-from tlt_server.models import FAMILIES, Forward
+from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer
 from tlt_server.models.gpu.layers import Attend, GpuGatedMlp, GpuSelfAttention, RowTensors
@@ -29,7 +29,6 @@ from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
-from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import target_parameters
 from tlt_server.models.rope import RotaryTable, rotary_table
 from tlt_server.models.shards import Stored, pieces_of, rank_config, vocabulary
@@ -37,9 +36,8 @@ from tlt_server.models.split import Split
 
 
 class GpuDecoderLayer:
-    def __init__(
-        self, config: ModelConfig, shape: LayerShape, table: RotaryTable, placement: Placement
-    ) -> None:
+    def __init__(self, config: ModelConfig, table: RotaryTable, placement: Placement) -> None:
+        shape = config.layer_shape
         self.input_norm_H, self.post_attention_norm_H = (
             placement.empty(config.hidden_size),
             placement.empty(config.hidden_size),
@@ -56,7 +54,7 @@ class GpuDecoderLayer:
             placement=placement,
         )
         self.mlp = GpuGatedMlp(
-            config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, placement=placement
+            config.hidden_size, config.intermediate_size, shape=shape, placement=placement
         )
 
     def storage(self) -> list[Tensor]:
@@ -95,8 +93,7 @@ class GpuDecoder:
                 f"feature layers {wrong} do not exist: the target has 0 to {config.layers}; "
                 "use a drafter made for it"
             )
-        shape = FAMILIES.resolve(config.architecture).shape(config)
-        check_shape(config, shape, "the target")
+        check_shape(config, config.layer_shape, "the target")
         self.config, self.placement, self.feature_layers = config, placement, feature_layers
         self.split, self.own_config = split, rank_config(config, split)
         # The other ranks' shards, in the process that loads and pushes for all of them.
@@ -120,7 +117,7 @@ class GpuDecoder:
         table = device_table(config, placement)
         of_rank = replace(placement, matmuls=placement.matmuls.of_rank(split))
         self.layers = [
-            GpuDecoderLayer(self.own_config, shape, table, of_rank) for _ in range(config.layers)
+            GpuDecoderLayer(self.own_config, table, of_rank) for _ in range(config.layers)
         ]
 
     @property

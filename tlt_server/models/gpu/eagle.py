@@ -24,6 +24,7 @@ from tlt_kernels.gpu.norm import add, embed_beside, embed_norms
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
+from tlt_server.models.config import LayerShape
 from tlt_server.models.draft_checkpoint import Described, refuse_own_embedding, target_ids
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
 from tlt_server.models.gpu.draft_part import drafter_part
@@ -37,7 +38,6 @@ from tlt_server.models.gpu.layers import (
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
-from tlt_server.models.layers import LayerShape
 from tlt_server.models.shards import Stored, pieces_of
 from tlt_server.models.split import Split
 
@@ -96,9 +96,7 @@ class GpuEagleNetwork:
             table=device_table(config, placement),
             placement=of_rank,
         )
-        self.mlp = GpuGatedMlp(
-            hidden, own.intermediate_size, bias=config.mlp_bias, placement=of_rank
-        )
+        self.mlp = GpuGatedMlp(hidden, own.intermediate_size, shape=shape, placement=of_rank)
         count = self.draft_vocab_size
         # draft id -> target id
         self.target_ids_C = torch.empty(count, dtype=torch.int32, device=placement.device)

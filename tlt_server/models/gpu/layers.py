@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.rope import rope_store
+from tlt_server.models.config import LayerShape
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection
 from tlt_server.models.gpu.matmuls import Matmuls, Room
 from tlt_server.models.gpu.placement import Placement
-from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
 
@@ -153,8 +153,10 @@ class GpuSelfAttention:
 
 
 class GpuGatedMlp:
-    def __init__(self, hidden: int, intermediate: int, *, bias: bool, placement: Placement) -> None:
-        assert not bias, "see limits.check_shape"
+    def __init__(
+        self, hidden: int, intermediate: int, *, shape: LayerShape, placement: Placement
+    ) -> None:
+        assert not shape.mlp_bias, "see limits.check_shape"
         self.matmuls = placement.matmuls
         self.gate_up = GpuProjection(
             hidden,

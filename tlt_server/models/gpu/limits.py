@@ -5,8 +5,7 @@ Imports no kernel.
 from __future__ import annotations
 
 from tlt_server.errors import ModelError
-from tlt_server.models.config import ModelConfig
-from tlt_server.models.layers import LayerShape
+from tlt_server.models.config import LayerShape, ModelConfig
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_GROUP = 16  # query heads of one KV head

@@ -24,7 +24,7 @@ from torch import Tensor
 from tlt_kernels.cpu.catch_up import lay_roots, undrafted
 from tlt_kernels.cpu.growth import FIELDS, grow, harvest
 from tlt_server.attention.rows import KVCache, Rows
-from tlt_server.models.config import ModelConfig
+from tlt_server.models.config import LayerShape, ModelConfig
 from tlt_server.models.draft_checkpoint import (
     Fillable,
     check_drafter,
@@ -34,7 +34,6 @@ from tlt_server.models.draft_checkpoint import (
 )
 from tlt_server.models.draft_networks import Architecture
 from tlt_server.models.gpu.limits import check_shape
-from tlt_server.models.layers import LayerShape
 from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.calibration import Calibration
