@@ -170,7 +170,9 @@ def decoder() -> GpuDecoder:
 
 def use(model: GpuDecoder, matmuls: StrictMatmuls) -> None:
     for layer in model.layers:
-        layer.self_attention.matmuls = layer.mlp.matmuls = matmuls
+        attention, mlp = layer.self_attention, layer.mlp
+        for projection in (attention.qkv, attention.output, mlp.gate_up, mlp.down):
+            projection.matmuls = matmuls
 
 
 @torch.inference_mode()

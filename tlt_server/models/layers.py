@@ -16,7 +16,7 @@ from tlt_server.attention import Attention
 from tlt_server.attention.rows import Rows
 from tlt_server.models.adapted import AdaptedLayer, AdaptedProjection
 from tlt_server.models.config import LayerShape
-from tlt_server.models.names import Parameters
+from tlt_server.models.names import Parameters, map_parameters
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import RotaryTable
 from tlt_server.models.split import WHOLE, Split
@@ -34,19 +34,20 @@ class Projection:
         self.weight_KX = torch.zeros(inputs, sum(parts.values()))
         self.bias_X = torch.zeros(sum(parts.values())) if bias else None
 
+    def outputs(self, x_RK: Tensor, first: int = 0) -> Tensor:
+        """Return the outputs from `first` on."""
+        bias_X = None if self.bias_X is None else self.bias_X[first:]
+        return self.numerics.linear(x_RK, self.weight_KX[:, first:], bias_X)
+
     def __call__(self, x_RK: Tensor, adapted: AdaptedProjection | None = None) -> Tensor:
-        out_RX = self.numerics.linear(x_RK, self.weight_KX, self.bias_X)
+        out_RX = self.outputs(x_RK)
         if adapted is not None:
             adapted.add(x_RK, out_RX)
         return out_RX
 
     def parameters(self, prefix: str = "") -> Parameters:
-        start = 0
-        for part, width in self.parts.items():
-            yield f"{prefix}{part}.weight", self.weight_KX[:, start : start + width].t()
-            if self.bias_X is not None:
-                yield f"{prefix}{part}.bias", self.bias_X[start : start + width]
-            start += width
+        bias = {} if self.bias_X is None else {"bias": self.bias_X}
+        return map_parameters(self.parts, {"weight": self.weight_KX.t(), **bias}, prefix)
 
 
 class SummedProjection(Projection):
@@ -129,12 +130,8 @@ class SelfAttention:
         return self.output(out_RND.view(len(rows), self.query_width), adapted and adapted.output)
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows) -> None:
-        """Write only the rows' keys and values."""
-        start, bias_X = self.query_width, self.qkv.bias_X
-        kv_RX = self.qkv.numerics.linear(
-            x_RH, self.qkv.weight_KX[:, start:], None if bias_X is None else bias_X[start:]
-        )
-        self._store(kv_RX, 0, k_SKD, v_SKD, rows)
+        """Write the rows' keys and values, and nothing else."""
+        self._store(self.qkv.outputs(x_RH, self.query_width), 0, k_SKD, v_SKD, rows)
 
     def _store(
         self, qkv_RX: Tensor, heads: int, k_SKD: Tensor, v_SKD: Tensor, rows: Rows

@@ -8,13 +8,26 @@ through these views.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:  # the command line reads the names of draft networks without torch
     from torch import Tensor
 
 Parameters: TypeAlias = "Iterator[tuple[str, Tensor]]"
+
+
+def map_parameters(
+    parts: Mapping[str, int], tensors: Mapping[str, Tensor], prefix: str
+) -> Parameters:
+    """Yield the tensors of linear maps that are fused. `parts`: the outputs of each map; `tensors`:
+    those of all maps by kind, such as weight and bias, with the outputs first.
+    """
+    start = 0
+    for part, width in parts.items():
+        for kind, tensor in tensors.items():
+            yield f"{prefix}{part}.{kind}", tensor[start : start + width]
+        start += width
 
 
 def attention_parameters(attention: Any, prefix: str) -> Parameters:

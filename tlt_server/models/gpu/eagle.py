@@ -233,7 +233,7 @@ class GpuEagle3(GpuEagleNetwork):
         )
 
     def fuse(self, features_RF: Tensor) -> Tensor:
-        return self.placement.matmuls.linear(features_RF, self.fusion.weight_XK)
+        return self.fusion(features_RF)
 
     def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor:
         input_RX = embed_norms(
@@ -282,8 +282,7 @@ class GpuEagle1(GpuEagleNetwork):
 
     def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor:
         both_RX = embed_beside(rows.token_R, self.embedding_VH, g_RH)
-        linear, weight_XK = self.placement.matmuls.linear, self.joint.weight_XK
-        linear(both_RX, weight_XK, self.joint.bias_X, out_dtype=g_RH.dtype, out_MN=g_RH)
+        self.joint(both_RX, out_dtype=g_RH.dtype, out_RX=g_RH)
         return g_RH.to(self.placement.dtype)
 
     def hidden(self, part_PRH: Tensor, residual_RH: Tensor) -> Tensor:

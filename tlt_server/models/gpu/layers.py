@@ -19,9 +19,9 @@ from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.rope import rope_store
 from tlt_server.models.config import LayerShape
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection
-from tlt_server.models.gpu.matmuls import Matmuls, Room
+from tlt_server.models.gpu.matmuls import Room
 from tlt_server.models.gpu.placement import Placement
-from tlt_server.models.names import Parameters
+from tlt_server.models.names import Parameters, map_parameters
 from tlt_server.models.rope import RotaryTable
 
 
@@ -47,20 +47,47 @@ class GpuProjection:
     def __init__(
         self, inputs: int, parts: dict[str, int], *, bias: bool, placement: Placement
     ) -> None:
-        self.parts = parts
-        self.weight_XK = placement.empty(sum(parts.values()), inputs)
-        self.bias_X = placement.empty(sum(parts.values())) if bias else None
+        self._parts, self.matmuls, outputs = parts, placement.matmuls, sum(parts.values())
+        self.weight_XK = placement.empty(outputs, inputs)
+        self._bias_X = placement.empty(outputs) if bias else None
+
+    def __call__(
+        self,
+        x_RK: Tensor,
+        *,
+        first: int = 0,
+        out_dtype: torch.dtype | None = None,
+        out_RX: Tensor | None = None,
+    ) -> Tensor:
+        """Return the outputs from `first` on, in `out_RX` where that is given."""
+        bias_X = None if self._bias_X is None else self._bias_X[first:]
+        weight_XK = self.weight_XK[first:]
+        return self.matmuls.linear(x_RK, weight_XK, bias_X, out_dtype=out_dtype, out_MN=out_RX)
+
+    def gated(self, x_RK: Tensor) -> Tensor:
+        """Return silu(gate) * up, where the first half of the outputs is gate's: [R, X / 2]."""
+        return self.matmuls.gated(x_RK, self.weight_XK)
+
+    def partials(
+        self, x_RK: Tensor, adapted: GpuAdaptedProjection | None, room: Room | None
+    ) -> Tensor:
+        """Return partial sums [P, R, X]; what adapters add is in the first, which is the first half
+        of K at every number of rows.
+        """
+        if adapted is None:
+            return self.matmuls.partials(x_RK, self.weight_XK, room=room)
+        low_PRX = adapted.shrink(x_RK)
+        part_PRX = self.matmuls.partials(x_RK, self.weight_XK)
+        assert len(part_PRX) <= PARTS, "more leaves of K than adapters can be added to"
+        adapted.expand(low_PRX, part_PRX[0])
+        return part_PRX
 
     def parameters(self, prefix: str = "") -> Parameters:
-        start = 0
-        for part, width in self.parts.items():
-            yield f"{prefix}{part}.weight", self.weight_XK[start : start + width]
-            if self.bias_X is not None:
-                yield f"{prefix}{part}.bias", self.bias_X[start : start + width]
-            start += width
+        bias = {} if self._bias_X is None else {"bias": self._bias_X}
+        return map_parameters(self._parts, {"weight": self.weight_XK, **bias}, prefix)
 
     def storage(self) -> list[Tensor]:
-        return present(self.weight_XK, self.bias_X)
+        return present(self.weight_XK, self._bias_X)
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:
@@ -88,7 +115,6 @@ class GpuSelfAttention:
             norm_eps,
             table,
         )
-        self.matmuls = placement.matmuls
         kv_width = kv_heads * head_dim
         parts = {"q_proj": self.query_width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv = GpuProjection(inputs, parts, bias=shape.qkv_bias, placement=placement)
@@ -115,20 +141,16 @@ class GpuSelfAttention:
         """
         if adapted is not None:
             low_PRX = adapted.qkv.shrink(x_RH)
-        qkv_RX = self.matmuls.linear(x_RH, self.qkv.weight_XK, self.qkv.bias_X)
+        qkv_RX = self.qkv(x_RH)
         if adapted is not None:
             adapted.qkv.expand(low_PRX, qkv_RX)
         q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
         out_RX = attend(q_RND, k_SKD, v_SKD, first=first).view(len(x_RH), self.query_width)
-        return _partials(self.matmuls, self.output, out_RX, adapted and adapted.output, room)
+        return self.output.partials(out_RX, adapted and adapted.output, room)
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
-        """Write only the rows' keys and values."""
-        start, bias_X = self.query_width, self.qkv.bias_X
-        kv_RX = self.matmuls.linear(
-            x_RH, self.qkv.weight_XK[start:], None if bias_X is None else bias_X[start:]
-        )
-        self._store(kv_RX, 0, k_SKD, v_SKD, rows)
+        """Write the rows' keys and values, and nothing else."""
+        self._store(self.qkv(x_RH, first=self.query_width), 0, k_SKD, v_SKD, rows)
 
     def _store(
         self, qkv_RX: Tensor, heads: int, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors
@@ -157,7 +179,6 @@ class GpuGatedMlp:
         self, hidden: int, intermediate: int, *, shape: LayerShape, placement: Placement
     ) -> None:
         assert not shape.mlp_bias, "see limits.check_shape"
-        self.matmuls = placement.matmuls
         self.gate_up = GpuProjection(
             hidden,
             {"gate_proj": intermediate, "up_proj": intermediate},
@@ -173,31 +194,12 @@ class GpuGatedMlp:
     ) -> Tensor:
         """Return partial sums [P, R, H], in `room` if given."""
         if adapted is None:
-            gated_RI = self.matmuls.gated(x_RH, self.gate_up.weight_XK)
+            gated_RI = self.gate_up.gated(x_RH)
         else:
             low_PRX = adapted.gate_up.shrink(x_RH)
-            both_RX = self.matmuls.linear(x_RH, self.gate_up.weight_XK, out_dtype=torch.float32)
+            both_RX = self.gate_up(x_RH, out_dtype=torch.float32)
             gated_RI = adapted.gate_up.expand_silu(low_PRX, both_RX, x_RH.dtype)
-        return _partials(self.matmuls, self.down, gated_RI, adapted and adapted.down, room)
+        return self.down.partials(gated_RI, adapted and adapted.down, room)
 
     def storage(self) -> list[Tensor]:
         return [*self.gate_up.storage(), *self.down.storage()]
-
-
-def _partials(
-    matmuls: Matmuls,
-    projection: GpuProjection,
-    x_RK: Tensor,
-    adapted: GpuAdaptedProjection | None,
-    room: Room | None,
-) -> Tensor:
-    """Return partial sums [P, R, H] of a map. The adapters' additions are in the first one, which
-    at every number of rows covers the first half of K.
-    """
-    if adapted is None:
-        return matmuls.partials(x_RK, projection.weight_XK, room=room)
-    low_PRX = adapted.shrink(x_RK)
-    part_PRH = matmuls.partials(x_RK, projection.weight_XK)
-    assert len(part_PRH) <= PARTS, "more leaves of K than adapters can be added to"
-    adapted.expand(low_PRX, part_PRH[0])
-    return part_PRH

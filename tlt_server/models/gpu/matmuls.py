@@ -7,7 +7,7 @@ Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,27 +30,6 @@ class Room(NamedTuple):
     parts: int  # how many there are at least, if there are as many leaves
 
 
-class Matmuls(Protocol):
-    def linear(
-        self,
-        x_MK: Tensor,
-        weight_NK: Tensor,
-        bias_N: Tensor | None = None,
-        *,
-        out_dtype: torch.dtype | None = None,
-        out_MN: Tensor | None = None,
-    ) -> Tensor:
-        """Return x @ weight.T (+ bias): [M, N], in `out_MN` if given."""
-
-    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
-        """Return partial sums [P, M, N], in `room` if given. Added as a binary tree over the first
-        axis, they give x @ weight.T.
-        """
-
-    def gated(self, x_MK: Tensor, weight_XK: Tensor) -> Tensor:
-        """Return silu(gate) * up of a weight [2I, K], gate rows first: [M, I]."""
-
-
 @dataclass(frozen=True)
 class StrictMatmuls:
     leaves: int = LEAVES  # another number gives `partials` other bits
@@ -63,6 +42,9 @@ class StrictMatmuls:
         return replace(self, leaves=split.leaves // split.of)
 
     def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
+        """Return sums whose total over the first axis, as a binary tree, is x @ weight.T:
+        [P, M, N], in `room` where that is given.
+        """
         if room is None:
             return gemm.partials(x_MK, weight_NK, leaves=self.leaves)
         return gemm.partials(
