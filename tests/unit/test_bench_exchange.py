@@ -15,7 +15,7 @@ from tlt_server.__main__ import main
 from tlt_server.bench import exchange
 from tlt_server.bench.arguments import BENCHES
 from tlt_server.bench.exchange import measured
-from tlt_server.bench.settings import rank_flags
+from tlt_server.bench.settings import asked_words
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.models.environment import NO_MULTICAST
 
@@ -91,8 +91,8 @@ WORDS = [word for pair in ASKED.items() for word in pair]
 def test_a_server_is_started_with_the_flags_of_ranks(bench: str) -> None:
     parser = argparse.ArgumentParser()
     BENCHES[bench].add(bench, parser)
-    assert rank_flags(parser.parse_args([])) == []
-    assert rank_flags(parser.parse_args(WORDS)) == WORDS
+    assert asked_words(parser.parse_args([])) == []
+    assert asked_words(parser.parse_args(WORDS)) == WORDS
 
 
 @pytest.mark.parametrize("flag", ASKED)

@@ -173,6 +173,11 @@ PAIR = (
     flag("--seed SEED", "seed of the first response", 0),
     *JSON,
 )
+NUMERICS = flag(
+    "--numerics strict|fast",
+    "how matmuls add; exact then reports the rate of differing tokens",
+    "strict",
+)
 ENGINE = (
     *PAIR,
     flag("--device cpu|cuda", "what computes", "cpu"),
@@ -180,11 +185,7 @@ ENGINE = (
         "--dtype float32|bfloat16",
         "dtype of weights and KV [default float32 on a CPU, bfloat16 on a GPU]",
     ),
-    flag(
-        "--numerics strict|fast",
-        "how matmuls add; exact then reports the rate of differing tokens",
-        "strict",
-    ),
+    NUMERICS,
 )
 SPLIT = "|".join(map(str, SPLITS))
 
@@ -207,3 +208,7 @@ def ranks(tells: str = "ranks that share the target") -> tuple[Flag, ...]:
             "auto",
         ),
     )
+
+
+# Settings of the engine under the same name, with the same default.
+SETTINGS = tuple(each.name[2:].replace("-", "_") for each in (NUMERICS, *ranks()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,12 @@ import msgspec
 from rich.console import Console
 
 from tlt_client import Client
+from tlt_server.bench.flags import SETTINGS
 from tlt_server.demo.server import ServerProcess
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.settings.server import available_processors
 from tlt_server.wire.fingerprint import Fingerprint
-
-RANKS: dict[str, Any] = {  # flags of the ranks that share the target, and their defaults
-    "tensor_parallel": 1,
-    "reduction_leaves": None,
-    "exchange": "auto",
-    "drafter_parallel": "auto",
-}
 
 
 def settings_of(args: argparse.Namespace, longest: int = 0, **changes: Any) -> EngineSettings:
@@ -43,9 +37,8 @@ def settings_of(args: argparse.Namespace, longest: int = 0, **changes: Any) -> E
         device=args.device,
         dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
         attention="triton" if on_gpu else "cpu",
-        numerics=args.numerics,
         kv_memory_mb=None if on_gpu else 2048,
-        **{name: getattr(args, name, default) for name, default in RANKS.items()},
+        **{name: getattr(args, name) for name in SETTINGS if hasattr(args, name)},
     )
     found = replace(found, **changes)
     if not longest:
@@ -53,20 +46,21 @@ def settings_of(args: argparse.Namespace, longest: int = 0, **changes: Any) -> E
     return replace(found, max_model_len=at_most_what_it_takes(found.model, longest))
 
 
-def asked_of_ranks(args: argparse.Namespace) -> dict[str, str]:
-    """Return the flags of `tlt serve` for the ranks that a bench's own flags ask for, and their
-    values; none for what is the default.
+def asked(args: argparse.Namespace) -> dict[str, str]:
+    """Return the flags of `tlt serve` for settings that a bench's own flags name, and their values;
+    none for what is the default.
     """
+    defaults = {each.name: each.default for each in fields(EngineSettings)}
     return {
         f"--{name.replace('_', '-')}": str(getattr(args, name))
-        for name, default in RANKS.items()
-        if getattr(args, name) != default
+        for name in SETTINGS
+        if getattr(args, name, defaults[name]) != defaults[name]
     }
 
 
-def rank_flags(args: argparse.Namespace) -> list[str]:
+def asked_words(args: argparse.Namespace) -> list[str]:
     """Return these flags as a command line's words."""
-    return [word for pair in asked_of_ranks(args).items() for word in pair]
+    return [word for pair in asked(args).items() for word in pair]
 
 
 def serve_flags(args: argparse.Namespace, longest: int) -> list[str]:
@@ -81,7 +75,7 @@ def serve_flags(args: argparse.Namespace, longest: int) -> list[str]:
         *("--threads", str(settings.threads), "--max-running", str(args.max_running)),
         *("--max-model-len", str(max_model_len), "--log-level", "warning"),
         *("--default-timeout-s", "600"),
-        *rank_flags(args),
+        *asked_words(args),
     ]
 
 

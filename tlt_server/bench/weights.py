@@ -37,7 +37,7 @@ from tlt_client.channels.ipc import IpcSender
 from tlt_client.wire import Token
 from tlt_server.bench.padding.shapes import Shape, write_config
 from tlt_server.bench.record import finish
-from tlt_server.bench.settings import asked_of_ranks
+from tlt_server.bench.settings import asked
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
@@ -196,7 +196,7 @@ def check(args: argparse.Namespace) -> None:
             "on a CPU every push is spooled next to the checkpoints"
         )
     if args.device == "cpu":
-        for flag in asked_of_ranks(args):
+        for flag in asked(args):
             raise StartupError(f"{flag} is for --device cuda: leave it out")
 
 

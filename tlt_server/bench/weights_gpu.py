@@ -26,7 +26,7 @@ from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.wire import ItemResult, Token
-from tlt_server.bench.settings import rank_flags, shape_of
+from tlt_server.bench.settings import asked_words, shape_of
 from tlt_server.demo.server import ServerProcess
 
 REQUESTS, LENGTH = 8, 16384  # they decode for longer than the pushes take
@@ -108,7 +108,7 @@ def served(args: argparse.Namespace) -> Iterator[str]:
         *("--max-running", str(REQUESTS), "--max-model-len", str(LENGTH)),
         *("--kv-memory-mb", "12288", "--weight-staging", "device"),
         *(("--state-dir", str(args.state_dir)) if args.state_dir else ()),
-        *rank_flags(args),
+        *asked_words(args),
     )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     before = dict(os.environ)
