@@ -6,6 +6,7 @@ it is copied; any fault is a `ModelError` with file, tensor, expected and found 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +21,6 @@ from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json, token_ids
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_networks import ARCHITECTURES
-from tlt_server.models.drawn import draw
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.shards import Stored
 from tlt_server.models.split import WHOLE, Split
@@ -133,6 +133,20 @@ def fill_target(
         draw(parameters)
     else:
         fill(parameters, checkpoint, ignored=unread(config))
+
+
+def draw(parameters: Mapping[str, Stored]) -> None:
+    """Fill every tensor with normal values of size 1 / sqrt(inputs), so that activations keep the
+    size of a trained model's: for benches of shapes, which may be larger than the disk. Values
+    depend on the tensor's name, shape and kind of device, not on the ranks that hold it. The
+    largest tensor is in memory twice meanwhile.
+    """
+    for name, stored in parameters.items():
+        digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+        generator = torch.Generator(stored.device).manual_seed(int.from_bytes(digest, "big"))
+        values = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
+        inputs = stored.shape[-1] if stored.dim() > 1 else 1
+        stored.copy_(values.normal_(0.0, inputs**-0.5, generator=generator))
 
 
 def fill(
