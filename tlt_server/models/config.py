@@ -39,7 +39,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The differences between families that are no number in the config."""
+    """Differences between families that the config's numbers do not express."""
 
     qkv_bias: bool = False
     output_bias: bool = False

@@ -130,7 +130,7 @@ class SelfAttention:
         return self.output(out_RND.view(len(rows), self.query_width), adapted and adapted.output)
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows) -> None:
-        """Write the rows' keys and values, and nothing else."""
+        """Write only the rows' keys and values."""
         self._store(self.qkv.outputs(x_RH, self.query_width), 0, k_SKD, v_SKD, rows)
 
     def _store(

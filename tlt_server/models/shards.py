@@ -1,8 +1,8 @@
-"""The shards of a target: the part of each tensor of a checkpoint that a rank holds.
+"""The shards of a target: each rank's slice of each checkpoint tensor.
 
-`DIMS` says along which dimension ranks share a tensor. `SpreadTensor` is a tensor of the checkpoint
-whose slices lie with several ranks: a checkpoint and a push write through it, and its checksum is
-that of the whole tensor.
+`DIMS` is the table of dimensions that ranks divide. `SpreadTensor` is a checkpoint's tensor whose
+slices lie on several ranks: loads and pushes write through it, and its checksum is that of the
+whole tensor.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def check_ranks(config: ModelConfig, ranks: int, unit: int, where: str) -> None:
 
 
 class SpreadTensor:
-    """A tensor of a checkpoint as the ranks hold it, in order of the ranks: slices along `dim`, or
-    all of it on each where that is None. `same` neighbours hold the same slice.
+    """A checkpoint's tensor as slices on the ranks, in rank order: along `dim`, or all of it on
+    each rank if that is None. `same` neighbours hold equal slices.
     """
 
     def __init__(self, pieces: Sequence[Tensor], dim: int | None, same: int = 1) -> None:

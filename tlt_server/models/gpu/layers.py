@@ -71,8 +71,8 @@ class GpuProjection:
     def partials(
         self, x_RK: Tensor, adapted: GpuAdaptedProjection | None, room: Room | None
     ) -> Tensor:
-        """Return partial sums [P, R, X]; what adapters add is in the first, which is the first half
-        of K at every number of rows.
+        """Return partial sums [P, R, X] of a map. The adapters' additions are in the first one,
+        which at every number of rows covers the first half of K.
         """
         if adapted is None:
             return self.matmuls.partials(x_RK, self.weight_XK, room=room)
@@ -149,7 +149,7 @@ class GpuSelfAttention:
         return self.output.partials(out_RX, adapted and adapted.output, room)
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
-        """Write the rows' keys and values, and nothing else."""
+        """Write only the rows' keys and values."""
         self._store(self.qkv(x_RH, first=self.query_width), 0, k_SKD, v_SKD, rows)
 
     def _store(

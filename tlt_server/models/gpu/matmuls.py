@@ -42,8 +42,8 @@ class StrictMatmuls:
         return replace(self, leaves=split.leaves // split.of)
 
     def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
-        """Return sums whose total over the first axis, as a binary tree, is x @ weight.T:
-        [P, M, N], in `room` where that is given.
+        """Return partial sums [P, M, N], in `room` if given. Added as a binary tree over the first
+        axis, they give x @ weight.T.
         """
         if room is None:
             return gemm.partials(x_MK, weight_NK, leaves=self.leaves)

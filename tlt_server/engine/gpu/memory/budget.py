@@ -54,9 +54,9 @@ class Needs(NamedTuple):
         part: DrafterPart | None = None,
         exchange: int = 0,
     ) -> Needs:
-        """`weights`: bytes of target and drafter; `settings`: nothing left to the device;
-        `feature_width`: what the drafter reads of a position; `part`: what a rank has of the
-        drafter, if not all of it; `exchange`: its window.
+        """`weights`: bytes of target and drafter. `settings`: all decided. `feature_width`:
+        features per position that the drafter reads. `part`: this rank's part of a shared drafter.
+        `exchange`: bytes of its window.
         """
         itemsize = 4 if settings.dtype == "float32" else 2
         captures = bool(settings.feature_bytes and feature_width)
