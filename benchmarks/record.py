@@ -4,7 +4,7 @@ servers or tests of their own, into benchmarks/results.
     faults -- FLAGS OF tlt serve   kill and stop ranks of a server's engine
     starts -- FLAGS OF tlt serve   the time until a server is ready: with a cold cache, a warm one,
                                    and one that was copied, as to another machine (`imported`)
-    soak [-n WORKERS] [TEST ...]   the long tests, red ones included
+    long, soak [-n WORKERS] [TEST ...]   the tests so marked, red ones included
     schemas [COUNT]                a small model's answers to generated JSON schemas, all valid
 
 `faults`: one stream runs at each fault, which is noticed when that stream ends with its error. The
@@ -223,22 +223,23 @@ def write_rows(
     write_entry(asked.json, entry_of(figures, command, on_gpu=on_gpu, commit=asked.commit))
 
 
-def soak(asked: argparse.Namespace) -> int:
+def marked(asked: argparse.Namespace) -> int:
     """Return the exit status of pytest."""
-    if asked.tests and asked.json == RESULTS / RECORDS["soak"].file:
+    name: str = asked.name
+    if asked.tests and asked.json == RESULTS / RECORDS[name].file:
         raise StartupError(
-            f"{asked.json.name} is the record of all long tests; name another by --json"
+            f"{asked.json.name} is the record of all tests marked {name}; name another by --json"
         )
-    command = f"{PROGRAM} soak -n {asked.n} {' '.join(asked.tests)}".strip()
+    command = f"{PROGRAM} {name} -n {asked.n} {' '.join(asked.tests)}".strip()
     entry = entry_of({}, command, on_gpu=False, commit=asked.commit)
-    status, found = tested("-m", "soak", "-n", asked.n, "--durations=0", *asked.tests)
+    status, found = tested("-m", MARKS[name], "-n", asked.n, "--durations=0", *asked.tests)
     if found:
-        write_entry(asked.json, entry | {"figures": soak_figures(found)})
+        write_entry(asked.json, entry | {"figures": counts(name, found)})
         print(f"{asked.json.name}: {'green' if status == 0 else 'red'}")
     return status
 
 
-def soak_figures(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
+def counts(name: str, suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
     """Return the tests by file, and the sum of what the storms counted."""
     files: dict[str, Counter[str]] = {}
     counted: Counter[str] = Counter()
@@ -251,7 +252,7 @@ def soak_figures(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
             if value.get("name") == "counted":
                 counted.update(json.loads(value.get("value", "{}")))
     return {
-        "bench": "soak",
+        "bench": name,
         "green": bool(files) and not any(came["failed"] for came in files.values()),
         "files": {name: dict(sorted(came.items())) for name, came in sorted(files.items())},
         "storms": dict(sorted(counted.items())),
@@ -278,14 +279,19 @@ class Record(NamedTuple):
 
 
 SERVED = (Flag("flags", {"nargs": "*", "metavar": "FLAG", "help": "of tlt serve, after --"}),)
-TESTS = Flag(
-    "tests", {"nargs": "*", "metavar": "TEST", "help": "files, or tests of them [default: all]"}
+MARKS = {"long": "long and not gpu and not soak", "soak": "soak"}
+WORKERS_AND_TESTS = (
+    flag("-n WORKERS", "of pytest", "2"),
+    Flag(
+        "tests", {"nargs": "*", "metavar": "TEST", "help": "files, or tests of them [default: all]"}
+    ),
 )
 COUNT = Flag("count", {"nargs": "?", "metavar": "COUNT", "type": int, "default": 1000})
 RECORDS = {
     "faults": Record(faults, "faults-tp2-gpu.json", SERVED),
     "starts": Record(starts, "starts-gpu.json", SERVED),
-    "soak": Record(soak, "soak.json", (flag("-n WORKERS", "of pytest", "2"), TESTS)),
+    "long": Record(marked, "test-long.json", WORKERS_AND_TESTS),
+    "soak": Record(marked, "soak.json", WORKERS_AND_TESTS),
     "schemas": Record(schemas, "schemas-cpu.json", (COUNT,)),
 }
 

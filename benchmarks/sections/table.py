@@ -30,6 +30,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "overload": ("Overload", service.overload),
     "hostile": ("Hostile clients", service.hostile),
     "faults": ("Ranks that die or stop", service.faults),
+    "test": ("Tests", service.soak),
+    "long": ("Further cases of tests", service.soak),
     "soak": ("Long tests", service.soak),
     "weights": ("Weight pushes on a CPU", weights.weights),
     "weights-gpu": ("Weight pushes from GPU to GPU", weights.weights_gpu),

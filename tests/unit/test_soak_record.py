@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import main, suites
-from benchmarks.record import soak_figures as figures
+from benchmarks.record import counts, main, suites
 from benchmarks.sections.service import soak
 
 REPORT = """<testsuites><testsuite>
@@ -21,7 +20,7 @@ REPORT = """<testsuites><testsuite>
 
 def test_a_record_sums_the_storms_and_is_red_where_one_test_is(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(REPORT)
-    assert figures(suites(tmp_path / "report.xml")) == {
+    assert counts("soak", suites(tmp_path / "report.xml")) == {
         "bench": "soak",
         "green": False,
         "files": {
@@ -31,26 +30,29 @@ def test_a_record_sums_the_storms_and_is_red_where_one_test_is(tmp_path: Path) -
         "storms": {"http 200": 5, "kill": 13},
     }
     (tmp_path / "report.xml").write_text(REPORT.replace("<failure/>", ""))
-    assert figures(suites(tmp_path / "report.xml"))["green"]
+    assert counts("soak", suites(tmp_path / "report.xml"))["green"]
 
 
 def test_kills_under_load_are_told_by_how_their_requests_ended() -> None:
     ends = {"kill under load": 50, "end completed": 900, "end engine_failed": 70}
-    found = {"files": {"tests/e2e/test_crashes.py": {"passed": 1}}, "storms": ends}
+    files = {"tests/e2e/test_crashes.py": {"passed": 1, "seconds": 9}}
+    found = {"files": files, "storms": ends}
     told, failed = soak(found)
     assert told == (
         "50 kills of the engine or one of its ranks under load: 970 requests, each with one end, "
         "900 with the tokens of an undisturbed run, 70 with `engine_failed`."
     )
-    assert failed == "Tests that failed: 0."
+    assert failed == ("Tests that failed: 0. Their seconds by file, 9 in all, are in the file.")
     told, _ = soak(found | {"storms": {"kill under load": 1, "end completed": 9}})
     assert told.endswith(
         ": 9 requests, each with one end, 9 with the tokens of an undisturbed run."
     )
 
 
-def test_some_tests_do_not_take_the_place_of_the_record_of_all(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("mark", ["long", "soak"])
+def test_some_tests_do_not_replace_the_record_of_all(
+    mark: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["soak", "tests/unit/test_soak_record.py"]) == 2
-    assert "the record of all long tests; name another by --json" in capsys.readouterr().err
+    assert main([mark, "tests/unit/test_soak_record.py"]) == 2
+    told = capsys.readouterr().err
+    assert f"the record of all tests marked {mark}; name another by --json" in told
