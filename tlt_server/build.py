@@ -34,14 +34,13 @@ from tlt_server.frontend.app import build_app
 from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
+from tlt_server.frontend.http.access import tracing
 from tlt_server.frontend.http.auth import Gate
 from tlt_server.frontend.http.connections import raise_limit
+from tlt_server.frontend.http.keys import Certificates, Watched, watched_certificates
 from tlt_server.frontend.http.logs import left_behind, write_logs
-from tlt_server.frontend.http.loop_share import watch_turns
 from tlt_server.frontend.http.server import FLUSH_S, HttpServer
-from tlt_server.frontend.http.tls import Certificates, watched_certificates
-from tlt_server.frontend.http.traces import tracing
-from tlt_server.frontend.http.watched import Watched
+from tlt_server.frontend.http.slices import watch_turns
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import own_directory
@@ -60,7 +59,7 @@ from tlt_server.samples.activity import Activity, make_activity
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import WORK, make_ring
 from tlt_server.settings.server import SharedSettings, available_processors
-from tlt_server.settings.service_links import log_service_links
+from tlt_server.settings.sources import log_service_links
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.trainer.process.main import MAX_REPORT
 from tlt_server.trainer.process.modes import MODES
@@ -127,7 +126,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
             signals = _signals()
-            await checked(client.start.checked, supervised, signals[0])
+            await checked(client.replica.start.checked, supervised, signals[0])
             await rollouts.open()
             app = build_app(service, gate, begin)
             grpc_address = await stack.enter_async_context(

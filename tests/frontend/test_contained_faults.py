@@ -29,7 +29,7 @@ def server(model: Path) -> Iterator[LiveServer]:
     """Return a server, whose engine must be the first one when the test ends."""
     with live_server(model, max_restarts=0) as running:
         yield running
-        assert len(running.engines) == 1 and not running.client.failure
+        assert len(running.engines) == 1 and not running.client.replica.failure
 
 
 def counted(server: LiveServer) -> float:
@@ -123,5 +123,5 @@ def test_reports_are_answered_though_their_figures_fail(
 def test_only_unreadable_events_are_the_engines_fault(model: Path) -> None:
     with live_server(model, max_restarts=5) as server:
         server.call(lambda: server.engine._events.send(b"\x93none"))
-        until(lambda: len(server.engines) == 2 and not server.client.failure)
+        until(lambda: len(server.engines) == 2 and not server.client.replica.failure)
         assert "could not be read" in server.said.getvalue() and generated(server)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.waiting import in_loop
 from tlt_server.errors import EngineFailed, TltError, Unavailable, from_code
-from tlt_server.frontend.link.pause import PauseState
+from tlt_server.frontend.link.standing import PauseState
 from tlt_server.wire.commands import ControlCommand, Memory, Pause, Resume, Sleep, WakeUp
 from tlt_server.wire.events import ControlReport
 

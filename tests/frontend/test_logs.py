@@ -203,7 +203,7 @@ def test_the_log_leads_from_a_death_to_its_request(model: Path, stream: io.Strin
     with live_server(model) as server:
         for step in range(3):
             ask(server, killer, **{"x-request-id": f"step-{step}"})
-            until(lambda: not server.client.failure)
+            until(lambda: not server.client.replica.failure)
         accesses(stream, 3)
     batches = {
         line["request_id"]: line["batch"] for line in lines(stream) if line["event"] == "generated"

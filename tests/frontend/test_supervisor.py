@@ -36,7 +36,7 @@ def die(server: LiveServer, prompt: int = 65) -> None:
     until(
         lambda: (
             server.engine is not epoch
-            and not server.client.failure
+            and not server.client.replica.failure
             and "the engine is back" in server.said.getvalue()[said:]
         )
     )
@@ -161,7 +161,7 @@ def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) ->
         client.generate([{"token_ids": [66, DIES]}])
         assert 2 <= int(httpx.get(f"{server.url}/readyz").headers["retry-after"]) < 31
         server.call(server.may_launch.set)
-        until(lambda: not server.client.failure)
+        until(lambda: not server.client.replica.failure)
 
 
 def test_resumable_requests_are_resubmitted_in_order_before_new(server: LiveServer) -> None:
@@ -177,7 +177,7 @@ def test_resumable_requests_are_resubmitted_in_order_before_new(server: LiveServ
     server.call(lambda: setattr(server.engine, "dies", True))
     assert plain.ends() == {"c": ("error", "engine_failed")}
     server.call(server.may_launch.set)
-    until(lambda: not server.client.failure)
+    until(lambda: not server.client.replica.failure)
     new = Collected(server, request("new"))
     assert new.ends() == {"new": ("length", None)}
     epoch = server.engine
@@ -205,14 +205,14 @@ def test_deadlines_and_aborts_work_without_an_engine(model: Path) -> None:
         server.call(
             lambda: (server.client.abort(["stopped"], "stop"), setattr(server.engine, "dies", True))
         )
-        until(lambda: server.client.failure)
+        until(lambda: server.client.replica.failure)
         assert stopped.ends() == {"stopped": ("stop", None)}
         server.call(lambda: server.client.abort(["aborted"]))
         assert aborted.ends() == {"aborted": ("abort", None)}
         server.call(closed.submission.close)
         assert late.ends() == {"late": ("error", "deadline_exceeded")}
         server.call(server.may_launch.set)
-        until(lambda: not server.client.failure)
+        until(lambda: not server.client.replica.failure)
         until(lambda: [r.id for r in server.engine.submitted] == ["stays"])
         server.call(stays.submission.close)
 
@@ -272,7 +272,7 @@ def test_crash_retries_one_by_one_and_blames_only_the_killer(server: LiveServer)
 
 def test_prompt_sent_with_a_killer_stays_allowed(server: LiveServer) -> None:
     def together(attempt: int) -> dict[str, tuple[str | None, str | None]]:
-        until(lambda: not server.client.failure)
+        until(lambda: not server.client.replica.failure)
         return Collected(
             server,
             request(f"copy{attempt}", (70,), 300),
@@ -320,7 +320,7 @@ def test_other_version_after_restart_is_not_served_until_a_push(server: LiveServ
         assert "nothing is generated" in server.said.getvalue()
         die_again = server.engine
         server.call(lambda: setattr(die_again, "dies", True))
-        until(lambda: server.engine is not die_again and not server.client.failure)
+        until(lambda: server.engine is not die_again and not server.client.replica.failure)
         assert not server.engine.submitted
         client.update_weights("p", "v2")
         assert client.generate([{"prompt": "ab"}], sampling={"max_tokens": 3}).results[0].choices
@@ -379,7 +379,7 @@ def test_only_the_key_ending_the_engine_rests(model: Path) -> None:
         until(lambda: len(server.engine.running) == 1)
         for epoch in (2, 3, 4):  # at the first death both keys' requests run
             bad.generate([{"token_ids": [70 + epoch, DIES]}])
-            until(lambda n=epoch: len(server.engines) == n and not server.client.failure)
+            until(lambda n=epoch: len(server.engines) == n and not server.client.replica.failure)
             server.call(lambda: server.client.abort([*server.client.open_ids]))
             bystander.result(30)
         for prompt in range(80, 90):
@@ -397,6 +397,6 @@ def test_a_delayed_frontend_does_not_blame_its_engine(model: Path) -> None:
         for _ in range(2):
             server._loop.call_soon_threadsafe(time.sleep, 2.5)
             time.sleep(2.7)
-        assert not server.client.failure
+        assert not server.client.replica.failure
         server.call(lambda: setattr(server.engine, "deaf", True))
-        until(lambda: "hang_timeout_s" in server.client.failure)
+        until(lambda: "hang_timeout_s" in server.client.replica.failure)

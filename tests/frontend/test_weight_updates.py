@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.waiting import in_loop
 from tlt_server.errors import Conflict, InvalidRequest, TltError
 from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.versions import WantedVersions
+from tlt_server.frontend.link.standing import WantedVersions
 from tlt_server.frontend.weights.session import WeightSession
 from tlt_server.wire.commands import (
     AbortWeights,

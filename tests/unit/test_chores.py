@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.waiting import in_loop
-from tlt_server.frontend.link.chores import PIECE, Chores
+from tlt_server.frontend.link.submission import PIECE, Chores
 
 
 @in_loop

@@ -9,8 +9,8 @@ import pytest
 from tests.waiting import in_loop
 from tlt_server.errors import EngineFailed, QueueFull
 from tlt_server.frontend.link.admission import Admission
-from tlt_server.frontend.link.chores import PIECE
-from tlt_server.frontend.link.sequences import SLICE_IDS, SLICE_REQUESTS, OpenSequences
+from tlt_server.frontend.link.sequences import OpenSequences
+from tlt_server.frontend.link.submission import PIECE, SLICE_IDS, SLICE_REQUESTS
 from tlt_server.metrics import Metrics
 from tlt_server.wire.commands import Command, Submit
 from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, last_output

@@ -7,7 +7,7 @@ import pytest
 
 from tests.frontend.fake_engine import INFO
 from tlt_server.errors import Conflict, Unavailable
-from tlt_server.frontend.link.versions import WantedVersions
+from tlt_server.frontend.link.standing import WantedVersions
 from tlt_server.wire.events import WeightReport, WeightState
 
 

@@ -1,7 +1,7 @@
 """The engine over all its epochs: submissions and commands go out, outputs and answers come in.
 
-`supervisor` reports when an epoch begins (`connect`) and ends (`died`), and passes on every event
-(`take`). `sequences` and `answers` keep the open ones.
+`supervisor` reports when an epoch ends (`died`), and passes on every event (`take`). `replica` has
+the engine's state, `sequences` and `answers` keep the open ones.
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import structlog
 
 from tlt_server.errors import EngineFailed, Unavailable, from_code
-from tlt_server.frontend.http.traces import CURRENT
+from tlt_server.frontend.http.access import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Answers, Changes
-from tlt_server.frontend.link.link import Death, EngineLink
-from tlt_server.frontend.link.pause import PauseState
-from tlt_server.frontend.link.policies import PolicyState
+from tlt_server.frontend.link.link import Death
+from tlt_server.frontend.link.replica import Replica
 from tlt_server.frontend.link.sequences import OpenSequences
-from tlt_server.frontend.link.starting import StartState
+from tlt_server.frontend.link.standing import PauseState, PolicyState, WantedVersions
 from tlt_server.frontend.link.submission import Submission
-from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.metrics import Metrics
 from tlt_server.metrics.weights import QUESTIONS
 from tlt_server.process.faults import Containment
 from tlt_server.samples.activity import Activity
 from tlt_server.wire.commands import (
-    Command,
     ControlCommand,
     Pause,
     Recompute,
@@ -51,10 +47,7 @@ from tlt_server.wire.events import (
     Ready,
     WeightReport,
 )
-from tlt_server.wire.records import Cycle, GenerateRequest, Switch
-
-SWITCHES = 32  # the last ones that are kept
-DRAFTED = 128  # the last steps that verified drafts and are kept
+from tlt_server.wire.records import GenerateRequest
 
 log = structlog.get_logger()
 
@@ -69,7 +62,8 @@ class EngineClient:
         metrics.sequences.open_tokens.set_function(lambda: admission.tokens)
         metrics.sequences.forecast_pages.set_function(lambda: admission.pages)
         metrics.sequences.forecast_wait_s.set_function(admission.wait_s)
-        self._link: EngineLink | None = None
+        self.replica = Replica()
+        self._send = self.replica.send
         self.faults = Containment(log=self._contained)
         self._sequences = OpenSequences(
             admission,
@@ -86,30 +80,21 @@ class EngineClient:
         self.changes = Changes()
         self.versions = WantedVersions()
         self.pauses = PauseState(self.command_id, self._control, self.changes.tell)
-        self.info: EngineInfo | None = None  # report of the last epoch that was ready
         self.policies = PolicyState(self.command_id, self._send)
-        self.last_cycle: Cycle | None = None
-        self.drafted: deque[Cycle] = deque(maxlen=DRAFTED)  # the last steps that verified drafts
-        self.gauges: Mapping[str, float] = {}  # the last that the engine sent
-        self.switches: deque[Switch] = deque(maxlen=SWITCHES)
-        self.start = StartState()
-        self.failure = ""  # why there is no engine, from a death until the next epoch is ready
-        self._over = False  # there will be none any more
-        self._again_s = 0.0  # time in which there may be one again
         self.draining = False
 
     # the engine's epochs
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """The report of the last epoch that was ready, with the weights that are live now."""
+        return self.replica.info
 
     async def ready(self) -> EngineInfo:
         """Wait until the first epoch is ready."""
         await self._started.wait()
         assert self.info is not None
         return self.info
-
-    def connect(self, link: EngineLink) -> None:
-        """Begin an epoch. Nothing is submitted to it until it is ready."""
-        self._link = link
-        self.start.begin()
 
     def take(self, event: Event) -> None:
         """Apply an event of the current epoch. A fault in its handling is contained, since it is
@@ -121,7 +106,7 @@ class EngineClient:
                     self._count(event)
                 self._sequences.dispatch(event.outputs)
             case Phase() | PhaseProgress():
-                self.start.take(event)
+                self.replica.start.take(event)
             case Ready(info):
                 self._begin(info)
             case WeightReport():
@@ -158,16 +143,12 @@ class EngineClient:
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
         """End everything open with a typed error, except sequences that can resume, and return
-        their number. `restart_in_s`: None for never. `start_s`: duration of a start.
+        their number. `restart_in_s` and `start_s`: see `Replica.died`.
         """
-        self._link, self.start.over = None, True
+        reason = death.error.message
+        self.replica.died(reason, restart_in_s, start_s)
         self.activity.set("engine", 1)  # it starts again, and measures its steps
         self.pauses.died()
-        reason = death.error.message
-        restart = "will not be" if restart_in_s is None else "is being"
-        self.failure = f"the engine is gone and {restart} restarted: {reason}"
-        self._over = restart_in_s is None
-        self._again_s = (restart_in_s or 0.0) + start_s
         with self.faults.containing("the figures of an engine that is gone"):
             self._metrics.engine_gone()
         self._unanswered |= bool(self._weight_answers)
@@ -186,9 +167,8 @@ class EngineClient:
 
     def _begin(self, info: EngineInfo) -> None:
         """Send the ready epoch the settings made while serving, then the interrupted sequences."""
-        self.info = self.admission.engine = info
-        self.failure = ""
-        self.start.ready()
+        self.admission.engine = info
+        self.replica.ready(info)
         with self.faults.containing("the figures of an engine that is ready"):
             self._metrics.engine_ready(info)
         self.versions.begin(info, unanswered=self._unanswered)
@@ -205,12 +185,8 @@ class EngineClient:
         self._metrics.engine.took(message)
         for seconds, tokens, sequences in message.gaps:
             self._metrics.sequences.inter_token_s.observe_many(seconds / tokens, sequences)
-        self.gauges = message.gauges
-        self.switches.extend(message.switches)
+        self.replica.stepped(message)
         if message.cycle is not None:
-            self.last_cycle = message.cycle
-            if message.cycle.drafted:
-                self.drafted.append(message.cycle)
             self.admission.stepped(message.cycle, message.gauges.get("waiting", 0.0))
 
     # the end of the server
@@ -305,16 +281,7 @@ class EngineClient:
                 "the server is draining before it stops; send the request to another replica",
                 retry_after_s=5,
             )
-        now = self.start.now
-        if self.failure:
-            raise Unavailable(self.failure + now, retry_after_s=self._again_s)
-        if self.info is None:
-            raise Unavailable(f"the engine is starting{now}; poll /readyz", retry_after_s=2)
-
-    def check_alive(self) -> None:
-        """Raise `Unavailable` if the engine is gone and will not be restarted."""
-        if self._over:
-            raise Unavailable(self.failure, retry_after_s=self._again_s)
+        self.replica.check_running()
 
     def check_room(self, demand: Demand) -> None:
         """Raise what `submit` would raise for this demand."""
@@ -362,7 +329,7 @@ class EngineClient:
 
     def _weights_reported(self, report: WeightReport) -> None:
         if self.info is not None:
-            self.info = msgspec.structs.replace(
+            self.replica.info = msgspec.structs.replace(
                 self.info,
                 weight_version=report.state.target,
                 drafter_version=report.state.drafter,
@@ -382,10 +349,6 @@ class EngineClient:
         report = await self._control_answers.ask(command)
         if report.error is not None:
             raise from_code(*report.error)
-
-    def _send(self, command: Command) -> bool:
-        """Send a command. Return False if there is no engine to take it."""
-        return self._link is not None and self._link.send(command)
 
 
 def readable(text: bytes, vocab_size: int, longest: int) -> bool:

@@ -10,24 +10,18 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
 from tlt_server.errors import DeadlineExceeded, Poisoned, TltError
 from tlt_server.frontend.link.admission import Admission, Demand
-from tlt_server.frontend.link.chores import Chores
-from tlt_server.frontend.link.submission import Route, Submission
+from tlt_server.frontend.link.submission import Chores, EngineQueue, Route, Submission
 from tlt_server.frontend.link.suspects import KEPT_S, Suspects
 from tlt_server.metrics import Metrics
 from tlt_server.process.faults import Containment
 from tlt_server.wire.commands import Abort, Command, Submit
 from tlt_server.wire.records import GenerateRequest, StepOutput, last_output
-
-# Limits on what is sent to the engine at once; on a slow core it takes up to 2 ms.
-SLICE_REQUESTS = 256
-SLICE_IDS = 2**16
 
 log = structlog.get_logger()
 
@@ -47,11 +41,7 @@ class OpenSequences:
         self._suspects, self._chores = Suspects(), Chores()
         self._routes: dict[str, Route] = {}  # in order of arrival
         self._left: dict[str, Route] = {}  # ended here before the engine said that it ended them
-        # batches for the engine; True: one request, which goes on trial
-        self._queue = deque[tuple[list[GenerateRequest], bool]]()
-        self._on_trial = ""  # id; the engine gets nothing new before this trial is over
-        self._pause: asyncio.Handle | None = None  # the end of the others' turn
-        self._trial_tokens = 0  # the trial is over when the sequence has more tokens
+        self._queue = EngineQueue(self._routes, self._hand_over, self._suspects.trial)
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -93,11 +83,10 @@ class OpenSequences:
 
         def hand_over(few: list[GenerateRequest]) -> None:
             free, suspect = self._sort(few)
-            self._queue.append((free, False))
+            self._queue.add(free)
             tried.extend(suspect)
-            self._advance()
 
-        self._chores.add(requests, hand_over, lambda: self._try(tried))
+        self._chores.add(requests, hand_over, lambda: self._queue.add_trials(tried))
         if submission.open and deadline_s is not None:
             submission.expire_at(deadline_s, lambda: self.expire(submission))
         return submission
@@ -157,7 +146,7 @@ class OpenSequences:
         """
         ran = self._ran(started)
         owners = {route.request.owner for route in ran}
-        tried = {route.request.owner for route in ran if route.request.id == self._on_trial}
+        tried = {route.request.owner for route in ran if route.request.id == self._queue.on_trial}
         if tried and all(route.stepped for route in ran if route.request.owner not in tried):
             owners = tried
         return owners.pop() if len(owners) == 1 else ""
@@ -177,7 +166,7 @@ class OpenSequences:
             (
                 route.request
                 for route in ran
-                if (len(ran) == 1 or route.request.id == self._on_trial)
+                if (len(ran) == 1 or route.request.id == self._queue.on_trial)
                 and all(other.stepped for other in ran if other is not route)
             ),
             None,
@@ -185,7 +174,7 @@ class OpenSequences:
         self._suspects.crashed(
             [(route.request, route.tokens) for route in ran], tried, time.monotonic()
         )
-        self._clear_queue()
+        self._queue.clear()
         self._chores.add(left, self._close)
         for route in self._routes.values():
             route.held = True
@@ -198,12 +187,8 @@ class OpenSequences:
                 elif route is not None and route.ending:
                     self._finish(id, route.ending)
 
-        self._chores.add(self.ids, end, self._clear_queue)
+        self._chores.add(self.ids, end, self._queue.clear)
         return sum(route.submission.resumes for route in self._routes.values())
-
-    def _clear_queue(self) -> None:
-        self._queue.clear()
-        self._on_trial = ""
 
     def resume(self) -> None:
         """Submit all open sequences again; no new ones were accepted meanwhile. Those that ran when
@@ -222,9 +207,8 @@ class OpenSequences:
             others.extend(free)
 
         def end() -> None:
-            self._try(tried)
-            self._queue.append((others, False))
-            self._advance()
+            self._queue.add_trials(tried)
+            self._queue.add(others)
 
         self._chores.add(self.ids, sort, end)
 
@@ -251,10 +235,6 @@ class OpenSequences:
         self._refuse(refused)
         return free, suspect
 
-    def _try(self, requests: list[GenerateRequest]) -> None:
-        self._queue += [([request], True) for request in requests]
-        self._advance()
-
     def _refuse(self, requests: Iterable[GenerateRequest]) -> None:
         for request in requests:
             log.warning("poisoned", id=request.id)
@@ -267,22 +247,6 @@ class OpenSequences:
                 ),
             )
 
-    def _advance(self) -> None:
-        """Send the next requests, up to an unfinished trial. Other requests run between slices."""
-        while self._queue and not self._on_trial and self._pause is None:
-            batch, trial = self._queue.popleft()
-            batch, rest = self._slice(batch)
-            if rest:
-                self._queue.appendleft((rest, False))
-                self._pause = asyncio.get_running_loop().call_soon(self._go_on)
-            left = [route for each in batch if (route := self._routes.get(each.id)) is not None]
-            left = [route for route in left if route.is_open and not route.ending]
-            if left:
-                first = left[0].request
-                self._on_trial = first.id if trial else ""
-                self._trial_tokens = self._suspects.trial(first) if trial else 0
-                self._hand_over(left)
-
     def _hand_over(self, routes: list[Route]) -> None:
         """Send these to the engine; if that fails, only these end."""
         try:
@@ -294,29 +258,6 @@ class OpenSequences:
         else:
             for route in routes:
                 route.held, route.stepped = not sent, False
-
-    def _slice(
-        self, batch: list[GenerateRequest]
-    ) -> tuple[list[GenerateRequest], list[GenerateRequest]]:
-        """Return the part of a batch to send at once, and the rest."""
-        ids = 0
-        for i, request in enumerate(batch):
-            route = self._routes.get(request.id)
-            ids += len(request.token_ids) + len(request.generated)
-            ids += len(route.generated) if route is not None else 0
-            if i and (i == SLICE_REQUESTS or ids > SLICE_IDS):
-                return batch[:i], batch[i:]
-        return batch, []
-
-    def _go_on(self) -> None:
-        self._pause = None
-        self._advance()
-
-    def _tried(self, id: str, tokens: float = math.inf) -> None:
-        """End the trial of this sequence if it has enough tokens, or has ended."""
-        if id == self._on_trial and tokens > self._trial_tokens:
-            self._on_trial = ""
-            self._advance()
 
     def _end(self, id: str, error: TltError) -> None:
         self._finish(id, "error", (error.code, error.message))
@@ -337,7 +278,9 @@ class OpenSequences:
             output = last_output(output.id, "error", (failed.code, failed.message))
             self._drop(output.id)
         route.submission.put(output)
-        self._tried(output.id, math.inf if output.finish_reason is not None else route.tokens)
+        self._queue.reached(
+            output.id, math.inf if output.finish_reason is not None else route.tokens
+        )
 
     def _take(self, output: StepOutput, route: Route) -> None:
         route.take(output)
@@ -379,7 +322,7 @@ class OpenSequences:
                 if (route := self._routes.pop(id, None)) is not None:
                     self._leave(route)
                     self._close([id])
-                self._tried(id)
+                self._queue.reached(id)
 
         self._chores.add(ids, drop, self._count)
 

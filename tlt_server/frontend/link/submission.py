@@ -1,11 +1,19 @@
-"""The sequences of one request: `sequences` adds their outputs, a generation reads them."""
+"""The way of sequences to an engine, and of their outputs back to a request's `Submission`.
+
+`sequences` adds outputs to it, and a generation reads them. A `Route` is the way of one sequence,
+an `EngineQueue` has the batches for one engine. Work on thousands of sequences is done a piece at a
+time, so that other requests run in between. A request that may have crashed the engine runs on
+trial: nothing new follows until it has more tokens than at the crash, or has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -104,3 +112,122 @@ class Route(Struct, gc=False):
             return self.request
         generated = [*self.request.generated, *self.generated]
         return msgspec.structs.replace(self.request, generated=generated, begin_by_s=None)
+
+
+# Limits on what is sent to the engine at once; on a slow core it takes up to 2 ms.
+SLICE_REQUESTS = 256
+SLICE_IDS = 2**16
+PIECE = 256  # members worked on in one pass; on a slow core that takes up to 2 ms
+T = TypeVar("T")
+
+
+class _Chore(NamedTuple):
+    members: deque[Any]
+    work: Callable[[list[Any]], None]
+    end: Callable[[], None]
+
+
+class Chores:
+    def __init__(self) -> None:
+        self._chores: deque[_Chore] = deque()
+
+    def add(
+        self,
+        members: Sequence[T],
+        work: Callable[[list[T]], None],
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call `work` with all members, at most `PIECE` at once, and then `end`. The first call is
+        made now, unless an earlier chore is running.
+        """
+        self._chores.append(_Chore(deque(members), work, end))
+        if len(self._chores) == 1:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        room = PIECE
+        try:
+            while self._chores and room > 0:
+                members, work, end = self._chores[0]
+                few = [members.popleft() for _ in range(min(room, len(members)))]
+                room -= len(few)
+                if few:
+                    work(few)
+                if not members:
+                    try:
+                        end()
+                    finally:  # what fails is not tried again for ever
+                        self._chores.popleft()
+        finally:
+            if self._chores:
+                asyncio.get_running_loop().call_soon(self._go_on)
+
+
+class EngineQueue:
+    """The batches of one engine, in order."""
+
+    def __init__(
+        self,
+        routes: Mapping[str, Route],
+        hand_over: Callable[[list[Route]], None],
+        trial_tokens: Callable[[GenerateRequest], int],
+    ) -> None:
+        """`routes`: the open sequences, by id. `hand_over` sends these to the engine.
+        `trial_tokens` returns the tokens that a request on trial must exceed.
+        """
+        self._routes, self._hand_over, self._tokens_of = routes, hand_over, trial_tokens
+        self._batches = deque[tuple[list[GenerateRequest], bool]]()  # True: one request, on trial
+        self._trial_tokens = 0
+        self._pause: asyncio.Handle | None = None  # the end of the others' turn
+        self.on_trial = ""  # id
+
+    def add(self, batch: list[GenerateRequest]) -> None:
+        self._batches.append((batch, False))
+        self._advance()
+
+    def add_trials(self, requests: list[GenerateRequest]) -> None:
+        self._batches += [([request], True) for request in requests]
+        self._advance()
+
+    def clear(self) -> None:
+        self._batches.clear()
+        self.on_trial = ""
+
+    def reached(self, id: str, tokens: float = math.inf) -> None:
+        """Note how far a sequence is, which may end its trial; without `tokens` it has ended."""
+        if id == self.on_trial and tokens > self._trial_tokens:
+            self.on_trial = ""
+            self._advance()
+
+    def _advance(self) -> None:
+        """Send the next requests, up to an unfinished trial. Other requests run between slices."""
+        while self._batches and not self.on_trial and self._pause is None:
+            batch, trial = self._batches.popleft()
+            batch, rest = self._slice(batch)
+            if rest:
+                self._batches.appendleft((rest, False))
+                self._pause = asyncio.get_running_loop().call_soon(self._go_on)
+            left = [route for each in batch if (route := self._routes.get(each.id)) is not None]
+            left = [route for route in left if route.is_open and not route.ending]
+            if left:
+                first = left[0].request
+                self.on_trial = first.id if trial else ""
+                self._trial_tokens = self._tokens_of(first) if trial else 0
+                self._hand_over(left)
+
+    def _slice(
+        self, batch: list[GenerateRequest]
+    ) -> tuple[list[GenerateRequest], list[GenerateRequest]]:
+        """Return the part of a batch to send at once, and the rest."""
+        ids = 0
+        for i, request in enumerate(batch):
+            route = self._routes.get(request.id)
+            ids += len(request.token_ids) + len(request.generated)
+            ids += len(route.generated) if route is not None else 0
+            if i and (i == SLICE_REQUESTS or ids > SLICE_IDS):
+                return batch[:i], batch[i:]
+        return batch, []
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._advance()

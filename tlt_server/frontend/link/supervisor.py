@@ -144,7 +144,7 @@ class Supervisor:
             startup_timeout_s=self._config.startup_timeout_s,
             hang_timeout_s=self._config.hang_timeout_s,
         )
-        self._client.connect(link)
+        self._client.replica.connect(link)
         return link
 
     def _died(self, death: Death, delay_s: float | None) -> None:
@@ -196,12 +196,12 @@ class Supervisor:
 
     async def _say_how_far(self) -> None:
         """Show the current phase of a start, even if none of its steps are counted."""
-        while not self._client.start.over:
+        while not self._client.replica.start.over:
             await asyncio.sleep(SAID_EVERY_S)
             self._say_under_way()
 
     def _say_under_way(self) -> None:
-        if doing := self._client.start.under_way:
+        if doing := self._client.replica.start.under_way:
             self._progress.under_way(doing)
 
     def _back(self, info: EngineInfo, after_s: float) -> None:

@@ -148,7 +148,8 @@ class TrainerLink:
         """Return the ratio of a step's time during training to its time without; None if
         unknown.
         """
-        return self._engine.gauges.get("training_slowdown") if self._engine is not None else None
+        engine = self._engine
+        return engine.replica.gauges.get("training_slowdown") if engine is not None else None
 
     async def order(self, do: Literal["train", "pause", "resume"]) -> SpotReport:
         """Return the report after an order. `Unavailable` if none arrives. A pause is answered once

@@ -1,0 +1,77 @@
+"""One engine over its epochs: the way to it, whether it can be asked, and its last reports.
+
+`supervisor` begins and ends its epochs, `client` hands over its events. A replica knows nothing of
+requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from tlt_server.errors import Unavailable
+from tlt_server.frontend.link.link import EngineLink
+from tlt_server.frontend.link.starting import StartState
+from tlt_server.wire.commands import Command
+from tlt_server.wire.events import EngineInfo, Outputs
+from tlt_server.wire.records import Cycle, Switch
+
+SWITCHES = 32  # the last ones that are kept
+DRAFTED = 128  # the last steps that verified drafts and are kept
+
+
+class Replica:
+    def __init__(self) -> None:
+        self.start = StartState()
+        self.info: EngineInfo | None = None  # report of the last epoch that was ready
+        self.gauges: Mapping[str, float] = {}  # the last that the engine sent
+        self.last_cycle: Cycle | None = None
+        self.drafted: deque[Cycle] = deque(maxlen=DRAFTED)
+        self.switches: deque[Switch] = deque(maxlen=SWITCHES)
+        self.failure = ""  # why there is no engine, from a death until the next epoch is ready
+        self._over = False  # there will be none any more
+        self._again_s = 0.0  # time in which there may be one again
+        self._link: EngineLink | None = None
+
+    def connect(self, link: EngineLink) -> None:
+        """Begin an epoch. Nothing is submitted to it until it is ready."""
+        self._link = link
+        self.start.begin()
+
+    def ready(self, info: EngineInfo) -> None:
+        self.info, self.failure = info, ""
+        self.start.ready()
+
+    def died(self, reason: str, restart_in_s: float | None, start_s: float) -> None:
+        """End an epoch. `restart_in_s`: None for never; `start_s`: how long a start then takes."""
+        self._link, self.start.over = None, True
+        restart = "will not be" if restart_in_s is None else "is being"
+        self.failure = f"the engine is gone and {restart} restarted: {reason}"
+        self._over = restart_in_s is None
+        self._again_s = (restart_in_s or 0.0) + start_s
+
+    def send(self, command: Command) -> bool:
+        """Send a command. Return False if there is no engine to take it."""
+        return self._link is not None and self._link.send(command)
+
+    def stepped(self, message: Outputs) -> None:
+        """Take in the figures of a step."""
+        self.gauges = message.gauges
+        self.switches.extend(message.switches)
+        if message.cycle is not None:
+            self.last_cycle = message.cycle
+            if message.cycle.drafted:
+                self.drafted.append(message.cycle)
+
+    def check_running(self) -> None:
+        """`Unavailable` when there is no engine to ask."""
+        now = self.start.now
+        if self.failure:
+            raise Unavailable(self.failure + now, retry_after_s=self._again_s)
+        if self.info is None:
+            raise Unavailable(f"the engine is starting{now}; poll /readyz", retry_after_s=2)
+
+    def check_alive(self) -> None:
+        """Raise `Unavailable` if the engine is gone and will not be restarted."""
+        if self._over:
+            raise Unavailable(self.failure, retry_after_s=self._again_s)
