@@ -15,7 +15,7 @@ DIALECTS = Registry(
         "native": "tlt_server.frontend.dialects.native:ROUTES",
         "openai": "tlt_server.frontend.dialects.openai.routes:ROUTES",
         "rollouts": "tlt_server.frontend.dialects.native:ROLLOUTS",
-        "engine": "tlt_server.frontend.dialects.engine:ROUTES",
+        "engine": "tlt_server.frontend.dialects.operate:ENGINE",
         "events": "tlt_server.frontend.dialects.operate:EVENTS",
         "operate": "tlt_server.frontend.dialects.operate:ROUTES",
         "page": "tlt_server.frontend.dialects.page:ROUTES",

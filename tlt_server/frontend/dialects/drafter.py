@@ -20,7 +20,7 @@ from tlt_server.frontend.dialects.replies.drafter import (
     TrainerStatus,
     trainer_status,
 )
-from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
+from tlt_server.frontend.dialects.replies.errors import PushReply, outcome
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.link.trainer import TrainerLink
@@ -45,7 +45,7 @@ AtMost = Annotated[
 ]
 
 
-ROUTES = Routes(engine_fails=False)
+ROUTES = Routes(needs="operate", engine_fails=False)
 
 
 class ExportFields(Strict, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class TrainingPause(Strict, frozen=True, kw_only=True):
     ] = None
 
 
-@ROUTES.get("/drafter", needs="operate")
+@ROUTES.get("/drafter")
 async def look(service: Service) -> DrafterState:
     """Show the drafters with their acceptance of late, and what is recorded to train one."""
     info, trainer = service.running(), service.trainer
@@ -82,7 +82,6 @@ async def look(service: Service) -> DrafterState:
 
 @ROUTES.get(
     "/drafter/samples",
-    needs="operate",
     text="application/octet-stream",
     headers={
         "X-Samples-After": "What `after` must be to go on.",
@@ -126,7 +125,7 @@ async def samples(service: Service, after: After = 0, limit: AtMost = LIMIT) -> 
     return StreamingResponse(_slices(found.data), media_type=media, headers=headers)
 
 
-@ROUTES.post("/drafter/train", needs="operate", raises=(Conflict,))
+@ROUTES.post("/drafter/train", raises=(Conflict,))
 async def train(service: Service) -> TrainerStatus:
     """Begin a round of training now, without waiting for more sequences; with `drafter_training`
     idle once the engine is idle. 409 while a round is on its way, in a pause, and where nothing can
@@ -148,7 +147,7 @@ async def train(service: Service) -> TrainerStatus:
     return trainer_status(trainer)
 
 
-@ROUTES.post("/drafter/pause", needs="operate", raises=(Conflict,))
+@ROUTES.post("/drafter/pause", raises=(Conflict,))
 async def pause(service: Service, asked: TrainingPause) -> TrainerStatus:
     """Train and adopt nothing until POST /drafter/resume, or for a time; what is half done is kept.
     A drafter that is being pushed has been taken or refused before the answer comes. With `for_s`
@@ -159,7 +158,7 @@ async def pause(service: Service, asked: TrainingPause) -> TrainerStatus:
     return trainer_status(trainer)
 
 
-@ROUTES.post("/drafter/resume", needs="operate", raises=(Conflict,))
+@ROUTES.post("/drafter/resume", raises=(Conflict,))
 async def resume(service: Service) -> TrainerStatus:
     """Go on after a pause, an operator's or one after a fault. A repeated call changes nothing."""
     trainer = service.spot_trainer()
@@ -167,7 +166,7 @@ async def resume(service: Service) -> TrainerStatus:
     return trainer_status(trainer)
 
 
-@ROUTES.post("/drafter/rollback", needs="operate", engine_fails=True, raises=(Conflict, PushFailed))
+@ROUTES.post("/drafter/rollback", engine_fails=True, raises=(Conflict, PushFailed))
 async def rollback(service: Service) -> PushReply:
     """Make the drafter before the live one live again; the target stays. Training goes on from it,
     so pause the trainer first to keep it.
@@ -175,12 +174,7 @@ async def rollback(service: Service) -> PushReply:
     return outcome(await service.adoption.roll_back())
 
 
-@ROUTES.post(
-    "/drafter/export",
-    needs="operate",
-    engine_fails=True,
-    raises=(Conflict, PushFailed, StorageFailed),
-)
+@ROUTES.post("/drafter/export", engine_fails=True, raises=(Conflict, PushFailed, StorageFailed))
 async def export(service: Service, asked: ExportFields) -> ExportReply:
     """Write the live drafter below the state directory, in the layout of another engine. It is read
     back and compared before it is there.
@@ -202,7 +196,7 @@ def _served(service: Service, name: str) -> ServedDrafter:
     version = service.info.drafter_version if has_network else None
     cycles = [
         cycle
-        for cycle in engine.drafted
+        for cycle in engine.replica.drafted
         if cycle.strategy.drafter == name and _drafted_for_all(cycle)
     ]
     return ServedDrafter(
@@ -211,7 +205,7 @@ def _served(service: Service, name: str) -> ServedDrafter:
         weight_version=version,
         trained_for=trained_for(version) if version else None,
         # The canary watches drafters with a network, of which only one can be loaded.
-        resting=has_network and engine.gauges.get("drafters_resting", 0.0) > 0,
+        resting=has_network and engine.replica.gauges.get("drafters_resting", 0.0) > 0,
         steps=len(cycles),
         accept_length=_accept_length(cycles),
         accepted_at_depth=accepted_at_depth(cycles),
@@ -246,7 +240,7 @@ def _drafted_for_all(cycle: Cycle) -> bool:
 
 
 def _buffer(service: Service, trainer: TrainerLink) -> BufferState:
-    report, gauges = trainer.report, service.engine.gauges
+    report, gauges = trainer.report, service.engine.replica.gauges
     return BufferState(
         sequences=report.sequences,
         tokens=report.tokens,

@@ -86,12 +86,10 @@ class OfferedFiles(NamedTuple):
     candidate: CandidateState | None  # None: it is the live one
 
 
-ROUTES = Routes(engine_fails=False)
+ROUTES = Routes(needs="operate", engine_fails=False)
 
 
-@ROUTES.post(
-    "/drafter/samples", needs="operate", takes_bytes=OCTETS, raises=(Conflict, StorageFailed)
-)
+@ROUTES.post("/drafter/samples", takes_bytes=OCTETS, raises=(Conflict, StorageFailed))
 async def add(service: Service, request: Request) -> SamplesTaken:
     """Keep sequences that another server of the same target recorded: the body is a reply of GET
     /drafter/samples. The trainer process takes them soon.
@@ -113,7 +111,7 @@ async def add(service: Service, request: Request) -> SamplesTaken:
     return SamplesTaken(sequences=put.sequences, refused=put.refused, refusals=put.refusals)
 
 
-@ROUTES.get("/drafter/files", needs="operate", raises=(NotFound, Conflict))
+@ROUTES.get("/drafter/files", raises=(NotFound, Conflict))
 async def files(service: Service, of: Offered = "live") -> DrafterFiles:
     """List the files of the live drafter, so that other servers can be given it, or of the
     trainer's last candidate, so that a client can push it with its next target. A candidate that
@@ -128,7 +126,7 @@ async def files(service: Service, of: Offered = "live") -> DrafterFiles:
     )
 
 
-@ROUTES.get("/drafter/files/{name}", needs="operate", text=OCTETS, raises=(NotFound, Conflict))
+@ROUTES.get("/drafter/files/{name}", text=OCTETS, raises=(NotFound, Conflict))
 async def file(
     service: Service,
     name: FileName,

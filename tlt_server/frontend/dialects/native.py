@@ -79,7 +79,7 @@ IdempotencyKey = Annotated[
     "name of the batch, so that it never runs twice: 1 to 256 printable characters",
     Meta(min_length=1, max_length=MAX_KEY, pattern="^[!-~]+$"),
 ]
-ROUTES = Routes()
+ROUTES = Routes(needs="data")
 ITEM_ERRORS = (
     *(QueueTimeout, DeadlineExceeded, EngineFailed, NotFinite, Poisoned, StructureFailed),
     *(StorageFailed, Unavailable),
@@ -93,7 +93,7 @@ RolloutId = Annotated[str, "the id in the reply to the request that started the 
 WaitForEnd = Annotated[
     float, "the longest time to wait for the end of the rollout", Meta(ge=0, le=MAX_WAIT_S)
 ]
-ROLLOUTS = Routes()
+ROLLOUTS = Routes(needs="data")
 
 
 def _form(present: Mapping[str, bool]) -> type[NativeRequest] | type[GenerateFields]:
@@ -117,7 +117,6 @@ FORMS = Forms(("requests", *BORROWED), _form)
 
 @ROUTES.post(
     "/generate",
-    needs="data",
     takes=NativeRequest | GenerateFields,
     example=EXAMPLE,
     gives_also_at=tuple({400, *(error.http_status for error in ITEM_ERRORS)}),
@@ -257,7 +256,7 @@ def _stream(service: Service, batch: RequestBatch, generation: Generation) -> Ev
     return EventStream(frames(), generation, failed, end=b"")
 
 
-@ROLLOUTS.get("/rollouts", needs="data")
+@ROLLOUTS.get("/rollouts")
 async def every(service: Service, caller: Caller) -> RolloutList:
     """List the kept rollouts that this key started, oldest first, without prompts and results.
 
@@ -281,7 +280,7 @@ async def every(service: Service, caller: Caller) -> RolloutList:
     )
 
 
-@ROLLOUTS.get("/rollouts/{id}", needs="data", raises=(NotFound,))
+@ROLLOUTS.get("/rollouts/{id}", raises=(NotFound,))
 async def fetch(
     service: Service, request: Request, id: RolloutId, wait_s: WaitForEnd = 0
 ) -> Annotated[Response, RolloutReply]:
@@ -313,7 +312,7 @@ async def fetch(
     return await while_connected(request, when_done())
 
 
-@ROLLOUTS.delete("/rollouts/{id}", needs="data", changes=True, raises=(NotFound,))
+@ROLLOUTS.delete("/rollouts/{id}", changes=True, raises=(NotFound,))
 async def delete(service: Service, id: RolloutId, caller: Caller) -> RolloutStatus:
     """Abort the sequences of a rollout that still run, and forget it."""
     rollout = service.rollouts.find(id, caller)

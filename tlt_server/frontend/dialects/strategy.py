@@ -109,10 +109,10 @@ class StrategyState(Struct, frozen=True, kw_only=True):
     switches: Annotated[list[Switch], "the last changes of the strategy, newest last"]
 
 
-ROUTES = Routes()
+ROUTES = Routes(needs="operate")
 
 
-@ROUTES.get("/strategy", needs="operate", engine_fails=False)
+@ROUTES.get("/strategy", engine_fails=False)
 async def look(service: Service) -> StrategyState:
     """Show which policy chooses, which strategy the last step used, and why."""
     service.engine.check_running()
@@ -120,11 +120,7 @@ async def look(service: Service) -> StrategyState:
 
 
 @ROUTES.put(
-    "/strategy",
-    needs="operate",
-    read=while_running(read_given),
-    example={"policy": "off"},
-    raises=(Conflict,),
+    "/strategy", read=while_running(read_given), example={"policy": "off"}, raises=(Conflict,)
 )
 async def replace(service: Service, asked: PolicyFields) -> StrategyState:
     """Replace the policy, its arms and the pins between two steps; what is absent is unset.
@@ -142,14 +138,15 @@ async def replace(service: Service, asked: PolicyFields) -> StrategyState:
 
 def _state(service: Service) -> StrategyState:
     engine, config = service.engine, service.config
-    info, gauges = service.info, engine.gauges
+    info, replica = service.info, engine.replica
+    gauges, last = replica.gauges, replica.last_cycle
     policies = engine.policies
     policy = policies.in_force or SetPolicy(config.policy, config.strategy)
     ratios = {name: gauges[RATIO + name] for name in info.drafters if RATIO + name in gauges}
     return StrategyState(
         policy=policy.policy,
         strategy=policy.strategy.name if policy.strategy else None,
-        in_force=engine.last_cycle.strategy.name if engine.last_cycle else None,
+        in_force=last.strategy.name if last else None,
         expected_tokens_per_s=gauges.get("expected_rate") or None,
         arms=[arm.name for arm in ladder(info.drafters, info.device).within(policy.arms).arms],
         pins=[
@@ -164,7 +161,7 @@ def _state(service: Service) -> StrategyState:
         cost_error=gauges.get("cost_error"),
         outlook_ratio=ratios,
         calibration_error={name: abs(ratio - 1) for name, ratio in ratios.items()},
-        switches=[*engine.switches],
+        switches=[*replica.switches],
     )
 
 

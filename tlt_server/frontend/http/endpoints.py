@@ -60,8 +60,9 @@ class Unread(Generic[Body]):
 
 
 class About(TypedDict, total=False):
-    """Facts that a decorator may state; each has a default in `Endpoint`."""
+    """Facts that a decorator may state. `Endpoint` has a default for each but `needs`."""
 
+    needs: Needs  # the scope that a key must have; `any`: any key; `open`: no key
     takes: Any  # struct, or a union of structs, of a JSON body that no annotation names
     takes_bytes: str  # media type of a body that is not JSON
     optional_body: bool  # by default true for one struct without required fields
@@ -104,19 +105,16 @@ def while_running(read: Read) -> Read:
 class Endpoint(Route):
     """A route of the router, with the facts that authentication and the document need.
 
-    `needs` is the scope that a key must have; `any` means any key and `open` no key. `changes`
-    defaults to True for the scopes push-weights and operate, for every method but GET. So does
-    `engine_fails`, as such a route sends a command to the engine.
+    `changes` defaults to True for the scopes push-weights and operate, for every method but GET. So
+    does `engine_fails`, as such a route sends a command to the engine.
     """
 
-    def __init__(
-        self, method: str, path: str, handler: Handler, *, needs: Needs, **about: Unpack[About]
-    ) -> None:
+    def __init__(self, method: str, path: str, handler: Handler, **about: Unpack[About]) -> None:
         super().__init__(path, self._serve, methods=[method])
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self.path = self.path_format  # as clients read it, without the names of patterns
         self._slashed = ":path}" in path  # a name may have slashes
-        self.method, self.handler, self.needs = method, handler, needs
+        self.method, self.handler, self.needs = method, handler, about["needs"]
         hints = get_type_hints(handler, include_extras=True)
         self.gives, *self.gives_instead = _replies(hints.pop("return"))
         del hints["service"]
@@ -131,7 +129,7 @@ class Endpoint(Route):
             if self.takes is None:
                 self.takes = self._ignored = about.get("empty", NoFields)
         self.optional_body = about.get("optional_body", _is_optional(self.takes))
-        admin = needs in ("push-weights", "operate")
+        admin = self.needs in ("push-weights", "operate")
         self.changes = about.get("changes", admin and method != "GET")
         self.engine_fails = about.get("engine_fails", admin)
         self.example = about.get("example")
@@ -236,33 +234,23 @@ class Routes(list[Endpoint]):
         super().__init__()
         self._about = about
 
-    def get(
-        self, path: str, *, needs: Needs, **about: Unpack[About]
-    ) -> Callable[[Declared], Declared]:
-        return self._declare("GET", path, needs, about)
+    def get(self, path: str, **about: Unpack[About]) -> Callable[[Declared], Declared]:
+        return self._declare("GET", path, about)
 
-    def post(
-        self, path: str, *, needs: Needs, **about: Unpack[About]
-    ) -> Callable[[Declared], Declared]:
-        return self._declare("POST", path, needs, about)
+    def post(self, path: str, **about: Unpack[About]) -> Callable[[Declared], Declared]:
+        return self._declare("POST", path, about)
 
-    def put(
-        self, path: str, *, needs: Needs, **about: Unpack[About]
-    ) -> Callable[[Declared], Declared]:
-        return self._declare("PUT", path, needs, about)
+    def put(self, path: str, **about: Unpack[About]) -> Callable[[Declared], Declared]:
+        return self._declare("PUT", path, about)
 
-    def delete(
-        self, path: str, *, needs: Needs, **about: Unpack[About]
-    ) -> Callable[[Declared], Declared]:
-        return self._declare("DELETE", path, needs, about)
+    def delete(self, path: str, **about: Unpack[About]) -> Callable[[Declared], Declared]:
+        return self._declare("DELETE", path, about)
 
-    def _declare(
-        self, method: str, path: str, needs: Needs, about: About
-    ) -> Callable[[Declared], Declared]:
+    def _declare(self, method: str, path: str, about: About) -> Callable[[Declared], Declared]:
         facts: About = {**self._about, **about}
 
         def declare(handler: Declared) -> Declared:
-            self.append(Endpoint(method, path, handler, needs=needs, **facts))
+            self.append(Endpoint(method, path, handler, **facts))
             return handler
 
         return declare

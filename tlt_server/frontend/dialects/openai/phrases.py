@@ -39,8 +39,7 @@ from tlt_server.frontend.dialects.replies.logprobs import ended as with_end
 from tlt_server.frontend.dialects.replies.whole import OpenAIUsage
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.requests import RequestBatch
-from tlt_server.frontend.http.loop_share import Turn
-from tlt_server.frontend.http.slices import SLICE_BYTES
+from tlt_server.frontend.http.slices import SLICE_BYTES, Turn
 from tlt_server.frontend.parsers.answer import SLICE_CHARS, AnswerReader
 from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText, ThoughtText
 from tlt_server.frontend.service import Service

@@ -49,11 +49,11 @@ from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.service import Service
 
-ROUTES = Routes(read=generating, error_shape=failure)
+ROUTES = Routes(needs="data", read=generating, error_shape=failure)
 ModelName = Annotated[str, "a name of the model, as `GET /v1/models` lists it"]
 
 
-@ROUTES.get("/v1/models", needs="data")
+@ROUTES.get("/v1/models")
 async def models(service: Service, caller: Caller) -> Models:
     """List the names of the served model, with the limit on its prompt plus output.
 
@@ -62,7 +62,7 @@ async def models(service: Service, caller: Caller) -> Models:
     return Models([*_models(service, caller).values()])
 
 
-@ROUTES.get("/v1/models/{name:path}", needs="data", raises=(NotFound,))
+@ROUTES.get("/v1/models/{name:path}", raises=(NotFound,))
 async def model(service: Service, caller: Caller, name: ModelName) -> Model:
     """Describe the served model, by one of its names."""
     found = _models(service, caller).get(name)
@@ -88,7 +88,6 @@ def _models(service: Service, caller: Caller) -> dict[str, Model]:
 
 @ROUTES.post(
     "/v1/completions",
-    needs="data",
     example={
         "prompt": ["2+2=", "3*4="],
         "n": 2,
@@ -113,7 +112,6 @@ async def completions(
 
 @ROUTES.post(
     "/v1/chat/completions",
-    needs="data",
     example={"messages": QUESTION, "max_completion_tokens": 64, "logprobs": True},
     streams=(("message", ChatCompletion), ("message", Failure), ("message", Literal["[DONE]"])),
     raises=(NotFound, *UNFINISHED),
@@ -134,7 +132,6 @@ async def chat(
 
 @ROUTES.post(
     "/v1/chat/completions/render",
-    needs="data",
     example={"messages": QUESTION},
     raises=(NotFound, QueueFull, Unavailable),
 )
@@ -167,8 +164,8 @@ TOKENIZING: About = {
 DETOKENIZING: About = {**TOKENIZING, "example": {"tokens": [17, 18, 19]}}
 
 
-@ROUTES.post("/v1/tokenize", needs="data", **TOKENIZING)
-@ROUTES.post("/tokenize", needs="data", **TOKENIZING)
+@ROUTES.post("/v1/tokenize", **TOKENIZING)
+@ROUTES.post("/tokenize", **TOKENIZING)
 async def tokenize(
     service: Service, request: Request, asked: TokenizeRequest
 ) -> Annotated[Response, Tokens]:
@@ -188,7 +185,7 @@ async def tokenize(
     return _sliced(service, request, content)
 
 
-@ROUTES.get("/tokenizer_info", needs="data")
+@ROUTES.get("/tokenizer_info")
 async def tokenizer_info(service: Service) -> TokenizerInfo:
     """Name the special tokens and the chat template."""
     tokens, template = service.text.tokens, service.text.template_for(tools=False)
@@ -201,8 +198,8 @@ async def tokenizer_info(service: Service) -> TokenizerInfo:
     )
 
 
-@ROUTES.post("/v1/detokenize", needs="data", **DETOKENIZING)
-@ROUTES.post("/detokenize", needs="data", **DETOKENIZING)
+@ROUTES.post("/v1/detokenize", **DETOKENIZING)
+@ROUTES.post("/detokenize", **DETOKENIZING)
 async def detokenize(
     service: Service, request: Request, asked: DetokenizeRequest
 ) -> Annotated[Response, Detokenized]:

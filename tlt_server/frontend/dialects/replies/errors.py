@@ -1,10 +1,12 @@
-"""Errors that many routes raise, and error envelopes: OpenAI's, for paths below /v1, and vLLM's."""
+"""Outcomes that many routes share: errors, their envelopes, which are OpenAI's for paths below /v1
+and vLLM's, and the reply to a push, a commit, an abort or a rollback of weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
 from msgspec import Struct
 
@@ -26,6 +28,8 @@ from tlt_server.errors import (
     Unavailable,
     WeightsRefused,
 )
+from tlt_server.wire.events import WeightReport
+from tlt_server.wire.labels import label_of
 
 UNFINISHED = (  # a request is not admitted, or does not end with a result
     QueueFull,
@@ -109,4 +113,41 @@ def fault(error: TltError) -> Faulty:
             None,
             error.http_status,
         )
+    )
+
+
+PushState = Literal[
+    "committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back", "unloaded"
+]
+
+
+class PushReply(Struct, frozen=True):
+    """The outcome of a push, a commit, an abort or a rollback."""
+
+    state: Annotated[
+        PushState,
+        "the outcome; gathering: further calls bring the missing tensors; unchanged: the same "
+        "push, or the version to be committed, was live before, or nothing was pushed",
+    ]
+    version: Annotated[str, "name of the version pushed"]
+    role: Annotated[str, "what was pushed"]
+    weight_version: Annotated[str, "the target's version that is live now"]
+    checksums: Annotated[dict[str, str], "mix64 of the values of each tensor pushed, by name"]
+    phases_s: Annotated[dict[str, float], "duration of the push, by phase, in seconds"]
+    pause_ms: Annotated[float, "how long the commit kept the loop from stepping"]
+
+
+def outcome(report: WeightReport, *, labelled: bool = False) -> PushReply:
+    """Return the reply that describes the report of the engine. `labelled`: it calls versions by
+    their labels.
+    """
+    called = label_of if labelled else str
+    return PushReply(
+        cast(PushState, report.result),
+        called(report.version),
+        report.role,
+        called(report.state.target),
+        report.checksums,
+        report.phases,
+        report.pause_ms,
     )

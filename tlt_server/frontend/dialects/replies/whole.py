@@ -16,9 +16,8 @@ from tlt_server.frontend.generation.choice import FinishedChoice
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import Event, FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import RequestBatch
-from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.http.replies import error_body, json_response, sliced_response
-from tlt_server.frontend.http.slices import SLICE_BYTES
+from tlt_server.frontend.http.slices import SLICE_BYTES, Turn
 from tlt_server.frontend.service import Service
 
 Part = TypeVar("Part")

@@ -242,7 +242,7 @@ async def loads(
     include: Annotated[str, "accepted and without effect: the reply is small"] = "",
 ) -> LoadsReply:
     """Count the sequences that are open, run and wait, and the KV positions in use."""
-    own, gauges = service.running(), service.engine.gauges
+    own, gauges = service.running(), service.engine.replica.gauges
     positions = own.pages * own.page_size
     used = positions - round(gauges.get("pages_free", own.pages)) * own.page_size
     one = Loads(

@@ -164,22 +164,17 @@ class ReadFields(Tolerant, frozen=True, kw_only=True):
     truncate_size: Annotated[int, "the number of its first rows", Meta(ge=1, le=4096)] = 100
 
 
-ROUTES = Routes(error_shape=outcome_of, read=read, empty=AnyFields)
+ROUTES = Routes(needs="push-weights", error_shape=outcome_of, read=read, empty=AnyFields)
 
 
-@ROUTES.post(
-    "/begin_weight_update",
-    needs="push-weights",
-    read=while_running(read),
-    raises=(NotFound, Conflict),
-)
+@ROUTES.post("/begin_weight_update", read=while_running(read), raises=(NotFound, Conflict))
 async def begin(service: Service, asked: BeginFields) -> Outcome:
     """Start a weight update; what is pushed until POST /end_weight_update becomes live then."""
     await service.session.begin(asked.selector)
     return Outcome(message="Weight update begun.")
 
 
-@ROUTES.post("/end_weight_update", needs="push-weights", raises=PUSHED)
+@ROUTES.post("/end_weight_update", raises=PUSHED)
 async def end(service: Service) -> Outcome:
     """Make what was pushed since the update started live, in one commit between two steps."""
     report = await service.session.end()
@@ -188,7 +183,6 @@ async def end(service: Service) -> Outcome:
 
 @ROUTES.post(
     "/update_weights_from_disk",
-    needs="push-weights",
     example={"model_path": "step-7", "weight_version": "7"},
     raises=PUSHED,
 )
@@ -217,7 +211,6 @@ async def from_disk(service: Service, body: Unread[DiskFields]) -> Outcome:
 
 @ROUTES.post(
     "/init_weights_update_group",
-    needs="push-weights",
     example={
         "master_address": "127.0.0.1",
         "master_port": "29500",
@@ -236,7 +229,7 @@ async def join(service: Service, asked: SglangGroup) -> Outcome:
     return Outcome(message="Succeeded to initialize the weight update group.")
 
 
-@ROUTES.post("/destroy_weights_update_group", needs="push-weights", raises=(Conflict,))
+@ROUTES.post("/destroy_weights_update_group", raises=(Conflict,))
 async def leave(service: Service, asked: LeaveFields) -> Outcome:
     """Leave a process group; it is no error if the group is not joined."""
     await service.broadcasts.leave(asked.group_name)
@@ -245,7 +238,6 @@ async def leave(service: Service, asked: LeaveFields) -> Outcome:
 
 @ROUTES.post(
     "/update_weights_from_distributed",
-    needs="push-weights",
     takes=DistributedFields,
     example={
         "names": ["model.norm.weight"],
@@ -281,9 +273,7 @@ async def from_distributed(service: Service, request: Request) -> Outcome:
     )
 
 
-@ROUTES.post(
-    "/update_weights_from_tensor", needs="push-weights", engine_fails=False, raises=(UnsafeChannel,)
-)
+@ROUTES.post("/update_weights_from_tensor", engine_fails=False, raises=(UnsafeChannel,))
 async def from_tensor(service: Service, body: Unread[AnyFields]) -> Outcome:
     """Refuse, always: the body is a pickle, and to read a pickle is to run it."""
     with service.session.pushing():
@@ -295,7 +285,7 @@ async def from_tensor(service: Service, body: Unread[AnyFields]) -> Outcome:
         )
 
 
-@ROUTES.post("/weights_checker", needs="push-weights", raises=(Conflict,))
+@ROUTES.post("/weights_checker", raises=(Conflict,))
 async def check(service: Service, asked: CheckFields) -> Annotated[Response, Outcome]:
     """Compute checksums of all live weights, or compare them with a baseline or with those that
     were remembered; 409 if any differs.
@@ -324,17 +314,11 @@ async def check(service: Service, asked: CheckFields) -> Annotated[Response, Out
 
 @ROUTES.post(
     "/get_weights_by_name",
-    needs="push-weights",
     example={"name": "model.norm.weight", "truncate_size": 4},
     raises=(NotFound, Conflict),
     error_shape=error_reply,
 )
-@ROUTES.get(
-    "/get_weights_by_name",
-    needs="push-weights",
-    raises=(NotFound, Conflict),
-    error_shape=error_reply,
-)
+@ROUTES.get("/get_weights_by_name", raises=(NotFound, Conflict), error_shape=error_reply)
 async def read_weights(service: Service, asked: ReadFields) -> Annotated[Response, Rows]:
     """Read the first rows of a live tensor, as numbers; 409 while the weights change or sleep.
 
@@ -347,10 +331,7 @@ async def read_weights(service: Service, asked: ReadFields) -> Annotated[Respons
 
 
 @ROUTES.post(
-    "/load_lora_adapter",
-    needs="push-weights",
-    example={"lora_name": "math", "lora_path": "adapters/math"},
-    raises=PUSHED,
+    "/load_lora_adapter", example={"lora_name": "math", "lora_path": "adapters/math"}, raises=PUSHED
 )
 async def load_adapter(service: Service, asked: SglangLoad) -> LoadedAdapters:
     """Load a LoRA adapter in PEFT's layout from a directory below the weight root, in place of the
@@ -360,21 +341,14 @@ async def load_adapter(service: Service, asked: SglangLoad) -> LoadedAdapters:
     return LoadedAdapters(report.state.adapters)
 
 
-@ROUTES.post(
-    "/unload_lora_adapter", needs="push-weights", example={"lora_name": "math"}, raises=PUSHED
-)
+@ROUTES.post("/unload_lora_adapter", example={"lora_name": "math"}, raises=PUSHED)
 async def unload_adapter(service: Service, asked: SglangUnload) -> LoadedAdapters:
     """Unload a LoRA adapter. The reply comes when its last request has ended."""
     report = await service.adapters.unload(asked.lora_name)
     return LoadedAdapters(report.state.adapters)
 
 
-@ROUTES.post(
-    "/load_lora_adapter_from_tensors",
-    needs="push-weights",
-    engine_fails=False,
-    raises=(UnsafeChannel,),
-)
+@ROUTES.post("/load_lora_adapter_from_tensors", engine_fails=False, raises=(UnsafeChannel,))
 async def load_from_tensors(service: Service) -> LoadedAdapters:
     """Refuse, always: the body is a pickle, and to read a pickle is to run it."""
     raise UnsafeChannel(

@@ -197,5 +197,5 @@ async def version(service: Service) -> ServerVersion:
 @ROUTES.get("/ping", needs="open")
 async def ping(service: Service) -> Status:
     """Check that this process works and its engine has not gone for good."""
-    service.engine.check_alive()
+    service.engine.replica.check_alive()
     return Status()

@@ -12,8 +12,14 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed
-from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED, fault
-from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
+from tlt_server.frontend.dialects.replies.errors import (
+    JOINED,
+    PUSHED,
+    RECEIVED,
+    PushReply,
+    fault,
+    outcome,
+)
 from tlt_server.frontend.http.endpoints import Routes, read_json, while_running
 from tlt_server.frontend.http.fields import AnyFields, Tolerant, shown
 from tlt_server.frontend.service import Service
@@ -29,7 +35,7 @@ from tlt_server.frontend.weights.session import AdapterDirectory, Selector, Vers
 from tlt_server.settings.wording import nearest
 from tlt_server.wire.labels import label_of
 
-ROUTES = Routes(error_shape=fault, empty=AnyFields)
+ROUTES = Routes(needs="push-weights", error_shape=fault, empty=AnyFields)
 RUNNING = while_running(read_json)
 RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")
 
@@ -132,7 +138,6 @@ async def world_size(
 
 @ROUTES.post(
     "/init_weight_transfer_engine",
-    needs="push-weights",
     example={
         "init_info": {
             "master_address": "127.0.0.1",
@@ -154,7 +159,6 @@ async def init_transfer(service: Service, asked: InitFields) -> VllmDone:
 
 @ROUTES.post(
     "/init_broadcaster",
-    needs="push-weights",
     example={
         "host": "127.0.0.1",
         "port": 29500,
@@ -172,16 +176,14 @@ async def init_broadcaster(service: Service, asked: BroadcasterFields) -> VllmDo
     return VllmDone("Weight transfer initialized")
 
 
-@ROUTES.post("/shutdown_weight_transfer_engine", needs="push-weights", raises=(Conflict,))
+@ROUTES.post("/shutdown_weight_transfer_engine", raises=(Conflict,))
 async def shut_transfer(service: Service) -> VllmDone:
     """Leave the trainer's process group; it is no error if none is joined."""
     await service.broadcasts.leave(GROUP)
     return VllmDone("Weight transfer engine shut down")
 
 
-@ROUTES.post(
-    "/start_weight_update", needs="push-weights", read=RUNNING, raises=(NotFound, Conflict)
-)
+@ROUTES.post("/start_weight_update", read=RUNNING, raises=(NotFound, Conflict))
 async def start(service: Service, asked: StartFields) -> VllmDone:
     """Start an update of the target's weights; what is pushed until POST /finish_weight_update
     becomes live then.
@@ -190,9 +192,7 @@ async def start(service: Service, asked: StartFields) -> VllmDone:
     return VllmDone("Weight update started")
 
 
-@ROUTES.post(
-    "/start_draft_weight_update", needs="push-weights", read=RUNNING, raises=(NotFound, Conflict)
-)
+@ROUTES.post("/start_draft_weight_update", read=RUNNING, raises=(NotFound, Conflict))
 async def start_draft(service: Service, asked: StartFields) -> VllmDone:
     """Start an update of the drafter's weights, as POST /start_weight_update does for the
     target.
@@ -211,7 +211,7 @@ async def _begin(service: Service, asked: StartFields, selector: Selector) -> No
     await service.session.begin(selector)
 
 
-@ROUTES.post("/finish_weight_update", needs="push-weights", raises=PUSHED)
+@ROUTES.post("/finish_weight_update", raises=PUSHED)
 async def finish(service: Service, asked: FinishFields) -> PushReply:
     """Make what was pushed since the update started live, in one commit between two steps."""
     return outcome(await service.session.end(asked.weight_version or ""), labelled=True)
@@ -219,7 +219,6 @@ async def finish(service: Service, asked: FinishFields) -> PushReply:
 
 @ROUTES.post(
     "/collective_rpc",
-    needs="push-weights",
     takes=RpcStart | RpcUpdate | RpcFinish,
     example={"method": "skyrl_start_weight_update"},
     raises=RECEIVED,
@@ -250,10 +249,7 @@ async def collective_rpc(service: Service, request: Request) -> Results:
 
 
 @ROUTES.post(
-    "/update_weight_version",
-    needs="push-weights",
-    example={"new_version": "step-8"},
-    raises=(Conflict, PushFailed),
+    "/update_weight_version", example={"new_version": "step-8"}, raises=(Conflict, PushFailed)
 )
 async def rename(service: Service, asked: VersionFields) -> Renamed:
     """Name the version that the open update pushes, or else the live one; its content stays."""
@@ -268,7 +264,7 @@ async def info(service: Service) -> WeightInfo:
     return WeightInfo(label_of(state.target), label_of(state.drafter))
 
 
-@ROUTES.post("/weight_checker", needs="push-weights", raises=(Conflict,))
+@ROUTES.post("/weight_checker", raises=(Conflict,))
 async def check(service: Service, asked: CheckFields) -> CheckReply:
     """Compute checksums of all live weights, or compare them with a baseline.
 
@@ -285,7 +281,6 @@ async def check(service: Service, asked: CheckFields) -> CheckReply:
 
 @ROUTES.post(
     "/v1/load_lora_adapter",
-    needs="push-weights",
     read=RUNNING,
     example={"lora_name": "math", "lora_path": "adapters/math"},
     raises=PUSHED,
@@ -303,9 +298,7 @@ async def load_adapter(service: Service, asked: VllmLoad) -> str:
     return f"Success: LoRA adapter {asked.lora_name!r} added successfully."
 
 
-@ROUTES.post(
-    "/v1/unload_lora_adapter", needs="push-weights", example={"lora_name": "math"}, raises=PUSHED
-)
+@ROUTES.post("/v1/unload_lora_adapter", example={"lora_name": "math"}, raises=PUSHED)
 async def unload_adapter(service: Service, asked: VllmUnload) -> str:
     """Unload a LoRA adapter. The reply comes when its last request has ended."""
     await service.adapters.unload(asked.lora_name)

@@ -26,8 +26,7 @@ from tlt_server.errors import (
     StorageFailed,
     from_code,
 )
-from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED
-from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
+from tlt_server.frontend.dialects.replies.errors import JOINED, PUSHED, RECEIVED, PushReply, outcome
 from tlt_server.frontend.dialects.weights.requests import (
     ANNOUNCED,
     PUSH,
@@ -48,7 +47,7 @@ from tlt_server.frontend.weights.uploads import PartStatus, Uploads, UploadStatu
 from tlt_server.wire.commands import AbortWeights, CommitWeights, Manifest, RollbackWeights
 from tlt_server.wire.events import WeightReport, WeightState
 
-ROUTES = Routes()
+ROUTES = Routes(needs="push-weights")
 RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 PART_PATH = "/weights/{version}/{part:file}"
 VersionInPath = Annotated[str, "the version that the part belongs to"]
@@ -63,7 +62,7 @@ class GroupsReply(Struct, frozen=True):
     groups: Annotated[list[str], "process groups that are joined"]
 
 
-@ROUTES.post("/weight_groups", needs="push-weights", raises=JOINED)
+@ROUTES.post("/weight_groups", raises=JOINED)
 async def join(service: Service, asked: GroupFields) -> GroupsReply:
     """Join a trainer's process group, for pushes by broadcast. The reply comes once all ranks have
     joined.
@@ -71,7 +70,7 @@ async def join(service: Service, asked: GroupFields) -> GroupsReply:
     return GroupsReply(await service.broadcasts.join(asked.name, asked, prefixed=asked.prefixed))
 
 
-@ROUTES.delete("/weight_groups/{name}", needs="push-weights", raises=(Conflict,))
+@ROUTES.delete("/weight_groups/{name}", raises=(Conflict,))
 async def leave(service: Service, name: Annotated[str, "the name of the group"]) -> GroupsReply:
     """Leave a process group; it is no error if the group is not joined."""
     return GroupsReply(await service.broadcasts.leave(name))
@@ -88,7 +87,6 @@ register_url_convertor("file", FileNames())
 
 @ROUTES.put(
     PART_PATH,
-    needs="push-weights",
     takes_bytes="application/octet-stream",
     engine_fails=False,
     raises=(Conflict, StorageFailed),
@@ -113,7 +111,7 @@ async def put(
     return await opened(service).write(version, part, start, total, request.stream(), owner)
 
 
-@ROUTES.get(PART_PATH, needs="push-weights", engine_fails=False, raises=(NotFound,))
+@ROUTES.get(PART_PATH, engine_fails=False, raises=(NotFound,))
 async def part_status(service: Service, version: VersionInPath, part: FileInPath) -> PartStatus:
     """Show how much of a part has come, to continue after a broken connection."""
     return opened(service).status(checked(version), part)
@@ -145,7 +143,6 @@ class WeightsReply(WeightState, frozen=True, kw_only=True):
 
 @ROUTES.post(
     "/update_weights",
-    needs="push-weights",
     takes=ManifestFields | DirectoryFields | UpdateFields,
     example={"version": "step-7", "path": "step-7"},
     raises=RECEIVED,
@@ -199,7 +196,7 @@ def _may_pass(report: WeightReport) -> bool:
     return error.retryable or (isinstance(error, Conflict) and not report.phases)
 
 
-@ROUTES.delete("/adapters/{name:path}", needs="push-weights", raises=(NotFound, Conflict))
+@ROUTES.delete("/adapters/{name:path}", raises=(NotFound, Conflict))
 async def unload(
     service: Service,
     name: Annotated[str, "the adapter's name"],
@@ -216,7 +213,7 @@ async def unload(
     return outcome(await service.adapters.unload(name, in_flight))
 
 
-@ROUTES.get("/weights", needs="push-weights")
+@ROUTES.get("/weights")
 async def look(service: Service) -> WeightsReply:
     """Show which versions are live, kept for a rollback, and being pushed."""
     state = (await service.session.look()).state
@@ -227,7 +224,7 @@ async def look(service: Service) -> WeightsReply:
     )
 
 
-@ROUTES.post("/weights/rollback", needs="push-weights", raises=(Conflict, PushFailed))
+@ROUTES.post("/weights/rollback", raises=(Conflict, PushFailed))
 async def rollback(service: Service, asked: RollbackFields) -> PushReply:
     """Make the previous version live again, bit for bit. `unchanged`: it is live already. A drafter
     that the server trained and adopted itself is not a push to undo (POST /drafter/rollback).
@@ -237,7 +234,7 @@ async def rollback(service: Service, asked: RollbackFields) -> PushReply:
     )
 
 
-@ROUTES.post("/weights/abort", needs="push-weights", raises=(NotFound,))
+@ROUTES.post("/weights/abort", raises=(NotFound,))
 async def abort_any(service: Service) -> PushReply:
     """End the open push, with or without a name; one that still gathers tensors may have none.
     Nothing live changes.
@@ -245,7 +242,7 @@ async def abort_any(service: Service) -> PushReply:
     return outcome(await service.session.ask(AbortWeights))
 
 
-@ROUTES.post("/weights/{version}/commit", needs="push-weights", raises=PUSHED)
+@ROUTES.post("/weights/{version}/commit", raises=PUSHED)
 async def commit(service: Service, version: PushedVersion) -> PushReply:
     """Make a staged push live. If the version's last push is live already, nothing changes, so the
     call may be repeated.
@@ -253,7 +250,7 @@ async def commit(service: Service, version: PushedVersion) -> PushReply:
     return outcome(await service.session.ask(CommitWeights, checked(version)))
 
 
-@ROUTES.post("/weights/{version}/abort", needs="push-weights", raises=(NotFound, Conflict))
+@ROUTES.post("/weights/{version}/abort", raises=(NotFound, Conflict))
 async def abort(service: Service, asked: PushAbort, version: PushedVersion) -> PushReply:
     """End a push that is not committed, and forget its parts that came by http; nothing live
     changes.

@@ -34,7 +34,7 @@ from tlt_server.frontend.dialects.openai.responses.replies import (
 from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
 from tlt_server.frontend.generation.delivery import event_frame
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
-from tlt_server.frontend.http.loop_share import Turn
+from tlt_server.frontend.http.slices import Turn
 from tlt_server.frontend.parsers.answer import AnswerReader
 from tlt_server.frontend.parsers.pieces import Piece, SpokenCall, SpokenText
 from tlt_server.frontend.rollouts.responses import KeptResponse

@@ -47,14 +47,13 @@ from tlt_server.frontend.http.replies import json_response, sliced_response
 from tlt_server.frontend.service import Service
 
 FIELDS = (*ResponseRequest.__struct_fields__, *ResponseRequest.refused, "tokens")
-ROUTES = Routes(error_shape=failure_naming(FIELDS))
+ROUTES = Routes(needs="data", error_shape=failure_naming(FIELDS))
 PREFIX = "resp_"
 ResponseId = Annotated[str, "id of a response that is kept"]
 
 
 @ROUTES.post(
     "/v1/responses",
-    needs="data",
     read=generating,
     example={"input": "Compute 3*4+5.", "max_output_tokens": 64},
     streams=tuple((name, ResponseEvent) for name in EVENTS),
@@ -97,7 +96,7 @@ async def create(
     return EventStream(_stream(growing, generation, keep), generation, failed, end=b"")
 
 
-@ROUTES.get("/v1/responses/{id}", needs="data", raises=(NotFound,))
+@ROUTES.get("/v1/responses/{id}", raises=(NotFound,))
 async def fetch(
     service: Service, caller: Caller, id: ResponseId
 ) -> Annotated[Response, ModelResponse]:
@@ -106,14 +105,14 @@ async def fetch(
     return Response(kept.body, media_type="application/json")
 
 
-@ROUTES.delete("/v1/responses/{id}", needs="data", changes=True, raises=(NotFound,))
+@ROUTES.delete("/v1/responses/{id}", changes=True, raises=(NotFound,))
 async def delete(service: Service, caller: Caller, id: ResponseId) -> Deleted:
     """Forget a response. Those that continue it stay."""
     service.responses.delete(id, caller)
     return Deleted(id)
 
 
-@ROUTES.get("/v1/responses/{id}/input_items", needs="data", raises=(NotFound,))
+@ROUTES.get("/v1/responses/{id}/input_items", raises=(NotFound,))
 async def input_items(
     service: Service,
     caller: Caller,
@@ -142,7 +141,7 @@ async def input_items(
     return sliced_response(InputItems(found, first, last, limit < len(numbers)), turn)
 
 
-@ROUTES.post("/v1/responses/{id}/cancel", needs="data", changes=True, raises=(NotFound,))
+@ROUTES.post("/v1/responses/{id}/cancel", changes=True, raises=(NotFound,))
 async def cancel(service: Service, caller: Caller, id: ResponseId) -> CancelledResponse:
     """End a response that is under way with what it has; its stream gets the end."""
     if not id.startswith(PREFIX) or not service.abort([id], caller):
