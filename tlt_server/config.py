@@ -24,7 +24,6 @@ from tlt_server.errors import StartupError
 from tlt_server.metrics.aliases import ENGINES
 from tlt_server.process.machine import host_memory
 from tlt_server.settings.addresses import is_loopback, is_origin
-from tlt_server.settings.file import read_settings
 from tlt_server.settings.server import (
     AUTO,
     PolicyName,
@@ -34,7 +33,7 @@ from tlt_server.settings.server import (
     settings,
     suited_policy,
 )
-from tlt_server.settings.service_links import service_links
+from tlt_server.settings.sources import read_settings, service_links
 from tlt_server.settings.wording import bad_value, nearest, plain
 from tlt_server.speculation.drafters import to_load, weights_directory, without_weights
 from tlt_server.wire.records import Strategy, parse_strategy

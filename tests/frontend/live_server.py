@@ -37,10 +37,10 @@ from tlt_server.frontend.app import build_app
 from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
+from tlt_server.frontend.http.access import tracing
 from tlt_server.frontend.http.auth import Gate
+from tlt_server.frontend.http.keys import watched_certificates
 from tlt_server.frontend.http.server import HttpServer
-from tlt_server.frontend.http.tls import watched_certificates
-from tlt_server.frontend.http.traces import tracing
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import EngineProcess
 from tlt_server.frontend.link.starting import ProgressLines

@@ -16,7 +16,7 @@ from tlt_server.config import Config, load
 from tlt_server.errors import StartupError
 from tlt_server.process.machine import HostMemory
 from tlt_server.settings.server import settings
-from tlt_server.settings.service_links import service_links
+from tlt_server.settings.sources import service_links
 from tlt_server.wire.records import OFF, Strategy, parse_strategy
 
 RAW = (

@@ -110,7 +110,7 @@ def test_the_buffer_is_shown_with_the_reasons_of_refusals(recording: LiveServer)
 
 
 def test_acceptance_counts_steps_where_all_took_drafts(recording: LiveServer) -> None:
-    drafted = recording.client.drafted
+    drafted = recording.client.replica.drafted
     recording.call(
         lambda: drafted.extend([cycle(3, (3, 1)), cycle(3, (0, 0), 1), cycle(1, (1, 0))])
     )

@@ -20,7 +20,7 @@ from tests.waiting import in_loop, until
 from tlt_client import Client, ItemResult
 from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_server import errors
-from tlt_server.frontend.http.loop_share import watch_turns
+from tlt_server.frontend.http.slices import watch_turns
 from tlt_server.metrics import Metrics
 from tlt_server.metrics.steps import POSITIONS, STRATEGIES
 from tlt_server.wire.events import Outputs, WeightReport, WeightState

@@ -29,10 +29,16 @@ from tlt_server.frontend.http.parsing import PARSED_APART
 from tlt_server.frontend.reading import asking, jobs
 from tlt_server.frontend.reading import reader as reader_module
 from tlt_server.frontend.reading.asking import Asker
-from tlt_server.frontend.reading.frames import FRAME_BYTES, sliced
+from tlt_server.frontend.reading.frames import (
+    FRAME_BYTES,
+    PACKED_CHARS,
+    Builder,
+    cut,
+    name_of,
+    sliced,
+)
 from tlt_server.frontend.reading.jobs import Job, JobQueue, Patience, Slice
 from tlt_server.frontend.reading.reader import CALM_S, HANG_S, DoublingWait, Reader
-from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, cut, name_of
 from tlt_server.frontend.rpc.methods import ARRIVED_APART
 from tlt_server.wire.packed import PackedIds, PackedText, json_ids, json_text
 
@@ -111,7 +117,7 @@ def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_come_back_from_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt_server.frontend.reading.trees.named", lambda name: CLASSES[name])
+    monkeypatch.setattr("tlt_server.frontend.reading.frames.named", lambda name: CLASSES[name])
     rng = random.Random(1)
     leaves = [Leaf("x" * rng.randrange(900), PackedIds.of(range(i))) for i in range(400)]
     leaves += [Leaf("é" * 20_000), Leaf("y", PackedIds.of(range(70_000)))]

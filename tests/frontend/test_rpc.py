@@ -255,8 +255,8 @@ def test_the_start_of_a_reply_is_not_cut_off() -> None:
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def called() -> Exchange:
-        exchange = Exchange(context, method.operation, MessageReads(1), 0.05, secure=False)  # type: ignore[arg-type]
-        await exchange.run(app, method)  # type: ignore[arg-type]
+        exchange = Exchange(context, method, MessageReads(1), 0.05, secure=False)  # type: ignore[arg-type]
+        await exchange.run(app)  # type: ignore[arg-type]
         await exchange.answer()
         return exchange
 
@@ -283,8 +283,8 @@ async def test_client_leaving_during_a_write_is_not_a_server_error() -> None:
         for _ in range(2):
             await send({"type": "http.response.body", "body": b"event: state\ndata: {}"})
 
-    exchange = Exchange(context, method.operation, MessageReads(1), 5.0, secure=False)  # type: ignore[arg-type]
-    await exchange.run(app, method)  # type: ignore[arg-type]
+    exchange = Exchange(context, method, MessageReads(1), 5.0, secure=False)  # type: ignore[arg-type]
+    await exchange.run(app)  # type: ignore[arg-type]
     assert exchange.error is None
     assert len(context.sent) == 2, "nothing is written after a send that failed"
 

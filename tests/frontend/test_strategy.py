@@ -86,7 +86,7 @@ def let_die(server: LiveServer) -> None:
     """Let the engine die, and wait for the next one."""
     engines = len(server.engines)
     server.call(lambda: setattr(server.engine, "dies", True))
-    until(lambda: len(server.engines) > engines and not server.client.failure)
+    until(lambda: len(server.engines) > engines and not server.client.replica.failure)
 
 
 CHAIN = SetPolicy("fixed", Strategy("eagle", 7, 4, 16))

@@ -22,7 +22,7 @@ from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.keys import EVERYBODY
-from tlt_server.frontend.http.loop_share import LoopShare
+from tlt_server.frontend.http.slices import LoopShare
 from tlt_server.frontend.rpc.messages import fill
 from tlt_server.wire.packed import PackedIds
 

@@ -22,7 +22,7 @@ from tlt_client import AsyncClient, Client, ConnectionFailed, Done, Tls
 from tlt_client.errors import NotReached, Unauthenticated
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
-from tlt_server.frontend.http.tls import watched_certificates
+from tlt_server.frontend.http.keys import watched_certificates
 
 SHORT = {"max_tokens": 2}
 BATCH = [{"id": "a", "prompt": "ab"}]

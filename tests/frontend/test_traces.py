@@ -20,7 +20,7 @@ from tests.frontend.live_server import live_server, server_and_client
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
 from tlt_server.config import load
 from tlt_server.errors import StartupError
-from tlt_server.frontend.http.traces import FLUSH_S, OtlpTraces
+from tlt_server.frontend.http.access import FLUSH_S, OtlpTraces
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{CALLER}-01"

@@ -11,8 +11,7 @@ import pytest
 from tlt_server.config import Config
 from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
-from tlt_server.frontend.http.keys import SCOPES, Caller, Keys, read_keys
-from tlt_server.frontend.http.watched import LOOK_S, Watched
+from tlt_server.frontend.http.keys import LOOK_S, SCOPES, Caller, Keys, Watched, read_keys
 
 
 def keys(tmp_path: Path, text: str, **settings: Any) -> Keys:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.waiting import in_loop
-from tlt_server.frontend.http.loop_share import PASS_BYTES, LoopShare
+from tlt_server.frontend.http.slices import PASS_BYTES, LoopShare
 
 
 @in_loop

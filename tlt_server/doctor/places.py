@@ -11,9 +11,8 @@ from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.engine.knowledge_file import profile_in
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.http.keys import REMEDY, read_keys
-from tlt_server.frontend.http.tls import watched_certificates
-from tlt_server.frontend.http.traces import OtlpTraces
+from tlt_server.frontend.http.access import OtlpTraces
+from tlt_server.frontend.http.keys import REMEDY, read_keys, watched_certificates
 from tlt_server.metrics.requests import disk
 from tlt_server.speculation.drafters import weights_directory
 

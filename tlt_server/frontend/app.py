@@ -23,15 +23,14 @@ from starlette.types import ASGIApp, Scope
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.dialects.replies.errors import failure_naming
-from tlt_server.frontend.http.access import QUIET, Access
-from tlt_server.frontend.http.arrival import Arrival, Working
+from tlt_server.frontend.http.access import QUIET, Access, Begin, untraced
+from tlt_server.frontend.http.arrival import Arrival
 from tlt_server.frontend.http.auth import Authentication, Gate, Origins, Terms, key_of
 from tlt_server.frontend.http.connections import PlaceLimit, ProbesOnly
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.limits import BodyBudget, BodyLimits
 from tlt_server.frontend.http.openapi import document
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
-from tlt_server.frontend.http.traces import Begin, untraced
 from tlt_server.frontend.reading.asking import Asking
 from tlt_server.frontend.service import Service
 from tlt_server.settings.wording import nearest
@@ -159,8 +158,13 @@ def _middleware(
     budget = BodyBudget(config.max_bodies_mb * 2**20)
     return [
         Middleware(ProbesOnly, refuse=refuse),
-        Middleware(Authentication, gate=gate, terms=table.terms, refuse=refuse),
-        Middleware(Working, activity=service.engine.activity),
+        Middleware(
+            Authentication,
+            gate=gate,
+            terms=table.terms,
+            activity=service.engine.activity,
+            refuse=refuse,
+        ),
         Middleware(
             BodyLimits,
             max_body_bytes=config.max_body_mb * 2**20,

@@ -16,9 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from tlt_server.errors import TltError
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.http.replies import TAKE_CONTENT, TakeContent, in_turns, unexpected
-from tlt_server.frontend.http.slices import json_slices
+from tlt_server.frontend.http.slices import Turn, json_slices
 from tlt_server.frontend.reading.asking import left, unless
 
 EVENT_END = b"\n\n"

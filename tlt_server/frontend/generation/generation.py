@@ -22,10 +22,9 @@ from tlt_server.frontend.generation.choice import GrowingChoice
 from tlt_server.frontend.generation.items import Event, FailedItem, FinishedItem, Items, TokenEvent
 from tlt_server.frontend.generation.requests import RequestBatch
 from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.http.access import CURRENT
 from tlt_server.frontend.http.keys import Caller
-from tlt_server.frontend.http.loop_share import FREED, LoopShare
-from tlt_server.frontend.http.slices import SLICE_BYTES
-from tlt_server.frontend.http.traces import CURRENT
+from tlt_server.frontend.http.slices import FREED, SLICE_BYTES, LoopShare
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
 from tlt_server.wire.records import StepOutput, adapted_version

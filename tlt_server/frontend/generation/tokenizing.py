@@ -13,9 +13,8 @@ from tlt_server.errors import ContextExceeded
 from tlt_server.frontend.generation.templates import check_length, for_template
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.reading import asking
-from tlt_server.frontend.reading.frames import sliced
+from tlt_server.frontend.reading.frames import cut, sliced
 from tlt_server.frontend.reading.jobs import Slice
-from tlt_server.frontend.reading.trees import cut
 from tlt_server.wire.packed import PackedIds, PackedText
 
 # Limits on what is done at once. On a slow core each takes 2 ms.

@@ -14,9 +14,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlt_server.errors import TltError
-from tlt_server.frontend.http.auth import ADMITTED
 from tlt_server.frontend.http.limits import Refuse
-from tlt_server.samples.activity import Activity
 
 ARRIVE = "arrive"
 
@@ -32,23 +30,6 @@ class Arrived(NamedTuple):
 
 
 Arrive = Callable[[bytes], Awaitable[Arrived]]
-
-
-class Working:
-    """Middleware that reports a request for work before its body is read, so that the drafter's
-    trainer makes room.
-    """
-
-    def __init__(self, app: ASGIApp, *, activity: Activity) -> None:
-        self.app, self.activity = app, activity
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        admitted = scope.get("state", {}).get(ADMITTED)
-        if admitted is None or admitted.terms.needs != "data":
-            await self.app(scope, receive, send)
-            return
-        with self.activity.during("requests"):
-            await self.app(scope, receive, send)
 
 
 class Arrival:

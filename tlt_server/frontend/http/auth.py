@@ -12,6 +12,7 @@ header Host must name this machine too, since a foreign name may lead to a loopb
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -25,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tlt_server.errors import Forbidden, TltError, Unauthenticated
 from tlt_server.frontend.http.keys import EVERYBODY, NOBODY, Caller, Needs, watched_keys
 from tlt_server.metrics import Metrics
+from tlt_server.samples.activity import Activity
 from tlt_server.settings.addresses import PORTS, is_loopback
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class Origins:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["method"] != "OPTIONS" or self._lists(scope)):
+        if scope["method"] != "OPTIONS" or self._lists(scope):
             await self._answering(scope, receive, send)
         else:  # also a preflight of another page, which is refused as its request would be
             await self._app(scope, receive, send)
@@ -217,7 +219,9 @@ class Gate:
 
 
 class Authentication:
-    """Middleware that passes on admitted requests, and records the caller for handlers."""
+    """Middleware that passes on admitted requests, and records the caller for handlers. A request
+    for work is reported before its body is read, so that the drafter's trainer makes room.
+    """
 
     def __init__(
         self,
@@ -225,17 +229,16 @@ class Authentication:
         *,
         gate: Gate,
         terms: Callable[[Scope], Terms],
+        activity: Activity,
         refuse: Callable[[str, TltError], ASGIApp],
     ) -> None:
         """`terms(scope)`: returns the terms of a request's route. `refuse(path, error)`: returns
         the reply that closes the connection.
         """
-        self.app, self.gate, self.terms, self.refuse = app, gate, terms, refuse
+        self.app, self.gate, self.terms = app, gate, terms
+        self.activity, self.refuse = activity, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         terms = self.terms(scope)
         try:
             keyed, listed = self.gate.keyed, self.gate.origins
@@ -252,7 +255,9 @@ class Authentication:
             if caller.name:
                 # Every log line about this request has the name.
                 structlog.contextvars.bind_contextvars(key=caller.name)
-            await self.app(scope, receive, send)
+            works = terms.needs == "data"
+            with self.activity.during("requests") if works else contextlib.nullcontext():
+                await self.app(scope, receive, send)
 
 
 def caller_of(request: Request) -> Caller:

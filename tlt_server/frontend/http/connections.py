@@ -235,7 +235,7 @@ class PlaceLimit:
         self.http, self.rpc = Places(max_connections), Places(max_connections)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in QUIET:
+        if scope["path"] in QUIET:
             await self.app(scope, receive, send)
             return
         places = self.rpc if ARRIVE in scope["state"] else self.http

@@ -165,18 +165,7 @@ class BodyLimits:
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        body = _Body(
-            receive,
-            self.reading,
-            self.budget,
-            key_of(scope),
-            self.max_body_bytes,
-            self.body_timeout_s,
-            complete=not _has_body(scope),
-        )
+        body = _Body(self, receive, key_of(scope), complete=not _has_body(scope))
 
         async def closing_send(message: Message) -> None:
             if body.complete:
@@ -212,21 +201,10 @@ class BodyLimits:
 class _Body:
     """A request body as it arrives, counted and timed."""
 
-    def __init__(
-        self,
-        receive: Receive,
-        reading: Reading,
-        budget: BodyBudget,
-        owner: str,
-        limit_bytes: int,
-        timeout_s: float,
-        *,
-        complete: bool,
-    ) -> None:
-        self.complete, self._reading = complete, reading
-        self._budget, self._owner = budget, owner
-        self._receive, self._limit_bytes, self._timeout_s = receive, limit_bytes, timeout_s
-        self._deadline = asyncio.get_running_loop().time() + timeout_s
+    def __init__(self, limits: BodyLimits, receive: Receive, owner: str, *, complete: bool) -> None:
+        self.complete, self._limits = complete, limits
+        self._receive, self._owner, self._limit_bytes = receive, owner, limits.max_body_bytes
+        self._deadline = asyncio.get_running_loop().time() + limits.body_timeout_s
         self._bytes = 0
         self._cut: TltError | None = None  # why it made room for others
         self._wait: asyncio.Timeout | None = None
@@ -235,13 +213,13 @@ class _Body:
         if self.complete:
             return await self._receive()
         try:
-            async with self._reading.until(self._deadline) as self._wait:
+            async with self._limits.reading.until(self._deadline) as self._wait:
                 message = await self._receive()
         except TimeoutError:
             self._check_cut()
             raise RequestTimeout(
-                f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send "
-                "it faster, or in smaller requests"
+                f"the body did not arrive within {self._limits.body_timeout_s:g} s "
+                "(body_timeout_s); send it faster, or in smaller requests"
             ) from None
         finally:
             self._wait = None
@@ -257,7 +235,7 @@ class _Body:
             raise _too_large(f"more than {self._limit_bytes} bytes", self._limit_bytes)
         self._check_cut()
         if more:
-            self._budget.take(self._owner, self, size)
+            self._limits.budget.take(self._owner, self, size)
             self._check_cut()
         else:
             self.complete = True
@@ -273,7 +251,7 @@ class _Body:
             raise self._cut
 
     def release(self) -> None:
-        self._budget.release(self._owner, self)
+        self._limits.budget.release(self._owner, self)
 
     async def discard(self) -> None:
         """Discard the rest, for `DISCARD_S` and up to twice the limit in all.

@@ -58,9 +58,8 @@ from tlt_server.frontend.http.readers import (
     texts_of,
 )
 from tlt_server.frontend.reading.asking import ask
-from tlt_server.frontend.reading.frames import sliced
+from tlt_server.frontend.reading.frames import name_of, named, sliced
 from tlt_server.frontend.reading.jobs import Slice
-from tlt_server.frontend.reading.trees import name_of, named
 from tlt_server.settings.wording import nearest
 from tlt_server.wire.packed import PackedIds
 

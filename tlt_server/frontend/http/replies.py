@@ -20,8 +20,7 @@ from starlette.types import Receive, Scope, Send
 from tlt_client.wire import WireError
 from tlt_server.errors import TltError
 from tlt_server.frontend.http.logs import frames
-from tlt_server.frontend.http.loop_share import Turn, emptied
-from tlt_server.frontend.http.slices import SLICE_BYTES, json_slices, members
+from tlt_server.frontend.http.slices import SLICE_BYTES, Turn, emptied, json_slices, members
 
 log = structlog.get_logger()
 

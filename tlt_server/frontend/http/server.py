@@ -18,9 +18,8 @@ from starlette.types import ASGIApp
 
 from tlt_server.config import Config
 from tlt_server.frontend.http.connections import PROBES, PROBES_ONLY, OpenConnections, max_open
+from tlt_server.frontend.http.keys import Certificates, Watched, server_context
 from tlt_server.frontend.http.protocol import BoundedProtocol, bounded_protocol
-from tlt_server.frontend.http.tls import Certificates, server_context
-from tlt_server.frontend.http.watched import Watched
 
 BACKLOG = 2048
 AT_ONCE = 16  # connections accepted in one iteration of the loop

@@ -40,8 +40,7 @@ class Asking:
         self.app, self.reader, self.key_of = app, reader, key_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            _ASKER.set(Asker(self.reader(), self.key_of(scope), receive))
+        _ASKER.set(Asker(self.reader(), self.key_of(scope), receive))
         await self.app(scope, receive, send)
 
 

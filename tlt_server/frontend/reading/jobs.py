@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tlt_server.errors import QueueFull, TltError
-from tlt_server.frontend.reading.frames import Channel
-from tlt_server.frontend.reading.trees import Builder
+from tlt_server.frontend.reading.frames import Builder, Channel
 from tlt_server.process.turns import Turns
 
 MAX_WAITING = 1024  # jobs of all keys

@@ -27,8 +27,7 @@ import msgspec
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.generation.templates import for_template
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.reading.frames import BlockingChannel
-from tlt_server.frontend.reading.trees import named
+from tlt_server.frontend.reading.frames import BlockingChannel, named
 from tlt_server.frontend.reading_process.answers import Payload, answered, bound_memory
 from tlt_server.frontend.rpc import methods  # noqa: F401 (large messages name its function)
 from tlt_server.grammars.compiler import Compiler

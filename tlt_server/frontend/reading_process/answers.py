@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from tlt_server.errors import TltError, TooLarge
-from tlt_server.frontend.reading.frames import BlockingChannel
-from tlt_server.frontend.reading.trees import Builder, cut
+from tlt_server.frontend.reading.frames import BlockingChannel, Builder, cut
 
 
 class Payload:

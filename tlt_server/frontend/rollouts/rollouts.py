@@ -34,9 +34,8 @@ from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.generation.requests import RequestBatch
 from tlt_server.frontend.http.keys import Caller
-from tlt_server.frontend.http.loop_share import FREED
 from tlt_server.frontend.http.replies import unexpected
-from tlt_server.frontend.http.slices import SLICE_BYTES
+from tlt_server.frontend.http.slices import FREED, SLICE_BYTES
 from tlt_server.frontend.rollouts.journal import (
     FORMAT,
     Grown,

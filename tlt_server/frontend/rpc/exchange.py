@@ -17,15 +17,14 @@ from urllib.parse import unquote
 
 import grpc
 import msgspec
-from google.protobuf.message import Message as Protobuf
 from starlette.types import ASGIApp, Message, Scope
 
 from tlt_server.errors import Cancelled, TltError, Unavailable
 from tlt_server.frontend.http.arrival import ARRIVE
 from tlt_server.frontend.http.auth import key_of
 from tlt_server.frontend.http.connections import REPLIED
-from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.http.replies import REFUSED, TAKE_CONTENT
+from tlt_server.frontend.http.slices import Turn
 from tlt_server.frontend.rpc.messages import fill, wired
 from tlt_server.frontend.rpc.methods import Operation, RpcMethod
 
@@ -50,7 +49,7 @@ class Exchange:
     def __init__(
         self,
         context: Context,
-        operation: Operation,
+        method: RpcMethod,
         reads: MessageReads,
         send_timeout_s: float,
         *,
@@ -61,23 +60,21 @@ class Exchange:
         self._asked = self._started = self._streams = self._answered = self._unread = False
         self._body = bytearray()
         self._reply = b""  # the message of a large reply
-        self._state: dict[str, Any] = {}
-        self._scope = _scope(context, operation, self._state, secure)
+        self._gives = method.gives
+        self._state: dict[str, Any] = {
+            ARRIVE: method.arrive,
+            REPLIED: contextlib.ExitStack(),
+            TAKE_CONTENT: self.take_content,
+        }
+        self._scope = _scope(context, method.operation, self._state, secure)
         self.metadata: list[tuple[str, str]] = []  # metadata of the reply
-        self._gives: type[Protobuf]
 
-    async def run(self, app: ASGIApp, method: RpcMethod) -> None:
+    async def run(self, app: ASGIApp) -> None:
         """Run the application until it has answered.
 
         If this is cancelled, the application sees a disconnected client, and this waits for its
         end.
         """
-        self._gives = method.gives
-        self._state |= {
-            ARRIVE: method.arrive,
-            REPLIED: contextlib.ExitStack(),
-            TAKE_CONTENT: self.take_content,
-        }
         running = asyncio.ensure_future(app(self._scope, self.receive, self.send))
         try:
             await asyncio.shield(running)

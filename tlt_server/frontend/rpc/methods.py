@@ -38,8 +38,12 @@ class Operation(NamedTuple):
     method: str
     path: str
     fixed: Mapping[str, Any] = NOTHING  # what the gRPC method implies; its message has no field
-    in_query: bool = False  # the content goes into the query, not into the body
     ranged: bool = False  # the content is a range of a file
+
+    @property
+    def in_query(self) -> bool:
+        """True if the content goes into the query, not into the body."""
+        return self.method in ("GET", "DELETE")
 
     def arrived(self, content: dict[str, Any]) -> tuple[Arrived, Iterable[bytes]]:
         """Return the parts of the same request over HTTP, and its body in slices."""
@@ -89,27 +93,27 @@ OPERATIONS: dict[str, Operation] = {
     "Generate": Operation("POST", "/generate", {"stream": True}),
     "GenerateBatch": Operation("POST", "/generate"),
     "Detach": Operation("POST", "/generate", {"detach": True}),
-    "ListRollouts": Operation("GET", "/rollouts", in_query=True),
-    "GetRollout": Operation("GET", "/rollouts/{id}", in_query=True),
-    "DeleteRollout": Operation("DELETE", "/rollouts/{id}", in_query=True),
+    "ListRollouts": Operation("GET", "/rollouts"),
+    "GetRollout": Operation("GET", "/rollouts/{id}"),
+    "DeleteRollout": Operation("DELETE", "/rollouts/{id}"),
     "Pause": Operation("POST", "/engine/pause"),
     "Resume": Operation("POST", "/engine/resume"),
     "Sleep": Operation("POST", "/engine/sleep"),
     "Wake": Operation("POST", "/engine/wake"),
     "ClearCache": Operation("POST", "/engine/clear_cache"),
     "Abort": Operation("POST", "/engine/abort"),
-    "GetStrategy": Operation("GET", "/strategy", in_query=True),
+    "GetStrategy": Operation("GET", "/strategy"),
     "SetStrategy": Operation("PUT", "/strategy"),
-    "GetPart": Operation("GET", "/weights/{version}/{part}", in_query=True),
+    "GetPart": Operation("GET", "/weights/{version}/{part}"),
     "JoinGroup": Operation("POST", "/weight_groups"),
-    "LeaveGroup": Operation("DELETE", "/weight_groups/{name}", in_query=True),
+    "LeaveGroup": Operation("DELETE", "/weight_groups/{name}"),
     "CommitWeights": Operation("POST", "/weights/{version}/commit"),
     "AbortWeights": Operation("POST", "/weights/{version}/abort"),
     "Rollback": Operation("POST", "/weights/rollback"),
-    "UnloadAdapter": Operation("DELETE", "/adapters/{name:path}", in_query=True),
-    "GetWeights": Operation("GET", "/weights", in_query=True),
-    "GetInfo": Operation("GET", "/server_info", in_query=True),
-    "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}, in_query=True),
+    "UnloadAdapter": Operation("DELETE", "/adapters/{name:path}"),
+    "GetWeights": Operation("GET", "/weights"),
+    "GetInfo": Operation("GET", "/server_info"),
+    "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}),
 }
 UPDATES: dict[str, Operation] = {  # content of a message of UpdateWeights -> its operation
     "part": Operation("PUT", "/weights/{version}/{part}", ranged=True),

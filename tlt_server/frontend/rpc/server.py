@@ -27,8 +27,7 @@ from tlt_server.config import Config
 from tlt_server.errors import StartupError, TltError
 from tlt_server.frontend.http.auth import Gate, bearer
 from tlt_server.frontend.http.connections import max_grpc_connections
-from tlt_server.frontend.http.tls import Certificates
-from tlt_server.frontend.http.watched import Watched
+from tlt_server.frontend.http.keys import Certificates, Watched
 from tlt_server.frontend.link.answers import Changes
 from tlt_server.frontend.rpc.exchange import Context, Exchange, MessageReads
 from tlt_server.frontend.rpc.health import Health, SideStreams
@@ -140,14 +139,10 @@ class _Calls(grpc.GenericRpcHandler):
         """Run the operations of the call's messages, in order, up to the last or to an error."""
         while True:
             exchange = Exchange(
-                context,
-                method.operation,
-                self._reads,
-                self._config.send_timeout_s,
-                secure=self._secure,
+                context, method, self._reads, self._config.send_timeout_s, secure=self._secure
             )
             with contextlib.closing(exchange):
-                await exchange.run(self._app, method)
+                await exchange.run(self._app)
                 if exchange.error is None and (
                     not method.client_streaming or exchange.path == method.operation.path
                 ):
