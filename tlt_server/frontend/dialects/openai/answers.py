@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.models import adapter_of
+from tlt_server.frontend.dialects.borrowed import adapter_of
 from tlt_server.frontend.dialects.openai.messages import NamedTool, by_name
 from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
 from tlt_server.frontend.dialects.openai.replies import ChatChoice, CompletionChoice, failure

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tlt_server.frontend.dialects.models import named
+from tlt_server.frontend.dialects.borrowed import named
 from tlt_server.frontend.dialects.openai.replies import (
     CalledFunction,
     ChatChoice,

@@ -15,6 +15,7 @@ from msgspec import Meta, UnsetType
 from tlt_client.fields import Alternatives, Count, Length, Priority, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.dialects.borrowed import AskedModel, BothStructured, CacheSalt
 from tlt_server.frontend.dialects.openai.messages import (
     ChatMessage,
     Choice,
@@ -23,7 +24,6 @@ from tlt_server.frontend.dialects.openai.messages import (
     Tools,
     check_tools,
 )
-from tlt_server.frontend.dialects.structures import AskedModel, BothStructured, CacheSalt
 from tlt_server.frontend.generation.requests import (
     ITEMS,
     AnySeed,

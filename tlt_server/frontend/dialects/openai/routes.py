@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import InvalidRequest, NotFound, QueueFull, Unavailable
-from tlt_server.frontend.dialects.models import generating, named, running, unknown
+from tlt_server.frontend.dialects.borrowed import generating, named, running, unknown
 from tlt_server.frontend.dialects.openai.answers import (
     QUESTION,
     Prompted,

@@ -16,7 +16,7 @@ from tlt_client.arguments import SEEN, SEEN_MUST
 from tlt_client.fields import MAX_INT32, MAX_NAME, Count, Length, ShortName, Train
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects import known_fields
-from tlt_server.frontend.dialects.structures import SglangStructured
+from tlt_server.frontend.dialects.borrowed import SglangStructured
 from tlt_server.frontend.generation.generation import repeated
 from tlt_server.frontend.generation.requests import (
     NAMES,

@@ -15,7 +15,13 @@ from tlt_client.fields import Alternatives, Count, Length, Priority, ShortName, 
 from tlt_client.wire import FinishReason, VersionSpan
 from tlt_server.errors import InvalidRequest, NotFound
 from tlt_server.frontend.dialects import known_fields
-from tlt_server.frontend.dialects.models import adapter_of, generating
+from tlt_server.frontend.dialects.borrowed import (
+    AskedModel,
+    CacheSalt,
+    VllmStructured,
+    adapter_of,
+    generating,
+)
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, fault
 from tlt_server.frontend.dialects.replies.logprobs import (
     ChatLogprobs,
@@ -26,7 +32,6 @@ from tlt_server.frontend.dialects.replies.logprobs import (
     whole,
 )
 from tlt_server.frontend.dialects.replies.whole import OpenAIUsage, parts_of
-from tlt_server.frontend.dialects.structures import AskedModel, CacheSalt, VllmStructured
 from tlt_server.frontend.generation.choice import FinishedChoice
 from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation

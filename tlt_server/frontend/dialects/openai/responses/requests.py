@@ -10,6 +10,12 @@ from msgspec import Meta
 from tlt_client.fields import Json, Length, Priority, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.dialects.borrowed import (
+    AskedModel,
+    CacheSalt,
+    JsonSchemaFormat,
+    ResponseFormat,
+)
 from tlt_server.frontend.dialects.openai.messages import (
     ChatMessage,
     NamedFunction,
@@ -18,12 +24,6 @@ from tlt_server.frontend.dialects.openai.messages import (
     check_tools,
 )
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, Effort, Options, Verbosity
-from tlt_server.frontend.dialects.structures import (
-    AskedModel,
-    CacheSalt,
-    JsonSchemaFormat,
-    ResponseFormat,
-)
 from tlt_server.frontend.generation.requests import (
     MAX_MESSAGES,
     AnySeed,

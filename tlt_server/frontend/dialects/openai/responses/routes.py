@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import InvalidRequest, NotFound, TltError
-from tlt_server.frontend.dialects.models import generating, named
+from tlt_server.frontend.dialects.borrowed import generating, named
 from tlt_server.frontend.dialects.openai.answers import begun, prepared
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.dialects.openai.responses.growing import (

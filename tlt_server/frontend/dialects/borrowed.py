@@ -1,5 +1,6 @@
-"""Fields that requests of several borrowed dialects share: the model, priorities, and structured
-outputs, translated to the native field; only one of those may be set.
+"""Parts of requests that several borrowed dialects share: the model or LoRA adapter that a request
+names, whose body is read only if the server can answer; priorities; and structured outputs,
+translated to the native field; only one of those may be set.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
 
 from tlt_client.fields import Choices, Json, Salt
-from tlt_server.errors import InvalidRequest
+from tlt_server.errors import InvalidRequest, NotFound
 from tlt_server.frontend.generation.requests import SharedSampling, StructuredOutputs
-from tlt_server.frontend.http.fields import RefusedField, Tolerant
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.endpoints import read_given
+from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
+from tlt_server.frontend.link.admission import Demand
+from tlt_server.frontend.service import Service
 
 # Fields that requests of several dialects have
 AskedModel = Annotated[str, "served_model_name, a LoRA adapter that is loaded, or absent"]
@@ -184,3 +190,57 @@ class BothStructured(VllmStructured, frozen=True, kw_only=True):
 
 def _native(form: str, value: Any) -> StructuredOutputs | None:
     return None if value is None else msgspec.convert({form: value}, StructuredOutputs)
+
+
+async def generating(service: Service, kind: Any, request: Request) -> Any:
+    """Read the body of a generating request. `Unavailable` if the server could not answer it
+    now.
+    """
+    service.engine.check_available()
+    await request.body()
+    service.engine.check_available()  # again, since reading the body may take long
+    # Checked before a large body is parsed.
+    service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
+    return await _read(service, kind, request)
+
+
+async def running(service: Service, kind: Any, request: Request) -> Any:
+    """Read the body of a request that only needs the tokenizer; a pause or sleep does not
+    matter.
+    """
+    service.engine.check_running()
+    await request.body()
+    service.engine.check_running()
+    return await _read(service, kind, request)
+
+
+async def _read(service: Service, kind: Any, request: Request) -> Any:
+    asked = await read_given(service, kind, request)
+    adapter_of(service, asked.model)
+    return asked
+
+
+def unknown(service: Service, name: str) -> NotFound:
+    info, served = service.engine.info, service.config.served_model_name
+    adapters = ", ".join(info.adapters) if info is not None else ""
+    return NotFound(
+        f"model is {name[:100]!r}; this server serves {served!r}: name that one, or none"
+        + (f", or one of its LoRA adapters ({shown(adapters)})" if adapters else "")
+    )
+
+
+def adapter_of(service: Service, model: str) -> str:
+    """Return the LoRA adapter that a request names as its model; empty for the model itself.
+    `NotFound` for another name.
+    """
+    info = service.engine.info
+    if info is not None and model in info.adapters:
+        return model
+    if model not in ("", service.config.served_model_name, str(service.config.model)):
+        raise unknown(service, model)
+    return ""
+
+
+def named(service: Service, model: str) -> str:
+    """Return the adapter or model that computes a request with this model name."""
+    return adapter_of(service, model) or service.config.served_model_name
