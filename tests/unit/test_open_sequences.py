@@ -10,7 +10,7 @@ from tests.waiting import in_loop
 from tlt_server.errors import EngineFailed, QueueFull
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.sequences import OpenSequences
-from tlt_server.frontend.link.submission import PIECE, SLICE_IDS, SLICE_REQUESTS
+from tlt_server.frontend.link.submission import PIECE, SLICE_IDS, SLICE_REQUESTS, Chores
 from tlt_server.metrics import Metrics
 from tlt_server.wire.commands import Command, Submit
 from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, last_output
@@ -269,3 +269,22 @@ async def test_what_clients_leave_counts_until_the_engine_ends_it(end: str) -> N
     await asyncio.sleep(0.01)
     assert len(admission) == 0
     admission.check()
+
+
+@in_loop
+async def test_failed_chore_delays_no_other_and_is_not_retried() -> None:
+    failures: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
+    chores, done = Chores(), list[int]()
+
+    def fail() -> None:
+        raise RuntimeError("the end")
+
+    with pytest.raises(RuntimeError, match="the end"):
+        chores.add([1], done.extend, fail)
+    chores.add(range(PIECE + 1), lambda few: None, fail)
+    chores.add([2], done.extend)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (done, failures) == ([1, 2], ["the end"])
