@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from tlt_client.fields import Choices, Json, Salt
 from tlt_server.errors import InvalidRequest, NotFound
-from tlt_server.frontend.generation.requests import SharedSampling, StructuredOutputs
+from tlt_server.frontend.generation.requests import BorrowedSampling, StructuredOutputs
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import read_given
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
@@ -119,7 +119,7 @@ class VllmStructure(Tolerant, frozen=True, kw_only=True):
         return StructuredOutputs(**{"json_schema" if name == "json" else name: value})
 
 
-class Structured(SharedSampling, frozen=True, kw_only=True):
+class Structured(BorrowedSampling, frozen=True, kw_only=True):
     """Sampling fields, with the fields that may request a structure."""
 
     def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:

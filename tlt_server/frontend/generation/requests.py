@@ -32,7 +32,6 @@ Truncation = Annotated[
     Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None,
     "keep this many last tokens of the prompt; -1: as many as fit",
 ]
-TopK = Annotated[int, "0 or -1: all tokens", Meta(ge=-1, le=MAX_INT32)]
 # Seeds in the borrowed dialects, with or without a sign
 AnySeed = Annotated[
     int, Meta(ge=-(2**63), extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})
@@ -102,9 +101,16 @@ class SharedSampling(fields.SharedSampling, frozen=True, kw_only=True):
 
     absent_means: ClassVar[Struct] = Sampling()
 
+
+class BorrowedSampling(SharedSampling, frozen=True, kw_only=True):
+    """Fields with the same name and meaning in all borrowed dialects."""
+
+    top_k: Annotated[int, "0 or -1: all tokens", Meta(ge=-1, le=MAX_INT32)] = 0
+
     def shared(self) -> dict[str, Any]:
-        """Return the fields of this class; absent ones are UNSET."""
-        return {name: getattr(self, name) for name in SharedSampling.__struct_fields__}
+        """Return the fields of this class in native form; absent ones are UNSET."""
+        given = {name: getattr(self, name) for name in BorrowedSampling.__struct_fields__}
+        return given | {"top_k": max(0, self.top_k)}
 
 
 class StructuredOutputs(fields.StructuredOutputs, Strict, frozen=True, kw_only=True):

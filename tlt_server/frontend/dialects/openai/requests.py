@@ -32,7 +32,6 @@ from tlt_server.frontend.generation.requests import (
     PromptReading,
     SamplingFields,
     StructuredOutputs,
-    TopK,
     Truncation,
     Words,
     items_of,
@@ -66,7 +65,6 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
         AnySeed | None,
         "keys the choices' noise: the same seed gives the same tokens, here and on /generate",
     ] = None
-    top_k: TopK = 0
     logprobs: Annotated[bool | Length, "true, or a number of alternatives"] = False
     prompt_logprobs: Annotated[
         Alternatives | None, "alternatives per prompt token; -1: the whole vocabulary"
@@ -129,7 +127,6 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
             ),
             sampling=SamplingFields(
                 **self.shared(),
-                top_k=max(0, self.top_k),
                 logprobs=self.alternatives() or 0,
                 max_tokens=self.length(),
                 prompt_logprobs=self.scored_prompt(),

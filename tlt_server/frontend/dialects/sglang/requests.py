@@ -24,7 +24,6 @@ from tlt_server.frontend.generation.requests import (
     NativeRequest,
     PromptIds,
     SamplingFields,
-    TopK,
     Words,
     items_of,
 )
@@ -62,7 +61,6 @@ class SglangSampling(SglangStructured, Tolerant, frozen=True, kw_only=True):
     min_new_tokens: Annotated[
         Length, "no stop token, and no end at a stop string, before this many output tokens"
     ] = 0
-    top_k: TopK = 0
     no_stop_trim: Annotated[bool, "the text keeps the stop string or stop token that ended it"] = (
         False
     )
@@ -183,7 +181,6 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         return SamplingFields(
             **params.shared()
             | {
-                "top_k": max(0, params.top_k),
                 "max_tokens": params.max_new_tokens,
                 "logprobs": self.top_logprobs_num if self.return_logprob else 0,
                 "prompt_logprobs": self.top_logprobs_num if scores_prompt else None,

@@ -43,7 +43,6 @@ from tlt_server.frontend.generation.requests import (
     PromptReading,
     RequestBatch,
     SamplingFields,
-    TopK,
     Truncation,
     Words,
     items_of,
@@ -67,7 +66,6 @@ class VllmSampling(VllmStructured, Tolerant, frozen=True, kw_only=True):
         AnySeed | None, "keys the choices' noise: the same seed gives the same tokens"
     ] = None
     max_tokens: Annotated[Length, "the longest output; 0: only read the prompt"] = 16
-    top_k: TopK = 0
     logprobs: Annotated[
         Length | None, "alternatives per token; absent: no log-probs are reported"
     ] = None
@@ -110,7 +108,6 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
             ),
             sampling=SamplingFields(
                 **params.shared(),
-                top_k=max(0, params.top_k),
                 logprobs=params.logprobs or 0,
                 max_tokens=params.max_tokens,
                 prompt_logprobs=params.prompt_logprobs,

@@ -24,13 +24,7 @@ from tlt_server.frontend.dialects.openai.messages import (
     check_tools,
 )
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, Effort, Options, Verbosity
-from tlt_server.frontend.generation.requests import (
-    MAX_MESSAGES,
-    AnySeed,
-    SharedSampling,
-    TopK,
-    Words,
-)
+from tlt_server.frontend.generation.requests import MAX_MESSAGES, AnySeed, BorrowedSampling, Words
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
 from tlt_server.wire.packed import PackedText
 
@@ -224,7 +218,7 @@ class NamedChoice(Tolerant, frozen=True, kw_only=True):
     name: Annotated[ShortName, "the function to call"]
 
 
-class ResponseRequest(SharedSampling, Tolerant, frozen=True, kw_only=True):
+class ResponseRequest(BorrowedSampling, Tolerant, frozen=True, kw_only=True):
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.RESPONSES)
 
     input: Annotated[
@@ -253,7 +247,6 @@ class ResponseRequest(SharedSampling, Tolerant, frozen=True, kw_only=True):
     reasoning: Annotated[ReasoningOptions | None, "how much to think"] = None
     chat_template_kwargs: Options = {}
     metadata: Annotated[dict[str, Any] | None, "comes back"] = None
-    top_k: TopK = 0
     seed: Annotated[AnySeed | None, "the same seed gives the same tokens"] = None
     cache_salt: CacheSalt = ""
     priority: Priority = 0
@@ -281,7 +274,6 @@ class ResponseRequest(SharedSampling, Tolerant, frozen=True, kw_only=True):
             chat_template_kwargs=self.chat_template_kwargs,
             stream=self.stream,
             seed=self.seed,
-            top_k=self.top_k,
             cache_salt=self.cache_salt,
             priority=self.priority,
             train=self.train,
