@@ -1,5 +1,5 @@
-"""The tables of fields on the dialects' pages: `python -m tests.frontend.field_tables` writes them
-again, and a test compares.
+"""The tables of fields on the dialects' pages, and the list of the fields that all dialects share:
+`python -m tests.frontend.field_tables` writes them again, and a test compares.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from tlt_client.fields import SharedSampling
 from tlt_server.frontend.dialects.known_fields import (
     CHAT,
     COMPLETIONS,
@@ -48,7 +49,9 @@ PAGES = {
     "sglang": (SGLANG, SGLANG_SAMPLING),
 }
 BLOCK = re.compile(r"(?<=<!--fields-->\n).*?(?=<!--/fields-->)", re.DOTALL)
-
+SHARED = SharedSampling.__struct_fields__
+SHARED_BLOCK = re.compile(r"(?<=<!--shared-->).*?(?=<!--/shared-->)")
+SHARED_LINK = "the sampling fields that [all dialects share](trainers.md#asking)"
 
 VERDICTS = ("done", "refused", "ignored")
 
@@ -64,9 +67,14 @@ def entries(body: str) -> dict[str, str]:
     return found
 
 
+def spelled(name: str) -> str:
+    """Return what a table says in place of a field."""
+    return SHARED_LINK if name in SHARED else f"`{name}`"
+
+
 def table(page: str) -> str:
     """Return the rows verdict x bodies, each with its fields. A field that all of the bodies that
-    have it treat alike stands once, without naming them.
+    have it treat alike stands once, without naming them; shared fields stand elsewhere.
     """
     bodies = {body: entries(body) for body in PAGES[page]}
     rows = {(verdict, "everywhere"): list[str]() for verdict in VERDICTS}
@@ -75,9 +83,11 @@ def table(page: str) -> str:
         for verdict in dict.fromkeys(found.values()):
             alike = [body for body, each in found.items() if each == verdict]
             where = "everywhere" if len(alike) == len(found) else ", ".join(alike)
-            rows.setdefault((verdict, where), []).append(f"`{name}`")
+            rows.setdefault((verdict, where), []).append(spelled(name))
     ordered = sorted(rows.items(), key=lambda row: VERDICTS.index(row[0][0]))
-    lines = [f"| {' | '.join(row)} | {', '.join(names)} |\n" for row, names in ordered]
+    lines = [
+        f"| {' | '.join(row)} | {', '.join(dict.fromkeys(names))} |\n" for row, names in ordered
+    ]
     return "".join(["| verdict | where | fields |\n|---|---|---|\n", *lines])
 
 
@@ -86,6 +96,8 @@ def pages() -> Iterator[tuple[Path, str]]:
     for page in PAGES:
         path = DOCS / f"{page}.md"
         yield path, BLOCK.sub(lambda _: table(page), path.read_text(), count=1)  # noqa: B023
+    path, names = DOCS / "trainers.md", ", ".join(f"`{name}`" for name in SHARED)
+    yield path, SHARED_BLOCK.sub(names, path.read_text(), count=1)
 
 
 if __name__ == "__main__":

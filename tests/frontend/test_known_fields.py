@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from msgspec.inspect import BoolType, FloatType, IntType
 
-from tests.frontend.field_tables import PAGES, STRUCTS, entries, pages, table
+from tests.frontend.field_tables import PAGES, STRUCTS, entries, pages, spelled, table
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.openai_calls import USER
 from tests.frontend.tiny_model import SPECIALS, TEMPLATE, write_model
+from tlt_client.fields import SharedSampling
 from tlt_server.frontend.dialects.known_fields import (
     CHAT,
     COMPLETIONS,
@@ -72,18 +75,10 @@ CALLS = [{"role": "user", "said": '<tool_call>{"name": "f"}</tool_call>' * 2}]
 THOUGHT = [{"role": "user", "said": "<think>hm</think>so"}]
 # Field -> a value that has an effect, and the fields that it needs for that.
 DONE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "temperature": (0.5, {}),
-    "top_p": (0.9, {}),
     "top_k": (7, {}),
-    "min_p": (0.1, {}),
-    "min_tokens": (2, {}),
     "min_new_tokens": (2, {}),
     "stop": (["q"], {}),
     "stop_token_ids": ([9], {}),
-    "ignore_eos": (True, {}),
-    "repetition_penalty": (1.1, {}),
-    "presence_penalty": (0.2, {}),
-    "frequency_penalty": (0.3, {}),
     "logit_bias": ({"5": 1.5}, {}),
     "allowed_token_ids": ([5], {}),
     "bad_words": (["q"], {}),
@@ -158,6 +153,15 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "skip_special_tokens": (False, {"no_stop_trim": True}),
     "no_stop_trim": (True, {"stop": ["i"]}),
 }
+# Numbers and switches are told by their declaration: a little above the least, and true.
+for field in msgspec.inspect.type_info(SharedSampling).fields:  # type: ignore[attr-defined]
+    match field.type:
+        case IntType(ge=least):
+            DONE[field.name] = (least or 0) + 2, {}
+        case FloatType(ge=least):
+            DONE[field.name] = (least or 0.0) + 0.5, {}
+        case BoolType():
+            DONE[field.name] = True, {}
 OTHERWISE: dict[tuple[str, str], Any] = {
     (COMPLETIONS, "add_special_tokens"): False,
     (RESPONSES, "text"): {"format": {"type": "json_object"}},
@@ -378,7 +382,7 @@ def test_every_field_has_one_verdict(page: str) -> None:
     for body in PAGES[page]:
         assert len(entries(body)) >= len(STRUCTS[body].__struct_fields__)
         for name, verdict in entries(body).items():
-            rows = [row.split(" | ") for row in table(page).splitlines() if f"`{name}`" in row]
+            rows = [row.split(" | ") for row in table(page).splitlines() if spelled(name) in row]
             said = [row[0] for row in rows if {body, "everywhere"} & {*row[1].split(", ")}]
             assert said == [f"| {verdict}"], name
 
