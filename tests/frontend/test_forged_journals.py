@@ -18,7 +18,7 @@ import pytest
 
 from tests.frontend.live_server import live_server
 from tests.unit.test_journal import HEADER, OUTPUTS
-from tlt_server.frontend.rollouts.journal import RolloutEnd, past
+from tlt_server.frontend.rollouts.journal import FORMAT, RolloutEnd, past
 from tlt_server.frontend.rollouts.rollout import flaw
 from tlt_server.wire.packed import PackedIds
 from tlt_server.wire.records import Grammar, TokenLogprobs
@@ -139,9 +139,12 @@ def test_the_reason_names_the_impossible_record(change: dict[str, Any], reason: 
     assert reason in flaw(HEADER, [msgspec.structs.replace(OUTPUTS[0], **change)])
 
 
-def test_journal_of_another_format_is_refused_by_number() -> None:
-    later = msgspec.structs.replace(HEADER, format=2)
-    assert flaw(later, OUTPUTS) == "its format is 2, and this server's is 1"
+def test_journal_of_a_later_format_is_refused_by_number() -> None:
+    for format in (0, FORMAT + 1):
+        other = msgspec.structs.replace(HEADER, format=format)
+        says = f"its format is {format}, and this server's is {FORMAT}"
+        assert flaw(other, OUTPUTS) == says
+    assert flaw(msgspec.structs.replace(HEADER, format=1), OUTPUTS) == ""
 
 
 def test_an_impossible_prompt_or_sampling_is_named() -> None:

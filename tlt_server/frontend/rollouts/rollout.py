@@ -37,7 +37,7 @@ def flaw(header: Header, outputs: Sequence[StepOutput]) -> str:
 
 
 def _flaws(header: Header, outputs: Sequence[StepOutput]) -> Iterator[str]:
-    if header.format != FORMAT:
+    if not 1 <= header.format <= FORMAT:
         yield f"its format is {header.format}, and this server's is {FORMAT}"
     requests = [request for item in header.items for request in item.requests]
     ids = {request.id for request in requests}
