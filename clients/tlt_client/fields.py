@@ -10,7 +10,7 @@ limits the length of a list.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -20,6 +20,8 @@ MAX_INT32, MAX_SEED = 2**31 - 1, 2**64 - 1
 MAX_ALLOWED, MAX_BAD_WORDS, MAX_WORD = 4096, 256, 256  # ids, words, characters of one
 MAX_NAME = 256
 
+T = TypeVar("T")
+Given: TypeAlias = T | UnsetType  # a field that may be left out
 Json = dict[str, Any] | str  # an object, or its text
 Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 Length = Annotated[int, Meta(ge=0, le=MAX_INT32)]
@@ -42,81 +44,68 @@ Seed = Annotated[  # msgspec has no bounds of 64 bits
 class SharedSampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling fields with the same name and meaning in all dialects."""
 
-    temperature: (
-        Annotated[float, "0: the most likely token always", Meta(ge=0, le=100)] | UnsetType
-    ) = UNSET
-    top_p: (
+    temperature: Given[Annotated[float, "0: the most likely token always", Meta(ge=0, le=100)]] = (
+        UNSET
+    )
+    top_p: Given[
         Annotated[
             float, "keep the most likely tokens up to this probability in all", Meta(gt=0, le=1)
         ]
-        | UnsetType
-    ) = UNSET
-    min_p: (
+    ] = UNSET
+    min_p: Given[
         Annotated[
             float,
             "drop tokens below this fraction of the most likely one's probability",
             Meta(ge=0, le=1),
         ]
-        | UnsetType
-    ) = UNSET
-    min_tokens: (
+    ] = UNSET
+    min_tokens: Given[
         Annotated[
             Length, "no stop token, and no end at a stop string, before this many output tokens"
         ]
-        | UnsetType
-    ) = UNSET
-    stop: (
+    ] = UNSET
+    stop: Given[
         Annotated[
             str | Annotated[list[str], Meta(extra={"limit": "max_stop_strings"})],
             "end before one of these texts",
         ]
-        | UnsetType
-    ) = UNSET
-    stop_token_ids: (
+    ] = UNSET
+    stop_token_ids: Given[
         Annotated[
             list[Length],
             "end with one of these tokens",
             Meta(extra={"limit": "max_stop_token_ids"}),
         ]
-        | UnsetType
-    ) = UNSET
-    ignore_eos: Annotated[bool, "the model's own end tokens do not end the output"] | UnsetType = (
-        UNSET
-    )
-    repetition_penalty: (
+    ] = UNSET
+    ignore_eos: Given[Annotated[bool, "the model's own end tokens do not end the output"]] = UNSET
+    repetition_penalty: Given[
         Annotated[float, "on tokens of the prompt and the output; 1: none", Meta(ge=0.01, le=100)]
-        | UnsetType
-    ) = UNSET
-    presence_penalty: (
+    ] = UNSET
+    presence_penalty: Given[
         Annotated[float, "taken off the logits of tokens that the output has", Meta(ge=-2, le=2)]
-        | UnsetType
-    ) = UNSET
-    frequency_penalty: (
+    ] = UNSET
+    frequency_penalty: Given[
         Annotated[float, "taken off for each time that the output has the token", Meta(ge=-2, le=2)]
-        | UnsetType
-    ) = UNSET
-    logit_bias: (
+    ] = UNSET
+    logit_bias: Given[
         Annotated[
             dict[str, Annotated[float, Meta(ge=-100, le=100)]],
             "token id -> what is added to its logit",
             Meta(extra={"limit": "max_logit_bias"}),
         ]
-        | UnsetType
-    ) = UNSET
-    allowed_token_ids: (
+    ] = UNSET
+    allowed_token_ids: Given[
         Annotated[
             list[Length], "only these tokens are sampled; absent: all", Meta(max_length=MAX_ALLOWED)
         ]
-        | UnsetType
-    ) = UNSET
-    bad_words: (
+    ] = UNSET
+    bad_words: Given[
         Annotated[
             list[Annotated[str, Meta(min_length=1, max_length=MAX_WORD)]],
             "words that are not sampled, with a space before or not",
             Meta(max_length=MAX_BAD_WORDS),
         ]
-        | UnsetType
-    ) = UNSET
+    ] = UNSET
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -141,31 +130,28 @@ class SamplingFields(SharedSampling, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling fields, all optional: an item's win over the batch's, those over the defaults."""
 
     structured_outputs: StructuredOutputs | dict[str, Any] | UnsetType = UNSET
-    top_k: Annotated[Length, "keep this many most likely tokens; 0: all"] | UnsetType = UNSET
-    max_tokens: (
+    top_k: Given[Annotated[Length, "keep this many most likely tokens; 0: all"]] = UNSET
+    max_tokens: Given[
         Annotated[
             Length | None,
             "null: what the prompt leaves of the model's length; 0: only read the prompt",
         ]
-        | UnsetType
-    ) = UNSET
-    logprobs: (
+    ] = UNSET
+    logprobs: Given[
         Annotated[Length, "alternatives reported per token; the token's own log-prob always is"]
-        | UnsetType
-    ) = UNSET
-    include_stop_str_in_output: (
-        Annotated[bool, "the text keeps the stop string or token that ended it"] | UnsetType
-    ) = UNSET
-    raw_logprobs: (
-        Annotated[bool, "report log-probs under the unprocessed distribution too"] | UnsetType
-    ) = UNSET
-    prompt_logprobs: (
+    ] = UNSET
+    include_stop_str_in_output: Given[
+        Annotated[bool, "the text keeps the stop string or token that ended it"]
+    ] = UNSET
+    raw_logprobs: Given[
+        Annotated[bool, "report log-probs under the unprocessed distribution too"]
+    ] = UNSET
+    prompt_logprobs: Given[
         Annotated[
             Alternatives | None,
             "alternatives per prompt token; null: not reported, -1: the whole vocabulary",
         ]
-        | UnsetType
-    ) = UNSET
+    ] = UNSET
 
 
 class SdLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
