@@ -1,7 +1,7 @@
 """Operations of the server as values: a request, and how its reply is read. No I/O, no clock.
 
 An operation is written once: here, in `weight_calls` or in `drafter_calls`, with its arguments and
-its docstring. `Client` and `AsyncClient` have a line for each, which makes a method of it.
+its docstring. `Operations` has a line for each, which makes a method of it.
 """
 
 from __future__ import annotations

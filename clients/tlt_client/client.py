@@ -19,11 +19,54 @@ from tlt_client.drafter_calls import Of
 from tlt_client.retries import NEVER, Retries
 from tlt_client.rollouts import Rollout
 from tlt_client.tls import Tls
-from tlt_client.transport import Transport, blocking, keyed
+from tlt_client.transport import Transport, keyed, operation
 from tlt_client.wire import Reply, StreamEvent
 
 
-class Client:
+class Operations:
+    """The operations of one call, which both clients have."""
+
+    rollouts = operation(calls.rollouts)
+    server_info = operation(calls.server_info)
+    metrics = operation(calls.metrics)
+    load = operation(calls.load)
+    strategy = operation(calls.strategy)
+    set_strategy = operation(calls.set_strategy)
+    pause = operation(calls.pause)
+    resume = operation(calls.resume)
+    abort = operation(calls.abort)
+    sleep = operation(calls.sleep)
+    wake = operation(calls.wake)
+    clear_cache = operation(calls.clear_cache)
+
+    update_weights = operation(weight_calls.update_weights)
+    push_weights = operation(weight_calls.push_weights)
+    put_weights = operation(weight_calls.put_weights)
+    weights_part = operation(weight_calls.weights_part)
+    join_group = operation(weight_calls.join_group)
+    leave_group = operation(weight_calls.leave_group)
+    commit_weights = operation(weight_calls.commit_weights)
+    abort_weights = operation(weight_calls.abort_weights)
+    roll_back_weights = operation(weight_calls.roll_back_weights)
+    weights = operation(weight_calls.weights)
+    unload_adapter = operation(weight_calls.unload_adapter)
+    weight_checksums = operation(weight_calls.weight_checksums)
+    remember_weight_checksums = operation(weight_calls.remember_weight_checksums)
+    compare_weights = operation(weight_calls.compare_weights)
+
+    drafter = operation(drafter_calls.drafter)
+    train_drafter = operation(drafter_calls.train_drafter)
+    pause_drafter_training = operation(drafter_calls.pause_drafter_training)
+    resume_drafter_training = operation(drafter_calls.resume_drafter_training)
+    rollback_drafter = operation(drafter_calls.rollback_drafter)
+    export_drafter = operation(drafter_calls.export_drafter)
+    drafter_samples = operation(drafter_calls.drafter_samples)
+    add_drafter_samples = operation(drafter_calls.add_drafter_samples)
+    drafter_files = operation(drafter_calls.drafter_files)
+    drafter_file = operation(drafter_calls.drafter_file)
+
+
+class Client(Operations):
     """Blocking client. `timeout_s` bounds one wait for the network, not a generation: for that give
     `generate` a `timeout_s`, and a `queue_timeout_s` for the time until the engine starts it. Of
     what waits, a lower `priority` starts first. `api_key` is sent as the bearer token; `tls` says
@@ -81,45 +124,6 @@ class Client:
     def rollout(self, id: str) -> Rollout:
         """Return a handle of a rollout that was started before; nothing is sent."""
         return Rollout(self._transport, id)
-
-    rollouts = blocking(calls.rollouts)
-    server_info = blocking(calls.server_info)
-    metrics = blocking(calls.metrics)
-    load = blocking(calls.load)
-    strategy = blocking(calls.strategy)
-    set_strategy = blocking(calls.set_strategy)
-    pause = blocking(calls.pause)
-    resume = blocking(calls.resume)
-    abort = blocking(calls.abort)
-    sleep = blocking(calls.sleep)
-    wake = blocking(calls.wake)
-    clear_cache = blocking(calls.clear_cache)
-
-    update_weights = blocking(weight_calls.update_weights)
-    push_weights = blocking(weight_calls.push_weights)
-    put_weights = blocking(weight_calls.put_weights)
-    weights_part = blocking(weight_calls.weights_part)
-    join_group = blocking(weight_calls.join_group)
-    leave_group = blocking(weight_calls.leave_group)
-    commit_weights = blocking(weight_calls.commit_weights)
-    abort_weights = blocking(weight_calls.abort_weights)
-    roll_back_weights = blocking(weight_calls.roll_back_weights)
-    weights = blocking(weight_calls.weights)
-    unload_adapter = blocking(weight_calls.unload_adapter)
-    weight_checksums = blocking(weight_calls.weight_checksums)
-    remember_weight_checksums = blocking(weight_calls.remember_weight_checksums)
-    compare_weights = blocking(weight_calls.compare_weights)
-
-    drafter = blocking(drafter_calls.drafter)
-    train_drafter = blocking(drafter_calls.train_drafter)
-    pause_drafter_training = blocking(drafter_calls.pause_drafter_training)
-    resume_drafter_training = blocking(drafter_calls.resume_drafter_training)
-    rollback_drafter = blocking(drafter_calls.rollback_drafter)
-    export_drafter = blocking(drafter_calls.export_drafter)
-    drafter_samples = blocking(drafter_calls.drafter_samples)
-    add_drafter_samples = blocking(drafter_calls.add_drafter_samples)
-    drafter_files = blocking(drafter_calls.drafter_files)
-    drafter_file = blocking(drafter_calls.drafter_file)
 
     def fetch_drafter(self, directory: str | PathLike[str], of: Of = "live") -> Mapping[str, Any]:
         """Write the drafter's files into a directory, as `HttpSender.push_directory` takes them,

@@ -11,7 +11,7 @@ import inspect
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import httpx
 
@@ -27,6 +27,7 @@ from tlt_client.wire import Done, EventParser, StreamEvent
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Value = TypeVar("Value", covariant=True)
 CONNECT_S = 10.0
 TRUNCATED = "the stream ended before its last event"
 
@@ -83,6 +84,10 @@ class Transport:
     def ask(self, call: Call[T]) -> T:
         """Return the value of a call, sent again as `retries` says."""
         return self.run(flows.tried(call, self.retries))
+
+    def take(self, call: Callable[P, Call[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the value of the call that these arguments make."""
+        return self.ask(call(*args, **kwargs))
 
     def events(self, call: Call[httpx.Response]) -> Generator[StreamEvent, None, None]:
         """Yield the events of a streamed reply, of which `Done` is the last. Closing the iterator
@@ -148,6 +153,10 @@ class AsyncTransport:
         """Return the value of a call, sent again as `retries` says."""
         return await self.run(flows.tried(call, self.retries))
 
+    async def take(self, call: Callable[P, Call[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the value of the call that these arguments make."""
+        return await self.ask(call(*args, **kwargs))
+
     async def events(self, call: Call[httpx.Response]) -> AsyncGenerator[StreamEvent, None]:
         """Yield the events of a streamed reply, of which `Done` is the last. Closing the iterator
         aborts what still runs.
@@ -194,34 +203,38 @@ class AsyncTransport:
         await self._http.aclose()
 
 
-def blocking(operation: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
+class _Blocking(Protocol):
+    _transport: Transport
+
+
+class _Awaited(Protocol):
+    _transport: AsyncTransport
+
+
+class Method(Protocol[P, Value]):
+    """The types of an operation: `Client` returns its value, `AsyncClient` awaits it."""
+
+    @overload
+    def __get__(self, client: _Blocking, kind: object) -> Callable[P, Value]: ...
+
+    @overload
+    def __get__(
+        self, client: _Awaited, kind: object
+    ) -> Callable[P, Coroutine[Any, Any, Value]]: ...
+
+
+def operation(call: Callable[P, Call[T]]) -> Method[P, T]:
     """Return an operation as a method of a client, with its arguments and docstring."""
 
-    def method(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        value: T = self._transport.ask(operation(*args, **kwargs))
-        return value
+    def method(self: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return self._transport.take(call, *args, **kwargs)
 
-    return _described(method, operation)
-
-
-def awaited(
-    operation: Callable[P, Call[T]],
-) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return an operation as a method of an asyncio client."""
-
-    async def method(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        value: T = await self._transport.ask(operation(*args, **kwargs))
-        return value
-
-    return _described(method, operation)
-
-
-def _described(method: Any, operation: Callable[..., Any]) -> Any:
-    found = inspect.signature(operation)
+    found = inspect.signature(call)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     returned = str(found.return_annotation).removeprefix("Call[").removesuffix("]")
-    method.__name__, method.__doc__ = operation.__name__, operation.__doc__
-    method.__signature__ = found.replace(
+    method.__name__, method.__doc__ = call.__name__, call.__doc__
+    described: Any = method
+    described.__signature__ = found.replace(
         parameters=[own, *found.parameters.values()], return_annotation=returned
     )
-    return method
+    return described  # type: ignore[no-any-return]

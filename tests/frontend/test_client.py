@@ -147,8 +147,8 @@ def test_a_refusal_raises_the_class_of_its_code(
 def public(cls: type[Any]) -> dict[str, list[tuple[str, Any, Any]]]:
     return {
         name: [(p.name, p.kind, p.default) for p in inspect.signature(member).parameters.values()]
-        for name, member in vars(cls).items()
-        if callable(member) and not name.startswith("_")
+        for name, member in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_")
     }
 
 
