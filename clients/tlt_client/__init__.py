@@ -35,17 +35,16 @@ from tlt_client.wire import (
 )
 
 if TYPE_CHECKING:
-    from tlt_client.async_client import AsyncClient
-    from tlt_client.client import Client
-    from tlt_client.rollouts import AsyncRollout, Rollout
+    from tlt_client.async_client import AsyncClient, AsyncRollout
+    from tlt_client.client import Client, Rollout
 else:
     # A trainer's process, and each of the server's, imports channels or errors from here; httpx
     # would take 0.2 s of it.
     _LATER = {
         "AsyncClient": "async_client",
-        "AsyncRollout": "rollouts",
+        "AsyncRollout": "async_client",
         "Client": "client",
-        "Rollout": "rollouts",
+        "Rollout": "client",
     }
 
     def __getattr__(name: str) -> object:

@@ -12,10 +12,25 @@ from tlt_client.calls import BatchFields, Items, StreamFields
 from tlt_client.client import Operations
 from tlt_client.drafter_calls import Of
 from tlt_client.retries import NEVER, Retries
-from tlt_client.rollouts import AsyncRollout
 from tlt_client.tls import Tls
 from tlt_client.transport import AsyncTransport, keyed
-from tlt_client.wire import Reply, StreamEvent
+from tlt_client.wire import Reply, RolloutReply, StreamEvent
+
+
+class AsyncRollout:
+    """`Rollout` for asyncio."""
+
+    def __init__(self, transport: AsyncTransport, id: str) -> None:
+        self._transport, self.id = transport, id
+
+    async def fetch(self, wait_s: float = 0.0) -> RolloutReply:
+        return await self._transport.ask(calls.fetch(self.id, wait_s))
+
+    async def result(self, timeout_s: float = 3600.0) -> Reply:
+        return await self._transport.run(flows.result(self.id, timeout_s))
+
+    async def delete(self) -> None:
+        await self._transport.ask(calls.delete(self.id))
 
 
 class AsyncClient(Operations):

@@ -17,10 +17,9 @@ from tlt_client import calls, drafter_calls, flows, weight_calls
 from tlt_client.calls import BatchFields, Items, StreamFields
 from tlt_client.drafter_calls import Of
 from tlt_client.retries import NEVER, Retries
-from tlt_client.rollouts import Rollout
 from tlt_client.tls import Tls
 from tlt_client.transport import Transport, keyed, operation
-from tlt_client.wire import Reply, StreamEvent
+from tlt_client.wire import Reply, RolloutReply, StreamEvent
 
 
 class Operations:
@@ -64,6 +63,29 @@ class Operations:
     add_drafter_samples = operation(drafter_calls.add_drafter_samples)
     drafter_files = operation(drafter_calls.drafter_files)
     drafter_file = operation(drafter_calls.drafter_file)
+
+
+class Rollout:
+    """A batch that goes on without its client. The server keeps results for `rollout_ttl_s` after
+    its end.
+    """
+
+    def __init__(self, transport: Transport, id: str) -> None:
+        self._transport, self.id = transport, id
+
+    def fetch(self, wait_s: float = 0.0) -> RolloutReply:
+        """Return the results so far; with `wait_s` (at most 60) wait until all have ended."""
+        return self._transport.ask(calls.fetch(self.id, wait_s))
+
+    def result(self, timeout_s: float = 3600.0) -> Reply:
+        """Return the whole reply; wait also while the server restarts. Raise `TimeoutError` when
+        time is up; the rollout goes on.
+        """
+        return self._transport.run(flows.result(self.id, timeout_s))
+
+    def delete(self) -> None:
+        """Abort its running items, and forget it."""
+        self._transport.ask(calls.delete(self.id))
 
 
 class Client(Operations):

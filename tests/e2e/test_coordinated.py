@@ -18,7 +18,7 @@ from tests.e2e.test_spot_training import items, status, weakened
 from tests.waiting import until
 from tlt_client import Client
 from tlt_client.channels.http import HttpSender
-from tlt_client.rollouts import Rollout
+from tlt_client.client import Rollout
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.drafter.coordinate import Coordinator

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_kernels.cpu.sampling import PARAMETERS, edit_row, mask_row, sample_rows, score_targets
-from tlt_server.engine.sampling.bad_words import BadWords
 from tlt_server.engine.sampling.structures import Structure, Structures
 from tlt_server.errors import InvalidRequest, StructureFailed
 from tlt_server.grammars.masks import WORD
@@ -29,6 +28,46 @@ from tlt_server.wire.records import GenerateRequest, Sampling, TokenLogprobs
 MAX_LISTED = 8192  # tokens that a sequence's biases and masks may name
 NO_COUNTS_V = np.zeros(0, np.int32)
 NO_IDS = np.zeros(0, np.int64)
+
+
+class _Ban(NamedTuple):
+    before: list[int]
+    last: int
+
+
+class BadWords:
+    """One sequence's forbidden words of several tokens, in the form of a `Structure`. A word's last
+    token may not follow its other tokens, whether these are drafts or not. Forbidden words of one
+    token are biases.
+    """
+
+    ready, quick, error = True, True, None  # nothing is compiled, and some token can always follow
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """`words`: the tokens of each word, at least two."""
+        self._bans: dict[int, list[_Ban]] = {}  # by the token before the last
+        for *before, last in words:
+            self._bans.setdefault(before[-1], []).append(_Ban(before, last))
+        self._longest = max(map(len, words)) - 1
+        self._committed: list[int] = []  # the newest output tokens
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Note output tokens that were appended to the sequence."""
+        self._committed = [*self._committed, *tokens][-self._longest :]
+
+    def rest(self) -> None:
+        """Do nothing: it holds no memory to free."""
+
+    def fill(self, path: Sequence[int], mask_W: NDArray[np.int32], certain: int = 0) -> bool:
+        """Set the bit of each token that may follow the committed tokens and the drafts of `path`:
+        all but those that would complete a word. Words count in the output only.
+        """
+        mask_W.fill(-1)
+        text = [*self._committed, *path]
+        for before, last in self._bans.get(text[-1], ()) if text else ():
+            if text[-len(before) :] == before:
+                mask_W.view(np.uint32)[last // WORD] &= ~np.uint32(1 << last % WORD)
+        return True
 
 
 class SamplingState:
