@@ -11,7 +11,6 @@ import zlib
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 
 from tests.frontend.fake_engine import HANGS
@@ -19,13 +18,12 @@ from tests.frontend.live_server import live_server, server_and_client
 from tests.frontend.test_rollouts import FIELDS, ITEMS, await_waiter
 from tests.frontend.test_supervisor import OFTEN, die
 from tests.frontend.tiny_model import write_model
-from tests.unit.test_journal import FRAMES, HEADER
 from tests.waiting import meanwhile, until
 from tlt_client import Reply
 from tlt_client.wire import Choice
 from tlt_server.errors import StartupError
 from tlt_server.frontend.rollouts import journal
-from tlt_server.frontend.rollouts.journal import Past, RolloutEnd, frame, past
+from tlt_server.frontend.rollouts.journal import past
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.metrics import Metrics
 from tlt_server.wire.events import WeightState
@@ -271,22 +269,3 @@ def test_a_jump_of_the_wall_clock_ends_and_keeps_nothing(
         assert expiry is not None
         left_s = second.call(lambda: expiry.when() - second._loop.time())
         assert 0 <= second.config.rollout_ttl_s - left_s < 20
-
-
-def test_after_a_reboot_the_wall_clock_counts_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = journal.now()
-    assert journal.elapsed_s(at._replace(boot_s=at.boot_s - 5, wall_s=0)) == pytest.approx(5, abs=1)
-    for boot in ("another", ""):
-        other = at._replace(boot=boot, boot_s=1e12)
-        assert journal.elapsed_s(other._replace(wall_s=at.wall_s - 7)) == pytest.approx(7, abs=1)
-        assert journal.elapsed_s(other._replace(wall_s=at.wall_s + DAY_S)) == 0
-
-
-def test_the_end_of_a_journal_from_before_is_found() -> None:
-    """Ends had two fields less."""
-    payload = msgspec.msgpack.encode({"type": "end", "at_s": 3.5, "tokens": 3})
-    length = len(payload).to_bytes(4, "little")
-    before = length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload
-    for end in (before, frame(RolloutEnd(3.5, 3))):
-        whole = FRAMES[0] + end
-        assert past(whole, outputs=False) == Past(HEADER, [], RolloutEnd(3.5, 3), len(whole))

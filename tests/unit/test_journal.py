@@ -22,9 +22,12 @@ from tlt_server.frontend.rollouts.journal import (
     Header,
     Journal,
     KeptItem,
+    Past,
     Record,
     RolloutEnd,
+    elapsed_s,
     frame,
+    now,
     past,
 )
 from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, TokenLogprobs
@@ -191,3 +194,21 @@ def test_a_disk_that_is_full_is_a_typed_error_with_a_remedy(
         journal.append(FRAMES[0])
     with pytest.raises(StorageFailed):
         Journal(tmp_path / "nowhere" / "r.journal")
+
+
+def test_after_a_reboot_the_wall_clock_counts_forwards() -> None:
+    at = now()
+    assert elapsed_s(at._replace(boot_s=at.boot_s - 5, wall_s=0)) == pytest.approx(5, abs=1)
+    for boot in ("another", ""):
+        other = at._replace(boot=boot, boot_s=1e12)
+        assert elapsed_s(other._replace(wall_s=at.wall_s - 7)) == pytest.approx(7, abs=1)
+        assert elapsed_s(other._replace(wall_s=at.wall_s + 86400.0)) == 0
+
+
+def test_an_end_with_two_fields_less_is_found() -> None:
+    payload = msgspec.msgpack.encode({"type": "end", "at_s": 3.5, "tokens": 3})
+    length = len(payload).to_bytes(4, "little")
+    before = length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload
+    for end in (before, frame(RolloutEnd(3.5, 3))):
+        whole = FRAMES[0] + end
+        assert past(whole, outputs=False) == Past(HEADER, [], RolloutEnd(3.5, 3), len(whole))
