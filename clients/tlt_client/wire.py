@@ -33,6 +33,9 @@ class SdReport(Struct, frozen=True):
 
 
 Alternatives = tuple[list[int], list[float]]  # token ids and their log-probs, best first
+Numerics = Annotated[str, "the guarantee that the tokens have: strict or fast, with how it is kept"]
+RolloutId = Annotated[str, "with which it is followed, fetched and deleted"]
+RolloutState = Annotated[Literal["running", "done"], "whether all items have ended"]
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -89,9 +92,7 @@ class Usage(Struct, frozen=True):
 class Reply(Struct, frozen=True):
     results: Annotated[list[ItemResult], "one per item, in the order of the request"]
     usage: Annotated[Usage, "tokens of the whole batch"]
-    numerics: Annotated[
-        str, "the guarantee that the tokens have: strict or fast, with how it is kept"
-    ]
+    numerics: Numerics
 
 
 class Progress(Struct, frozen=True):
@@ -103,7 +104,7 @@ class Progress(Struct, frozen=True):
 class RolloutStatus(Struct, frozen=True):
     """The id and state of one rollout."""
 
-    id: Annotated[str, "with which it is followed, fetched and deleted"]
+    id: RolloutId
     status: Annotated[
         Literal["running", "done", "deleted"], "running or done; of a rollout just deleted, deleted"
     ]
@@ -112,8 +113,8 @@ class RolloutStatus(Struct, frozen=True):
 class RolloutSummary(Struct, frozen=True):
     """A rollout without its prompts and results."""
 
-    id: Annotated[str, "with which it is followed, fetched and deleted"]
-    status: Annotated[Literal["running", "done"], "whether all items have ended"]
+    id: RolloutId
+    status: RolloutState
     detached: Annotated[bool, "asked for with `detach`, else with an Idempotency-Key alone"]
     created_s: Annotated[float, "when it was started, in Unix seconds"]
     done_s: Annotated[float | None, "when its last item ended, in Unix seconds; null while it runs"]
@@ -130,15 +131,13 @@ class RolloutReply(Struct, frozen=True):
     """A rollout with all results that there are; once `status` is done, with all of them."""
 
     id: Annotated[str, "of the rollout"]
-    status: Annotated[Literal["running", "done"], "whether all items have ended"]
+    status: RolloutState
     progress: Annotated[Progress, "how far it is"]
     results: Annotated[
         list[ItemResult], "of the items that have ended, in the order of the request"
     ]
     usage: Annotated[Usage, "tokens of these items"]
-    numerics: Annotated[
-        str, "the guarantee that the tokens have: strict or fast, with how it is kept"
-    ]
+    numerics: Numerics
 
 
 class EngineState(Struct, frozen=True):
@@ -227,9 +226,7 @@ class Token(Struct, frozen=True, kw_only=True):
 
 class Done(Struct, frozen=True):
     usage: Annotated[Usage, "tokens of the whole batch"]
-    numerics: Annotated[
-        str, "the guarantee that the tokens have: strict or fast, with how it is kept"
-    ]
+    numerics: Numerics
 
 
 StreamEvent = Token | ItemResult | Done
