@@ -149,7 +149,7 @@ def test_a_sampled_token_has_its_own_logprob_among_the_best() -> None:
 
 
 @pytest.mark.parametrize(("requests", "decode_rows"), [(1, 9), (4, 24), (3, 3)])
-def test_what_was_emitted_is_found_where_it_was_sampled(requests: int, decode_rows: int) -> None:
+def test_emitted_tokens_are_found_at_their_samples(requests: int, decode_rows: int) -> None:
     said = 0
     for seed in range(6):
         cycle = Cycle(seed, requests=requests, depth=4, width=3, decode_rows=decode_rows, luck=0.9)
@@ -178,7 +178,7 @@ def test_what_was_emitted_is_found_where_it_was_sampled(requests: int, decode_ro
 
 
 @gpu
-def test_a_row_of_a_large_vocabulary_has_the_same_bits_alone_and_among_256() -> None:
+def test_row_of_a_large_vocabulary_has_its_bits_in_company() -> None:
     logits_SV, p = rows_of(V_TARGET, 256, 10), Parameters(256, 10)
     p.temperature[::3], p.temperature[5] = 0.8, 0
     p.top_p[::2], p.top_k[::4], p.min_p[::8] = 0.95, 50, 0.02

@@ -239,7 +239,7 @@ def test_rows_find_their_sequence_and_dead_rows_give_no_token(filtered):
         assert_same_bits("logprob_S", alone.logprob_S, found.logprob_S[s : s + 1])
 
 
-def test_rows_without_filters_keep_their_bits_next_to_rows_with_filters():
+def test_unfiltered_rows_keep_their_bits_next_to_filtered_rows():
     logits_SV, p = rows_of(2100, 6, 8), Parameters(6, 8)
     plain = p.sample(logits_SV, filtered=False)
     p.top_p[::2], p.top_k[::2] = 0.5, 9

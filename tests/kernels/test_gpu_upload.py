@@ -137,7 +137,7 @@ def test_a_batch_slot_is_named_once_in_an_upload() -> None:
     assert upload.extend_pages(2, 1, [10])
 
 
-def test_what_does_not_fit_is_refused_whole() -> None:
+def test_changes_without_room_are_refused_whole() -> None:
     _, upload, buffer_U = make()
     tokens = np.arange(1400, dtype=np.int32)
     assert upload.admit(0, tokens, range(88), limit=1500, seed=1)

@@ -104,7 +104,7 @@ def test_journal_reads_back_bit_for_bit_with_its_prompt_once() -> None:
     assert FRAMES[0].count(b"\xce\x7f\xff\xff\xff") == 1  # the prompt's last token
 
 
-def test_a_rollout_from_before_rollouts_had_owners_is_read_and_nobodys() -> None:
+def test_journal_without_owner_is_read() -> None:
     before = {name: value for name, value in msgspec.to_builtins(HEADER).items() if name != "owner"}
     payload = msgspec.msgpack.encode({**before, "items": [KeptItem.of(ITEM)]})
     length = len(payload).to_bytes(4, "little")
@@ -165,7 +165,7 @@ def test_anything_at_all_is_no_journal(data: bytes) -> None:
     assert past(data) is None
 
 
-def test_writing_goes_on_behind_the_last_whole_record(tmp_path: Path) -> None:
+def test_writing_continues_after_the_last_whole_record(tmp_path: Path) -> None:
     path = tmp_path / "r.journal"
     path.write_bytes(WHOLE[: ENDS[2] + 11])  # torn in the third
     said = past(path.read_bytes())
@@ -182,7 +182,7 @@ def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "r.journal").stat().st_mode) == 0o600
 
 
-def test_a_disk_that_is_full_is_a_typed_error_with_a_remedy(
+def test_full_disk_is_a_typed_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: int, data: bytes) -> int:

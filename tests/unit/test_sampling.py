@@ -254,7 +254,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_permuted(batch, random):
 @pytest.mark.slow
 @given(rows(), st.integers(0, 6))
 @settings(max_examples=150, deadline=None)
-def test_a_token_on_the_path_counts_like_a_committed_one_bit_for_bit(row, committed):
+def test_draft_tokens_count_like_committed_ones(row, committed):
     tokens = row.output + row.path
     committed = min(committed, len(tokens))
     moved = dataclasses.replace(row, output=tokens[:committed], path=tokens[committed:])
@@ -338,13 +338,13 @@ def test_greedy_reports_temperature_one_without_filters():
     assert result.top[0].token_ids == (2, 1, 0)
 
 
-def test_raw_logprobs_are_nan_where_not_asked_and_none_where_nobody_asks():
+def test_raw_logprobs_exist_only_for_rows_with_them():
     plain, raw = row([0.0, 1.0]), row([0.0, 1.0], raw_logprobs=True)
     assert sampled(plain).raw_logprob_S is None
     assert np.isnan(sampled(plain, raw).raw_logprob_S).tolist() == [True, False]
 
 
-def test_rows_of_one_state_share_its_parameters_and_differ_by_position():
+def test_rows_of_one_state_differ_by_position_only():
     state, positions = row([0.0] * 64, of={"seed": 4}).state(), np.arange(1, 9)
     paths = np.zeros((8, 0), np.int32)
     result = sample(torch.zeros(8, 64), [state], np.zeros(8, np.int64), positions, paths)
@@ -371,7 +371,7 @@ def test_prompt_logprobs_give_the_target_then_the_best():
     assert [entry.token_ids for entry in without] == [(t,) for t in targets]
 
 
-def test_a_prompts_last_target_scores_like_a_sampled_token_bit_for_bit():
+def test_prompt_scores_have_the_bits_of_sampled_ones():
     logits = np.random.default_rng(1).standard_normal(130).astype(np.float32)
     result = sampled(row(logits, of={"seed": 3}, temperature=1.0, raw_logprobs=True))
     [scored] = prompt_logprobs(torch.from_numpy(logits[None]), [int(result.token_S[0])], 0)

@@ -94,13 +94,13 @@ def test_the_sampler_takes_the_largest_biases(bias: float) -> None:
 @pytest.mark.parametrize(
     "name", ["top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"]
 )
-def test_what_no_32_bit_integer_holds_is_refused(name: str) -> None:
+def test_values_beyond_int32_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} is 2147483648"):
         parse(SamplingFields, json.dumps({name: 2**31}).encode(), BOUNDS)
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest])
-def test_the_openai_dialect_tolerates_a_large_top_k_up_to_the_same_bound(model: Any) -> None:
+def test_openai_takes_top_k_up_to_int32(model: Any) -> None:
     prompt: dict[str, Any] = (
         {"prompt": "a"}
         if model is CompletionRequest
