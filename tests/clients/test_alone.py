@@ -113,7 +113,7 @@ def python(alone: Path, script: str, *arguments: str) -> subprocess.CompletedPro
     )
 
 
-def test_it_works_against_a_server_and_loads_nothing_heavy(alone: Path, server: LiveServer) -> None:
+def test_the_client_works_and_loads_nothing_heavy(alone: Path, server: LiveServer) -> None:
     done = python(alone, ASKS, server.url)
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())

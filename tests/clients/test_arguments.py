@@ -46,7 +46,7 @@ def test_key_unfit_for_a_header_is_refused_and_not_quoted(kind: Any, key: str, s
     assert refused.value.__cause__ is None
 
 
-def test_a_non_text_key_is_not_quoted_either() -> None:
+def test_a_non_text_key_is_not_quoted() -> None:
     with pytest.raises(InvalidArgument, match="of type bytes; give it as text") as refused:
         Client(api_key=SECRET.encode())  # type: ignore[arg-type]
     assert "sk-" not in str(refused.value)

@@ -116,7 +116,7 @@ def test_failing_structures_and_odd_aborts_end_nothing_else(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_one_keys_failing_requests_slow_no_other_key(
+def test_failing_requests_of_a_key_slow_no_other_key(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     (tmp_path / "keys").write_text("a scopes=data name=a\nb scopes=data,operate name=b\n")

@@ -59,7 +59,7 @@ def test_quick_demo_prints_its_table_with_the_same_tokens(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("when", ["listening on", pytest.param("off: ", marks=pytest.mark.long)])
-def test_an_interrupted_demo_takes_its_server_with_it(when: str, tmp_path: Path) -> None:
+def test_an_interrupted_demo_stops_its_server(when: str, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "tlt_server", "demo"],
         cwd=tmp_path,

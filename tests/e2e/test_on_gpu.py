@@ -137,7 +137,7 @@ def test_push_changes_every_reply_and_rollback_restores_the_bits(
     assert generate(client, batch(16, n=1)) == plain
 
 
-def test_metrics_tell_of_it(client: Client, plain: list[Any]) -> None:
+def test_metrics_show_the_gpu_and_its_tokens(client: Client, plain: list[Any]) -> None:
     client.set_strategy("fixed", "eagle:7x4x16")
     generate(client, batch(16, n=1))
     [build] = samples(client, "tlt_build_info")

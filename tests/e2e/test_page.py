@@ -242,7 +242,7 @@ def test_the_page_explains_the_choice_of_the_strategy(
     expect(page.locator("#fact-pins")).to_have_text("none")
 
 
-def test_it_shows_the_training_of_the_drafter(open_page: Open, server: ServerProcess) -> None:
+def test_the_page_shows_the_training_of_the_drafter(open_page: Open, server: ServerProcess) -> None:
     plain = ready(open_page(server.url))
     plain.wait_for_function("drafting !== null")
     expect(plain.locator("#training")).to_be_hidden()  # this server trains nothing
@@ -491,7 +491,7 @@ def test_counters_of_another_server_give_no_negative_rate(
     assert first is None and rates[0] > 0 and rates[1] is None and rates[2] > 0
 
 
-def test_it_asks_less_often_while_nobody_looks(open_page: Open, server: ServerProcess) -> None:
+def test_a_hidden_page_asks_less_often(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url))
     page.evaluate("Object.defineProperty(document, 'hidden', { value: true, configurable: true })")
     page.wait_for_timeout(4000)  # the next turn, which sees it
@@ -622,7 +622,7 @@ def test_the_page_shows_the_state_of_the_probes(
 
 
 @pytest.mark.long
-def test_it_sees_a_server_drain_go_and_come_back(open_page: Open) -> None:
+def test_the_page_sees_a_server_drain_stop_and_return(open_page: Open) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -136,7 +136,7 @@ def test_every_operation_conforms_to_the_document_under_fuzzing(
 
 
 @pytest.mark.long
-def test_with_keys_every_operation_asks_for_one(weight_root: Path, tmp_path: Path) -> None:
+def test_every_operation_asks_for_a_configured_key(weight_root: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     with ServerProcess(
         *DRAFTING,

@@ -197,7 +197,7 @@ def test_orders_are_obeyed_and_the_drafter_goes_back(own: Client) -> None:
 
 
 @pytest.mark.long
-def test_it_trains_again_after_a_push_of_the_target(own: Client, weight_root: Path) -> None:
+def test_training_starts_again_after_a_push_of_the_target(own: Client, weight_root: Path) -> None:
     client, before = own, status(own)
     perturbed_copy(TARGET, weight_root / "step-1")
     assert client.update_weights("step-1", "step-1")["state"] == "committed"

@@ -118,7 +118,7 @@ def begin(client: Client) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["device", "share"])
-def test_it_trains_while_requests_run_with_the_same_tokens(
+def test_training_changes_no_token_of_running_requests(
     mode: str, client: Client, tmp_path: Path
 ) -> None:
     expected = said(client)
@@ -134,9 +134,7 @@ def test_it_trains_while_requests_run_with_the_same_tokens(
 
 
 @pytest.mark.long
-def test_a_push_and_a_death_while_it_trains_change_nothing_else(
-    client: Client, tmp_path: Path
-) -> None:
+def test_training_survives_a_push_and_a_death(client: Client, tmp_path: Path) -> None:
     expected = said(client)
     with serving("device", tmp_path) as server, Client(server.url, timeout_s=120) as own:
         assert said(own) == expected

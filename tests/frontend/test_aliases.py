@@ -46,7 +46,7 @@ def test_every_alias_is_exposed_with_the_labels_of_its_engine(engine: str) -> No
             assert {"model_name": "demo", **ENGINES[engine].labels}.items() <= sample.labels.items()
 
 
-def test_without_the_setting_there_are_none() -> None:
+def test_aliases_are_off_by_default() -> None:
     assert not [name for name in sums(Metrics()) if ":" in name]
 
 
@@ -164,7 +164,7 @@ PROMETHEUS_3 = (
 )
 
 
-def test_openmetrics_is_sent_to_those_who_ask_for_it(model: Path) -> None:
+def test_openmetrics_is_sent_on_request(model: Path) -> None:
     with live_server(model, metrics_aliases="vllm,sglang") as server:
         for accept, openmetrics in (
             (PROMETHEUS_3, True),

@@ -152,7 +152,7 @@ def test_a_page_of_another_site_may_call_open_routes_only(
             assert refusals(text)["foreign_page"] >= 70
 
 
-def test_behind_a_proxy_the_browser_vouches_for_the_page(keyed: LiveServer) -> None:
+def test_the_browser_vouches_for_a_page_of_a_proxy(keyed: LiveServer) -> None:
     """A proxy may pass another Host on than the browser sent."""
     page = {"origin": "https://tlt.example", "host": "upstream:8000"}
     for site, status in (({}, 403), ({"sec-fetch-site": "same-origin"}, 200)):

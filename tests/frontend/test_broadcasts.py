@@ -274,7 +274,7 @@ def test_the_role_of_a_push_follows_its_tensors(server: LiveServer) -> None:
     assert role(["w", "v"]) == "drafter" and role(["w", "v"], selector="target") == "target"
 
 
-def test_a_session_holds_every_push_by_whatever_channel(server: LiveServer) -> None:
+def test_a_session_holds_pushes_of_every_channel(server: LiveServer) -> None:
     post(server, "/begin_weight_update")
     assert post(server, "/update_weights", {"update_info": INFO})["state"] == "staged"
     assert (
@@ -310,7 +310,7 @@ def test_a_refused_end_leaves_the_session_open(server: LiveServer) -> None:
     )
 
 
-def test_where_nothing_can_be_staged_a_session_holds_nothing(model: Path) -> None:
+def test_a_session_without_staging_holds_nothing(model: Path) -> None:
     with live_server(model, weight_staging="none") as server:
         post(server, "/start_weight_update")
         assert (

@@ -80,7 +80,7 @@ def test_the_model_is_listed_by_its_name_and_its_directory(server: LiveServer, m
     assert none.status_code == 404 and none.json()["error"]["type"] == "not_found_error"
 
 
-def test_an_output_longer_than_the_model_is_cut_and_says_so(server: LiveServer) -> None:
+def test_an_output_longer_than_the_model_ends_by_length(server: LiveServer) -> None:
     reply = post(server, COMPLETIONS, prompt="a", max_tokens=10**6).json()
     assert reply["choices"][0]["finish_reason"] == "length"
     assert reply["usage"]["total_tokens"] == 512
@@ -90,7 +90,7 @@ def test_an_output_longer_than_the_model_is_cut_and_says_so(server: LiveServer) 
     assert tokens["choices"][0]["finish_reason"] == "length"
 
 
-def test_each_chunk_has_the_usage_so_far_where_it_is_asked_for(server: LiveServer) -> None:
+def test_continuous_usage_is_in_each_chunk(server: LiveServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     found = chunks(server, COMPLETIONS, prompt="ab", max_tokens=9, stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in found]

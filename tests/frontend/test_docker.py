@@ -56,7 +56,7 @@ def test_the_image_is_pinned_and_has_no_build_tools() -> None:
     assert [rest for word, rest in last if word == "COPY"] == ["--from=build /opt/tlt /opt/tlt"]
 
 
-def test_it_runs_as_a_user_of_its_own() -> None:
+def test_the_image_runs_as_a_user_of_its_own() -> None:
     (user,) = all_of("USER")
     assert user != "root"
     assert any(
@@ -121,7 +121,7 @@ def test_the_bill_of_materials_matches_the_lock() -> None:
     assert len({part["bom-ref"] for part in made["components"]}) == len(made["components"])
 
 
-def test_it_runs_on_a_read_only_file_system_without_rights() -> None:
+def test_the_image_runs_read_only_and_without_rights() -> None:
     (volume,) = all_of("VOLUME")
     assert SERVER["read_only"] and SERVER["tmpfs"] == ["/tmp"] and SERVER["cap_drop"] == ["ALL"]
     assert SERVER["security_opt"] == ["no-new-privileges:true"]

@@ -83,7 +83,9 @@ def recording(
         yield server
 
 
-def test_a_server_without_recording_says_so(client: Client, server: LiveServer) -> None:
+def test_a_server_without_recording_shows_an_empty_state(
+    client: Client, server: LiveServer
+) -> None:
     assert client.drafter() == {
         "target_version": "v0",
         "drafters": [],
@@ -192,7 +194,7 @@ def test_a_pause_for_no_such_time_is_refused(server: LiveServer, for_s: str, sai
     assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
 
 
-def test_without_files_there_is_nothing_to_hand_out(recorded_model: Path) -> None:
+def test_a_server_without_files_hands_out_nothing(recorded_model: Path) -> None:
     with live_server(recorded_model, drafter_training="idle") as server:
         reply = httpx.get(f"{server.url}/drafter/samples")
         state = httpx.get(f"{server.url}/drafter").json()
@@ -395,7 +397,7 @@ def test_a_replaced_candidate_is_reported_as_such(
             client.drafter_file(version, SINGLE)
 
 
-def test_without_a_trainer_there_is_no_candidate(recording: LiveServer, client: Client) -> None:
+def test_a_server_without_a_trainer_has_no_candidate(recording: LiveServer, client: Client) -> None:
     with pytest.raises(Conflict, match="drafter_training is off"):
         client.drafter_files("candidate")
     with Client(recording.url) as other, pytest.raises(Conflict, match="without a network"):

@@ -116,7 +116,7 @@ def test_a_name_with_a_slash_may_be_escaped(model: Path) -> None:
             assert ask(connection, "GET", f"/v1/models/{name}")[0] == 404, name
 
 
-def test_a_path_ends_where_it_ends(server: LiveServer) -> None:
+def test_a_path_takes_no_encoded_suffix(server: LiveServer) -> None:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
     for path in ("/version%0A", "/version%2F", "/v1%2Fmodels", "/v1/models%0A"):
         status, text = ask(connection, "GET", path)

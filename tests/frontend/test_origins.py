@@ -198,7 +198,7 @@ def test_replies_to_programs_vary_and_show_no_origin(http: httpx.Client) -> None
     assert reply.status_code == 200 and shown_to(reply) is None
 
 
-def test_without_a_list_no_reply_speaks_of_origins(server: LiveServer) -> None:
+def test_no_reply_speaks_of_origins_by_default(server: LiveServer) -> None:
     for reply in (
         httpx.get(f"{server.url}/livez", headers=page(LISTED)),
         httpx.get(f"{server.url}/version"),

@@ -173,7 +173,7 @@ def test_a_queue_full_of_tokens_or_pages_refuses(model: Path) -> None:
         assert httpx.post(f"{server.url}/generate", json=hundreds(20)).status_code == 200  # alone
 
 
-def test_where_nothing_fits_no_body_is_parsed(model: Path) -> None:
+def test_a_full_queue_parses_no_body(model: Path) -> None:
     with live_server(model, max_queue=1) as server, httpx.Client() as other:
         with other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}):
             until(lambda: len(server.client) == 1)

@@ -77,7 +77,7 @@ def test_the_document_describes_the_page(server: LiveServer) -> None:
     assert list(about["responses"]["200"]["content"]) == ["text/html"] and about["summary"]
 
 
-def test_every_metric_it_reads_exists() -> None:
+def test_every_metric_of_the_page_exists() -> None:
     named = set(re.findall(r'"(tlt_\w+)"', PAGE.read_text()))
     assert len(named) >= 16 and named <= set(_series(Metrics().registry.collect()))
 

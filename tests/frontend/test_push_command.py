@@ -38,7 +38,7 @@ def test_push_command_presents_a_client_certificate(
         assert str(key) in capsys.readouterr().err
 
 
-def test_it_sends_the_first_key_of_a_file(
+def test_the_command_sends_the_first_key_of_a_file(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with live_server(model, keys="push-key scopes=push-weights name=trainer\n") as server:

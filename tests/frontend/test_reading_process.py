@@ -188,7 +188,7 @@ async def test_errors_cross_with_their_type_or_without_details(reader: Reader) -
 
 
 @with_reader()
-async def test_small_work_goes_on_beside_the_largest(reader: Reader) -> None:
+async def test_small_work_goes_on_next_to_the_largest(reader: Reader) -> None:
     await tokenised(reader, "x")
     large, served = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE)), 0
     while not large.done():
@@ -324,7 +324,7 @@ async def test_patience_counts_the_time_of_a_core(reader: Reader) -> None:
 
 
 @with_reader(memory_mb=128)
-async def test_memory_is_bounded_and_who_needs_more_is_too_large(reader: Reader) -> None:
+async def test_a_job_needing_more_memory_is_too_large(reader: Reader) -> None:
     for text in ("a" * 2**21, "b" * 2**22):  # one does without memory in Python, one in Rust
         with pytest.raises(TooLarge, match="smaller parts"):
             await tokenised(reader, text, total=LARGE)

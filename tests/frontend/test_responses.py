@@ -172,7 +172,7 @@ def test_conversation_continues_by_previous_response_id(server: LiveServer) -> N
     assert gone.status_code == 404 and "max_responses" in gone.json()["error"]["message"]
 
 
-def test_long_texts_are_taken_where_templates_read_them(server: LiveServer) -> None:
+def test_templates_read_long_texts(server: LiveServer) -> None:
     """The body is read by another process. Too many tokens for this model are counted in it."""
     long, user = "x" * 2**18, {"role": "user", "content": "a"}
     output = {"type": "function_call_output", "call_id": "1", "output": long}

@@ -197,7 +197,7 @@ def answers(server: LiveServer, trust: grpc.ChannelCredentials, **fields: Any) -
             return False
 
 
-def test_certificates_are_https_and_are_renewed_with_them(
+def test_grpc_takes_and_renews_the_certificates_of_https(
     model: Path, files: dict[str, Path], first: Issuer, second: Issuer
 ) -> None:
     with live_server(model, grpc_port=0, **files) as secure:

@@ -129,7 +129,9 @@ def test_each_waiting_call_learns_of_the_shutdown_once(server: Served) -> None:
             assert "may be done or not" in error.message and "GET /weights" in error.message
 
 
-def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> None:
+def test_each_waiting_grpc_call_learns_of_the_shutdown_once(
+    server: Served, stub: RolloutServiceStub
+) -> None:
     over = threading.Event()
 
     def half() -> Iterator[UpdateWeightsRequest]:

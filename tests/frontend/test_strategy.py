@@ -25,7 +25,7 @@ HISTORY = {"drafter": "history"}
 server = serving(engine={"drafter": "eagle+history"})
 
 
-def test_a_fresh_server_shows_the_policy_it_was_started_with(model: Path) -> None:
+def test_a_fresh_server_shows_its_initial_policy(model: Path) -> None:
     with server_and_client(model, engine=HISTORY, drafter="history") as (server, client):
         state = client.strategy()
         assert (state["policy"], state["strategy"], state["in_force"]) == ("goodput", None, None)
@@ -37,7 +37,7 @@ def test_a_fresh_server_shows_the_policy_it_was_started_with(model: Path) -> Non
         assert client.strategy()["in_force"] == "off"
 
 
-def test_the_grounds_of_the_choice_are_shown(model: Path) -> None:
+def test_the_reasons_of_a_choice_are_shown(model: Path) -> None:
     with server_and_client(
         model, engine={"drafter": "eagle"}, drafter="history", sd_max_batch=5
     ) as (server, client):

@@ -61,7 +61,7 @@ def test_encoding_and_decoding_are_inverse(text: str) -> None:
 
 
 @given(st.text(alphabet="ab é€🚀", max_size=30))
-def test_byte_fallback_tokenizers_show_no_half_characters_either(text: str) -> None:
+def test_byte_fallback_tokenizers_show_no_half_characters(text: str) -> None:
     tokenizer = Tokenizer(
         models.Unigram(
             [(f"<0x{byte:02X}>", 0.0) for byte in range(256)], byte_fallback=True, unk_id=0
@@ -260,7 +260,7 @@ def test_an_unreadable_template_file_is_a_model_error(
         Text.load(tmp_path)
 
 
-def test_template_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+def test_template_files_are_utf_8_in_any_locale(tmp_path: Path) -> None:
     write_model(tmp_path).joinpath("chat_template.jinja").write_bytes("é".encode())
     script = (
         "import sys, pathlib; from tlt_server.frontend.generation.text import Text; "

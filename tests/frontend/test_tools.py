@@ -215,9 +215,7 @@ def test_a_model_without_tools_in_its_template_refuses_them(
         assert done(server, CHAT, **says("a", tool_choice="none"))
 
 
-def test_calls_stay_text_where_no_form_of_them_is_known(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_calls_of_an_unknown_form_stay_text(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = write_saying(tmp_path_factory.mktemp("model"))
     with live_server(model, served_model_name="tiny", tool_call_parser="none") as server:
         assert message(server, CALL)["content"] == CALL
@@ -423,9 +421,7 @@ def test_a_template_of_a_request_is_bounded(
         assert response.status_code == 400 and says_ in response.text, response.text[:300]
 
 
-def test_a_template_of_a_request_runs_where_the_server_allows_it(
-    server: LiveServer, trusting: LiveServer
-) -> None:
+def test_a_request_template_runs_if_allowed(server: LiveServer, trusting: LiveServer) -> None:
     asked = {"messages": USER, "chat_template": "own {{ messages[0].content }}" + EOS}
     assert message(trusting, "", **asked)["content"] == "own hi"
     refused = post(server, CHAT, **asked)

@@ -111,7 +111,7 @@ def test_a_part_comes_in_ranges_and_is_pushed_once(client: Client, server: LiveS
     refused(lambda: client.weights_part("v1", PART), "first byte", status=404)
 
 
-def test_removing_many_bytes_stops_nobody(
+def test_removing_many_bytes_delays_no_upload(
     client: Client, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed, go_on = list[Path](), threading.Event()
@@ -207,7 +207,7 @@ def test_an_unpushed_upload_is_removed(model: Path, tmp_path: Path) -> None:
         assert emptied(server)
 
 
-def test_without_the_channel_no_part_is_taken(model: Path) -> None:
+def test_parts_need_the_http_channel(model: Path) -> None:
     with server_and_client(model) as (server, client):
         refused(lambda: put(client, b"a"), "--weight-channels", status=403)
         refused(lambda: client.weights_part("v", PART), "--weight-channels", status=403)

@@ -174,9 +174,7 @@ def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveSer
     assert "nothing to compare with" in refused(action="compare", baseline={})
 
 
-def test_after_a_reset_all_differs_until_it_is_pushed_again(
-    client: Client, server: LiveServer
-) -> None:
+def test_a_reset_makes_all_differ_until_the_next_push(client: Client, server: LiveServer) -> None:
     """A push that was lost is found, as where a reset writes over the weights."""
     before = client.remember_weight_checksums()
     for path, action in (("/weight_checker", "reset"), ("/weights_checker", "reset_tensors")):
