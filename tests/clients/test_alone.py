@@ -6,8 +6,6 @@ installed here, so no network is needed: a directory with these distributions' p
 interpreter that sees that directory and its own standard library.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

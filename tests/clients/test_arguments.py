@@ -1,7 +1,5 @@
 """Arguments that cannot be sent are refused where they are given, with what they must be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

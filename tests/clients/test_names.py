@@ -1,7 +1,5 @@
 """Names of versions and adapters: nothing unseen in them, and spans that can be read in one way."""
 
-from __future__ import annotations
-
 import re
 import sys
 import unicodedata

@@ -2,8 +2,6 @@
 `tests/e2e/test_trl.py`.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -5,8 +5,6 @@ The trainer takes the worker as an argument. Its constructor registers attention
 transformers and asks CUDA for the device's name; `on_cpu` replaces both.
 """
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

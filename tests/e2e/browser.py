@@ -2,8 +2,6 @@
 fresh profile, no traffic of its own.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

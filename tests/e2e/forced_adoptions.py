@@ -5,8 +5,6 @@ the real ones. Two steps make a candidate, so that each differs a little from th
 program: `forced_adoptions.py serve FLAGS` is the server, otherwise its trainer.
 """
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ trainer has broadcast and what the server says is live, as checksums by tensor, 
 is live.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -7,8 +7,6 @@ with a context that is lost. As a program: `gpu_fault.py serve FLAGS` is the ser
 DIR` its engine.
 """
 
-from __future__ import annotations
-
 import atexit
 import sys
 import time

@@ -2,8 +2,6 @@
 sound one hostile.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -7,8 +7,6 @@ in the same way.
 the answers.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import sys

@@ -2,8 +2,6 @@
 run: these get the tokens of a quiet server, from the same engine.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading

@@ -2,8 +2,6 @@
 speculation saves, overload ends every request once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -5,8 +5,6 @@ After every round what is live is, tensor by tensor, what the trainer has broadc
 all the while; the orders stand in `gloo_trainer`.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.pool import Pool

@@ -2,8 +2,6 @@
 The faults of pushes are in `tests/engine/test_channel_faults.py` and `test_push_faults.py` there.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 the trainer, this process, has sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import os

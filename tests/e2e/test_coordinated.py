@@ -2,8 +2,6 @@
 drafter reaches both, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

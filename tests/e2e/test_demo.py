@@ -1,7 +1,5 @@
 """`tlt demo --quick`, as anyone would run it, from a directory that is not the checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ Every route has one. Python's blocks run in this process, which has imported tor
 names of its own and an empty directory.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`tlt doctor` as a process: every check passes here, and a broken torch is a finding."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

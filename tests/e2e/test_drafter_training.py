@@ -2,8 +2,6 @@
 trainer process, with the same tokens.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -2,8 +2,6 @@
 nothing else.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """gRPC as users start it: the example's trainer, and the bits of HTTP."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 resumed, on one rank and on two, of which one may die.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ Requests are made by `hostile_requests` from a seed; a failure names seed and in
 run in between, and their results are bit for bit those from before the storm.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -2,8 +2,6 @@
 directories that cannot be used.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 short of memory, hit by an error.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 `/generate` is the reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -7,8 +7,6 @@ OpenRLHF's releases did that had no communicator of vLLM. That itself needs two 
 (0.11.2), and Ray is left out, as the actor is a plain class with it or without.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable

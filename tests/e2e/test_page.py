@@ -2,8 +2,6 @@
 cannot get in.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

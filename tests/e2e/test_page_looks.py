@@ -2,8 +2,6 @@
 wider than the window.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -6,8 +6,6 @@ is lost or duplicated, every token names its pushed version, in order, and at th
 answers like a fresh one with the last weights.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

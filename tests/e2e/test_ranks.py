@@ -2,8 +2,6 @@
 tokens after one of them was killed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ The address in the blocks is replaced by the test server's; a block that starts 
 free port, and SIGTERM once it is ready.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

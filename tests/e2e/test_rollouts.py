@@ -2,8 +2,6 @@
 bit an undisturbed run's.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

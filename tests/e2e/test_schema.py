@@ -5,8 +5,6 @@ A failure comes with a curl command; a run is the same for the same seed. `--max
 the work of a run; no clock does, because machines are shared.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -2,8 +2,6 @@
 rollouts running meanwhile.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ The pushes carry the served target again, and drafters that differ: no push may 
 shard of the whole is one server and one seed; 24 of them make the million of requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

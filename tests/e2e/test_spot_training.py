@@ -2,8 +2,6 @@
 same, and a trainer that is killed goes on from its checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

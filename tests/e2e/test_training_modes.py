@@ -3,8 +3,6 @@ tokens are those of a server without it, through adoptions, a push of the target
 the trainer.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -5,8 +5,6 @@ With verl and ray installed their real classes and actors are used; else stand-i
 signatures of verl 0.9.1.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

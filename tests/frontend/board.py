@@ -1,7 +1,5 @@
 """Reads the board and the alerts under docker/, and what their PromQL asks for."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

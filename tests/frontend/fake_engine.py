@@ -6,8 +6,6 @@ as with speculation. Some tokens in a prompt stand for an event: see the constan
 coroutine in a test's loop, or as a process in place of the real engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -5,8 +5,6 @@ The server's limits on waiting for replies and for an engine to end are longer t
 so a test that runs into one fails.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 `python -m tests.frontend.field_tables` writes them again, and a test compares.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 it lets everything through.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,6 @@
 depend on the load of the machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import time

@@ -1,7 +1,5 @@
 """Calls of the OpenAI dialect, and a server with small limits for them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -2,8 +2,6 @@
 end with. Other operations differ by their types, which `test_rpc_mirror` compares.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -2,8 +2,6 @@
 and this template puts the answer there.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

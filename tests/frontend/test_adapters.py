@@ -1,7 +1,5 @@
 """LoRA adapters in every dialect: loaded, named by requests, listed, unloaded, refused by name."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

@@ -2,8 +2,6 @@
 of each choice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -2,8 +2,6 @@
 against one server, whose model calls each tool once.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics under the names of other engines, and the format that a scrape asks for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

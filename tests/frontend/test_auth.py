@@ -2,8 +2,6 @@
 rotation while serving, the audit.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

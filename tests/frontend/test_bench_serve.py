@@ -1,7 +1,5 @@
 """`tlt bench serve`: the figures of answers whose times are known, and a run against a server."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

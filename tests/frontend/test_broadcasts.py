@@ -2,8 +2,6 @@
 them, and what is refused before it reaches a session.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from pathlib import Path

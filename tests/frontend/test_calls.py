@@ -5,8 +5,6 @@ field of every reply is compared.
 value of that type.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 retries that never run a request twice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

@@ -2,8 +2,6 @@
 model, usage in every chunk, seeds with a sign.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

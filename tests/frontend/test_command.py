@@ -2,8 +2,6 @@
 after the end.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Flags, variables and YAML are one strict set of settings."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -2,8 +2,6 @@
 the longest silent one goes first.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Faults between an engine's event and those who wait for it: no such fault is the engine's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Directories of dead servers are swept at the next start, and nothing else is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 image tags.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -2,8 +2,6 @@
 refuses what it cannot.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Every request ends: by its deadline, while the server drains, and after the engine has died."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

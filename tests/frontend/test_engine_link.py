@@ -1,7 +1,5 @@
 """One epoch of the engine: when it takes commands."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Exports that hang, fail or were cut off leave nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 and the engine gets nothing that it could not have been asked for.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections import Counter

@@ -2,8 +2,6 @@
 the commands a new engine receives.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

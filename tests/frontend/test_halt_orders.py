@@ -6,8 +6,6 @@ were sent. In every order, once the twin has answered, the frontend knows exactl
 and a resume and a wake-up at the end make it serve.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import deque

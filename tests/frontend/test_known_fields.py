@@ -2,8 +2,6 @@
 name, or changes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The manifests under docker/k8s are valid, fit each other, and ask the server for what it has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

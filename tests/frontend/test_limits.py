@@ -2,8 +2,6 @@
 takes its sequences with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

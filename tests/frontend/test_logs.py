@@ -2,8 +2,6 @@
 completion or a key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """Metrics: what they count, that their labels are bounded, and what an engine step costs them."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import os

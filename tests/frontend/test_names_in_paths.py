@@ -1,7 +1,5 @@
 """Names in paths, however they are spelled: none reaches a thing of another name."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Iterator

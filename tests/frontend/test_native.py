@@ -1,7 +1,5 @@
 """The native dialect end to end: what a reply holds, streamed and not."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 

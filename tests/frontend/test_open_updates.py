@@ -2,8 +2,6 @@
 and it ends by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 tolerance, typed refusals.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

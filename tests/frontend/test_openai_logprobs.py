@@ -1,7 +1,5 @@
 """The OpenAI dialect: log-probs of outputs in both shapes, and of prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The OpenAI dialect: refusals in its envelope, for any body."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 validator has no complaint.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

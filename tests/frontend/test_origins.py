@@ -2,8 +2,6 @@
 that nothing changes for all others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

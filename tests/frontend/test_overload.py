@@ -2,8 +2,6 @@
 never pass is told so.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

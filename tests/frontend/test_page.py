@@ -2,8 +2,6 @@
 metrics that exist.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

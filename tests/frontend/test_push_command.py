@@ -1,7 +1,5 @@
 """`tlt weights` in front of a server without a model: its trust, its key and its output."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

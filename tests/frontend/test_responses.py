@@ -1,7 +1,5 @@
 """The Responses API against the fake engine: items, events, continuation, the bounded store."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 after a jump of the wall clock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """Rollouts are bounded: their number, their time, the bytes of their journals and the disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rollouts: detached and keyed batches go on without their client, are fetched and forgotten."""
 
-from __future__ import annotations
-
 import stat
 import threading
 import time

@@ -2,8 +2,6 @@
 health, reflection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import threading

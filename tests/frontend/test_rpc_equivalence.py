@@ -2,8 +2,6 @@
 the same words.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

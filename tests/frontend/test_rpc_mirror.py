@@ -3,8 +3,6 @@ more and no less; the table has every method; what is committed as generated is 
 gives.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 memory each takes, right or wrong.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

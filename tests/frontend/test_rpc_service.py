@@ -2,8 +2,6 @@
 that they take, metrics.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

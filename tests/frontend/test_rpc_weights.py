@@ -2,8 +2,6 @@
 holds; TLS of the same certificates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path

@@ -2,8 +2,6 @@
 the server leaves.
 """
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Messages of a server while its engine starts: the phase under way, how far it is, its lines."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The cost of large replies and long streams: bytes, chunks, and how long they hold the loop."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Structured outputs at the frontend: what is refused, in which words, and what the engine gets."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Epochs of the engine: restarts, open requests, refusals by name, lost versions."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

@@ -2,8 +2,6 @@
 nothing of others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

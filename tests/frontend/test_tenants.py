@@ -1,7 +1,5 @@
 """Tenants: a key's rollouts and requests, keys replaced while serving, and the audit of calls."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

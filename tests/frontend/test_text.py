@@ -1,7 +1,5 @@
 """Incremental text is the text of all tokens; stop strings are never shown, not even in part."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -2,8 +2,6 @@
 files that cannot be used.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

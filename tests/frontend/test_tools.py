@@ -1,7 +1,5 @@
 """Calls and reasoning in chat completions: messages, streams, hostile input."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Traces of requests: which spans reach a collector, under whose, and what they hold."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

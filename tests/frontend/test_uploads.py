@@ -2,8 +2,6 @@
 them once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

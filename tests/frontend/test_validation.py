@@ -2,8 +2,6 @@
 engine.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

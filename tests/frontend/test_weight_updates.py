@@ -5,8 +5,6 @@ Against a twin of the engine's transaction, which does commands in the order in 
 sent. In every order, an end commits or names exactly the pushes of its own update.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import deque

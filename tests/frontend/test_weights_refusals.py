@@ -1,7 +1,5 @@
 """Bodies of the weight routes that are refused before they reach the engine."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

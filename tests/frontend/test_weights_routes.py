@@ -2,8 +2,6 @@
 value, choice and remedy.
 """
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -2,8 +2,6 @@
 byte value, then specials and merges.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

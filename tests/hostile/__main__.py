@@ -4,8 +4,6 @@ The scenarios run one after the other against one server. To renew the record, n
 `--json benchmarks/results/hostile-cpu.json`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import resource

@@ -2,8 +2,6 @@
 event loop, what memory it takes, and how long probes wait meanwhile.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The client holds them open on every port until the end. What the server closes c
 whether it answers probes is the result.
 """
 
-from __future__ import annotations
-
 import http.client
 import selectors
 import socket

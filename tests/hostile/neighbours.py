@@ -1,7 +1,5 @@
 """One hostile key at full rate, and the small requests of another key meanwhile."""
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import threading

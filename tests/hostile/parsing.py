@@ -2,8 +2,6 @@
 parsed and nothing generated.
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -3,8 +3,6 @@ tokens, each with its log-prob and 20 alternatives. The client reads as fast as 
 probes and another user's one-token requests are timed.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

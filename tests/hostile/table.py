@@ -1,7 +1,5 @@
 """The figures of `python -m tests.hostile`, each next to the bound that it must keep."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 SCENARIOS = ("bodies", "parsing", "neighbours", "streams", "tenants", "connections")

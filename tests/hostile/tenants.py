@@ -1,7 +1,5 @@
 """Goodput by key at three times what the server can do: one greedy key and nine small ones."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
