@@ -21,7 +21,9 @@ from tlt_server.engine.devices.choice import Gpu
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
-from tlt_server.models.eagle import Eagle3
+from tlt_server.models.eagle import Eagle1, Eagle3
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.segments import SegmentHeader, header_bytes, recorded
 from tlt_server.trainer.exporting.initial import draft_vocabulary
@@ -63,6 +65,25 @@ def test_server_loads_a_new_drafter(head, lines):
     assert max(left_out) <= min(counts[t] for t in drafted - set(target.eos_token_ids))
     logits = drafter.logits(torch.randn(3, 256))
     assert torch.isfinite(logits).all() and logits.shape == (3, 100)
+
+
+def test_eagle1_drafter_starts_without_a_head_of_its_own(head, tmp_path, capsys):
+    out = tmp_path / "eagle1"
+    assert main(["drafter", "init", *PAIR, "--network", "eagle1", "--out", str(out)]) == 0
+    config = ModelConfig.read(TARGET)
+    layers = feature_layers(out, config)
+    target = load_target(TARGET, numerics=Numerics("strict"), feature_layers=layers)
+    drafter = Eagle1.load(out, target)
+    assert drafter.target_ids.tolist() == list(range(config.vocab_size))
+    assert torch.isfinite(drafter.logits(torch.randn(3, 256))).all()
+    again = ["--network", "eagle1", "--start-from", str(out), "--out", str(tmp_path / "again")]
+    assert main(["drafter", "init", *PAIR, *again]) == 0
+    before, after = (load_file(x / "model.safetensors") for x in (out, tmp_path / "again"))
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    capsys.readouterr()
+    other = ["--network", "eagle1", "--start-from", str(head), "--out", str(tmp_path / "other")]
+    assert main(["drafter", "init", *PAIR, *other]) == 2
+    assert "start from another drafter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [("--seed", "9" * 24), ("--intermediate", "1000000000")])

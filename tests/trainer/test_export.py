@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ from tlt_server.bench.recording import recorded
 from tlt_server.bench.replaying.names import parse_policy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.drafter import export as export_command
-from tlt_server.drafter.arguments import LAYOUTS
 from tlt_server.drafter.evaluate import loaded
 from tlt_server.drafter.out import new_directory
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.models.draft_networks import Layout
 from tlt_server.trainer.exporting import export as exporting
 from tlt_server.trainer.exporting.export import Exported, export
 from tlt_server.trainer.exporting.export_layouts import EXPORTS, Card
@@ -193,7 +194,7 @@ def test_export_failing_its_read_back_leaves_nothing(
 
 
 def test_export_command_writes_its_reported_tensors(root: Path, tmp_path: Path, capsys) -> None:
-    assert LAYOUTS == tuple(EXPORTS)
+    assert get_args(Layout) == tuple(EXPORTS)
     flags = ["--target", str(root / "target"), "--drafter", str(root / "eagle3")]
     out = tmp_path / "out"
     command = ["drafter", "export", *flags, "--layout", "sglang", "--out", str(out)]

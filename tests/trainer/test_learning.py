@@ -8,6 +8,7 @@ import torch
 
 from tests.trainer.samples import demo_target, solutions
 from tlt_server.demo.workload import TARGET
+from tlt_server.models.draft_networks import EAGLE3
 from tlt_server.trainer.exporting.initial import write_drafter
 from tlt_server.trainer.learning.attend import Blocks
 from tlt_server.trainer.learning.losses import teacher_probabilities
@@ -33,7 +34,9 @@ def head(tmp_path_factory):
     count_V = np.zeros(512, np.int64)
     for token_T, counted_T in solutions(0, 60, 96):
         np.add.at(count_V, token_T[counted_T], 1)
-    write_drafter(directory, TARGET, count_V=count_V, draft_vocab_size=128, intermediate_size=128)
+    write_drafter(
+        directory, TARGET, EAGLE3, count_V=count_V, draft_vocab_size=128, intermediate_size=128
+    )
     return directory
 
 

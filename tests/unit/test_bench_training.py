@@ -17,6 +17,8 @@ from tlt_server.bench.training import feature_rows, random_target
 from tlt_server.demo.workload import TARGET as DEMO
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.models.draft_networks import NETWORKS
+from tlt_server.trainer.learning.objectives import OBJECTIVES
 from tlt_server.trainer.learning.pack import DocumentPart, assemble, fit, padded, windows
 from tlt_server.trainer.target import gpu_prefill
 from tlt_server.trainer.target.gpu_prefill import GpuPrefill
@@ -119,7 +121,7 @@ def test_the_bench_runs_and_its_figures_find_their_place(
     monkeypatch.setattr("tlt_server.bench.training.REPEATS", 1)
     assert main(["bench", "training", *flags, "--json", str(file)]) == 0
     found = json.loads(file.read_text())["figures"]
-    assert found["objectives"].keys() == {"eagle", "hass", "eagle3", "eagle1"}
+    assert found["objectives"].keys() == {*OBJECTIVES, *NETWORKS}
     assert all(row["tokens_per_s"] > 0 < row["read_ms"] for row in found["objectives"].values())
     again = found["recomputed"]["eagle3"]
     assert 0 < again["prefill_ms"] < again["step_ms"] and again["tokens"] > 0

@@ -31,7 +31,7 @@ from tlt_server.bench.padding.shapes import Shape
 from tlt_server.bench.record import finish
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE1, EAGLE3, layers_within
+from tlt_server.models.draft_networks import ARCHITECTURES, EAGLE3, layers_within
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer.learning import checkpoint
 from tlt_server.trainer.learning.network import trainable_class
@@ -61,7 +61,7 @@ SHAPES = {
 PROMPT, LONGEST, BATCH = 40, 2000, 8
 RUNS = {
     **{name: (name, EAGLE3) for name in OBJECTIVES},
-    "eagle1": (ARCHITECTURES[EAGLE1].objective, EAGLE1),
+    **{row.name: (row.objective, kind) for kind, row in ARCHITECTURES.items() if kind != EAGLE3},
 }
 CLASSES = (64, 128, 256, 512, 1024, 2048)
 WARMING, REPEATS = 2, 5

@@ -7,16 +7,14 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from tlt_server.bench.flags import JSON, MAX_BATCH, Flag, add_flags, flag, whole
+from tlt_server.models.draft_networks import NETWORKS, Layout
 from tlt_server.push.arguments import add_access, add_server
 from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
 
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
-
-# The rows of `trainer.exporting.export_layouts.EXPORTS`, which is slow to import.
-LAYOUTS = ("eagle3", "sglang", "speculators", "eagle1")
 
 
 def positive(text: str) -> float:
@@ -58,6 +56,7 @@ PAIR = (
 SEED = _flag("--seed N", "of random weights and orders", 0, type=within(0))
 INIT = (
     *PAIR,
+    _flag(f"--network {'|'.join(NETWORKS)}", "the kind of its network", "eagle3"),
     _flag(
         "--data FILE",
         "text as for `tlt drafter train`, whose most frequent response tokens make the draft "
@@ -68,7 +67,7 @@ INIT = (
     ),
     _flag(
         "--draft-vocab N",
-        "tokens that can be drafted; all, where the target has fewer",
+        "tokens that can be drafted; all, where the target has fewer or its head drafts",
         32_000,
         type=within(1),
     ),
@@ -147,7 +146,7 @@ EXPORT = (
     *PAIR,
     _flag("--drafter DIR", "drafter to export", required=True),
     _flag(
-        f"--layout {'|'.join(LAYOUTS)}",
+        f"--layout {'|'.join(get_args(Layout))}",
         "eagle3: SafeAILab's; sglang; speculators: vLLM's; eagle1: SafeAILab's and SGLang's "
         "EAGLE-1 and EAGLE-2",
         required=True,

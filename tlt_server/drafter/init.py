@@ -9,6 +9,7 @@ import numpy as np
 from tlt_server.drafter.data import TargetLimits, read_documents
 from tlt_server.drafter.out import new_directory
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_networks import NETWORKS
 from tlt_server.trainer.exporting.initial import write_drafter
 
 
@@ -23,6 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         network = write_drafter(
             directory,
             arguments.target,
+            NETWORKS[arguments.network],
             count_V=count_V,
             draft_vocab_size=arguments.draft_vocab,
             intermediate_size=arguments.intermediate,

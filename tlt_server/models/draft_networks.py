@@ -8,20 +8,24 @@ names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.names import Parameters, drafter_parameters, eagle1_parameters
+from tlt_server.models.names import Parameters, attention_parameters, mlp_parameters
 
 EAGLE3, EAGLE1 = "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"
+QKV, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 VOCABULARY_MAP = frozenset({"d2t", "t2d"})
 Shape = tuple[int, ...]
+# The layouts of `tlt drafter export`: the rows of `trainer.exporting.export_layouts.EXPORTS`.
+Layout = Literal["eagle3", "sglang", "speculators", "eagle1"]
 
 
 class Architecture(NamedTuple):
     """The facts of a draft network that hold on every device."""
 
+    name: str  # the one that `tlt drafter init --network` takes and figures show
     cpu: str  # "module:Class"
     gpu: str
     trained: str  # "module:Class" of the same network with trainable weights
@@ -30,12 +34,15 @@ class Architecture(NamedTuple):
     objective: str
     unrolled: int
     features: Callable[[dict[str, Any], ModelConfig, str], tuple[int, ...]]
+    # The entries of an untrained one's config.json that name the layers it reads.
+    untrained: Callable[[ModelConfig], dict[str, Any]]
     # False: it drafts with the target's embedding and head, over the whole vocabulary. Copies of
     # these in a checkpoint are not read.
     own_head: bool
     layer: str  # the start of its layer's tensor names
     inputs: int  # width of the layer's input / hidden size
-    ends: Callable[[int, int], Mapping[str, Shape]]  # other matrices, by hidden size and draft ids
+    # Shapes [out, in] of all matrices by name without `.weight`. The number is that of draft ids.
+    matrices: Callable[[ModelConfig, int], Mapping[str, Shape]]
     norms: tuple[str, ...]
     parameters: Callable[[Any], Parameters]  # names and views of a serving network's tensors
 
@@ -44,35 +51,65 @@ class Architecture(NamedTuple):
         """Return the checkpoint's tensors of the draft vocabulary."""
         return VOCABULARY_MAP if self.own_head else frozenset()
 
-    def matrices(self, config: ModelConfig, draft_vocab: int) -> Mapping[str, Shape]:
-        """Return the shapes [out, in] of all matrices, by name without `.weight`."""
-        hidden, inner = config.hidden_size, config.intermediate_size
-        query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        inputs = self.inputs * hidden
-        return {
-            **self.ends(hidden, draft_vocab),
-            f"{self.layer}self_attn.q_proj": (query, inputs),
-            f"{self.layer}self_attn.k_proj": (kv, inputs),
-            f"{self.layer}self_attn.v_proj": (kv, inputs),
-            f"{self.layer}self_attn.o_proj": (hidden, query),
-            f"{self.layer}mlp.gate_proj": (inner, hidden),
-            f"{self.layer}mlp.up_proj": (inner, hidden),
-            f"{self.layer}mlp.down_proj": (hidden, inner),
-        }
-
     def shapes(self, config: ModelConfig, draft_vocab: int, *, join_bias: bool) -> dict[str, Shape]:
         """Return the shapes of all trained tensors of a checkpoint, matrices first."""
         matrices = self.matrices(config, draft_vocab)
         biased = ["fc"] if join_bias else []
-        biased += [f"{self.layer}self_attn.{part}_proj" for part in "qkv" if config.attention_bias]
-        biased += [
-            f"{self.layer}mlp.{part}_proj" for part in ("gate", "up", "down") if config.mlp_bias
-        ]
+        for asked, parts in ((config.attention_bias, QKV), (config.mlp_bias, MLP)):
+            biased += [name for name in matrices if asked and name.endswith(parts)]
         return {
             **{f"{name}.weight": shape for name, shape in matrices.items()},
             **{f"{name}.weight": (config.hidden_size,) for name in self.norms},
             **{f"{name}.bias": matrices[name][:1] for name in biased},
         }
+
+
+def decoder_layer(config: ModelConfig, layer: str, inputs: int) -> dict[str, Shape]:
+    """Return the matrices of a layer whose attention reads `inputs` values."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return {
+        f"{layer}self_attn.q_proj": (query, inputs),
+        f"{layer}self_attn.k_proj": (kv, inputs),
+        f"{layer}self_attn.v_proj": (kv, inputs),
+        f"{layer}self_attn.o_proj": (hidden, query),
+        f"{layer}mlp.gate_proj": (inner, hidden),
+        f"{layer}mlp.up_proj": (inner, hidden),
+        f"{layer}mlp.down_proj": (hidden, inner),
+    }
+
+
+def _eagle3_matrices(config: ModelConfig, drafted: int) -> dict[str, Shape]:
+    hidden = config.hidden_size
+    ends = {"fc": (hidden, 3 * hidden), "lm_head": (drafted, hidden)}
+    return {**ends, **decoder_layer(config, "midlayer.", 2 * hidden)}
+
+
+def _eagle1_matrices(config: ModelConfig, drafted: int) -> dict[str, Shape]:
+    hidden = config.hidden_size
+    return {"fc": (hidden, 2 * hidden), **decoder_layer(config, "layers.0.", hidden)}
+
+
+def _eagle3_parameters(network: Any) -> Parameters:
+    """Yield the tensors of an EAGLE-3 checkpoint, without its vocabulary map."""
+    if network.own_embedding:
+        yield "embed_tokens.weight", network.embedding_VH
+    yield from network.fusion.parameters()
+    yield "midlayer.input_layernorm.weight", network.embedding_norm_H
+    yield "midlayer.hidden_norm.weight", network.feature_norm_H
+    yield "midlayer.post_attention_layernorm.weight", network.post_attention_norm_H
+    yield from attention_parameters(network.self_attention, "midlayer.self_attn.")
+    yield from mlp_parameters(network.mlp, "midlayer.mlp.")
+    yield "norm.weight", network.final_norm_H
+    yield from network.head.parameters()
+
+
+def _eagle1_parameters(network: Any) -> Parameters:
+    """Yield the tensors of an EAGLE-1 or EAGLE-2 checkpoint, without copies of the target's."""
+    yield from network.joint.parameters()
+    yield from attention_parameters(network.self_attention, "layers.0.self_attn.")
+    yield "layers.0.post_attention_layernorm.weight", network.post_attention_norm_H
+    yield from mlp_parameters(network.mlp, "layers.0.mlp.")
 
 
 def _three_layers(raw: dict[str, Any], target: ModelConfig, source: str) -> tuple[int, ...]:
@@ -126,36 +163,41 @@ def _last_hidden(raw: dict[str, Any], target: ModelConfig, source: str) -> tuple
 
 ARCHITECTURES = {
     EAGLE3: Architecture(
+        "eagle3",
         "tlt_server.models.eagle:Eagle3",
         "tlt_server.models.gpu.eagle:GpuEagle3",
         "tlt_server.trainer.learning.network:TrainableEagle3",
         "eagle3",
         7,
         _three_layers,
+        lambda target: layer_ids(layers_within(target.layers)),
         own_head=True,
         layer="midlayer.",
         inputs=2,
-        ends=lambda hidden, drafted: {"fc": (hidden, 3 * hidden), "lm_head": (drafted, hidden)},
+        matrices=_eagle3_matrices,
         norms=(
             "midlayer.input_layernorm",
             "midlayer.hidden_norm",
             "midlayer.post_attention_layernorm",
             "norm",
         ),
-        parameters=drafter_parameters,
+        parameters=_eagle3_parameters,
     ),
     EAGLE1: Architecture(
+        "eagle1",
         "tlt_server.models.eagle:Eagle1",
         "tlt_server.models.gpu.eagle:GpuEagle1",
         "tlt_server.trainer.learning.network:TrainableEagle1",
         "eagle",
         1,
         _last_hidden,
+        lambda target: {},
         own_head=False,
         layer="layers.0.",
         inputs=1,
-        ends=lambda hidden, drafted: {"fc": (hidden, 2 * hidden)},
+        matrices=_eagle1_matrices,
         norms=("layers.0.post_attention_layernorm",),
-        parameters=eagle1_parameters,
+        parameters=_eagle1_parameters,
     ),
 }
+NETWORKS = {row.name: architecture for architecture, row in ARCHITECTURES.items()}

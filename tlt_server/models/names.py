@@ -9,17 +9,12 @@ through these views.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-if TYPE_CHECKING:  # the command line reads the names of draft networks without torch
-    from torch import Tensor
-
-Parameters: TypeAlias = "Iterator[tuple[str, Tensor]]"
+Parameters = Iterator[tuple[str, Any]]  # a name and its tensor; the frontend reads this, too
 
 
-def map_parameters(
-    parts: Mapping[str, int], tensors: Mapping[str, Tensor], prefix: str
-) -> Parameters:
+def map_parameters(parts: Mapping[str, int], tensors: Mapping[str, Any], prefix: str) -> Parameters:
     """Yield the tensors of linear maps that are fused. `parts`: the outputs of each map; `tensors`:
     those of all maps by kind, such as weight and bias, with the outputs first.
     """
@@ -43,7 +38,7 @@ def mlp_parameters(mlp: Any, prefix: str) -> Parameters:
     yield from mlp.down.parameters(prefix)
 
 
-def target_parameters(model: Any, head_VH: Tensor) -> Parameters:
+def target_parameters(model: Any, head_VH: Any) -> Parameters:
     """Yield the target's tensors. A tied `lm_head.weight` is not listed."""
     yield "model.embed_tokens.weight", model.embedding_VH
     for index, layer in enumerate(model.layers):
@@ -55,25 +50,3 @@ def target_parameters(model: Any, head_VH: Tensor) -> Parameters:
     yield "model.norm.weight", model.final_norm_H
     if not model.config.tied_embeddings:
         yield "lm_head.weight", head_VH
-
-
-def drafter_parameters(network: Any) -> Parameters:
-    """Yield the tensors of an EAGLE-3 checkpoint, without its vocabulary map."""
-    if network.own_embedding:
-        yield "embed_tokens.weight", network.embedding_VH
-    yield from network.fusion.parameters()
-    yield "midlayer.input_layernorm.weight", network.embedding_norm_H
-    yield "midlayer.hidden_norm.weight", network.feature_norm_H
-    yield "midlayer.post_attention_layernorm.weight", network.post_attention_norm_H
-    yield from attention_parameters(network.self_attention, "midlayer.self_attn.")
-    yield from mlp_parameters(network.mlp, "midlayer.mlp.")
-    yield "norm.weight", network.final_norm_H
-    yield from network.head.parameters()
-
-
-def eagle1_parameters(network: Any) -> Parameters:
-    """Yield the tensors of an EAGLE-1 or EAGLE-2 checkpoint, without copies of the target's."""
-    yield from network.joint.parameters()
-    yield from attention_parameters(network.self_attention, "layers.0.self_attn.")
-    yield "layers.0.post_attention_layernorm.weight", network.post_attention_norm_H
-    yield from mlp_parameters(network.mlp, "layers.0.mlp.")

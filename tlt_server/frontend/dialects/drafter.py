@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 from starlette.responses import Response, StreamingResponse
@@ -25,6 +25,7 @@ from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.service import Service
+from tlt_server.models.draft_networks import Layout
 from tlt_server.speculation.drafters import DRAFTERS, architecture_in, weights_directory
 from tlt_server.wire.records import Cycle
 from tlt_server.wire.training import MAX_PAUSE_S, TrainerState, trained_for
@@ -54,9 +55,7 @@ class ExportFields(Strict, frozen=True, kw_only=True):
         "of the new directory, below `exports` in the state directory",
         Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
     ]
-    layout: Annotated[
-        Literal["eagle3", "sglang", "speculators", "eagle1"], "as of tlt drafter export"
-    ] = "eagle3"
+    layout: Annotated[Layout, "as of tlt drafter export"] = "eagle3"
 
 
 class TrainingPause(Strict, frozen=True, kw_only=True):

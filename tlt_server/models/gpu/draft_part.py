@@ -10,13 +10,14 @@ drafter is made.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 from tlt_kernels.gpu.gemm_tiles import LEAF_COUNTS, LEAF_UNIT, LEAVES
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_networks import ARCHITECTURES
-from tlt_server.models.shards import has_tokens, most_tokens, rank_config, vocabulary
+from tlt_server.models.shards import DIMS, has_tokens, most_tokens, rank_config, vocabulary
 from tlt_server.models.split import Split, divides
 from tlt_server.settings.server import DrafterParallel
 
@@ -83,6 +84,6 @@ def _divides(head: ModelConfig, ranks: int) -> bool:
 
 def _saved(head: ModelConfig, ranks: int) -> int:
     """Return the number of weights per level that a rank need not read, as other ranks do."""
-    query, kv = head.heads * head.head_dim, head.kv_heads * head.head_dim
-    inputs = 2 * (query + 2 * kv) + query + 3 * head.intermediate_size + head.vocab_size
-    return head.hidden_size * inputs * (ranks - 1) // ranks
+    matrices = ARCHITECTURES[head.architecture].matrices(head, head.vocab_size)
+    cut = sum(prod(shape) for name, shape in matrices.items() if name.split(".")[-1] in DIMS)
+    return cut * (ranks - 1) // ranks

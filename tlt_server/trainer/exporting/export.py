@@ -23,6 +23,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import describe, fill_drafter
 from tlt_server.models.draft_layouts import DraftLayout, read_layout
+from tlt_server.models.draft_networks import Layout
 from tlt_server.models.eagle import EagleNetwork
 from tlt_server.models.loader import read_tensor
 from tlt_server.registry import load_object
@@ -34,7 +35,7 @@ CALIBRATION, ROWS = "calibration.json", 40
 
 
 class Exported(NamedTuple):
-    layout: str
+    layout: Layout
     tensors: int
     bytes: int
     sha256: str  # the weights' file's
@@ -44,7 +45,7 @@ class Exported(NamedTuple):
 def export(
     drafter: Path,
     target: Path,
-    layout: str,
+    layout: Layout,
     directory: Path,
     *,
     base: str,
@@ -98,7 +99,7 @@ def _origin(drafter: Path, target: Path, frame: Decoder, base: str) -> Origin:
     return Origin(drafter, raw, described, frame.feature_layers, target, frame.config, base)
 
 
-def _refuse_misfits(origin: Origin, layout: str) -> None:
+def _refuse_misfits(origin: Origin, layout: Layout) -> None:
     """Refuse a drafter that other engines would run at other positions than in training, or that
     the layout cannot describe. The error names every field with both values.
     """

@@ -17,7 +17,7 @@ from tlt_server import __version__
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import Described
 from tlt_server.models.draft_layouts import FLAT, NESTED, SPECULATORS, DraftLayout, Raw
-from tlt_server.models.draft_networks import EAGLE1, EAGLE3, layer_ids, usual_layers
+from tlt_server.models.draft_networks import EAGLE1, EAGLE3, Layout, layer_ids, usual_layers
 
 UNKNOWN = "not given at the export"
 SIZES = (
@@ -117,7 +117,7 @@ def _nothing(origin: Origin) -> Iterator[str]:
     yield from ()
 
 
-EXPORTS = {
+EXPORTS: dict[Layout, ExportLayout] = {
     "eagle3": ExportLayout(
         EAGLE3,
         FLAT,
@@ -163,7 +163,7 @@ class Card(NamedTuple):
     accept_lengths: str = ""  # a sentence
 
 
-def model_card(origin: Origin, layout: str, sha256: str, card: Card) -> str:
+def model_card(origin: Origin, layout: Layout, sha256: str, card: Card) -> str:
     """Return the text of README.md."""
     row, described = EXPORTS[layout], origin.described
     facts = {

@@ -1,7 +1,7 @@
-"""An untrained EAGLE-3 drafter for a target: configuration, draft vocabulary and first weights.
+"""An untrained drafter for a target: configuration, draft vocabulary and first weights.
 
-The LM head starts as the target's rows of the draft vocabulary and the last norm as the target's,
-so training has to learn only the layer before them; everything else is random.
+An LM head of its own starts as the target's rows of the draft vocabulary and the last norm as the
+target's, so training has to learn only the layer before them; everything else is random.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
-from tlt_server.models.draft_networks import EAGLE3, layer_ids, layers_within
+from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.loader import eos_token_ids, read_tensor
-from tlt_server.trainer.learning.network import TrainableDrafter, TrainableEagle3, load_trainable
+from tlt_server.trainer.learning.network import TrainableDrafter, load_trainable, trainable_class
 
 ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")
 RESIDUAL = ("o_proj.weight", "down_proj.weight")  # they write into the residual stream
@@ -38,31 +38,37 @@ def draft_vocabulary(count_V: NDArray[np.int64], size: int, always: tuple[int, .
 def write_drafter(
     directory: Path,
     target: Path,
+    architecture: str,
     *,
     count_V: NDArray[np.int64],
     draft_vocab_size: int,
     intermediate_size: int | None = None,
     start_from: Path | None = None,
     seed: int = 0,
-) -> TrainableEagle3:
-    """Write a drafter that `tlt serve` can load into an existing directory. `start_from`: another
-    drafter of the target, whose weights are copied. `ModelError` if either cannot be used.
+) -> TrainableDrafter:
+    """Write a drafter that `tlt serve` can load into an existing directory. `architecture`: in
+    `ARCHITECTURES`; `start_from`: another drafter of the target, whose weights are copied.
+    `ModelError` if either cannot be used.
     """
     config = eos_token_ids(ModelConfig.read(target), target)
     earlier = load_trainable(start_from, config) if start_from else None
     if earlier is not None:
         intermediate_size = intermediate_size or earlier.config.intermediate_size
-    ids_C = draft_vocabulary(count_V, draft_vocab_size, config.eos_token_ids)
+    kind = ARCHITECTURES[architecture]
+    size = draft_vocab_size if kind.own_head else config.vocab_size
+    ids_C = draft_vocabulary(count_V, size, config.eos_token_ids)
     described = _described(target, config, len(ids_C), intermediate_size)
+    described |= {"architectures": [architecture], **kind.untrained(config)}
     text = json.dumps(described, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
     parsed = ModelConfig.parse(described, str(directory / "config.json"))
-    network = TrainableEagle3(parsed, len(ids_C))
+    network = trainable_class(architecture)(parsed, len(ids_C))
     network.target_ids_C = ids_C
     _fill(network, seed)
-    head_CH, norm_H = _outputs(target, config, ids_C)
-    network.weights["lm_head.weight"].copy_(head_CH)
-    network.weights["norm.weight"].copy_(norm_H)
+    if kind.own_head:
+        head_CH, norm_H = _outputs(target, config, ids_C)
+        network.weights["lm_head.weight"].copy_(head_CH)
+        network.weights["norm.weight"].copy_(norm_H)
     if earlier is not None:
         _take_over(network, earlier)
     network.save(directory)
@@ -76,7 +82,6 @@ def _described(
     raw = read_json(target / "config.json")
     rotary = {key: value for key, value in raw.items() if key in ROTARY}
     return {
-        "architectures": [EAGLE3],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
         "intermediate_size": intermediate_size or config.intermediate_size,
@@ -94,12 +99,11 @@ def _described(
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        **layer_ids(layers_within(config.layers)),
         "torch_dtype": "bfloat16",
     }
 
 
-def _fill(network: TrainableEagle3, seed: int) -> None:
+def _fill(network: TrainableDrafter, seed: int) -> None:
     """Set random matrices whose outputs keep the scale of their inputs, and norms of one."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in network.weights.items():
@@ -110,19 +114,21 @@ def _fill(network: TrainableEagle3, seed: int) -> None:
         weight.normal_(0.0, gain * weight.shape[1] ** -0.5, generator=generator)
 
 
-def _take_over(network: TrainableEagle3, earlier: TrainableDrafter) -> None:
+def _take_over(network: TrainableDrafter, earlier: TrainableDrafter) -> None:
     """Copy an earlier drafter's weights; of its head, the rows of tokens that both draft."""
     for name, weight in network.weights.items():
         theirs = earlier.weights.get(name)
-        own_head = name == "lm_head.weight"
-        if theirs is None or not (own_head or theirs.shape == weight.shape):
+        is_head = name == "lm_head.weight"
+        if theirs is None or not (is_head or theirs.shape == weight.shape):
             found = "absent" if theirs is None else list(theirs.shape)
             raise ModelError(
                 f"the drafter to start from has another shape: {name!r} is {found}, expected "
                 f"{list(weight.shape)}; leave --intermediate out, or start from another drafter"
             )
-        if not own_head:
+        if not is_head:
             weight.copy_(theirs)
+    if not network.kind.own_head:
+        return
     known_C = torch.isin(network.target_ids_C, earlier.target_ids_C)
     rows = torch.searchsorted(earlier.target_ids_C, network.target_ids_C[known_C])
     network.weights["lm_head.weight"][known_C] = earlier.weights["lm_head.weight"][rows]
