@@ -180,17 +180,17 @@ def test_the_comparison_sees_a_pairing_shifted_by_one(
 def test_comparison_detects_shifted_positions(directories, target, source, trainable, monkeypatch):
     from tlt_server.trainer.learning import network
 
-    monkeypatch.setattr(network.TrainableEagle3, "project", _late(network.TrainableEagle3.project))
+    monkeypatch.setattr(network.TrainableEagle3, "draft", _late(network.TrainableEagle3.draft))
     assert difference(directories, target, source, trainable) > 1e-3
 
 
-def _late(project):
+def _late(draft):
     """Rotate the trunk as it should be and a branch as if it began one position later."""
     calls = []
 
-    def changed(self, embedded_NH, g_NH, position_N, query_M=None):
+    def changed(self, embedded_NH, g_NH, position_N, *others):
         calls.append(1)
-        return project(self, embedded_NH, g_NH, position_N + (len(calls) % STEPS == 2), query_M)
+        return draft(self, embedded_NH, g_NH, position_N + (len(calls) % STEPS == 2), *others)
 
     return changed
 

@@ -11,7 +11,7 @@ vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +53,12 @@ class Frozen(NamedTuple):
     drafted_V: Tensor  # bool: is a token in the draft vocabulary?
 
 
-class Projected(NamedTuple):
-    """A slot's attention inputs, rotated, and the start of its residual stream; float32."""
+class SlotOutputs(NamedTuple):
+    """Outputs of slots, the next drafted slots' g, and the keys and values that later slots read;
+    float32.
+    """
 
-    residual_MH: Tensor
-    q_MAD: Tensor
+    h_MH: Tensor
     k_NKD: Tensor
     v_NKD: Tensor
 
@@ -141,11 +142,17 @@ class TrainableDrafter:
         """[N, C] over the draft vocabulary, predicting the token after the slot's."""
         raise NotImplementedError
 
-    def project(
-        self, embedded_NH: Tensor, g_NH: Tensor, position_N: Tensor, query_M: Tensor | None = None
-    ) -> Projected:
-        """Join the two halves of a slot, project and rotate. `query_M`: the slots that get a query
-        and a residual stream; None: all.
+    def draft(
+        self,
+        embedded_NH: Tensor,
+        g_NH: Tensor,
+        position_N: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        query_M: Tensor | None = None,
+    ) -> SlotOutputs:
+        """Run the layer over slots. `attend`: from rotated queries, keys and values of this step to
+        what the queries read, [M, A, D]; `query_M`: the slots that get a query and an output; None:
+        all.
         """
         joined_NX, residual_NH = self.join(embedded_NH, g_NH)
         k, v = (self._heads(part, joined_NX) for part in "kv")
@@ -155,11 +162,11 @@ class TrainableDrafter:
                 x.index_select(0, query_M) for x in (joined_NX, residual_NH, position_N)
             )
         q = self._rotated(self._heads("q", joined_NX), position_N)
-        return Projected(residual_NH, q, k, v)
+        mixed_NH = self._linear(f"{self.layer}self_attn.o_proj", attend(q, k, v).flatten(1))
+        return SlotOutputs(self._with_mlp(residual_NH + mixed_NH), k, v)
 
-    def finish(self, residual_NH: Tensor, attended_NAD: Tensor) -> Tensor:
-        """Add attention and MLP to the residual stream: h [N, H], the next drafted slot's g."""
-        h_NH = residual_NH + self._linear(f"{self.layer}self_attn.o_proj", attended_NAD.flatten(1))
+    def _with_mlp(self, h_NH: Tensor) -> Tensor:
+        """Add the MLP to the residual stream."""
         normed_NH = self._norm(f"{self.layer}post_attention_layernorm", h_NH)
         gate_NI, up_NI = (
             self._linear(f"{self.layer}mlp.{part}_proj", normed_NH) for part in ("gate", "up")

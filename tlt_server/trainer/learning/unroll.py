@@ -102,12 +102,14 @@ def forward(
         g_NH = network.fuse(pack.feature_NF)
     embedded_NH = embedding(token_N, frozen.embedding_VH)
     queries_R = None if step else slot_R
-    residual_RH, q, k, v = network.project(embedded_NH, g_NH, position_N, queries_R)
-    trunk_k, trunk_v = (before[0].k_cut, before[0].v_cut) if step else (k, v)
-    branch_k = [each.k_cut for each in before[1:]] + [k] * (step > 0)
-    branch_v = [each.v_cut for each in before[1:]] + [v] * (step > 0)
-    attended_RAD = attend(trunk, network.compute, q, trunk_k, trunk_v, branch_k, branch_v)
-    h_RH = network.finish(residual_RH, attended_RAD)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        trunk_k, trunk_v = (before[0].k_cut, before[0].v_cut) if step else (k, v)
+        branch_k = [each.k_cut for each in before[1:]] + [k] * (step > 0)
+        branch_v = [each.v_cut for each in before[1:]] + [v] * (step > 0)
+        return attend(trunk, network.compute, q, trunk_k, trunk_v, branch_k, branch_v)
+
+    h_RH, k, v = network.draft(embedded_NH, g_NH, position_N, attended, queries_R)
     k_cut, v_cut = (x.detach().requires_grad_() for x in (k, v))
     return Unrolled(g_NH, h_RH, k, v, k_cut, v_cut, torch.zeros_like(h_RH))
 
