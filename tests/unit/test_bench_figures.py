@@ -21,8 +21,11 @@ from tlt_server.bench.decode import prices
 from tlt_server.bench.device_time import device_time
 from tlt_server.bench.interrupt import Felt
 from tlt_server.bench.record import entry_of, finish
+from tlt_server.bench.settings import own
 from tlt_server.bench.tables import cells, show
+from tlt_server.engine.settings import EngineSettings
 from tlt_server.speculation.cost import KNOTS, CostModel, CostRecord
+from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.trainer.judging import figures
 from tlt_server.trainer.judging.figures import ByResponse
 from tlt_server.trainer.replaying.evaluate import Walked
@@ -92,6 +95,18 @@ def test_trees_are_timed_where_their_rows_are_affordable() -> None:
         "batch 1, eagle:7x4x32, prompt 16000",
         "batch 1, eagle:7x1x8, prompt 16000",
     ]
+
+
+def test_strategies_draft_with_the_network_that_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DRAFTERS, "other", DRAFTERS["eagle"]._replace(architectures=("Other",)))
+    (tmp_path / "config.json").write_text('{"architectures": ["Other"]}')
+    written = OFF, Strategy("eagle", 7, 1, 8), Strategy("history", 7, 1, 8)
+    loaded = EngineSettings(model="", drafter=str(tmp_path))
+    drafters = [own(each, loaded).drafter for each in written]
+    assert drafters == ["", "other", "history"]
+    assert all(own(each, EngineSettings(model="", drafter="none")) == each for each in written)
 
 
 def arguments(*flags: str) -> argparse.Namespace:

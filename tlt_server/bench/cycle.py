@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from tlt_server.bench.columns import CYCLE
 from tlt_server.bench.record import finish, wide_console
-from tlt_server.bench.settings import heading, settings_of
+from tlt_server.bench.settings import heading, own, settings_of
 from tlt_server.bench.steps import PROBLEM, Row, StepCase, longest, measure
 from tlt_server.bench.tables import show
 from tlt_server.engine.settings import EngineSettings
@@ -37,19 +37,22 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args, max_running=max(batches))
     if settings.drafter_directory is None:
         raise StartupError(
-            f"--drafter is {settings.drafter}; cycles are timed with an EAGLE-3 drafter: "
-            "name its directory"
+            f"--drafter is {settings.drafter}; cycles are timed with a network: name its directory"
         )
     settings = replace(
         settings,
         max_model_len=longest(settings.model, args.context),
         max_rows=4096 if args.device == "cuda" else 512,
     )
+    cases = [
+        case._replace(strategy=own(case.strategy, settings))
+        for case in cases_of(batches, args.context)
+    ]
     with TemporaryDirectory() as directory:
         kinds: list[tuple[Row, EngineSettings]] = [({"captured": False}, settings)]
         if args.capture:
             kinds.append(({"captured": True}, capturing(settings, Path(directory))))
-        rows, _ = measure(args, kinds, cases_of(batches, args.context))
+        rows, _ = measure(args, kinds, cases)
     if args.capture:
         add_slowdown(rows)
     bench = "capture" if args.capture else "cycle"

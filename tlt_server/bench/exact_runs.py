@@ -32,6 +32,7 @@ from tlt_server.bench.exact_plan import (
     pages_for,
 )
 from tlt_server.bench.faults import planted
+from tlt_server.bench.settings import own
 from tlt_server.engine.cpu.runner import CpuRunner
 from tlt_server.engine.devices import Device, make_device
 from tlt_server.engine.loop import Engine
@@ -152,7 +153,8 @@ class ExactEngines:
         self, base: EngineSettings, on_phase: OnPhase = lambda name, seconds, detail: None
     ) -> None:
         self.base, self.plan, self._on_phase = base, PLANS[str(base.device)], on_phase
-        self._source = LoadedOnce(self.plan.strategies)
+        self._strategies = [own(each, base) for each in self.plan.strategies]
+        self._source = LoadedOnce(self._strategies)
         self._engine: Engine | None = None
         self._root = TemporaryDirectory(prefix="tlt-exact-")
         self.shared = base.tensor_parallel > 1
@@ -165,7 +167,7 @@ class ExactEngines:
         self.fingerprint: Fingerprint | None = None  # the last engine's
 
     def _ready(self, settings: DecidedSettings) -> Device:
-        return ReadyFor(make_device(settings), self.plan.strategies)
+        return ReadyFor(make_device(settings), self._strategies)
 
     def engine(self, batch: int, *, fault: bool, reference: str = "") -> Engine:
         """Return the engine that runs up to `batch` requests at once. One that is to err captures
@@ -255,7 +257,7 @@ def prepare(
     if version:
         bring(engine, version)
     policy, strategy = engines.plan.arms[str(configuration["arm"])]
-    adopt(engine, SetPolicy(policy, strategy))
+    adopt(engine, SetPolicy(policy, strategy and own(strategy, engines.base)))
     engine.send(ClearCache("exact"))
     engine.step()
     assert [report.error for report in engine.control_reports()] == [None]

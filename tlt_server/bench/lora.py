@@ -23,11 +23,12 @@ from tlt_server.bench.columns import LORA
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.exact_plan import ADAPTERS
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import heading, settings_of
+from tlt_server.bench.settings import heading, own, settings_of
 from tlt_server.bench.steps import in_turns, random_requests, ratio
 from tlt_server.bench.tables import show
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.start.assembly import assemble
+from tlt_server.speculation.drafters import networked
 from tlt_server.wire.records import OFF, GenerateRequest, Strategy
 
 PROMPT, NEW, QUICK_NEW = 128, 1024, 256  # tokens
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     new = QUICK_NEW if args.quick else NEW
     sizes = {"max_running": max(batches), "max_loras": len(ADAPTERS) - 1}
     base = settings_of(args, PROMPT + 2 * new, policy="off", **sizes)
-    strategies = STRATEGIES if "eagle" in base.drafters else (OFF,)
+    strategies = [own(each, base) for each in STRATEGIES] if networked(base.drafters) else [OFF]
     source, console, rows = LoadedOnce(strategies), wide_console(), list[dict[str, Any]]()
     with steps(console, len(args.rank) * (1 + len(batches) * len(strategies))) as step:
         for rank in args.rank:

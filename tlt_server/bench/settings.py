@@ -20,7 +20,9 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.settings.server import available_processors
+from tlt_server.speculation.drafters import DRAFTERS, networked
 from tlt_server.wire.fingerprint import Fingerprint
+from tlt_server.wire.records import OFF, Strategy
 
 
 def settings_of(args: argparse.Namespace, longest: int = 0, **changes: Any) -> EngineSettings:
@@ -44,6 +46,13 @@ def settings_of(args: argparse.Namespace, longest: int = 0, **changes: Any) -> E
     if not longest:
         return found
     return replace(found, max_model_len=at_most_what_it_takes(found.model, longest))
+
+
+def own(strategy: Strategy, settings: EngineSettings) -> Strategy:
+    """Return the strategy with the network that is loaded, of any kind, if it drafts with one."""
+    network = networked(settings.drafters)
+    drafts = strategy != OFF and DRAFTERS[strategy.drafter].needs_weights
+    return msgspec.structs.replace(strategy, drafter=network) if network and drafts else strategy
 
 
 def asked(args: argparse.Namespace) -> dict[str, str]:

@@ -22,12 +22,13 @@ import msgspec
 from tlt_server.bench.columns import STRUCTURES
 from tlt_server.bench.engines import LoadedOnce
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.settings import heading, settings_of
+from tlt_server.bench.settings import heading, own, settings_of
 from tlt_server.bench.steps import in_turns, random_requests, ratio
 from tlt_server.bench.tables import show
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.start.assembly import assemble
 from tlt_server.grammars.compiler import Compiler
+from tlt_server.speculation.drafters import networked
 from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import OFF, GenerateRequest, Grammar, Strategy
 
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     batches, new = args.batch or args.batches[args.quick], QUICK_NEW if args.quick else NEW
     settings = settings_of(args, 2 * (PROMPT + NEW), policy="off", max_running=max(batches))
     console, rows = wide_console(), list[dict[str, Any]]()
-    strategies = STRATEGIES[args.device] if "eagle" in settings.drafters else (OFF,)
+    written = STRATEGIES[args.device] if networked(settings.drafters) else (OFF,)
+    strategies = [own(each, settings) for each in written]
     with steps(console, 1 + len(batches) * len(strategies)) as step:
         engine, info = assemble(settings, make_device=LoadedOnce(strategies).device)
         for strategy, batch in product(strategies, batches):

@@ -8,6 +8,7 @@ drafter by name. No torch here: implementations are named by strings and loaded 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +82,11 @@ DRAFTERS: dict[str, Declaration] = {
         can_stand_in=True,
     ),
 }
+
+
+def networked(drafters: Iterable[str]) -> str | None:
+    """Return the one of these drafters that has a network."""
+    return next((name for name in drafters if DRAFTERS[name].needs_weights), None)
 
 
 def without_weights() -> tuple[str, ...]:
