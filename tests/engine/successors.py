@@ -37,7 +37,7 @@ def write_successors(directory: Path, target: str, token: Sequence[int]) -> Path
 class SuccessorTable:
     """The network: the successor of each token, as a float so that it is pushed like any weight."""
 
-    own_embedding, own_head, part = False, True, None
+    own_embedding, own_head, part, kv_layers = False, True, None, 0
     vocabulary_map = frozenset[str]()
 
     def __init__(self, config: ModelConfig) -> None:

@@ -22,7 +22,6 @@ from tlt_kernels.gpu.exchange import PeerWindows
 from tlt_kernels.gpu.sampling import BLOCK
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import TritonPaged
-from tlt_server.engine.gpu.memory.kv import make_cache
 from tlt_server.engine.gpu.steps.agreement import Agreement, differing, missed
 from tlt_server.engine.gpu.steps.head import PARTS, SharedHead
 from tlt_server.models import Forward
@@ -81,7 +80,7 @@ class Rank:
         self.split = split
         self.model = GpuDecoder(config, placement=placement, feature_layers=(1, 2), split=split)
         pages = -(-max(ROWS) // PAGE_SIZE)
-        self.cache = make_cache(self.model.own_config, pages, 1, placement, config.layers)
+        self.cache = placement.cache(self.model.own_config, pages, 1, config.layers)
 
     def forward(self, token_R: Tensor) -> Forward:
         """Compute one prompt."""

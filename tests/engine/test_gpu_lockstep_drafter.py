@@ -20,7 +20,6 @@ from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.children import candidate_words
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, RowTable
 from tlt_server.attention.gpu import TritonPaged
-from tlt_server.engine.gpu.memory.kv import make_cache
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import Described
 from tlt_server.models.draft_networks import EAGLE1, EAGLE3
@@ -54,7 +53,7 @@ class Rank:
         self.network = NETWORKS[config.architecture](described, target)
         self.rows, own = rows, self.network.part.layer
         self.pages = -(-LEVELS * rows // PAGE_SIZE)
-        self.cache = make_cache(own, self.pages, 1, placement, 1)
+        self.cache = placement.cache(own, self.pages, 1, self.network.kv_layers)
         self.attention = TritonPaged(
             heads=own.heads,
             kv_heads=own.kv_heads,

@@ -135,7 +135,7 @@ def test_branches_equal_the_twin_and_leave_trees_well_formed(
 
 def drafters(engine: FakeEngine) -> tuple[Eagle, History, Branching]:
     weights = DraftWeights(FakeNetwork(), Calibration())
-    eagle = Eagle.make(DraftSetup(engine.cache, weights, max_requests=8, max_rows=200))
+    eagle = Eagle.make(DraftSetup("eagle", engine.cache, weights, max_requests=8, max_rows=200))
     made = with_branches({"eagle": eagle, "history": (source := History())})
     assert made["history"] is source and isinstance(made["eagle"], Branching)
     return eagle, source, made["eagle"]

@@ -60,7 +60,7 @@ def test_what_ranks_cannot_share_is_whole_or_refused(drafter, ranks: int) -> Non
 
 def test_the_plan_counts_the_part_of_a_rank() -> None:
     class Drafter:
-        config, draft_vocab_size = EAGLE, 32_000
+        config, draft_vocab_size, kv_layers = EAGLE, 32_000, 1
 
     given, own = settings(tensor_parallel=2), part(2)
     whole, mine = (Needs.of(given, CONFIG, Drafter(), 0, 0, each) for each in (None, own))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from tlt_server.wire.records import Strategy
 def make(name, engine):
     known = DRAFTERS[name]
     weights = DraftWeights(FakeNetwork(), Calibration()) if known.needs_weights else None
-    setup = DraftSetup(engine.cache, weights, max_requests=8, max_rows=200)
+    setup = DraftSetup(name, engine.cache, weights, max_requests=8, max_rows=200)
     return load_object(known.cpu.implementation).make(setup)
 
 
@@ -105,6 +105,14 @@ def test_a_depth_limit_holds_per_request(drafted):
     assert deepest[0] == 0 and deepest[1] <= 2 and deepest[2] >= 1
 
 
+@pytest.mark.parametrize("row", ["eagle", "of another name"])
+def test_tables_and_gauges_bear_the_name_of_the_row(row):
+    weights = DraftWeights(FakeNetwork(), Calibration())
+    setup = DraftSetup(row, FakeEngine().cache, weights, max_requests=8, max_rows=200)
+    drafter = load_object(DRAFTERS["eagle"].cpu.implementation).make(setup)
+    assert list(drafter.tables) == [row] and f"{row}_forwards" in drafter.gauges()
+
+
 def test_a_request_of_one_token_is_survived(drafted):
     drafter, engine, _ = drafted
     engine.extend("tiny", [3])
@@ -120,7 +128,7 @@ def test_a_report_about_no_candidates_changes_nothing(drafted):
 
 
 def test_every_draft_architecture_names_a_drafter():
-    assert set(ARCHITECTURES) <= set(DRAFTERS["eagle"].architectures)
+    assert set(ARCHITECTURES) <= {name for each in DRAFTERS.values() for name in each.architectures}
     for network in ARCHITECTURES.values():
         assert issubclass(load_object(network.cpu), EagleNetwork)
 

@@ -10,7 +10,7 @@ from tests.unit.fake_eagle import PAGE_SIZE, VOCABULARY, FakeEngine, FakeNetwork
 from tlt_kernels.cpu.drafting import children
 from tlt_kernels.cpu.noise import gumbel
 from tlt_server.speculation.calibration import Calibration
-from tlt_server.speculation.drafters.cpu import DraftWeights
+from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.drafters.eagle import Eagle
 from tlt_server.speculation.tree import select
 from tlt_server.wire.records import Strategy
@@ -86,9 +86,10 @@ def assert_same_tree(found, expected):
         assert found[path][1] == pytest.approx(acceptance, rel=1e-4)
 
 
-def build(engine, network, **options):
-    options = {"max_requests": 4, "max_rows": 256} | options
-    return Eagle(network, engine.cache, Calibration(), **options)
+def build(engine, network, max_rows=256, **options):
+    weights = DraftWeights(network, Calibration())
+    setup = DraftSetup("eagle", engine.cache, weights, max_requests=4, max_rows=max_rows)
+    return Eagle(setup, **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

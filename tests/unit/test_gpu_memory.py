@@ -76,6 +76,7 @@ def settings(**changes: Any) -> EngineSettings:
 class Drafter(NamedTuple):
     config: ModelConfig = replace(CONFIG, architecture=EAGLE3, layers=1)
     draft_vocab_size: int = 32_000
+    kv_layers: int = 1
 
 
 def needs(given: EngineSettings, drafter: Drafter | None = None) -> Needs:

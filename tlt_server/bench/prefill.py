@@ -179,16 +179,7 @@ def use(model: GpuDecoder, matmuls: StrictMatmuls) -> None:
 def timed() -> Iterator[dict[str, Any]]:
     model = decoder()
     config = model.config
-    cache = KVCache(
-        layers=config.layers,
-        pages=STEP_ROWS // PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        scratch=1,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=torch.bfloat16,
-        device="cuda",
-    )
+    cache = model.placement.cache(config, STEP_ROWS // PAGE_SIZE, 1, config.layers)
     for prompts, length in PROMPTS:
         together = STEP_ROWS // length
         step, steps = Step(together, length, model, cache), prompts // together

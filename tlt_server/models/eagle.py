@@ -47,6 +47,7 @@ class EagleNetwork:
     """
 
     part = None  # whole: ranks of a CPU share no drafter
+    kv_layers = 1
 
     def __init__(self, described: Described, target: Decoder) -> None:
         config, numerics = described.config, target.numerics
@@ -54,7 +55,6 @@ class EagleNetwork:
         self.described, self.config, self.numerics = described, config, numerics
         self.page_size, self.vocab_size = target.page_size, target.vocab_size
         self.draft_vocab_size, self.max_position = described.draft_vocab_size, config.max_position
-        self.kv_layers, self.kv_heads, self.head_dim = 1, config.kv_heads, config.head_dim
         self.own_embedding = described.own_embedding
         architecture = described.architecture
         self.own_head, self.vocabulary_map = architecture.own_head, architecture.vocabulary_map
@@ -150,12 +150,12 @@ class EagleNetwork:
             f"built for pages of {self.page_size}, asked for {page_size}"
         )
         return KVCache(
-            layers=1,
+            layers=self.kv_layers,
             pages=pages,
             page_size=page_size,
             scratch=scratch,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
+            kv_heads=self.config.kv_heads,
+            head_dim=self.config.head_dim,
         )
 
 

@@ -44,6 +44,7 @@ class DrafterNetwork(Protocol):
 
     config: ModelConfig
     draft_vocab_size: int
+    kv_layers: int  # layers of KV next to the target's
     own_embedding: bool
     own_head: bool  # False: it drafts with the target's
     vocabulary_map: frozenset[str]  # tensors that it is set by: d2t and t2d, or none

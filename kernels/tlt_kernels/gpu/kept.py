@@ -62,11 +62,11 @@ def commit_kv(kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
     slot are contiguous.
     """
     layers, _, heads, width = k_LSKD.shape
-    elements = heads * width
-    assert k_LSKD.stride() == v_LSKD.stride() and k_LSKD.stride()[1:] == (elements, width, 1)
     requests, depth = kept.source_BD.shape
-    if not requests:
+    elements = heads * width
+    if not layers or not requests:
         return
+    assert k_LSKD.stride() == v_LSKD.stride() and k_LSKD.stride()[1:] == (elements, width, 1)
     depth_block = triton.next_power_of_2(depth)
     block = min(triton.next_power_of_2(elements), max(64, 4096 // depth_block))
     _commit_kv[(requests, layers, triton.cdiv(elements, block))](

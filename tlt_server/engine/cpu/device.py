@@ -32,7 +32,7 @@ from tlt_server.models.split import Split
 from tlt_server.process.machine import host_memory
 from tlt_server.registry import load_object
 from tlt_server.samples.hidden_states import FLOAT32, state_bytes
-from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.drafters import DRAFTERS, networked
 from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import AnySize
@@ -123,20 +123,18 @@ class CpuDevice:
     def equip(self, setup: RunnerSetup) -> Equipment:
         live, memory = setup.live, setup.memory
         assert isinstance(live.target.network, Decoder) and isinstance(memory.kv, KVCache)
-        drafting = DraftSetup(
-            memory.kv,
-            _draft_weights(live),
-            max_requests=self._settings.max_running,
-            max_rows=self._settings.max_draft_rows,
-        )
-        drafters: dict[str, CpuDrafter] = {
-            name: load_object(DRAFTERS[name].cpu.implementation).make(drafting)
-            for name in self._settings.drafters
-        }
-        if self._settings.records:
-            for name, drafter in drafters.items():
-                if DRAFTERS[name].needs_weights:
-                    drafter.tables[name].hold()
+        drafters = dict[str, CpuDrafter]()
+        for name in self._settings.drafters:
+            drafting = DraftSetup(
+                name,
+                memory.kv,
+                _draft_weights(live),
+                max_requests=self._settings.max_running,
+                max_rows=self._settings.max_draft_rows,
+            )
+            drafters[name] = load_object(DRAFTERS[name].cpu.implementation).make(drafting)
+        if self._settings.records and (own := networked(drafters)):
+            drafters[own].tables[own].hold()
         runner = CpuRunner(
             live.target.network,
             memory.kv,

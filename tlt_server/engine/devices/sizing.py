@@ -20,6 +20,7 @@ class Drafting(Protocol):
 
     config: ModelConfig
     draft_vocab_size: int
+    kv_layers: int
 
 
 class TrainingShare(NamedTuple):

@@ -22,7 +22,7 @@ from tlt_server.errors import StartupError
 from tlt_server.samples.ring import RingProducer
 from tlt_server.samples.sample import EndReason, HowDrafted, Sample, cycles_of, encode_sample
 from tlt_server.samples.tables import TableFile, table_file
-from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.drafters import networked
 from tlt_server.wire.records import OFF, DraftLimits, GenerateRequest, Strategy
 
 if TYPE_CHECKING:
@@ -192,6 +192,6 @@ def recorder_of(
             )
         capture = Capture(RingProducer(Path(settings.feature_ring)), states)
     ring = Path(settings.sample_ring)
-    own = [name for name in settings.drafters if DRAFTERS[name].needs_weights]
-    table = tables[own[0]] if own else None
+    own = networked(settings.drafters)
+    table = tables[own] if own else None
     return Recorder(RingProducer(ring), drafter, capture, table, TableFile(table_file(ring)))

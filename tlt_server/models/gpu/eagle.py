@@ -52,6 +52,8 @@ class GpuEagleNetwork:
     the target's.
     """
 
+    kv_layers = 1
+
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         config, placement = described.config, target.placement
         hidden = config.hidden_size

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_kernels.gpu.tensors import PAGE_SIZE
+from tlt_server.attention.rows import KVCache
+from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.sums import OWN_SUMS, LayerSums
 from tlt_server.settings.server import DrafterParallel
@@ -24,3 +27,16 @@ class Placement:
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+    def cache(self, config: ModelConfig, pages: int, scratch: int, layers: int) -> KVCache:
+        """Allocate KV for layers of this shape."""
+        return KVCache(
+            layers=layers,
+            pages=pages,
+            page_size=PAGE_SIZE,
+            scratch=scratch,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+            device=str(self.device),
+        )

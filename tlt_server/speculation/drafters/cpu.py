@@ -34,6 +34,7 @@ class Sleeper(Protocol):
 class DraftSetup:
     """The parts that the engine gives a drafter at start."""
 
+    name: str  # in `DRAFTERS`, of its tables and gauges
     target_cache: Any  # `attention.rows.KVCache`
     weights: DraftWeights | None  # None where `--drafter` names no directory
     max_requests: int

@@ -140,20 +140,19 @@ class Eagle:
     all requests and depths. Larger strategies are cut to it.
     """
 
-    def __init__(
-        self,
-        network: DraftNetwork,
-        target_cache: KVCache,
-        calibration: Calibration,
-        *,
-        max_requests: int,
-        max_rows: int,
-        floor: float = FLOOR,
-    ) -> None:
-        self.network, self.calibration, self.floor = network, calibration, floor
+    def __init__(self, setup: DraftSetup, floor: float = FLOOR) -> None:
+        assert setup.weights is not None, "it drafts with a network"
+        target_cache, max_requests, max_rows = (
+            setup.target_cache,
+            setup.max_requests,
+            setup.max_rows,
+        )
+        self.name, self.floor = setup.name, floor
+        self.network: DraftNetwork = setup.weights.network
+        self.calibration: Calibration = setup.weights.calibration
         self.features_SF, self.page_size = target_cache.features_SF, target_cache.page_size
         self.max_requests, self.max_rows = max_requests, max_rows
-        self.cache = network.make_cache(target_cache.pages, target_cache.page_size, max_rows)
+        self.cache = self.network.make_cache(target_cache.pages, self.page_size, max_rows)
         self.first_kv_slot = self.cache.scratch_start
         self.target_ids = self._vocabulary()
         self.drafted_S = np.zeros(target_cache.pages * target_cache.page_size, np.bool_)
@@ -168,14 +167,7 @@ class Eagle:
 
     @classmethod
     def make(cls, setup: DraftSetup) -> Eagle:
-        assert setup.weights is not None, "EAGLE drafts with a network"
-        return cls(
-            setup.weights.network,
-            setup.target_cache,
-            setup.weights.calibration,
-            max_requests=setup.max_requests,
-            max_rows=setup.max_rows,
-        )
+        return cls(setup)
 
     @property
     def caches(self) -> Sequence[KVCache]:
@@ -183,7 +175,7 @@ class Eagle:
 
     @property
     def tables(self) -> Mapping[str, Calibration]:
-        return {"eagle": self.calibration}
+        return {self.name: self.calibration}
 
     def install(self, weights: DraftWeights | None) -> None:
         """Drop all drafter KV, which is stale after a change of target or drafter; it is caught up
@@ -298,9 +290,9 @@ class Eagle:
 
     def gauges(self) -> Mapping[str, float]:
         return {
-            "eagle_caught_up_rows": float(self._caught_up),
-            "eagle_forwards": float(self._forwards),
-            "eagle_proposed_nodes": float(self._proposed),
+            f"{self.name}_caught_up_rows": float(self._caught_up),
+            f"{self.name}_forwards": float(self._forwards),
+            f"{self.name}_proposed_nodes": float(self._proposed),
             **self.calibration.gauges(),
         }
 

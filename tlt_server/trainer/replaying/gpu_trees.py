@@ -19,7 +19,6 @@ from tlt_kernels.gpu.priority import compared
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, CalibrationTable
 from tlt_kernels.gpu.upload import UNLIMITED
 from tlt_server.attention.gpu import TritonPaged
-from tlt_server.attention.rows import KVCache
 from tlt_server.models.gpu.draft_tree import DraftTrees
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.layers import RowTensors
@@ -48,16 +47,7 @@ class GpuTrees:
         pages = staged.cache.pages
         self._trash = pages * PAGE_SIZE
         self._max_requests, self._max_rows = max_requests, max_rows
-        self._cache = KVCache(
-            layers=1,
-            pages=pages,
-            page_size=PAGE_SIZE,
-            scratch=1 + max_rows,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype=placement.dtype,
-            device=str(self._device),
-        )
+        self._cache = placement.cache(config, pages, 1 + max_rows, network.kv_layers)
         self._hint_SH = placement.empty(self._trash, config.hidden_size)
         self._attention = TritonPaged(
             heads=config.heads,

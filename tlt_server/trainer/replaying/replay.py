@@ -61,7 +61,9 @@ class ReplayedDrafter:
 
 
 def _on_cpu(drafter: ReplayedDrafter, staged: StagedResponses) -> Proposing:
-    setup = DraftSetup(staged.cache, drafter.weights, max_requests=MAX_ROOTS, max_rows=DRAFT_ROWS)
+    setup = DraftSetup(
+        drafter.kind, staged.cache, drafter.weights, max_requests=MAX_ROOTS, max_rows=DRAFT_ROWS
+    )
     made: Proposing = load_object(DRAFTERS[drafter.kind].cpu.implementation).make(setup)
     return made
 

@@ -102,19 +102,10 @@ class GpuPrefill:
         return self.model.head_WH.index_select(0, ids_C.to(self.model.head_WH.device))
 
     def _cache_of(self, pages: int) -> KVCache:
-        config, placement = self.model.config, self.model.placement
+        config = self.model.config
         if self._cache is None or self._cache.pages < pages:
             self._cache = None  # frees its memory first
-            self._cache = KVCache(
-                layers=config.layers,
-                pages=pages,
-                page_size=PAGE_SIZE,
-                scratch=1,
-                kv_heads=config.kv_heads,
-                head_dim=config.head_dim,
-                dtype=placement.dtype,
-                device=str(placement.device),
-            )
+            self._cache = self.model.placement.cache(config, pages, 1, config.layers)
         return self._cache
 
 

@@ -64,7 +64,8 @@ class Needs(NamedTuple):
         if drafter is not None:
             tokens = part.most_tokens if part else drafter.draft_vocab_size
             per_page += (
-                settings.page_size * kv_slot_values(part.layer if part else drafter.config, 1)
+                settings.page_size
+                * kv_slot_values(part.layer if part else drafter.config, drafter.kv_layers)
                 + drafter.config.hidden_size
             )  # and a hint per page
         return cls(

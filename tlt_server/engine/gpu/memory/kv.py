@@ -11,14 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.tensors import PAGE_SIZE
 from tlt_server.attention.rows import KVCache, SavedPages
 from tlt_server.engine.gpu.memory.budget import MemoryPlan
 from tlt_server.engine.gpu.memory.hidden_states.pages import PageStates
 from tlt_server.engine.gpu.steps.state import KVSlots
-from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
-from tlt_server.models.gpu.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -65,18 +62,3 @@ class GpuKV:
             if self.draft and hints is not None:
                 page_hint_PH = self.draft.page_hint_PH
                 page_hint_PH[pages[: len(hints)]] = hints.to(page_hint_PH.device)
-
-
-def make_cache(
-    config: ModelConfig, pages: int, scratch: int, placement: Placement, layers: int
-) -> KVCache:
-    return KVCache(
-        layers=layers,
-        pages=pages,
-        page_size=PAGE_SIZE,
-        scratch=scratch,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=placement.dtype,
-        device=str(placement.device),
-    )

@@ -17,7 +17,7 @@ from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.gpu.memory.budget import MemoryPlan
 from tlt_server.engine.gpu.memory.graphs import GraphPool, synchronize
-from tlt_server.engine.gpu.memory.kv import DraftKV, GpuKV, make_cache
+from tlt_server.engine.gpu.memory.kv import DraftKV, GpuKV
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.start.kernel_start import KernelStart
 from tlt_server.engine.gpu.start.planning import placement_on, shapes_of
@@ -41,7 +41,7 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums
 from tlt_server.registry import load_object
-from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.drafters import DRAFTERS, networked
 from tlt_server.weights.parts import Drafter, DrafterNetwork
 
 STOPS = 8  # stop ids per request that the device knows; the host sees to the others
@@ -87,12 +87,14 @@ class GpuMaker:
     ) -> GpuKV:
         slots = KVSlots(pages * PAGE_SIZE, max(MAX_VERIFIED, self.settings.max_running), TREE_ROWS)
         scratch, config = slots.verified + 1, model.own_config
-        cache = make_cache(config, pages, scratch, self.placement, config.layers)
+        cache = self.placement.cache(config, pages, scratch, config.layers)
         draft = None
         if network:
             hidden = network.config.hidden_size
             draft = DraftKV(
-                make_cache(own_config(network), pages, scratch + slots.tree, self.placement, 1),
+                self.placement.cache(
+                    own_config(network), pages, scratch + slots.tree, network.kv_layers
+                ),
                 torch.zeros(pages, hidden, dtype=self.placement.dtype, device=self.device),
             )
         return GpuKV(plan, slots, cache, draft, self.stream)
@@ -174,10 +176,11 @@ class GpuMaker:
         )
 
     def _network_storage(self, drafter: Drafter | None, kv: GpuKV) -> NetworkStorage | None:
-        if drafter is None or kv.draft is None:
+        name = networked(self.settings.drafters)
+        if name is None or drafter is None or kv.draft is None:
             return None
         attention, held = self.backend(own_config(drafter.network)), self.settings.records
-        return NetworkStorage(drafter, kv.draft.cache, attention, kv.draft.page_hint_PH, held)
+        return NetworkStorage(name, drafter, kv.draft.cache, attention, kv.draft.page_hint_PH, held)
 
     def prepare(
         self,

@@ -59,6 +59,7 @@ class DraftPass(Protocol):
 class NetworkStorage:
     """Device memory of a drafter's network, if it has one."""
 
+    name: str  # in `DRAFTERS`, of its tables
     drafter: Drafter
     cache: KVCache
     attention: GpuAttention

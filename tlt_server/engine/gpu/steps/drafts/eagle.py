@@ -38,6 +38,7 @@ from tlt_server.weights.parts import Drafter
 class EagleDrafts:
     def __init__(self, state: DeviceState, storage: NetworkStorage) -> None:
         network, table = _of(storage.drafter)
+        self.name = storage.name
         self.state, self.network, self.cache, self.attention = (
             state,
             network,
@@ -56,15 +57,15 @@ class EagleDrafts:
 
     @classmethod
     def make(cls, state: DeviceState, storage: NetworkStorage | None) -> EagleDrafts:
-        assert storage is not None, "a ladder names eagle only where a network was loaded"
+        assert storage is not None, "a ladder names it only where a network was loaded"
         return cls(state, storage)
 
     def tables(self, stream: torch.cuda.Stream | None) -> dict[str, DeviceTable]:
         return {
-            "eagle": DeviceTable(
+            self.name: DeviceTable(
                 self.calibration, stream, self.gap_edge_G, self.in_force.acceptance_Z
             ),
-            branches_of("eagle"): DeviceTable(self.branches.calibration, stream),
+            branches_of(self.name): DeviceTable(self.branches.calibration, stream),
         }
 
     def install(self, changed: Drafter) -> None:
