@@ -8,13 +8,14 @@ import shutil
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.gpu_engine import bits, drafting, request
 from tests.engine.pushing import Pushable, perturbed
-from tests.engine.tiny import write_eagle, write_eagle1, write_target
+from tests.engine.tiny import HIDDEN, VOCAB, write_target
 from tlt_server.__main__ import main
 from tlt_server.bench.recording import recorded
 from tlt_server.bench.replaying.names import parse_policy
@@ -24,10 +25,12 @@ from tlt_server.drafter.evaluate import loaded
 from tlt_server.drafter.out import new_directory
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.models.draft_networks import Layout
+from tlt_server.models.draft_networks import ARCHITECTURES, NETWORKS, Layout
+from tlt_server.speculation.drafters import drafter_in
 from tlt_server.trainer.exporting import export as exporting
 from tlt_server.trainer.exporting.export import Exported, export
 from tlt_server.trainer.exporting.export_layouts import EXPORTS, Card
+from tlt_server.trainer.exporting.initial import write_drafter
 
 CARD = Card("v7", "12,000 responses of RL")
 CALIBRATION = DRAFTER / "calibration.json"
@@ -37,14 +40,21 @@ CALIBRATION = DRAFTER / "calibration.json"
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("export")
     write_target(root / "target")
-    write_eagle(root / "eagle3")
+    for name, architecture in NETWORKS.items():
+        (root / name).mkdir()
+        write_drafter(
+            root / name,
+            root / "target",
+            architecture,
+            count_V=np.zeros(VOCAB, np.int64),
+            draft_vocab_size=60,
+        )
     shutil.copyfile(CALIBRATION, root / "eagle3" / "calibration.json")
-    write_eagle1(root / "eagle1", root / "target", bias=False)
     return root
 
 
 def source(root: Path, layout: str) -> Path:
-    return root / ("eagle1" if layout == "eagle1" else "eagle3")
+    return root / ARCHITECTURES[EXPORTS[layout].network].name
 
 
 def exported(root: Path, layout: str, out: Path, drafter: Path | None = None) -> Exported:
@@ -74,7 +84,7 @@ def generated(root: Path, drafter: Path) -> tuple[object, int, int]:
     settings = EngineSettings(
         model=str(root / "target"), drafter=str(drafter), device="cpu", policy="off", pages=40
     )
-    engine = Pushable(drafting(settings, "eagle", 4, 3, 9))
+    engine = Pushable(drafting(settings, drafter_in(drafter), 4, 3, 9))
     engine.submit(*(request(i, 5 + i, max_tokens=16) for i in range(3)))
     drafted = accepted = 0
     while not engine.engine.idle:
@@ -87,9 +97,11 @@ def generated(root: Path, drafter: Path) -> tuple[object, int, int]:
 @pytest.mark.parametrize("layout", EXPORTS)
 def test_an_engine_drafts_the_same_with_it(root: Path, tmp_path: Path, layout: str) -> None:
     done = exported(root, layout, tmp_path / "out")
-    assert done.compared == 40 * (64 + (97 if layout == "eagle1" else 60)), "states and logits"
+    drafted = 60 if ARCHITECTURES[EXPORTS[layout].network].own_head else VOCAB
+    assert done.compared == 40 * (HIDDEN + drafted), "states and logits"
     assert generated(root, tmp_path / "out") == generated(root, source(root, layout))
-    assert (tmp_path / "out" / "calibration.json").exists() == (layout != "eagle1")
+    has_calibration = (source(root, layout) / "calibration.json").exists()
+    assert (tmp_path / "out" / "calibration.json").exists() == has_calibration
     card = (tmp_path / "out" / "README.md").read_text()
     said = ("org/target", layout, "v7", "12,000 responses", "3.4 tokens", done.sha256)
     assert all(words in card for words in said)
@@ -146,15 +158,15 @@ def test_the_norm_before_the_residual_is_served_and_told(root: Path, tmp_path: P
         ("sglang", {"vocab_size": 90}, ("'vocab_size' is 90", "97")),
         ("sglang", {"draft_vocab_size": 59}, ("[60", "[59")),
         ("sglang", {"num_attention_heads": 4}, ("q_proj", "[64, 128]", "[128, 128]")),
-        ("sglang", {"rope_theta": 500.0}, ("rope theta is 500.0", "10000.0")),
+        ("sglang", {"rope_parameters": {"rope_theta": 500.0}}, ("rope theta is 500.0", "10000.0")),
         (
             "speculators",
-            {"max_position_embeddings": 512, "rope_theta": 500.0},
+            {"max_position_embeddings": 512, "rope_parameters": {"rope_theta": 500.0}},
             ("max_position_embeddings is 512", "1024", "rope theta is 500.0"),
         ),
         (
             "sglang",
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
             ("rope kind is 'linear'", "'default'", "rope factor is 2.0"),
         ),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, ("(1, 2, 4)", "(2, 3, 3)")),
