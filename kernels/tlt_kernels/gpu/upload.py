@@ -20,15 +20,7 @@ from torch import Tensor
 from tlt_kernels.filters import NO_FILTERS, Filters
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
-from tlt_kernels.gpu.upload_layout import (
-    ADMISSION,
-    EXTENSION,
-    FILTERS_AT,
-    HEADER,
-    TEXT,
-    UploadLayout,
-    rounded,
-)
+from tlt_kernels.gpu.upload_layout import ADMISSION, EXTENSION, HEADER, TEXT, UploadLayout, rounded
 
 PROGRAMS = 32
 ANY_DRAFTER = -1  # every bit is set
@@ -161,8 +153,8 @@ class Upload:
             np.concatenate([edits.bias_ids, edits.mask_ids, edits.allowed_ids, bias])
         )
         record_F[7:9] = allowed, lists
-        record_F[19:FILTERS_AT] = edits.prompt, edits.masked_to, biases, masks
-        record_F[FILTERS_AT:ADMISSION] = filters.words()
+        record_F[19:23] = edits.prompt, edits.masked_to, biases, masks
+        record_F[23:ADMISSION] = filters.words()
         record_F[ADMISSION:] = -1
         record_F[ADMISSION : ADMISSION + len(stop_ids)] = stop_ids
         self._admissions += 1
@@ -231,8 +223,8 @@ def _apply(
     repetition_Q, presence_Q, frequency_Q, prompt_Q, masked_to_Q, biases_Q, masks_Q, allowed_Q,
     listed_QL, bias_QL, uncounted_Q, adapter_Q,
     T, P, page_hint_PH, ADMISSION: tl.constexpr, EXTENSION: tl.constexpr, TEXT: tl.constexpr,
-    FILTERS_AT: tl.constexpr, FILTERS: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
-    H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
+    FILTERS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply an upload. The programs share out admissions, extensions and blocks of tokens; the last
     one to finish marks the upload as applied.
@@ -251,7 +243,9 @@ def _apply(
         tl.store(seed_Q + batch_slot, (high << 32) | (low & 0xFFFFFFFF))
         tl.store(temperature_Q + batch_slot, tl.load(record + 6).to(tl.float32, bitcast=True))
         for f in tl.static_range(FILTERS):
-            tl.store(filters_QF + batch_slot * FILTERS + f, tl.load(record + FILTERS_AT + f))
+            tl.store(
+                filters_QF + batch_slot * FILTERS + f, tl.load(record + ADMISSION - FILTERS + f)
+            )
         tl.store(drafters_Q + batch_slot, tl.load(record + 10))
         tl.store(max_depth_Q + batch_slot, tl.load(record + 11))
         tl.store(max_rows_Q + batch_slot, tl.load(record + 12))
@@ -352,7 +346,6 @@ def apply(
         ADMISSION=ADMISSION,
         EXTENSION=EXTENSION,
         TEXT=TEXT,
-        FILTERS_AT=FILTERS_AT,
         FILTERS=batch_slots.filters_QF.shape[1],
         K=layout.stops,
         L=layout.listed,

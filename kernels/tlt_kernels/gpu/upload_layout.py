@@ -17,8 +17,7 @@ HEADER = 4  # admissions, extensions, programs that have applied their part, tex
 # Batch slot, tokens, payload, limit, seed (2), temperature, allowed tokens, payload of the lists,
 # slot of its adapter, drafters, longest draft path, rows, group, first token for siblings, hint
 # page, three penalties, prompt, end of the mask, biases, masks; filters and stop ids follow.
-FILTERS_AT = 23
-ADMISSION = FILTERS_AT + len(FILTERS)
+ADMISSION = 23 + len(FILTERS)
 EXTENSION = 5  # batch slot, capacity, first page, pages, payload
 TEXT = 4  # slot, tokens, payload, group
 
