@@ -85,31 +85,26 @@ def test_a_setting_at_fault_leaves_the_other_checks() -> None:
         expect(findings(output)[name], "fail", "not checked, as model is at fault")
 
 
-@pytest.mark.long
-def test_a_missing_weight_root_comes_with_its_remedy(tmp_path: Path) -> None:
-    status, output = doctor("--json", "--weight-root", str(tmp_path / "none"))
-    assert status == 1
-    expect(findings(output)["settings"], "fail", "weight_root is", "mkdir -p")
-
-
-def test_a_torch_killing_its_process_is_a_finding(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
-    status, output = doctor(
-        "--json",
-        PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels", ROOT / "clients"))),
-    )
+@pytest.mark.parametrize(
+    ("torch", "says", "memory"),
+    [
+        ("import os\nos.abort()\n", ("SIGABRT", "install"), "not checked"),
+        pytest.param(
+            "raise ImportError('libtorch.so: cannot open')\n",
+            ("ImportError", "libtorch.so", "pip install"),
+            "the check itself broke: ImportError",
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["ends the process", "cannot be imported"],
+)
+def test_a_broken_torch_is_a_finding(
+    torch: str, says: tuple[str, ...], memory: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text(torch)
+    path = map(str, (tmp_path, ROOT, ROOT / "kernels", ROOT / "clients"))
+    status, output = doctor("--json", PYTHONPATH=os.pathsep.join(path))
     assert status == 1 and findings(output)["tokenizer"].status == "ok"
-    expect(findings(output)["torch"], "fail", "SIGABRT", "install")
-    assert findings(output)["memory"].found.startswith("not checked")
-
-
-@pytest.mark.long
-def test_an_unimportable_torch_is_a_finding(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open')\n")
-    status, output = doctor(
-        "--json",
-        PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels", ROOT / "clients"))),
-    )
-    expect(findings(output)["torch"], "fail", "ImportError", "libtorch.so", "pip install")
-    assert status == 1 and findings(output)["model"].status == "fail"
-    assert findings(output)["kernels"].status == "ok"
+    expect(findings(output)["torch"], "fail", *says)
+    assert findings(output)["model"].status == "fail"
+    assert findings(output)["memory"].found.startswith(memory)

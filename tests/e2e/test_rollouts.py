@@ -1,18 +1,14 @@
-"""Detached batches over SIGKILL, of the engine and of the whole server: token for token and bit for
-bit an undisturbed run's.
+"""Detached batches over a kill of the whole server: token for token and bit for bit an undisturbed
+run's.
 """
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import DRAFTING
-from tests.e2e.test_lifecycle import FAST_START, QUESTION, gauge
-from tests.processes import engine
-from tests.waiting import meanwhile, until
+from tests.e2e.test_lifecycle import FAST_START, QUESTION
+from tests.waiting import until
 from tlt_client import Client, Reply, Rollout
 from tlt_client.wire import ItemResult
 from tlt_server.demo.server import ServerProcess
@@ -95,25 +91,6 @@ def check_same(reply: Reply, expected: Reply) -> None:
     for mine, theirs in zip(reply.results, expected.results, strict=True):
         assert said(mine) == said(theirs), mine.id
     assert reply.usage.completion_tokens == expected.usage.completion_tokens
-
-
-@pytest.mark.long
-def test_a_killed_engine_goes_on_where_it_was(undisturbed: Reply) -> None:
-    with (
-        ServerProcess(*DRAFTING, "--kv-memory-mb", "64", "--max-restarts", "100") as server,
-        Client(server.url, timeout_s=600) as client,
-    ):
-        detached = [client.generate(ITEMS, sampling=LONG, detach=True) for _ in range(2)]
-        waiting = meanwhile(lambda: client.generate(ITEMS, sampling=LONG, idempotency_key="k"))
-        await_tokens(detached[0], 200)
-        os.kill(engine(server.process.pid), signal.SIGKILL)
-        until(lambda: not client.is_ready())
-        until(client.is_ready)
-        for rollout in detached:
-            check_same(rollout.result(400), undisturbed)
-        check_same(waiting.result(400), undisturbed)
-        assert gauge(client, "tlt_resumed_sequences_total") >= 5
-        assert gauge(client, "tlt_open_sequences") == 0
 
 
 def test_killed_and_restarted_server_continues_its_rollouts(

@@ -1,6 +1,5 @@
 """A drafter that is trained while requests run, or between them, by a process of its own on a CPU:
-tokens are those of a server without it, through adoptions, a push of the target and the death of
-the trainer.
+tokens are those of a server without it, through adoptions and the death of the trainer.
 """
 
 import os
@@ -20,7 +19,6 @@ from tests.processes import trainer
 from tests.waiting import until
 from tlt_client import Client
 from tlt_client.errors import Conflict
-from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.trainer.process.states import LEAST_QUIET_S
@@ -129,24 +127,3 @@ def test_training_changes_no_token_of_running_requests(
         found, seen = status(own), figures(own)["tlt_trainer_slowdown"]
     assert came and all(each == expected[:FEW] for each in came)
     assert found["parkings"] == 0 and found["device"] == "cpu" and seen > 0
-
-
-@pytest.mark.long
-def test_training_survives_a_push_and_a_death(client: Client, tmp_path: Path) -> None:
-    expected = said(client)
-    with serving("device", tmp_path) as server, Client(server.url, timeout_s=120) as own:
-        assert said(own) == expected
-        until(lambda: own.drafter()["buffer"]["sequences"] >= ALL)
-        with asking(server.url) as came:
-            begin(own)
-            until(lambda: status(own)["state"] == "training")
-            os.kill(trainer(server.process.pid), signal.SIGKILL)
-            until(lambda: status(own)["restarts"] == 1)
-        assert all(each == expected[:FEW] for each in came)
-        perturbed_copy(TARGET, tmp_path / "weights" / "step-1")
-        with asking(server.url):
-            begin(own)
-            until(lambda: status(own)["state"] == "training")
-            assert own.update_weights("step-1", "step-1")["state"] == "committed"
-            until(lambda: status(own)["trained_on"] == "step-1")  # it goes on with the new ones
-        assert status(own)["restarts"] == 1 and said(own) != expected
