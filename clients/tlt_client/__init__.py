@@ -1,5 +1,6 @@
-"""Client of TLT Server: `Client` and `AsyncClient` over HTTP, the wire models, the tree of errors
-(`tlt_client.errors`). Importing it imports no torch; httpx is imported with the first client.
+"""Client of TLT Server: `Client` and `AsyncClient` over HTTP, the wire models, and the tree of
+errors (`tlt_client.errors`). Importing it imports no torch; httpx is imported with the first
+client.
 
 from tlt_client import Client
 

@@ -1,5 +1,5 @@
-"""Checks of a caller's arguments before anything is sent: an `InvalidArgument` names the value,
-what it must be, and the remedy.
+"""Checks of a caller's arguments before anything is sent: an `InvalidArgument` names the value, the
+requirement and the remedy.
 
 Called by a client's constructor and by `calls`. The server checks a version's name by the same
 rule.
@@ -45,7 +45,7 @@ ADAPTER_MUST = (
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """Return the header that carries the key, which no message quotes."""
+    """Return the header with the key. No message quotes the key."""
     if not api_key:
         return {}
     if not isinstance(api_key, str):
@@ -106,7 +106,7 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return numbers of numpy and torch, and arrays of them, in a form that JSON has."""
+    """Return numbers and arrays of numpy and torch in a form that JSON has."""
     if hasattr(value, "tolist"):
         numbers = value.tolist()
         if type(numbers) is type(value):

@@ -72,7 +72,7 @@ class AsyncClient(Operations):
         return self._transport.events(calls.stream(items, **options))
 
     def rollout(self, id: str) -> AsyncRollout:
-        """Return a handle of a rollout that was started before; nothing is sent."""
+        """Return a handle of an earlier rollout; sends nothing."""
         return AsyncRollout(self._transport, id)
 
     async def fetch_drafter(

@@ -1,4 +1,4 @@
-"""Operations of the server as values: a request, and how its reply is read. No I/O, no clock.
+"""Operations of the server as values: a request, and the reader of its reply. No I/O, no clock.
 
 An operation is written once: here, in `weight_calls` or in `drafter_calls`, with its arguments and
 its docstring. `Operations` has a line for each, which makes a method of it.
@@ -85,7 +85,7 @@ def put(
 
 
 class StreamFields(TypedDict, total=False):
-    """Options of a batch; those left out have the server's defaults."""
+    """Options of a batch; omitted ones have the server's defaults."""
 
     sampling: Fields
     timeout_s: float | None
@@ -172,8 +172,8 @@ def load() -> Call[int]:
 
 
 def strategy() -> Call[Mapping[str, Any]]:
-    """Return the policy in force, its arms and pins, the strategy of the last step, what is
-    expected of it, and the last switches with their reasons.
+    """Return the active policy, its arms and pins, the strategy of the last step, its expected
+    speed, and the last switches with their reasons.
     """
     return Call("GET", "/strategy", json_object, repeatable=True)
 
@@ -185,12 +185,12 @@ def set_strategy(
     arms: Sequence[str] | None = None,
     pins: Sequence[Mapping[str, Any]] = (),
 ) -> Call[Mapping[str, Any]]:
-    """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`,
-    `goodput`) between two steps; this never changes a token. Where the answer names it under
-    `preparing`, its kernels are still compiled: `strategy` tells when it is in force.
+    """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`, `goodput`)
+    between two steps; this never changes a token. If the answer names it under `preparing`, its
+    kernels are still being compiled: `strategy` shows when it is active.
 
-    `arms`: drafters and strategies that the policy may choose from. `pins`: strategies that hold
-    in its place, such as {"batch": [1, 8], "strategy": "eagle:7x1x8"}.
+    `arms`: drafters and strategies that the policy may choose from. `pins`: strategies that
+    override it, such as {"batch": [1, 8], "strategy": "eagle:7x1x8"}.
     """
     fields = {"strategy": strategy, "arms": arms, "pins": pins or None}
     given = {name: value for name, value in fields.items() if value is not None}
@@ -204,42 +204,42 @@ def pause(
     in_flight: str = "continue", *, new_requests: str = "wait", clear_cache: bool = False
 ) -> Call[EngineState]:
     """Stop generating until `resume`. `in_flight`: accepted sequences keep their KV (`continue`),
-    give it back and compute it again (`recompute`), end with what they have (`abort`), or end
-    first (`drain`). New requests `wait`, or get a 503 (`refuse`).
+    free it and recompute it (`recompute`), end with their present tokens (`abort`), or end first
+    (`drain`). New requests `wait`, or get a 503 (`refuse`).
     """
     fields = {"in_flight": in_flight, "new_requests": new_requests, "clear_cache": clear_cache}
     return put("POST", "/engine/pause", fields, _state, repeatable=True)
 
 
 def resume() -> Call[EngineState]:
-    """Go on with paused sequences and waiting requests."""
+    """Continue paused sequences and waiting requests."""
     return put("POST", "/engine/resume", {}, _state, repeatable=True)
 
 
 def abort(*ids: str, all: bool = False) -> Call[AbortReply]:
-    """End the items of these ids, or `all` that are open, with what they have; their replies say
-    finish_reason "abort". An id that is not open has ended already.
+    """End the items of these ids, or `all` open ones, with their present tokens; their replies say
+    finish_reason "abort". Unknown ids are treated as finished.
     """
     fields = ({"ids": ids} if ids else {}) | ({"all": True} if all else {})
     return put("POST", "/engine/abort", fields, read_as(AbortReply), repeatable=not all)
 
 
 def sleep(*memory: str, in_flight: str = "recompute") -> Call[EngineState]:
-    """Give memory back: "weights", "kv_cache", or without a name both. New requests are refused
-    until all is awake. Accepted sequences go on then with the same tokens (`recompute`), end with
-    what they have (`abort`), or end first (`drain`).
+    """Free memory: "weights", "kv_cache", or without a name both. New requests are refused until
+    all is awake. Accepted sequences then continue with the same tokens (`recompute`), end with
+    their present tokens (`abort`), or end first (`drain`).
     """
     fields = {"memory": memory, "in_flight": in_flight}
     return put("POST", "/engine/sleep", fields, _state, repeatable=True)
 
 
 def wake(*memory: str) -> Call[EngineState]:
-    """Take memory again, weights bit for bit as they were; without a name all of it."""
+    """Restore memory, with bit-identical weights; without a name all of it."""
     return put("POST", "/engine/wake", {"memory": memory}, _state, repeatable=True)
 
 
 def clear_cache(*, unless_held: bool = False) -> Call[EngineState]:
-    """Forget every cached prefix; running sequences keep their own KV. With `unless_held` raise
-    `Conflict` instead while sequences hold KV.
+    """Drop every cached prefix; running sequences keep their own KV. With `unless_held`, raise
+    `Conflict` if sequences hold KV.
     """
     return put("POST", "/engine/clear_cache", {"unless_held": unless_held}, _state, repeatable=True)

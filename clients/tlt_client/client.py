@@ -1,9 +1,9 @@
 """The synchronous client of the native dialect. `calls`, `weight_calls` and `drafter_calls` declare
 its operations, once for both clients.
 
-An item that failed inside a batch is an `ItemResult` with `error`; a request that was refused
-raises the `ServerError` of its code. A rollout is a batch that goes on without its client:
-`generate(..., detach=True)`.
+An item that failed inside a batch is an `ItemResult` with `error`; a refused request raises the
+`ServerError` of its code. A rollout is a batch that continues without its client: `generate(...,
+detach=True)`.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ class Rollout:
 
 
 class Client(Operations):
-    """Blocking client. `timeout_s` bounds one wait for the network, not a generation: for that give
-    `generate` a `timeout_s`, and a `queue_timeout_s` for the time until the engine starts it. Of
-    what waits, a lower `priority` starts first. `api_key` is sent as the bearer token; `tls` says
-    which servers to trust.
+    """Blocking client. `timeout_s` bounds one wait for the network, not a generation: for that,
+    give `generate` a `timeout_s`, and a `queue_timeout_s` for the time until the engine starts it.
+    Among waiting requests, a lower `priority` starts first. `api_key`: sent as the bearer token.
+    `tls`: which servers to trust.
 
-    With `retries` a call that failed and may succeed later is sent again. So that a batch never
-    runs twice, it then has an idempotency key, yours or a new one, and is a rollout: it goes on
-    when this client leaves. A stream is sent again only until it has started.
+    With `retries`, a failed call that may succeed later is sent again. So that a batch never runs
+    twice, it then has an idempotency key, yours or a new one, and is a rollout: it continues when
+    this client leaves. A stream is sent again only if it has not started.
     """
 
     def __init__(
@@ -138,24 +138,24 @@ class Client(Operations):
     def stream(
         self, items: Items, **options: Unpack[StreamFields]
     ) -> Generator[StreamEvent, None, None]:
-        """Yield tokens as they come, each item as it ends, then one `Done`. Closing the iterator
-        aborts the items that still run.
+        """Yield tokens as they arrive, each item as it ends, then one `Done`. Closing the iterator
+        aborts the running items.
         """
         return self._transport.events(calls.stream(items, **options))
 
     def rollout(self, id: str) -> Rollout:
-        """Return a handle of a rollout that was started before; nothing is sent."""
+        """Return a handle of an earlier rollout; sends nothing."""
         return Rollout(self._transport, id)
 
     def fetch_drafter(self, directory: str | PathLike[str], of: Of = "live") -> Mapping[str, Any]:
-        """Write the drafter's files into a directory, as `HttpSender.push_directory` takes them,
-        and return what `drafter_files` says of them.
+        """Write the drafter's files into a directory, in the form of `HttpSender.push_directory`,
+        and return the result of `drafter_files`.
         """
         flow = drafter_calls.fetch_drafter(directory, of, self._transport.retries)
         return self._transport.run(flow)
 
     def is_ready(self) -> bool:
-        """Return whether a request sent now would be taken; an unreachable server is not ready."""
+        """Return True if a request sent now would be accepted; False for an unreachable server."""
         return self._transport.run(flows.ready())
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""Operations on the drafter: its training, and what servers that share a drafter exchange."""
+"""Operations on the drafter: its training, and the exchange between servers that share a
+drafter.
+"""
 
 from __future__ import annotations
 
@@ -20,45 +22,45 @@ Of = Literal["live", "candidate"]
 
 
 def drafter() -> Call[Mapping[str, Any]]:
-    """Return the drafters that are served, with their acceptance of late, and what is recorded to
-    train one.
+    """Return the served drafters, with their recent acceptance, and the recorded training
+    sequences.
     """
     return Call("GET", "/drafter", json_object, repeatable=True)
 
 
 def train_drafter() -> Call[Mapping[str, Any]]:
-    """Begin a round of training once the server's mode lets it; return the trainer's state."""
+    """Start a round of training once the server's mode allows it; return the trainer's state."""
     return put("POST", "/drafter/train", {}, json_object)
 
 
 def pause_drafter_training(for_s: float | None = None) -> Call[Mapping[str, Any]]:
-    """Train and adopt nothing until `resume_drafter_training`, or for `for_s` seconds from the
-    last such call, which change no other pause; return the trainer's state.
+    """Pause training and adoption until `resume_drafter_training`, or for `for_s` seconds from the
+    last such call, which changes no other pause; return the trainer's state.
     """
     fields = {} if for_s is None else {"for_s": for_s}
     return put("POST", "/drafter/pause", fields, json_object, repeatable=True)
 
 
 def resume_drafter_training() -> Call[Mapping[str, Any]]:
-    """Go on after a pause; return the trainer's state."""
+    """Continue after a pause; return the trainer's state."""
     return put("POST", "/drafter/resume", {}, json_object, repeatable=True)
 
 
 def rollback_drafter() -> Call[Mapping[str, Any]]:
-    """Make the drafter before the live one live again; the target stays."""
+    """Restore the previous drafter; the target stays."""
     return put("POST", "/drafter/rollback", {}, json_object)
 
 
 def export_drafter(name: str, layout: str = "eagle3") -> Call[Mapping[str, Any]]:
     """Write the live drafter below the server's state directory, in the layout of another engine;
-    return where it is.
+    return its path.
     """
     return put("POST", "/drafter/export", {"name": name, "layout": layout}, json_object)
 
 
 def drafter_samples(after: int = 0, *, limit: int = 256) -> Call[DrafterSamples]:
     """Return recorded sequences, prompts included, oldest first, as the content of a segment file.
-    To go on give `after` of the last reply; none are left once its `left` is 0.
+    To continue, give `after` of the last reply; a `left` of 0 means that none are left.
     """
 
     def read(response: httpx.Response) -> DrafterSamples:

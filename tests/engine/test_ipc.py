@@ -126,7 +126,7 @@ def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(
         ([(0, 53, 12)], "12 bytes from 53 on of 64"),
         ([(0, 2**64 - 1, 12)], "of 64"),
         ([(0, 0, 12), (0, 0, 12)], "instead of bucket 1 of 10 bytes"),
-        ([(0, 0, 12), (1, 0, 10), (1, 0, 10)], "more came than the manifest names"),
+        ([(0, 0, 12), (1, 0, 10), (1, 0, 10)], "more buckets than the manifest names"),
     ],
 )
 def test_an_offer_of_something_else_is_refused(

@@ -104,7 +104,7 @@ def sender(
         (dict, "there are no tensors"),
         (
             lambda: [*TENSORS.items(), ("a", torch.ones(1))],
-            "tensor 'a' comes twice; push each tensor once",
+            "tensor 'a' is given twice; push each tensor once",
         ),
         (lambda: {"a": np.ones(3)}, "tensor 'a' is a ndarray; push torch tensors"),
         (

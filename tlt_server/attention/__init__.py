@@ -1,5 +1,5 @@
-"""Attention over paged KV: one file per backend, one table line each, those of a GPU apart
-(`gpu.py` says how they are built).
+"""Attention over paged KV: one file and one table line per backend; those of a GPU are built as
+`gpu.py` describes.
 
 A backend of a CPU is a class built as `Backend(page_size=..., heads=..., kv_heads=...,
 head_dim=...)` with one method: `attend(q_RND, k_SKD, v_SKD, rows, first=0) -> out_RND` where row r

@@ -1,10 +1,10 @@
-"""The memory of a tensor, given back while the tensor stays: what holds the tensor, or a view of
-it, notices nothing.
+"""Frees the memory of a tensor while the tensor stays: holders of the tensor, or of a view, need no
+change.
 
 On a GPU the storage is emptied and allocated again, perhaps at another address. On the host whole
-pages go back to the system and are zeros when they are touched again; what shares a page with other
-data stays. Pages that are pinned for a GPU are let go first: dropped under it, they would be two
-different pages to host and GPU. Either way the content is lost.
+pages return to the system and are zero when they are next touched; a page shared with other data
+stays. Pages pinned for a GPU are unpinned first: if they were dropped while pinned, host and GPU
+would see two different pages. Either way the content is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Backing:
         self.size = self.storage.nbytes()
 
     def free(self) -> None:
-        """Give the memory back; nothing may read the tensor before `reclaim`."""
+        """Free the memory; nothing may read the tensor before `reclaim`."""
         if self.storage.device.type == "cpu":
             block = block_at(self.storage.data_ptr())
             if block is not None:
@@ -38,7 +38,9 @@ class Backing:
             self.storage.resize_(0)
 
     def reclaim(self) -> None:
-        """Take the memory again, content undefined; `torch.OutOfMemoryError` when it is gone."""
+        """Allocate the memory again, with undefined content; `torch.OutOfMemoryError` if there is
+        too little.
+        """
         if self.storage.device.type != "cpu":
             self.storage.resize_(self.size)
         elif (block := block_at(self.storage.data_ptr())) is not None:
@@ -58,7 +60,9 @@ class Backing:
 
 
 def _drop(first: int, length: int) -> None:
-    """Give pages back: of a file in memory those of all who map it, else those of this process."""
+    """Free pages: of a file in memory, for all processes that map it, else those of this
+    process.
+    """
     for advice in (mmap.MADV_REMOVE, mmap.MADV_DONTNEED):
         if not _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice):
             return
@@ -66,8 +70,8 @@ def _drop(first: int, length: int) -> None:
 
 
 def give_back() -> None:
-    """Give what backings have freed to other processes, not to the allocator of this one. Waits for
-    the whole GPU, so it is not called while a trainer keeps it waiting (`Groups.hold_gpu`).
+    """Return memory freed by backings to the system rather than to this process's allocator. Waits
+    for the whole GPU, so it is not called while a trainer keeps it waiting (`Groups.hold_gpu`).
     """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""The `cpu` attention backend: the compiled paged kernel, cut by rows over a few threads when a
-call is large.
+"""The `cpu` attention backend: the compiled paged kernel, cut by rows over a few threads in large
+calls.
 
 One per model, called by every layer. Bits do not depend on the cut: each piece runs the same
-compiled function, and a row reads nothing of another row.
+compiled function, and a row reads nothing from another row.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CpuPaged:
     def attend(
         self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0
     ) -> Tensor:
-        """[R, N, D] float32; see `tlt_server.attention` for the keys that a row sees."""
+        """Return [R, N, D] float32; see `tlt_server.attention` for the keys that a row sees."""
         if rows is not self._rows:
             self._plan(rows)
         out_RND = torch.empty_like(q_RND)
@@ -78,8 +78,8 @@ class CpuPaged:
         return out_RND
 
     def _plan(self, rows: Rows) -> None:
-        """Views of the row tables, and pieces of near-equal work; kept while the same `rows` pass
-        through the layers.
+        """Prepare views of the row tables, and pieces of near-equal work; kept while the same
+        `rows` pass through the layers.
         """
         self._rows = rows
         self._arrays = tuple(

@@ -1,11 +1,11 @@
 """The `flash_attn` backend: prompt rows of large steps through FlashAttention (flash-attn-4, whose
-wheels compile for the GPU at hand), every other row through Triton.
+wheels compile for the present GPU), every other row through Triton.
 
-The library adds in an order of its own, so this is for numerics `fast` only. It reads keys that lie
-together (its own pages would be multiples of 256 positions), so each layer gathers those of the
-step's prompts. How many there are sizes tensors, which the host has to know: `plan` copies two
-small tensors from the device and waits for them. Steps with more than LARGE prompt rows are not
-captured; those with fewer, and drafters' passes, are Triton's entirely.
+The library adds in its own order, so this is only for numerics `fast`. It reads contiguous keys
+(its own pages would be multiples of 256 positions), so each layer gathers the keys of the step's
+prompts. Their number determines tensor sizes, which the host has to know: `plan` copies two small
+tensors from the device and waits for them. Steps with more than LARGE prompt rows are not captured;
+smaller ones, and drafters' passes, use only Triton.
 
 Legend: R rows, P prompt rows, W runs of a call, T keys of a call, Q batch slots.
 """
@@ -36,8 +36,8 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]  # the output, and its log-
 
 
 class Run(NamedTuple):
-    """Rows of one request at consecutive positions; `row` counts among the prompt rows, the last
-    row sees `keys` positions.
+    """Rows of one request at consecutive positions. `row`: index among the prompt rows. `keys`:
+    positions that the last row sees.
     """
 
     row: int
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """Runs that go through the library together."""
+    """Runs that one library call computes."""
 
     row: int
     rows: int
@@ -121,7 +121,7 @@ class FlashPlanned:
     def __init__(
         self, planned: Planned | None, others: int, function: Attend, scale: float, max_keys: int
     ) -> None:
-        """`planned` is for the first rows, `others` of them; the rest are prompt rows."""
+        """`planned`: for the first `others` rows; the rest are prompt rows."""
         self._planned, self._others = planned, others
         self._function, self._scale, self._max_keys = function, scale, max_keys
         self._step = PromptStep([], torch.empty(0, 0, dtype=torch.int32), {})
@@ -168,7 +168,7 @@ class FlashPlanned:
 
 
 def runs_of(position_P: NDArray[np.int32], batch_slot_P: NDArray[np.int32]) -> list[Run]:
-    """Dead rows come last."""
+    """Return the runs; dead rows come last."""
     alive = int((position_P >= 0).sum())
     position_P, batch_slot_P = position_P[:alive], batch_slot_P[:alive]
     assert (position_P >= 0).all(), "a dead row stands before a live prompt row"
@@ -194,7 +194,7 @@ def parts_of(runs: list[Run], max_keys: int) -> Iterator[list[Run]]:
 
 
 def call_of(runs: list[Run], first: int, page_table_QP: Tensor) -> PackedCall:
-    """`keys` of the runs count from position `first`."""
+    """Return the call for these runs. `keys` of the runs count from position `first`."""
     rows_W, keys_W = [run.rows for run in runs], [run.keys for run in runs]
     of_W1 = [
         [0, *np.cumsum(rows_W)],

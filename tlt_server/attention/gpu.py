@@ -1,10 +1,10 @@
 """Attention on a GPU by name: planned once per step for its rows, then called by every layer.
 
 A backend is built as `Backend(heads=..., kv_heads=..., head_dim=..., context=..., device=...,
-dtype=..., numerics=...)` and refuses what it cannot serve; `planned(rows)` gives what a pass of so
-many rows calls, with buffers of its own, so that a captured graph may hold it. Partial results of
-all passes share one workspace: only one runs at a time. In strict numerics a row's bits depend only
-on its own query and keys, see `tlt_kernels.gpu.attention`.
+dtype=..., numerics=...)` and refuses unsupported models; `planned(rows)` returns the function for
+passes of that many rows, with its own buffers, so that a captured graph may hold it. Partial
+results of all passes share one workspace: only one runs at a time. In strict numerics a row's bits
+depend only on its own query and keys, see `tlt_kernels.gpu.attention`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class GpuAttention(Protocol):
     capturable: bool
 
     def planned(self, rows: int, *, requests: int = 1, prompt_rows: int = 0) -> Planned:
-        """Return the attention of `rows` rows, the last `prompt_rows` of which are of prompts.
-        They belong to `requests` requests or more, and all to different ones where that is `rows`.
+        """Return the attention of `rows` rows, the last `prompt_rows` of which are prompt rows.
+        They belong to at least `requests` requests; if that equals `rows`, all to different ones.
         """
 
 
@@ -58,7 +58,7 @@ class TritonPaged:
         dtype: torch.dtype | None = None,
         numerics: str = "strict",
     ) -> None:
-        """`StartupError` where the workspace has no room for TREE_ROWS."""
+        """Raise `StartupError` if the workspace has no room for TREE_ROWS."""
         room = (
             len(
                 kernels.allocate(
@@ -132,7 +132,7 @@ class TritonPlanned:
 
 
 class TorchGathered:
-    """The slow twin: row by row, and it waits for the device, so nothing with it is captured."""
+    """The slow twin: row by row. It waits for the device, so its passes are not captured."""
 
     capturable = False
 

@@ -1,10 +1,10 @@
-"""Memory of the host that stays where it is, so that a GPU copies to and from it directly: exactly
-as many pages as a tensor needs.
+"""Host memory at a fixed address, so that a GPU copies to and from it directly: exactly as many
+pages as a tensor needs.
 
-Torch's own pinned memory comes in powers of two, and cannot be given back to the system while its
-tensor lives. Here `unpin` lets go of the pages, so that they can be dropped (`backing.py`), and
-`pin` holds them again. Memory that a tensor leaves is let go in a thread, because
-the last view of a large version is dropped between two steps.
+Torch's own pinned memory comes in powers of two, and cannot be returned to the system while its
+tensor lives. Here `unpin` unpins the pages, so that they can be dropped (`backing.py`), and `pin`
+pins them again. Unused memory is unpinned in a thread, because the last view of a large version is
+dropped between two steps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tlt_server.process.threads import started
 
 
 class Block:
-    """Pages of its own."""
+    """Separately mapped pages."""
 
     def __init__(self, pages: mmap.mmap, pointer: int) -> None:
         self._pages, self.pointer, self._held = pages, pointer, False
 
     def pin(self) -> None:
-        """`MemoryError` where that is not possible."""
+        """Pin the pages. `MemoryError` if that fails."""
         if not self._held:
             try:
                 cuda.pin(self.pointer, len(self._pages))
@@ -49,9 +49,7 @@ _blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()  # by address
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in a block of its own; its content is zeros. `MemoryError` or `OSError` where there
-    is no room.
-    """
+    """Return a tensor of zeros in its own block. `MemoryError` or `OSError` if memory is short."""
     size, left = torch.Size(shape).numel() * dtype.itemsize, _left()
     pages = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = (ctypes.c_uint8 * len(pages)).from_buffer(
@@ -65,13 +63,13 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def block_at(pointer: int) -> Block | None:
-    """The block that begins there, if it is one of ours."""
+    """Return our block that begins at this address, or None."""
     return _blocks.get(pointer)
 
 
 @cache
 def _left() -> SimpleQueue[Block]:
-    """Blocks whose tensors are gone, for the thread that lets go of them."""
+    """Return the queue of blocks whose tensors are gone, for the thread that unpins them."""
     queue: SimpleQueue[Block] = SimpleQueue()
 
     def let_go() -> None:

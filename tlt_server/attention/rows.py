@@ -1,7 +1,7 @@
-"""The one operation's input: "extend each request by these rows".
+"""The input of the one operation: "extend each request by these rows".
 
-Prefill, decode and verify all build a `Rows` and hand it to the model. A *certain* row (prompt
-token, or the last token known) writes its KV straight into the request's pages; a *draft* row
+Prefill, decode and verify all build a `Rows` and pass it to the model. A *certain* row (prompt
+token, or the last known token) writes its KV straight into the request's pages; a *draft* row
 writes into a scratch slot, and later rows find it through `path_RD`. Certain rows of a request come
 first and fill positions up to `base`.
 
@@ -23,9 +23,9 @@ from tlt_server.attention.backing import Backing
 
 @dataclass(frozen=True)
 class Rows:
-    """Key position p of row r lives at `page_table_BP[b, p // page_size] * page_size + p %
-    page_size` for p < min(position_R[r] + 1, base_B[b]), and at `path_RD[r, p - base_B[b]]` for
-    base_B[b] <= p <= position_R[r], where b = request_R[r].
+    """Rows to compute. Key position p of row r is at `page_table_BP[b, p // page_size] * page_size
+    + p % page_size` for p < min(position_R[r] + 1, base_B[b]), and at `path_RD[r, p - base_B[b]]`
+    for base_B[b] <= p <= position_R[r], where b = request_R[r].
     """
 
     token_R: Tensor  # int64
@@ -49,7 +49,7 @@ class SavedPages(NamedTuple):
 
 
 class States(NamedTuple):
-    """Inputs and teacher of a drafter over the first T positions of a sequence."""
+    """A drafter's inputs and teacher over the first T positions of a sequence."""
 
     features_TF: Tensor
     hidden_TH: Tensor  # after the final norm
@@ -76,7 +76,7 @@ class KVCache:
         features: int = 0,
         hidden: int = 0,
     ) -> None:
-        """`hidden`: width of the last hidden states, where they are kept for a trainer."""
+        """`hidden`: width of the last hidden states, if they are kept for a trainer."""
         self.pages, self.page_size, self.scratch = pages, page_size, scratch
         self.scratch_start = pages * page_size
         kv_slots = self.scratch_start + scratch
@@ -99,16 +99,14 @@ class KVCache:
             forget(pages)
 
     def free(self) -> None:
-        """Give the memory back, and with it what every page holds; nothing may run before
-        `reclaim`.
-        """
+        """Free the memory with the content of every page; nothing may run before `reclaim`."""
         self.reuse(range(self.pages))
         for backing in self._backings:
             backing.free()
 
     def reclaim(self) -> None:
-        """Take it again, its content finite; `torch.OutOfMemoryError`, and everything is free as
-        before, where there is no room.
+        """Allocate the memory again, with finite content. If there is too little,
+        `torch.OutOfMemoryError`, and everything stays free.
         """
         try:
             for backing in self._backings:
@@ -121,8 +119,8 @@ class KVCache:
                 backing.bytes.zero_()
 
     def save(self, pages: list[int]) -> SavedPages:
-        """A copy of everything these pages hold, for a sequence that loses them and cannot compute
-        them again.
+        """Copy the content of these pages, for a sequence that loses them and cannot recompute
+        them.
         """
         kv_slots_S = self._kv_slots(pages)
         return SavedPages(
@@ -142,7 +140,7 @@ class KVCache:
         return States(self.features_SF[kv_slots_T], self.hidden_SH[kv_slots_T])
 
     def restore(self, saved: SavedPages, pages: list[int]) -> None:
-        """Write a copy into other pages; there may be more of them than were saved."""
+        """Write a copy into other pages; there may be more pages than were saved."""
         kv_slots_S = self._kv_slots(pages)[: saved.k.shape[1]]
         self.k[:, kv_slots_S], self.v[:, kv_slots_S], self.features_SF[kv_slots_S] = (
             array.to(self.k.device) for array in saved
@@ -160,7 +158,7 @@ class KVCache:
 
 
 def _zeros(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros that cost memory only once they are touched, where the host's allocator can do that."""
+    """Return zeros that take memory only once touched, if the host's allocator can do that."""
     if device == "cpu" and dtype == torch.float32:
         return torch.from_numpy(np.zeros(shape, np.float32))
     return torch.zeros(*shape, dtype=dtype, device=device)

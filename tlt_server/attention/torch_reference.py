@@ -1,8 +1,7 @@
 """The `torch` attention backend: gather and softmax, row by row. The slow twin of every other
 backend.
 
-Right by inspection and slow; its bits depend on nothing but the row, because it has no batch
-dimension at all.
+Obviously correct and slow; its bits depend only on the row, because it has no batch dimension.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class TorchReference:
     def attend(
         self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0
     ) -> Tensor:
-        """[R, N, D] float32; see `tlt_server.attention` for the keys that a row sees."""
+        """Return [R, N, D] float32; see `tlt_server.attention` for the keys that a row sees."""
         keys = reference.VisibleKeys(
             rows.position_R,
             rows.request_R,

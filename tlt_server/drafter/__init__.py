@@ -1,1 +1,1 @@
-"""`tlt drafter`: the subcommands that make, train and judge drafters without a server."""
+"""`tlt drafter`: the subcommands that create, train and judge drafters without a server."""

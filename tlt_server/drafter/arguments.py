@@ -23,7 +23,7 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
 
 
@@ -32,9 +32,11 @@ def kind(text: str) -> tuple[str, str]:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{pattern!r} is no regular expression: {error}") from None
+        raise argparse.ArgumentTypeError(
+            f"{pattern!r} is not a regular expression: {error}"
+        ) from None
     if not equals or not name or not pattern:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=REGEX")
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form NAME=REGEX")
     return name, pattern
 
 
@@ -303,8 +305,8 @@ VERBS = {
 def add_arguments(
     verbs: argparse._SubParsersAction[argparse.ArgumentParser], plain: Runner, strict: Runner
 ) -> None:
-    """`plain` and `strict` make what runs a module; `strict` sets the environment of strict
-    numerics before it is imported.
+    """`plain` and `strict`: create the runner of a module; `strict` first sets the environment of
+    strict numerics.
     """
     for name, verb in VERBS.items():
         parser = verbs.add_parser(

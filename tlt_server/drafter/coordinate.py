@@ -1,11 +1,11 @@
-"""The command `tlt drafter coordinate`: it looks at servers, decides by `Coordination`, and acts.
+"""The command `tlt drafter coordinate`: it reads the servers' states, decides by `Coordination`,
+and acts.
 
-What is asked of a server runs in a thread. A step waits a while for that, and a server that is not
-done by then is asked nothing else until it is; so a slow one holds up no other.
+Each server has a thread for its calls. A step waits for them for a limited time, and a server with
+an unfinished call gets no other until it is done; so a slow server delays no other.
 
-Servers serve and train without it. Losing it in the middle loses nothing: the pauses by which it
-holds servers end by themselves, and a drafter that was not pushed everywhere is pushed with the
-next one.
+Servers serve and train without it. Losing it at any moment loses nothing: its pauses of servers
+expire, and a drafter that was not pushed everywhere is pushed with the next one.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Coordinator:
         self._notes: dict[str, str] = {}
 
     def run(self, *, once: bool = False) -> int:
-        """Take rounds for ever, or until one server has trained a round; return the exit status."""
+        """Run rounds for ever, or until one server has trained a round; return the exit status."""
         while True:
             seen = self.step()
             if once and self.coordination.done(seen):
@@ -123,7 +123,7 @@ class Coordinator:
             self._sleep(self._options.interval_s)
 
     def step(self) -> list[Seen]:
-        """Look, decide and act once; return the servers as seen before acting."""
+        """Read states, decide and act once; return the servers' states before acting."""
         self._harvest()
         seen = self._peers.look()
         sources = [server.url for server in seen]
@@ -149,7 +149,7 @@ class Coordinator:
         return done
 
     def _harvest(self) -> None:
-        """Note the actions that have ended."""
+        """Record the finished actions."""
         for url in [url for url, doing in self._asked.items() if doing.done()]:
             for action, result in self._asked.pop(url).result():
                 if isinstance(result, str):
@@ -177,7 +177,7 @@ class Coordinator:
                 self._say(f"{action.url} cannot adopt {action.version}; it keeps its own")
 
     def _tell(self, notes: Mapping[str, str], answered: Sequence[str]) -> None:
-        """Say which notes on answering servers changed."""
+        """Print the changed notes on answering servers."""
         for url in answered:
             note, before = notes.get(url, ""), self._notes.get(url, "")
             if note != before:
@@ -185,13 +185,13 @@ class Coordinator:
                 self._notes[url] = note
 
     def end(self) -> None:
-        """Let the servers train by themselves again."""
+        """Resume the servers' own training."""
         wait(self._asked.values(), self._act_s)
         self._peers.release()
         self._files.cleanup()
 
     def _act(self, action: Action, sources: Sequence[str]) -> str:
-        """Carry out an action, and return a line that says so; empty: nothing is new."""
+        """Carry out an action, and return a line about it; empty if nothing changed."""
         if isinstance(action, LetTrain):
             moved = self._peers.gather(action.url, [*sources], self._options.gather_mb * 2**20)
             self._peers.train(action.url)
@@ -206,8 +206,8 @@ class Coordinator:
         return f"{action.url} has the drafter {action.version} of {action.source}"
 
     def _drafter(self, share: ShareDrafter) -> Path:
-        """Return the directory of the shared drafter, fetched once. The one before stays for pushes
-        that have begun.
+        """Return the directory of the shared drafter, fetched once. The previous one stays for
+        pushes in progress.
         """
         with self._fetching:
             found = self._fetched.get(share.version)

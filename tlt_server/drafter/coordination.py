@@ -35,14 +35,14 @@ class Seen(NamedTuple):
 
 
 class LetTrain(NamedTuple):
-    """Let this server train on the sequences of all."""
+    """Allow this server to train on the sequences of all."""
 
     url: str
     again: bool = False  # it was let, but has begun nothing yet
 
 
 class StopTraining(NamedTuple):
-    """Let this server not train, for a while."""
+    """Forbid this server to train, for a while."""
 
     url: str
     reason: str
@@ -50,7 +50,7 @@ class StopTraining(NamedTuple):
 
 
 class GiveSamples(NamedTuple):
-    """Hand this server the sequences of the others."""
+    """Send this server the sequences of the others."""
 
     url: str
 
@@ -144,7 +144,7 @@ class Coordination:
         self._unable.add(url)
 
     def put_off(self, url: str) -> None:
-        """Prefer other servers to this one, which did not begin to train."""
+        """Prefer other servers to this one, which did not start to train."""
         self.training = self.last = ""
         self._idle_from.pop(url, None)
 
@@ -152,8 +152,8 @@ class Coordination:
         return self._refusals[share.url, share.version] >= MAX_REFUSALS
 
     def done(self, seen: Sequence[Seen]) -> bool:
-        """Return True if a round of training has ended and every server has its drafter, if it has
-        one.
+        """Return True if a round of training has ended and every server has its drafter, if there
+        is one.
         """
         return bool(self.last) and (not self.training or self.rounds > 0) and not self._shares(seen)
 
@@ -225,7 +225,7 @@ def _common_target(seen: Sequence[Seen]) -> str:
 
 
 def _stands_still(server: Seen) -> bool:
-    """Return True if the server cannot train, or if a pause by someone else forbids it."""
+    """Return True if the server cannot train, or if another client has paused it."""
     return server.trainer in CANNOT_TRAIN or (server.trainer == "paused" and not server.held)
 
 

@@ -45,15 +45,15 @@ _lines = msgspec.json.Decoder(DataLine)
 
 
 class TargetLimits(Struct, frozen=True):
-    """Bounds that the target sets."""
+    """Bounds set by the target."""
 
     vocab_size: int
     max_position: int
 
 
 def read_documents(files: Sequence[Path], limits: TargetLimits, target: Path) -> list[Document]:
-    """Read all documents. `StartupError` for a line that cannot be used, or where there is none.
-    Damaged parts of segments are left out and named on stderr.
+    """Read all documents. `StartupError` for an unusable line, or if there are none. Damaged parts
+    of segments are left out and reported on stderr.
     """
     found: list[Document] = []
     total = 0
@@ -118,7 +118,7 @@ READERS: dict[str, Callable[[Path, TargetLimits, Path], PlacedDocuments]] = {
 
 
 def _read(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield "file:line" and the line, blank ones left out."""
+    """Yield "file:line" and the line, without blank lines."""
     try:
         with file.open("rb") as opened:
             number = 0
@@ -136,7 +136,7 @@ def _read(file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _rest(opened: BinaryIO) -> int:
-    """Count the bytes that are left of a line."""
+    """Count the remaining bytes of a line."""
     count = 0
     while part := opened.readline(MAX_LINE_BYTES):
         count += len(part)
@@ -177,7 +177,7 @@ def _document(line: DataLine, limits: TargetLimits, text: Text | None, place: st
 def _conversation(
     messages: Sequence[TextTurn], text: Text, place: str
 ) -> list[tuple[list[int], bool]]:
-    """Encode each answer apart from the text before it, as a server meets them."""
+    """Encode each answer separately from the text before it, as a server would."""
     turns = [{"role": each.role, "content": each.content} for each in messages]
     parts: list[tuple[str, bool]] = []
     known = ""

@@ -1,4 +1,4 @@
-"""The device on which a verb of `tlt drafter` runs target and drafters, and its errors."""
+"""The device of a `tlt drafter` verb, and its memory errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tlt_server.trainer.learning.step import memory_errors
 
 
 def device_of(asked: str | None, recorded: str = "") -> str:
-    """Return cpu or cuda. `asked`: None takes a GPU that the kernels run on, unless a CPU
-    `recorded`. `StartupError`: a GPU is asked for, and there is none to be used.
+    """Return cpu or cuda. `asked`: None chooses a GPU that the kernels support, unless a CPU
+    `recorded`. `StartupError` if the requested GPU is unusable.
     """
     if asked == "cpu" or (asked is None and recorded == "cpu"):
         return "cpu"
@@ -24,7 +24,7 @@ def device_of(asked: str | None, recorded: str = "") -> str:
 
 @contextmanager
 def memory_refused(device: str) -> Iterator[None]:
-    """Raise errors for memory as `StartupError` with a remedy. `device`: where the work runs."""
+    """Raise out-of-memory errors as `StartupError` with a remedy. `device`: where the work runs."""
     try:
         with memory_errors():
             yield

@@ -115,7 +115,7 @@ def _version(args: argparse.Namespace, record: EvaluatedRecord) -> str:
 def loaded(
     args: argparse.Namespace, record: EvaluatedRecord, drafters: Sequence[Path], device: str
 ) -> tuple[RecomputedFeatures, list[ReplayedDrafter]]:
-    """Load the target and these drafters, which read the same layers."""
+    """Load the target and these drafters, which must read the same layers."""
     config = ModelConfig.read(args.target)
     target = load_prefill(
         args.target,
@@ -186,9 +186,7 @@ def _rows(
     chosen: Sequence[int],
     found: Sequence[Evaluated],
 ) -> list[dict[str, Any]]:
-    """Return each drafter's figures, and the other drafters' figures relative to the first
-    one's.
-    """
+    """Return each drafter's figures, and the differences of the others from the first one."""
     responses, batch = record.samples.responses, args.batch or record.decoding
     kinds = _kinds(args, record) if args.kind else None
     rows, sums = [], []
@@ -227,9 +225,7 @@ def _rows(
 
 
 def _kinds(args: argparse.Namespace, record: EvaluatedRecord) -> list[str]:
-    """Return the kind of each response: the first one whose expression occurs in its prompt's
-    text.
-    """
+    """Return the kind of each response: the first whose expression occurs in its prompt's text."""
     file = args.target / "tokenizer.json"
     if not file.is_file():
         raise StartupError(f"{file} is not there, and --kind reads text: leave --kind out")

@@ -1,4 +1,4 @@
-"""`tlt drafter export`: a drafter in the layout of another engine, read back before it is there."""
+"""`tlt drafter export`: a drafter in the layout of another engine, verified before it appears."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> str:
-    """Return the accept length, which is that of both drafters, cycle by cycle. `StartupError`
-    where they differ.
+    """Return the accept length, after a check that both drafters have it cycle by cycle.
+    `StartupError` if they differ.
     """
     record = load_record(arguments.record, arguments.target)
     record.expect_one_version()

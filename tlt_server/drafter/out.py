@@ -1,4 +1,4 @@
-"""A directory that appears whole or not at all."""
+"""A directory that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tlt_server.errors import StartupError
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a draft directory that becomes `path` at the end; an error leaves nothing.
-    `StartupError` where `path` is in use or cannot be made.
+    """Yield a draft directory that becomes `path` at the end; after an error nothing is left.
+    `StartupError` if `path` is in use or cannot be created.
     """
     path = path.absolute()  # `.` has no name
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

@@ -1,5 +1,5 @@
-"""The servers of `tlt drafter coordinate` over HTTP: what they say of themselves, the sequences and
-the drafter that move between them.
+"""The servers of `tlt drafter coordinate` over HTTP: their states, and the transfer of sequences
+and drafters between them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOK_S = 5.0  # for all servers to answer
 
 
 class Peers:
-    """Servers by their addresses. `say` takes a line of progress."""
+    """Servers by address. `say`: prints a line of progress."""
 
     def __init__(
         self, clients: Mapping[str, Client], say: Callable[[str], None], look_s: float = LOOK_S
@@ -35,8 +35,8 @@ class Peers:
         self._after: dict[tuple[str, str], int] = {}  # (source, taker) -> last number moved
 
     def look(self) -> list[Seen]:
-        """Return the servers that answer in time; why another one does not is said once. All are
-        asked at the same time, and one that still thinks about the last look is not asked again.
+        """Return the servers that answer in time; the reason for any other is printed once. All are
+        asked at the same time, except those that have not answered the last request.
         """
         begun = {
             url: self._pool.submit(self._look, url)
@@ -72,11 +72,11 @@ class Peers:
             self._say(f"{url} left out: {why}")
 
     def start(self, act: Callable[[], T]) -> Future[T]:
-        """Do something in a thread; there is one for each server."""
+        """Run a call in a server's thread."""
         return self._pool.submit(act)
 
     def trouble(self, url: str, what: str) -> None:
-        """Say it, unless it was the last thing said of this server."""
+        """Print a message about a server, unless it repeats the last one."""
         if self._said.get(url) != what:
             self._said[url] = what
             self._say(f"{url} {what}")
@@ -94,7 +94,7 @@ class Peers:
         self._held.add(url)
 
     def release(self) -> None:
-        """Let every server that is held train by itself again."""
+        """Resume the training of every server that was paused here."""
         ends = {url: self._pool.submit(self._let_go, url) for url in [*self._held]}
         for url, end in ends.items():
             try:
@@ -107,7 +107,7 @@ class Peers:
         self.clients[url].pause_drafter_training(0)
 
     def gather(self, taker: str, sources: list[str], most_bytes: int) -> int:
-        """Move sequences to `taker` that it was not given yet, and return their number."""
+        """Send `taker` the sequences that it does not have yet, and return their number."""
         moved = 0
         for source in sources:
             if source == taker:
@@ -138,7 +138,9 @@ class Peers:
         return moved
 
     def fetch(self, url: str, version: str, directory: Path) -> None:
-        """Write the files of a server's live drafter. `Conflict`: it is another version by now."""
+        """Write the files of a server's live drafter. `Conflict` if it has another version by
+        now.
+        """
         found = self.clients[url].fetch_drafter(directory)["version"]
         if found != version:
             said = f"{url} has the drafter {found!r} by now, not {version!r}"
@@ -153,7 +155,7 @@ def _judged(refused: Mapping[str, int]) -> int:
 
 
 def seen_of(url: str, load: int, drafter: Mapping[str, Any], weights: Mapping[str, Any]) -> Seen:
-    """Return a server's state from replies of `GET /load`, `/drafter` and `/weights`."""
+    """Return a server's state from its replies to `GET /load`, `/drafter` and `/weights`."""
     trainer = drafter["trainer"]
     made_for = {served["weight_version"]: served["trained_for"] for served in drafter["drafters"]}
     return Seen(

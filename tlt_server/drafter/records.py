@@ -1,5 +1,5 @@
-"""Records that drafters are evaluated on: a file of `tlt bench record`, or the segments that a
-server keeps for its drafter's training.
+"""Records for the evaluation of drafters: a file of `tlt bench record`, or the segments of a
+server.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class EvaluatedRecord(NamedTuple):
     refused: tuple[str, ...] = ()  # what was left out, and why
 
     def run(self, name: str | None, drafts_V: NDArray[np.bool_]) -> Verifications:
-        """Return the verifications under a policy; without a name under the last one that drafted.
-        `StartupError` if there is none.
+        """Return the verifications under a policy; by default, under the last one with drafts.
+        `StartupError` if there are none.
         """
         named = [
             i for i in np.unique(self.run_V[drafts_V]).tolist() if name in (None, self.policies[i])
@@ -51,8 +51,8 @@ class EvaluatedRecord(NamedTuple):
         return some(self.samples.verified, self.run_V == named[-1])
 
     def positions(self, config: ModelConfig) -> int:
-        """Return the positions that a target needs to compute these responses. `StartupError` where
-        it has fewer.
+        """Return the positions that a target needs for these responses. `StartupError` if it has
+        fewer.
         """
         responses = self.samples.responses
         needed = int((responses.prompt_len_N + responses.output_len_N).max())
@@ -65,7 +65,7 @@ class EvaluatedRecord(NamedTuple):
         return longest
 
     def expect_one_version(self) -> None:
-        """`StartupError` unless one version of the target computed all responses."""
+        """Raise `StartupError` unless one version of the target computed all responses."""
         versions = self.samples.legend.versions
         if len(versions) != 1:
             raise StartupError(
@@ -88,7 +88,7 @@ def some(verified: Verifications, which_V: NDArray[np.bool_]) -> Verifications:
 
 
 def load_record(path: Path, target: Path) -> EvaluatedRecord:
-    """Read a record of this target. `StartupError` names what is wrong with it and the remedy."""
+    """Read a record of this target. `StartupError` names the fault and the remedy."""
     if path.is_dir() or path.suffix == SUFFIX:
         return _segments(path, target)
     record = rollout_of(path, target)
@@ -109,7 +109,7 @@ def load_record(path: Path, target: Path) -> EvaluatedRecord:
 
 
 def rollout_of(path: Path, target: Path) -> RolloutRecord:
-    """Read a file of `tlt bench record`. `StartupError` where it is of another target."""
+    """Read a file of `tlt bench record`. `StartupError` if it belongs to another target."""
     record = RolloutRecord.load(path)
     recorded, found = record.header.legend.model, identity_of(target).model
     if recorded and recorded != found:
@@ -121,7 +121,7 @@ def rollout_of(path: Path, target: Path) -> RolloutRecord:
 
 
 def _segments(path: Path, target: Path) -> EvaluatedRecord:
-    """Read one segment file, or all in a directory and below it."""
+    """Read one segment file, or all below a directory."""
     identity, vocab_size, refusals = identity_of(target), vocabulary_of(target), Refusals()
     header = SegmentHeader.of(identity, vocab_size)
     files = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]

@@ -91,7 +91,7 @@ def _write(network: TrainableDrafter, started_from: Path, directory: Path) -> No
 
 
 class _HeldOut:
-    """Recorded responses that a drafter in training is replayed on."""
+    """Recorded responses for replays of a drafter in training."""
 
     def __init__(
         self, arguments: argparse.Namespace, config: ModelConfig, target: Prefill, device: str
@@ -104,7 +104,7 @@ class _HeldOut:
         self._all = range(len(self._responses))
 
     def stops(self, trainer: Trainer) -> bool:
-        """Return True if chains of the drafter have the wanted accept length."""
+        """Return True if chains of the drafter reach the requested accept length."""
         if self._wanted is None:
             return False
         depth = trainer.objective.steps
@@ -119,7 +119,7 @@ class _HeldOut:
         return length >= self._wanted
 
     def calibrate(self, directory: Path) -> None:
-        """Write the calibration of the drafter in a directory."""
+        """Fit and write the calibration of the drafter in a directory."""
         drafter = self._load(directory)
         tree = usual_tree(drafter.kind)
         fit_calibration(drafter, self._responses, self._all, self._stage(), tree)
@@ -149,7 +149,7 @@ def _build(
 
 
 def _resume(arguments: argparse.Namespace, trainer: Trainer, tokens: int) -> Checkpoints | None:
-    """Go on from the newest checkpoint of the same run, where there is one."""
+    """Continue from the newest checkpoint of the same run, if there is one."""
     if arguments.checkpoints is None:
         return None
     same = ("objective", "acceptance", "acceptance_weight", "unroll", "budget", "packs", "seed")
@@ -204,7 +204,7 @@ def _train(
 
 
 def _check(trainer: Trainer, outcome: StepOutcome, idle: bool) -> None:
-    """End a run that makes no progress."""
+    """Raise `StartupError` if a run makes no progress."""
     if idle and not trainer.undone:
         raise StartupError(
             "no response in the data has two tokens of which the second is in the draft "

@@ -1,8 +1,9 @@
-"""Objects of a JSON schema that list their properties get no others, unless the schema says so.
+"""Closes objects of a JSON schema that list their properties: they get no others, unless the schema
+allows them.
 
 A schema that is silent about further properties allows them, and weak models then write keys until
-their tokens end. What applies to one value, through `allOf` and references next to other keywords,
-is closed as a whole: each part alone would forbid what the others list.
+their tokens end. Schemas that apply to one value, through `allOf` and references next to other
+keywords, are closed together: each part alone would forbid the properties of the others.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ LIMIT = 4 * MAX_SCHEMAS
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema that `check_schema` has passed with its objects closed."""
+    """Return a schema, checked by `check_schema`, with its objects closed."""
     return _Closer(schema).close(schema)
 
 
 @dataclass
 class _Whole:
-    """The properties that all schemas of one value name, and whether it may have others."""
+    """The properties named by all schemas of one value, and whether it may have others."""
 
     names: dict[str, None] = field(default_factory=dict)
     is_open: bool = False
@@ -57,8 +58,8 @@ class _Closer:
         return found
 
     def _lists(self, schema: Any, refs: Collection[str]) -> bool:
-        """Return True if a schema, or a part of it that always applies, lists properties. A schema
-        that is only a reference does not: it is closed where it is defined.
+        """Return True if a schema, or a part of it that always applies, lists properties. A pure
+        reference does not: it is closed at its definition.
         """
         self._count(len(refs))
         if not isinstance(schema, dict):
@@ -77,8 +78,8 @@ class _Closer:
         return ref not in refs and self._lists(self._target(ref), (*refs, str(ref)))
 
     def _joined(self, schema: Any, whole: _Whole, refs: Collection[str]) -> Any:
-        """Return a schema that is itself left open, with the schemas inside it closed, and add its
-        property names to `whole` in order.
+        """Return a schema that is left open itself, with inner schemas closed, and add its property
+        names to `whole` in order.
         """
         self._count(len(refs))
         if not isinstance(schema, dict):
@@ -112,7 +113,7 @@ class _Closer:
         return self._joined(part, whole, (*refs, ref))
 
     def _inner(self, keyword: str, value: Any) -> Any:
-        """Return a keyword's value, with the schemas of members and items in it closed."""
+        """Return a keyword's value, with the schemas of members and items closed."""
         if keyword in ONE:
             return self.close(value)
         if keyword == "prefixItems" and isinstance(value, list):
@@ -122,7 +123,7 @@ class _Closer:
         return value
 
     def _target(self, ref: Any) -> Any:
-        """Return the schema to which a reference within the document points, or None."""
+        """Return the schema that a reference within the document points to, or None."""
         if not isinstance(ref, str) or not ref.startswith("#"):
             return None
         found = self._root

@@ -1,8 +1,8 @@
 """Compiles grammars to matchers, which return the tokens allowed after some tokens. No torch.
 
-llguidance does the work, and holds no lock on other threads. Its limits bound the time and memory
-of a compilation, and of each mask. The engine asks an `LLInterpreter`, which reports the work of
-each mask; whole texts are checked by an `LLMatcher`.
+llguidance does the work, and does not block other threads. Its limits bound the time and memory of
+a compilation, and of each mask. The engine asks an `LLInterpreter`, which reports the work of each
+mask; an `LLMatcher` checks whole texts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WRAPPED = re.compile(r"regex parse error:\n +(?P<text>[^\n]*)\n(?P<at> *)\^+\ne
 
 class Compiler:
     """The compiler for the tokens of one model. Copies of an interpreter share its lexer and one
-    limit on explored states. An error of one copy makes all the others unusable.
+    limit on explored states. An error of one copy makes all others unusable.
     """
 
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ class Compiler:
         return words.view(np.int32)
 
     def _source(self, grammar: Grammar) -> str:
-        """Return a grammar in the library's own form."""
+        """Return a grammar in the library's form."""
         from llguidance import LLMatcher
 
         if grammar.kind == "json_schema":
@@ -173,7 +173,9 @@ def _phrased(grammar: Grammar) -> Iterator[None]:
 
 
 def _phrase(grammar: Grammar, error: str) -> str:
-    """Return the library's words about a grammar, in one line and with a place in its own text."""
+    """Return the library's message about a grammar, in one line, with a position in the grammar's
+    text.
+    """
     what = {"json_schema": "JSON schema", "regex": "regex", "lark": "grammar"}[grammar.kind]
     inner = _WRAPPED.search(error)
     if grammar.kind == "regex" and inner:

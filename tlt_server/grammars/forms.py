@@ -1,4 +1,4 @@
-"""The forms in which requests ask for a structure, each turned into a `records.Grammar`."""
+"""The forms of structures in requests, each turned into a `records.Grammar`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _UNFOLLOWED = re.compile(r"\[[^\]\[\n]*\b(max_tokens|temperature)\s*=")
 
 
 def grammar_of(form: str, text: str, specials: Specials = NO_SPECIALS) -> Grammar:
-    """Return the grammar of a text in one of `FORMS`. `InvalidRequest` says what is wrong with it
-    that shows before it is compiled. `specials`: the model's special tokens.
+    """Return the grammar of a text in one of `FORMS`. `InvalidRequest` for errors that show before
+    the compilation. `specials`: the model's special tokens.
     """
     if form == "structural_tag":
         found = _grammar(lark_of_tags(read_json(text, "the structural tag"), specials))
@@ -37,7 +37,7 @@ def grammar_of(form: str, text: str, specials: Specials = NO_SPECIALS) -> Gramma
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Refuse a grammar that `grammar_of` would not have given, or that may cost too much."""
+    """Refuse a grammar that `grammar_of` would not return, or that may cost too much."""
     (_grammar if grammar.kind == "lark" else FORMS[grammar.kind])(_bounded(grammar).text)
 
 
@@ -86,7 +86,7 @@ def _grammar(text: str) -> Grammar:
 
 
 def _check_inner(lark: str, begin: int) -> None:
-    """Check the JSON schema that begins there in a grammar."""
+    """Check the JSON schema that begins at this position of a grammar."""
     try:
         _, end = json.JSONDecoder().raw_decode(lark, begin)
     except (ValueError, RecursionError):
@@ -98,7 +98,7 @@ def _check_inner(lark: str, begin: int) -> None:
 
 
 def quoted(text: str) -> str:
-    """Return the literal of a text in Lark's form."""
+    """Return a text as a literal in Lark's form."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,6 +1,7 @@
-"""Grammars as requests write them, in GBNF or in Lark's form, turned into Lark's form.
+"""Converts grammars in GBNF or in Lark's form to Lark's form.
 
-llguidance parses GBNF. Names, escapes and repetitions get a form here that means the same in Lark.
+llguidance parses GBNF. Here names, escapes and repetitions get a form with the same meaning in
+Lark.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _of_gbnf(text: str) -> str:
 
 
 def _lark_name(name: str, taken: Container[str]) -> str:
-    """Return an unused name in Lark, where dashes are not allowed and case marks terminals."""
+    """Return an unused name in Lark, which forbids dashes and uses case for terminals."""
     own = re.sub(r"[^a-z0-9]", "_", name.lower())
     own = own if own[0].isalpha() else f"r{own}"
     while own in taken:
@@ -65,8 +66,8 @@ def _lark_name(name: str, taken: Container[str]) -> str:
 
 
 def _char(read: Callable[[Any], tuple[str, Any]], at: Any) -> tuple[str, Any]:
-    """Read a character; one that is given by its number becomes itself, or an escape of two digits,
-    which a regex has, too.
+    """Read a character. A numeric escape becomes the character itself, or an escape of two digits,
+    which is also valid in a regex.
     """
     code = _CODE.match(at.text, at.pos)
     if code is None:
@@ -78,7 +79,9 @@ def _char(read: Callable[[Any], tuple[str, Any]], at: Any) -> tuple[str, Any]:
 
 
 def _mend(node: Any) -> None:
-    """Rewrite the texts of a node and its descendants so that they mean the same in Lark."""
+    """Rewrite the texts of a node and its descendants so that they have the same meaning in
+    Lark.
+    """
     from llguidance import gbnf_to_lark as library
 
     for child in node.children():

@@ -1,5 +1,5 @@
-"""The counted repetitions of a grammar in Lark's form, through the names of its rules and
-terminals. `repetitions` says which of them multiply.
+"""The counted repetitions of a grammar in Lark's form, across the names of its rules and terminals.
+`repetitions` describes which of them multiply.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Token(NamedTuple):
 
 
 def check_lark(lark: str) -> None:
-    """Refuse a grammar whose counted repetitions inside each other multiply to too much, by the
-    regex or rule.
+    """Refuse a grammar whose nested counted repetitions multiply to too much, naming the regex or
+    rule.
     """
     _whole([*_tokens(lark)], 0)
 
@@ -93,7 +93,7 @@ def _literal(text: str) -> CountedPart:
 
 
 def _whole(tokens: Sequence[_Token], level: int) -> CountedPart:
-    """Return the counts of a grammar that stands inside another one."""
+    """Return the counts of a nested grammar."""
     if level > MAX_LEVELS:
         raise InvalidRequest(
             f"the grammar has more than {MAX_LEVELS} grammars inside each other: simplify it"
@@ -110,7 +110,7 @@ def _whole(tokens: Sequence[_Token], level: int) -> CountedPart:
 
 
 def _without_inner(tokens: Sequence[_Token], level: int) -> list[_Token]:
-    """Return the tokens with each grammar inside, `%lark {...}`, in the place of one."""
+    """Return the tokens with each nested grammar, `%lark {...}`, as one token."""
     found, at = list[_Token](), 0
     while at < len(tokens):
         if tokens[at].text != "%lark":
@@ -143,7 +143,7 @@ def _definitions(tokens: Sequence[_Token]) -> Iterator[tuple[str, Sequence[_Toke
 
 
 def _order(rules: Mapping[str, Sequence[_Token]]) -> list[str]:
-    """Return the names, those that a rule refers to before it, but for recursive ones."""
+    """Return the names in dependency order, except for recursive ones."""
     order, seen = dict[str, None](), set[str]()
     waiting = [*rules][::-1]
     while waiting:
@@ -158,7 +158,9 @@ def _order(rules: Mapping[str, Sequence[_Token]]) -> list[str]:
 
 
 def _value(body: Sequence[_Token], known: Mapping[str, CountedPart]) -> CountedPart:
-    """Return the counts of a rule. `known`: rules that it names; recursive ones may be absent."""
+    """Return the counts of a rule. `known`: the rules that it names; recursive ones may be
+    missing.
+    """
     stack, at = Stack(strict=False), 0
     optional, negated = list[bool](), False  # for each open group: it may be left out
     while at < len(body):
@@ -200,7 +202,7 @@ def _read_sign(stack: Stack, optional: list[bool], sign: str) -> None:
 
 
 def _count(body: Sequence[_Token], at: int, *, closing: bool) -> tuple[int, int | None, int] | None:
-    """Parse a count: its minimum, maximum and end. None where there is no count."""
+    """Parse a count: its minimum, maximum and end. None without a count."""
     numbers, parts, between = list[int](), 0, ("," if closing else "..")
     while at < len(body) and body[at].kind != "line":
         if body[at].kind == "number" and parts == len(numbers):

@@ -1,8 +1,8 @@
-"""The tokens that may follow a text of a grammar, and the work of finding them out. No torch.
+"""The tokens that may follow a text of a grammar, and the work to find them. No torch.
 
-The work is counted in units of the library: fuel of its lexer, and items of its parser. Lexers keep
-what they have found, and copies share a lexer, so the fuel of a mask depends on what was asked
-before; `fuel` is what the lexer has spent since it was made. The items depend on the text alone.
+The work is counted in units of the library: fuel of its lexer, and items of its parser. Lexers
+cache their results, and copies share a lexer, so the fuel of a mask depends on earlier requests;
+`fuel` is the lexer's total so far. The items depend only on the text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CannotFollow(Exception):
 
 
 class MaskedText:
-    """The text of some tokens, with the mask of those that may follow, which never changes."""
+    """The text of some tokens, with the immutable mask of the tokens that may follow."""
 
     __slots__ = ("_eos_W", "_interpreter", "accepting", "fuel", "items_work", "mask_W", "nbytes")
 
@@ -57,9 +57,9 @@ class MaskedText:
         *,
         aside: bool = True,
     ) -> None:
-        """`interpreter` has the text's tokens. `eos_W`: the bits of tokens that end an output.
-        `spent`: fuel of the lexer that the interpreter has reported before. `aside`: in a thread,
-        so that others run meanwhile, which takes longer.
+        """`interpreter`: has the text's tokens. `eos_W`: the bits of tokens that end an output.
+        `spent`: the lexer's fuel already reported. `aside`: compute in a thread, which takes longer
+        but lets others run.
         """
         self._interpreter, self._eos_W = interpreter, eos_W
         self.mask_W = np.zeros(len(eos_W), np.int32)
@@ -93,7 +93,7 @@ class MaskedText:
         return str(said)
 
     def allows(self, token: int) -> bool:
-        """Return True if the text goes on with this token, which does not end it."""
+        """Return True if this token may follow and does not end the text."""
         word, bit = divmod(token, WORD)
         if not 0 <= word < len(self.mask_W):
             return False

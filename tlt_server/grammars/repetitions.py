@@ -1,11 +1,11 @@
-"""Counted repetitions inside others, as in `((a{1,200}){1,200}){1,200}`: the work of a mask grows
-with the product of the counts that a text leaves open.
+"""Nested counted repetitions, such as `((a{1,200}){1,200}){1,200}`: the work of a mask grows with
+the product of the counts that a text leaves open.
 
-Regexes, and rules and terminals in Lark's form, are read by one stack. In a regex all counts inside
-each other multiply. In Lark's form, counts multiply through names too, unless each character tells
-whether a repetition goes on or its part begins again, as in `(NAME ","){1,1000}`. A recursive rule
-counts once. Values of a JSON schema are set apart by brackets and quotes, so only the counts of one
-pattern multiply.
+One stack reads regexes, and rules and terminals in Lark's form. In a regex all nested counts
+multiply. In Lark's form, counts multiply through names too, unless each character determines
+whether a repetition continues or its part begins again, as in `(NAME ","){1,1000}`. A recursive
+rule counts once. Brackets and quotes separate the values of a JSON schema, so only the counts of
+one pattern multiply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLASS_PART = re.compile(r"(\\.|.)(?:-(\\.|[^-]))?", re.DOTALL)
 
 
 def chars(text: str) -> int:
-    """Return the set of the characters of a text."""
+    """Return a text's characters as a bit set."""
     found = 0
     for sign in text:
         found |= 1 << ord(sign) if ord(sign) < 128 else OTHER
@@ -46,7 +46,7 @@ _SETS = {
 
 
 class CountedPart(NamedTuple):
-    """The facts of a part of a grammar by which counts around it multiply."""
+    """Properties of a grammar's part that decide how outer counts multiply."""
 
     product: int = 1  # its counts multiplied
     nested: int = 1  # the same, only for counts inside each other
@@ -73,7 +73,7 @@ class CountedPart(NamedTuple):
         )
 
     def repeated(self, least: int, most: int | None, *, strict: bool) -> CountedPart:
-        """`most`: None is any number. `strict`: all counts multiply."""
+        """Return the part repeated. `most`: None for any number. `strict`: all counts multiply."""
         count = max(1, least if most is None else most)
         told_apart = not (strict or self.nullable or self.first & self.tail)
         product, nested = min(self.product * count, HIGHEST), self.nested
@@ -91,7 +91,7 @@ EMPTY = CountedPart()
 
 
 class _Frame:
-    """A group that is being read."""
+    """A group that is being parsed."""
 
     def __init__(self) -> None:
         self.before: CountedPart | None = None  # alternatives
@@ -109,7 +109,7 @@ class _Frame:
 
 
 class Stack:
-    """Groups inside each other. `strict`: all counts multiply."""
+    """Nested groups. `strict`: all counts multiply."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict, self._frames = strict, [_Frame()]
@@ -130,7 +130,7 @@ class Stack:
         self.top.last = self.top.last.repeated(least, most, strict=self._strict)
 
     def sign(self, sign: str) -> None:
-        """Repeat what is last by a sign: `*`, `+` or `?`."""
+        """Repeat the last part by a sign: `*`, `+` or `?`."""
         self.repeat(int(sign == "+"), 1 if sign == "?" else None)
 
     def whole(self) -> CountedPart:
@@ -140,13 +140,13 @@ class Stack:
 
 
 def number(digits: str) -> int:
-    """Return a count of any length, a very long one as a large number."""
+    """Return a count of any length; a very long one counts as a large number."""
     digits = digits.lstrip("+-0")
     return int(digits or "0") if len(digits) < 10 else 10**9
 
 
 def check_repetitions(regex: str, where: str = "the regex", flags: str = "") -> CountedPart:
-    """Refuse a regex whose counted repetitions inside each other multiply to more than MOST."""
+    """Refuse a regex whose nested counted repetitions multiply to more than MOST."""
     found = _regex_part(regex, any_case=_has("i", regex, flags))
     check(found, where)
     if _has("x", regex, flags):  # somewhere in it
@@ -217,7 +217,7 @@ def _escaped(escape: str, *, any_case: bool) -> CountedPart:
 
 
 def _class(text: str) -> int:
-    """Return the characters of a class; all where it is more than a list of ranges."""
+    """Return the characters of a class; all, if it is more than a list of ranges."""
     plain = _PLAIN_CLASS.fullmatch(text)
     if plain is None:
         return ALL
@@ -238,14 +238,14 @@ def _class_parts(text: str) -> Iterator[tuple[str, str]]:
 
 
 def span(low: str, high: str) -> int:
-    """Return the set of the characters from one to another."""
+    """Return the characters of a range, as a bit set."""
     first, last = ord(low), ord(high)
     found = OTHER if last > 127 else 0
     return found | sum(1 << at for at in range(first, min(last, 127) + 1))
 
 
 def _end_of_class(regex: str, at: int) -> int:
-    """Return where the class of characters that begins there ends."""
+    """Return the end of the character class that begins at this position."""
     depth, first = (
         0,
         at + 1 + regex.startswith("[^", at),

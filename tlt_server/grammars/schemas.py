@@ -1,5 +1,5 @@
-"""The keywords of a JSON schema that are enforced. One that would be ignored is refused by its
-path, since the output would then not be what the schema says.
+"""The enforced keywords of a JSON schema. A keyword that would be ignored is refused with its path,
+since the output might then violate the schema.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_MULTIPLE = 10_000  # limit on the least common multiple of all multipleOf
 
 
 def read_json(text: str, what: str = "the JSON schema") -> Any:
-    """Return the JSON value of a text. `InvalidRequest` names where it is not JSON."""
+    """Return the JSON value of a text. `InvalidRequest` with the position if it is not JSON."""
     try:
         found = json.loads(text, parse_constant=_no_number)
         json.dumps(found, ensure_ascii=False).encode()  # a sender may escape half a character
@@ -113,7 +113,7 @@ def _multiple(schema: Mapping[str, Any]) -> Fraction | None:
 
 
 def _check_multiples(multiples: Collection[Fraction], path: str, where: str) -> None:
-    """Bound the automaton of numbers, which may have a state per remainder of them all."""
+    """Bound the automaton of numbers, which may have a state per remainder modulo all of them."""
     scale = math.lcm(*(multiple.denominator for multiple in multiples))
     states = math.lcm(*(int(multiple * scale) for multiple in multiples))
     if states > MAX_MULTIPLE:
@@ -125,7 +125,7 @@ def _check_multiples(multiples: Collection[Fraction], path: str, where: str) -> 
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas in a schema, each with its step of the path."""
+    """Yield the schemas inside a schema, each with its step of the path."""
     for keyword, value in schema.items():
         if keyword in ONE:
             yield f".{keyword}", value

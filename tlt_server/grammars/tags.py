@@ -1,8 +1,8 @@
-"""Structural tags: free text in which triggers begin tags, whose content is held to a schema. They
-are turned into a grammar in Lark's form.
+"""Structural tags: free text in which triggers begin tags, whose content must match a schema. They
+are converted to a grammar in Lark's form.
 
-Read in the older form (`structures` and `triggers`) and in the newer one (`format`, a tree). In
-free text the first trigger begins a tag. A special token of the model is one token in a tag.
+The older form (`structures` and `triggers`) and the newer one (`format`, a tree) are read. In free
+text the first trigger begins a tag. A special token of the model is one token in a tag.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def lark_of_tags(content: Any, specials: Specials) -> str:
 
 
 def format_of(content: dict[str, Any]) -> Any:
-    """Return the newer form of a structural tag."""
+    """Return a structural tag in the newer form."""
     if "format" in content:
         return content["format"]
     tags = []
@@ -67,7 +67,7 @@ class _Writer:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, f"TEXT: {TEXT}"])
 
     def _part(self, part: Any) -> str:
-        """Return the name of the rule of one part of the tree."""
+        """Return the rule name of one part of the tree."""
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise InvalidRequest(f"structural_tag has more than {MAX_PARTS} parts: simplify it")
@@ -113,7 +113,7 @@ class _Writer:
         return f"/{body}/" if body else '""'
 
     def _tag(self, part: dict[str, Any], begun: str = "") -> str:
-        """Return the body of a tag, without the text that has begun it."""
+        """Return the body of a tag, without the text that began it."""
         begin = _get(part, "begin", str).removeprefix(begun)
         content, end = part.get("content"), part.get("end", "")
         ends = [end] if isinstance(end, str) else end
@@ -140,7 +140,7 @@ class _Writer:
         return f"{tags}{'+' if part.get('at_least_one') else '*'} TEXT"
 
     def _until(self, text: str) -> str:
-        """Return the rule of free text up to the first occurrence of `text`, and that text."""
+        """Return the rule of free text up to and including the first occurrence of `text`."""
         first, *rest = self._pieces(text) or [""]
         if first.startswith('"'):
             first = self._rule(f"TEXT {first}", "[lazy]")
@@ -154,7 +154,7 @@ class _Writer:
         return many if part.get("at_least_one") else f"({many})?"
 
     def _literal(self, text: str) -> str:
-        """Return a text as Lark's literals; special tokens in it by their ids."""
+        """Return a text as Lark literals, with special tokens by their ids."""
         return " ".join(self._pieces(text))
 
     def _pieces(self, text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The tokens of a model as text. No torch.
 
-An added token is text like any other unless its file calls it special. Marks of reasoning and calls
-are text in any case, since answers are read by them.
+An added token is ordinary text unless its file calls it special. Marks of reasoning and calls are
+always text, since answers are parsed by them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARK = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/|#[^\n]*|<[^<>\
 
 
 def read_tokenizer(path: Path) -> str:
-    """Return the text of a `tokenizer.json`, in which no mark is special."""
+    """Return the text of a `tokenizer.json` in which no mark is special."""
     text = path.read_text("utf-8")
     content = json.loads(text)
     marks = [token for token in content.get("added_tokens", ()) if token["content"] in MARKS]
@@ -31,11 +31,11 @@ def read_tokenizer(path: Path) -> str:
 
 
 class Vocabulary:
-    """The bytes of each token and an encoder, in the form in which `LLTokenizer` takes them.
+    """The bytes of each token and an encoder, in the form that `LLTokenizer` takes.
 
-    The library itself would take every added token in angle brackets for special. In a structure's
+    The library itself would treat every added token in angle brackets as special. In a structure's
     text a token that is not special stands for its bytes, and its bytes may also be spelled out.
-    Special tokens are never part of a text: text that reads like one is spelled out.
+    Special tokens are never part of a text: text that looks like one is spelled out.
     """
 
     is_tokenizer_wrapper = True
@@ -59,7 +59,7 @@ class Vocabulary:
         self._named = {token["content"]: token["id"] for token in added if token["id"] in text}
 
     def by_id(self, lark: str) -> str:
-        """Return a grammar whose rules name by id those tokens that are not special."""
+        """Return a grammar whose rules name tokens that are not special by id."""
 
         def named(found: re.Match[str]) -> str:
             id = self._named.get(found[0])
@@ -68,8 +68,8 @@ class Vocabulary:
         return _LARK.sub(named, lark)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text to which a structure holds the output. Masks ask for the same
-        short ones again and again.
+        """Return the tokens of a text that a structure requires. Masks request the same short ones
+        repeatedly.
         """
         found = self._encoded.get(text)
         if found is None:

@@ -1,7 +1,7 @@
-"""Every metric name in one place, on one registry of our own, in one record for each subject.
+"""Every metric name in one place, on one registry of our own, in one record per subject.
 
-The frontend counts requests here, and hands over the engine's figures as they arrive. Every label
-has a bounded set of values, even when clients and operators send others.
+The frontend counts requests here, and passes on the engine's figures as they arrive. Every label
+has a bounded set of values, even if clients and operators send others.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class Exposition(NamedTuple):
 
 
 class Metrics:
-    """The metrics of one server, which serves `model`; also under the names that some engines have
-    for them.
-    """
+    """The metrics of one server, which serves `model`; also under some other engines' names."""
 
     def __init__(self, aliases: Collection[str] = (), model: str = "") -> None:
         self._aliases = Aliases(aliases, model)
@@ -79,7 +77,7 @@ class Metrics:
         return [*families, *self._aliases.of(families)]
 
     def exposition(self, accept: str = "") -> Exposition:
-        """Return all metrics in the format that an `Accept` header asks for: OpenMetrics where it
+        """Return all metrics in the format that an `Accept` header requests: OpenMetrics if it
         names that, else Prometheus' text format.
         """
         named = {part.partition(";")[0].strip().lower() for part in accept.split(",")}

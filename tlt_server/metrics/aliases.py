@@ -1,7 +1,7 @@
 """Other engines' names for our metrics, for dashboards, autoscalers and routers that read those.
 
-One table per engine says which of our metrics a name stands for. Values are taken from ours at
-every scrape, so nothing is counted twice. A name without a row has no counterpart here.
+One table per engine maps its names to our metrics. Values are read from ours at every scrape, so
+nothing is counted twice. A name without a row has no counterpart here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ RATE_S = 5.0  # shortest time between two values that a rate is computed from
 
 @dataclass(frozen=True)
 class Summed:
-    """One of our metrics under another name, summed over its labels. With `their_label` its
-    `label` stays, under that name. `theirs` gives the value of the label in their words, and None
-    for a value that is left out.
+    """One of our metrics under another name, summed over its labels. With `their_label`, our
+    `label` is kept under that name, with values converted by `theirs`, which returns None to leave
+    a value out.
     """
 
     source: str
@@ -31,7 +31,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Computed:
-    """A gauge that is computed from our metrics."""
+    """A gauge computed from our metrics."""
 
     sentence: str
     value: Callable[[Values], float]
@@ -160,14 +160,14 @@ ENGINES: Mapping[str, Naming] = {
 
 
 class Aliases:
-    """The names of some engines for the metrics of one server, which serves `model`."""
+    """Some engines' names for the metrics of one server, which serves `model`."""
 
     def __init__(self, engines: Collection[str], model: str) -> None:
         self._engines = {name: each for name, each in ENGINES.items() if name in engines}
         self._model, self._rates = model, dict[str, Rate]()
 
     def of(self, families: Iterable[Metric]) -> Iterator[Metric]:
-        """Return the families that the aliases make of ours."""
+        """Return the alias families for our families."""
         ours = {family.name: family for family in families}
         values = Values(ours, self._rates)
         for prefix, engine in self._engines.items():

@@ -1,5 +1,5 @@
-"""Metrics of the engine. Its figures arrive as `Outputs.gauges` and `Outputs.cycle`; a name that
-`GAUGES` and `TOTALS` do not list still shows, as `tlt_engine_figure{name=...}`.
+"""Metrics of the engine. Its figures arrive as `Outputs.gauges` and `Outputs.cycle`; names missing
+in `GAUGES` and `TOTALS` are shown as `tlt_engine_figure{name=...}`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class EngineMetrics:
             self._gauges[name].set(0)
 
     def took(self, message: Outputs) -> None:
-        """Take in the figures that came with outputs."""
+        """Record the figures of an `Outputs` message."""
         for name, value in message.gauges.items():
             if name in self._gauges:
                 self._gauges[name].set(value)
@@ -199,7 +199,7 @@ class EngineProcesses(Collector):
     """Memory, processor time and files of each process of an engine, by its rank."""
 
     def __init__(self, pids: Callable[[], Sequence[int]], registry: CollectorRegistry) -> None:
-        """`pids`: by rank; those that have ended are left out."""
+        """`pids`: by rank; processes that have ended are left out."""
         self._pids = pids
         registry.register(self)
 

@@ -12,7 +12,7 @@ LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 12
 
 
 class Histogram(LibraryHistogram):
-    """A histogram that takes in equal values together."""
+    """A histogram that records equal values together."""
 
     def observe_many(self, value: float, count: int) -> None:
         """Observe the same value `count` times."""
@@ -21,7 +21,7 @@ class Histogram(LibraryHistogram):
 
 
 class Total:
-    """A counter of what another process counts; a new process counts from 0 again."""
+    """A counter for another process's counts; a new process counts from 0 again."""
 
     def __init__(self, counter: Counter) -> None:
         self.counter, self._last = counter, 0.0
@@ -35,7 +35,7 @@ Table = Mapping[str, tuple[str, str]]  # name of a figure -> name and sentence o
 
 
 class Kinds:
-    """Makes metrics from a name, a sentence and the names of labels."""
+    """Creates metrics from a name, a sentence and label names."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

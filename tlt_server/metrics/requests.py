@@ -145,7 +145,7 @@ class DiskMetrics:
         )
 
     def watch(self, directory: Path) -> None:
-        """Report the file system of `directory`, made yet or not, from now on."""
+        """Report the file system of `directory`, which need not exist yet, from now on."""
         self._free.set_function(lambda: disk(directory).free)
         self._total.set_function(lambda: disk(directory).total)
 
@@ -156,7 +156,7 @@ class Disk(NamedTuple):
 
 
 def disk(directory: Path) -> Disk:
-    """Return the size of the file system that holds `directory`, or would once it is made."""
+    """Return the size of the file system of `directory`, which need not exist yet."""
     usage = shutil.disk_usage(
         next(path for path in (directory, *directory.absolute().parents) if path.exists())
     )

@@ -36,7 +36,7 @@ POSITIONS = 16  # label values; deeper positions count in tlt_sd_accepted_tokens
 
 
 def kind_of(strategy: Strategy) -> str:
-    """Return one of a few labels: `off`, or a drafter with the form of its drafts."""
+    """Return one of a few labels: `off`, or a drafter with its tree shape."""
     if not strategy.drafter:
         return "off"
     return f"{strategy.drafter} {'tree' if strategy.width > 1 else 'chain'}"

@@ -1,4 +1,4 @@
-"""Metrics of the drafter's trainer, and of the sequences that are kept for it."""
+"""Metrics of the drafter's trainer, and of its recorded sequences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KEPT = {  # fields of BufferReport
 
 
 class SampleMetrics:
-    """Metrics of the sequences that are kept to train the drafter."""
+    """Metrics of the recorded training sequences."""
 
     def __init__(self, kinds: Kinds) -> None:
         self._gauges = kinds.gauges(KEPT)

@@ -1,4 +1,4 @@
-"""Metrics of weights: which versions are live, and what became of pushes."""
+"""Metrics of weights: the live versions, and the results of pushes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class WeightMetrics:
         self.load({})
 
     def load(self, adapters: Mapping[str, str]) -> None:
-        """Show these adapters, by name, and forget others: a trainer may name each of its steps."""
+        """Show these adapters, by name, and drop others: a trainer may name each of its steps."""
         self._adapters.clear()
         for adapter in adapters.items():
             self._adapters.labels(*adapter).set(1)
@@ -97,12 +97,12 @@ class WeightMetrics:
         self._loaded = {*adapters}
 
     def asked(self, adapter: str, sequences: int) -> None:
-        """Count sequences that were accepted for an adapter."""
+        """Count accepted sequences for an adapter."""
         if adapter in self._loaded:
             self._asked.labels(adapter).inc(sequences)
 
     def live(self, target: str, drafter: str) -> None:
-        """Show the versions that are live, and since when if they are other ones."""
+        """Show the live versions, and the time of their last change."""
         if (target, drafter) == self._live:
             return
         since, before, self._live = time.monotonic(), self._live, (target, drafter)

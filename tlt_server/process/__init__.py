@@ -1,1 +1,1 @@
-"""Manners of a process: threads, garbage, private files, faults and its end. No torch."""
+"""Process hygiene: threads, garbage collection, private files, faults and shutdown. No torch."""

@@ -1,6 +1,6 @@
-"""Exceptions that are no user's error: those that end the engine, described for clients and
-operators, and those that are contained, as they concern one command, one sequence or one figure.
-Also says how a child process ended. Imports no torch by itself.
+"""Exceptions that are not a user's error: fatal ones, described for clients and operators, and
+contained ones, which concern one command, one sequence or one figure. Also describes how a child
+process ended. Imports no torch by itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MARKS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
 
 
 class Containment:
-    """Takes exceptions in the handling of one command, sequence or figure: logs and counts each, so
-    that its caller ends what it concerns and nothing else.
+    """Handles exceptions in the handling of one command, sequence or figure: logs and counts each,
+    so that its caller ends only what it concerns.
     """
 
     total: ClassVar[int] = 0  # in this process; no test may add to it unless it says so
@@ -33,8 +33,8 @@ class Containment:
             f"tlt: contained_fault in {what}\n{trace}", end="", file=sys.stderr
         ),
     ) -> None:
-        """`check` asserts what must hold after a fault. `ends`: exceptions that are not contained.
-        `log` takes what failed and the stack.
+        """`check`: asserts the invariants after a fault. `ends`: exceptions that are not contained.
+        `log`: gets the failed operation and the stack.
         """
         self.count = 0
         self._check, self._ends, self._log = check, ends, log
@@ -58,14 +58,14 @@ class Containment:
         )
 
     def typed(self, error: Exception, what: str) -> TltError:
-        """Return a user's error as it is, and contain any other."""
+        """Return a user's error unchanged, and contain any other."""
         if isinstance(error, TltError) and not isinstance(error, self._ends):
             return error
         return self.contain(error, what)
 
     @contextmanager
     def containing(self, what: str) -> Iterator[None]:
-        """Contain the block's errors: a figure is lost, or a part of an event."""
+        """Contain the block's errors: at most a figure, or a part of an event, is lost."""
         try:
             yield
         except Exception as error:
@@ -73,8 +73,8 @@ class Containment:
 
 
 def describe(error: BaseException, *, ready: bool) -> str:
-    """Return one sentence for clients and operators. `ready`: the engine had been ready, so the
-    server starts another one.
+    """Return one sentence for clients and operators. `ready`: the engine was ready, so the server
+    starts another one.
     """
     torch = sys.modules.get("torch")
     then = "; the engine restarts" if ready else ""
@@ -91,7 +91,7 @@ def describe(error: BaseException, *, ready: bool) -> str:
 
 
 def trace(error: BaseException, *, ready: bool) -> str:
-    """Return the stack for the log. `ready`: without messages, since they may quote a request."""
+    """Return the stack for the log. `ready`: omit messages, since they may quote a request."""
     if not ready:
         return "".join(traceback.format_exception(error))
     return "".join(
@@ -102,7 +102,7 @@ def trace(error: BaseException, *, ready: bool) -> str:
 
 
 def of_gpu(error: BaseException) -> bool:
-    """Return True if the error, or one that it followed, is a GPU's."""
+    """Return True if the error, or one that caused it, is a GPU's."""
     return any(_is_of_gpu(link) for link in _chain(error))
 
 
@@ -114,7 +114,7 @@ def _is_of_gpu(link: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, and those that it followed."""
+    """Yield the error and its causes."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -135,7 +135,7 @@ def _reported(first: str) -> str:
 
 
 def exit_of(status: int) -> str:
-    """Return how a process ended: with which status, or by which signal."""
+    """Return how a process ended: its status or signal."""
     if status >= 0:
         return f"ended with status {status}"
     named = {each.value: each.name for each in signal.Signals}

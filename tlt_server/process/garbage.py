@@ -1,9 +1,9 @@
-"""Garbage collection next to an event loop that must not wait, and none while libraries load.
+"""Garbage collection for an event loop that must not wait, and none while libraries load.
 
-A full collection visits every object that the collector tracks, so it would hold the loop for 50 ms
-while thousands of sequences are open. Almost everything is freed without it, by reference counts,
-and young cycles by the younger generations, as usual. So the oldest generation is collected only
-while few objects are in it, or when cycles have made it so large that memory matters more.
+A full collection visits every tracked object, so it would hold the loop for 50 ms while thousands
+of sequences are open. Almost everything is freed without it, by reference counts, and young cycles
+by the younger generations, as usual. So the oldest generation is collected only while it has few
+objects, or when cycles have made it so large that memory matters more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ NEVER = 2**31 - 1
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Import libraries without a collection, which finds nothing and takes a fifth of that time."""
+    """Disable the collector while libraries are imported: it finds nothing and takes a fifth of
+    that time.
+    """
     gc.disable()
     try:
         yield
@@ -33,8 +35,8 @@ def loading() -> Iterator[None]:
 
 
 async def collect_while_few() -> NoReturn:
-    """Collect the oldest generation here instead of whenever an object is made. What was loaded is
-    kept from the collector by its caller, with `gc.freeze`.
+    """Collect the oldest generation here instead of at allocations. The caller excludes loaded
+    objects with `gc.freeze`.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], NEVER)

@@ -28,7 +28,9 @@ class HostMemory(NamedTuple):
 
 
 def processor() -> str:
-    """Return the name of the processor, or its architecture where the system does not tell."""
+    """Return the name of the processor, or its architecture if the system does not report the
+    name.
+    """
     try:
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -37,14 +39,14 @@ def processor() -> str:
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has of the host."""
+    """Return the bytes of host memory that this process uses."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
 def named_twice(visible: str) -> str:
-    """Return the GPU that a value of CUDA_VISIBLE_DEVICES names twice, by number or by UUID, which
-    may be cut short; empty: none. CUDA ignores all after an entry that names no GPU.
+    """Return the GPU that a value of CUDA_VISIBLE_DEVICES names twice, by number or by a UUID,
+    perhaps abbreviated; empty if none. CUDA ignores everything after an invalid entry.
     """
     seen: list[str] = []
     for entry in (part.strip() for part in visible.split(",")):
@@ -85,8 +87,8 @@ DIRECTORY = "/tmp/nvidia-mps"  # the driver's own default of CUDA_MPS_PIPE_DIREC
 
 
 def mps_enabled() -> bool:
-    """Return True if this process is a client of MPS on its first GPU. False where the driver does
-    not know, or there is none.
+    """Return True if this process is a client of MPS on its first GPU. False if the driver does not
+    know, or there is none.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -102,12 +104,12 @@ def mps_enabled() -> bool:
 
 
 def pipe_directory() -> str:
-    """Return where the driver looks for the control daemon."""
+    """Return the directory in which the driver looks for the control daemon."""
     return os.environ.get("CUDA_MPS_PIPE_DIRECTORY", DIRECTORY)
 
 
 def client_environment(percent: int) -> dict[str, str]:
-    """Return the variables of a client that has less of the GPU than others. `percent`: of its
+    """Return the variables of a client with a limited share of the GPU. `percent`: of its
     multiprocessors.
     """
     return {

@@ -14,14 +14,14 @@ DIRECTORY, FILE = 0o700, 0o600
 
 
 def write_no_core_files() -> None:
-    """Keep this process, and those that it starts, from writing core files: they would hold prompts
-    and keys. `prlimit --core=unlimited --pid` allows them again.
+    """Keep this process, and those that it starts, from writing core files, which would contain
+    prompts and keys. `prlimit --core=unlimited --pid` allows them again.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def private_directory(path: Path, *, parents: bool = False, exist_ok: bool = False) -> Path:
-    """Make a directory as `Path.mkdir` does. One that exists keeps its mode."""
+    """Create a directory, as `Path.mkdir` does. An existing one keeps its mode."""
     if parents and not path.parent.exists():
         private_directory(path.parent, parents=True, exist_ok=True)
     try:
@@ -35,7 +35,7 @@ def private_directory(path: Path, *, parents: bool = False, exist_ok: bool = Fal
 
 
 def private_file(path: str | Path, flags: int) -> int:
-    """Open a file of ours, which is made if `flags` say so; an `opener` for `open`."""
+    """Open a private file, created if `flags` say so; an `opener` for `open`."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, FILE)
     try:
         os.fchmod(descriptor, FILE)

@@ -1,5 +1,5 @@
-"""Threads next to a loop that must not wait. A thread that cannot be started, or is one too many,
-is a typed error for the caller.
+"""Threads for a loop that must not wait. A thread that cannot be started, or exceeds the limit, is
+a typed error for the caller.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tlt_server.errors import Unavailable
 
 
 def started(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Start a thread. `Unavailable` when the system gives none."""
+    """Start a thread. `Unavailable` if the system refuses one."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()
@@ -41,7 +41,7 @@ class Crew:
         return bool(self._threads)
 
     def check_room(self, waiting: int = 0) -> None:
-        """`Unavailable` when running and waiting threads together reach the limit."""
+        """Raise `Unavailable` if running and waiting threads together reach the limit."""
         count = (len(self._threads) if self.busy else 0) + waiting
         if count >= self._limit:
             raise Unavailable(
@@ -54,7 +54,7 @@ class Crew:
 
 
 class Errands:
-    """One thread that runs its tasks in order. It is started beforehand, because a start takes
+    """One thread that runs its tasks in order. It is started in advance, because a start takes
     longer than a loop may wait. It ends with its owner.
     """
 
@@ -67,7 +67,7 @@ class Errands:
         self._queue.put(errand)
 
     def mark(self) -> threading.Event:
-        """Return an event that is set once everything given until now is done."""
+        """Return an event that is set once all tasks given so far are done."""
         done = threading.Event()
         self._queue.put(done.set)
         return done

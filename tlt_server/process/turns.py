@@ -1,10 +1,10 @@
-"""Deficit round robin: the turns of owners (API keys) that share what the server does.
+"""Deficit round robin: owners (API keys) take turns at a shared resource.
 
 The first owner of the round is served while it has credit, and each service is charged. Without
-credit it goes to the end of the round with one more quantum. A cost need not be known before the
-service. In any time in which two owners both keep waiting, what they are charged differs by less
-than `quantum` plus twice the greatest cost of one service, no matter what others ask for. No clock,
-no I/O; used in one thread.
+credit it moves to the end of the round with one more quantum. A cost need not be known before the
+service. While two owners both keep waiting, their charges differ by less than `quantum` plus twice
+the largest cost of one service, no matter what others request. No clock, no I/O; used in one
+thread.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Turns:
         return owner in self._waiting
 
     def wait(self, owner: str) -> None:
-        """Let the owner take part, at the end of the round unless it has a place there."""
+        """Add the owner at the end of the round, unless it is in it."""
         self._waiting.add(owner)
         self._credit.setdefault(owner, self._quantum)
 
     def leave(self, owner: str) -> None:
-        """Note that the owner waits for nothing now. A debt stays until rounds have paid it."""
+        """Note that the owner has nothing to wait for. A debt stays until rounds have paid it."""
         self._waiting.discard(owner)
         if self._credit.get(owner, 0.0) >= self._quantum:
             del self._credit[owner]
 
     def order(self) -> Iterator[str]:
-        """Yield the owners that wait, first the one whose turn it is, then those after it in the
-        round, for a caller that finds nothing to do for the first.
+        """Yield the waiting owners, starting with the one whose turn it is, then in round order,
+        for a caller that cannot serve the first.
         """
         self._advance()
         yield from [owner for owner in self._credit if owner in self._waiting]
 
     def charge(self, owner: str, cost: float) -> None:
-        """Charge a service. It is free while no other owner waits: it takes from none."""
+        """Charge a service. It is free while no other owner waits, as it takes from none."""
         if cost > 0 and len(self._waiting) > (owner in self._waiting):
             self._credit[owner] = self._credit.get(owner, self._quantum) - cost
 

@@ -1,5 +1,6 @@
-"""Finished sequences as data: what `tlt bench record` and a drafter's training keep of a rollout.
+"""Finished sequences as data, for `tlt bench record` and a drafter's training.
 
-`Responses` and `Verifications` are the one definition of a response and of what each cycle verified
-of it. `SampleSet` holds many of them as arrays, `Sample` one as it leaves the engine. No torch.
+`Responses` and `Verifications` are the one definition of a response and of the drafts that each of
+its cycles verified. `SampleSet` has many of them as arrays, `Sample` one as it leaves the engine.
+No torch.
 """

@@ -1,11 +1,9 @@
-"""Words of shared memory between engine and trainer: whether the trainer must stop, and whether it
-runs.
+"""Shared memory between engine and trainer: whether the trainer must stop, and whether it runs.
 
-The frontend writes when a request is received, before it is read or admitted; the trainer looks
+The frontend writes when a request is received, before it is read or admitted; the trainer reads it
 between two segments, and writes whether it runs, which the engine reads after a step. Layout: WORDS
-little-endian uint64 (magic, reasons to be busy, time at which the first of them came in nanoseconds
-of the monotonic clock, number of the sleep that holds; 0: memory is awake, 1 while the trainer
-runs).
+little-endian uint64 (magic, reasons to be busy, time of the first of them in nanoseconds of the
+monotonic clock, number of the present sleep or 0, 1 while the trainer runs).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ REASONS: frozenset[Reason] = frozenset(get_args(Reason))
 
 
 def make_activity(path: Path) -> None:
-    """Make the file of an engine that is not ready yet."""
+    """Create the file for an engine that is not ready yet."""
     descriptor = private_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         os.write(descriptor, np.array([MAGIC, 1, time.monotonic_ns(), 0, 0], "<u8").tobytes())
@@ -43,7 +41,7 @@ def make_activity(path: Path) -> None:
 
 
 def _mapped(path: Path) -> NDArray[np.uint64]:
-    """`StartupError` if the file is no such word."""
+    """Map the file. `StartupError` if it has another format."""
     try:
         descriptor = private_file(path, os.O_RDWR)
         try:
@@ -58,7 +56,9 @@ def _mapped(path: Path) -> NDArray[np.uint64]:
 
 
 class Activity:
-    """The frontend's half: counts of reasons to be busy. Without a file they are only kept."""
+    """The frontend's half: counts the reasons to be busy. Without a file they are only kept in
+    memory.
+    """
 
     def __init__(self, path: Path | None = None, parks_for: Collection[Reason] = REASONS) -> None:
         """`parks_for`: the reasons that stop the trainer."""
@@ -80,7 +80,7 @@ class Activity:
 
     @contextlib.contextmanager
     def during(self, reason: Reason) -> Iterator[None]:
-        """Count one more for as long as this lasts."""
+        """Count one more reason during the block."""
         self.set(reason, self._count[reason] + 1)
         try:
             yield
@@ -88,7 +88,7 @@ class Activity:
             self.set(reason, self._count[reason] - 1)
 
     def trainer_ended(self) -> None:
-        """Take back what a process said that has ended since."""
+        """Clear the state of a trainer process that has ended."""
         self._word_W[_RUNS] = 0
 
     def sleeps(self, asleep: bool) -> None:
@@ -98,12 +98,12 @@ class Activity:
 
     @property
     def asleep(self) -> int:
-        """Return the number of the sleep that holds, from 1; 0 without one."""
+        """Return the number of the present sleep, from 1; 0 without one."""
         return int(self._word_W[_ASLEEP])
 
 
 class ActivityReader:
-    """The trainer's half, of which the engine reads `runs`."""
+    """The trainer's half. The engine reads `runs`."""
 
     def __init__(self, path: Path) -> None:
         self._word_W = _mapped(path)
@@ -114,7 +114,7 @@ class ActivityReader:
 
     @property
     def asleep(self) -> int:
-        """Return the number of the sleep that holds, from 1; 0 without one."""
+        """Return the number of the present sleep, from 1; 0 without one."""
         return int(self._word_W[_ASLEEP])
 
     @property

@@ -1,6 +1,6 @@
-"""Dataclasses of arrays: how they become named tensors of a file and come back checked.
+"""Dataclasses of arrays: converted to named tensors of a file, and checked when read back.
 
-The name of a field ends in its dimensions, one capital letter each; its annotation is its dtype.
+A field's name ends in its dimensions, one capital letter each; its annotation is its dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Part = TypeVar("Part")
 
 
 def tensors_of(prefix: str, part: object) -> dict[str, Array]:
-    """Return the arrays by the names that they have in a file: one for each filter."""
+    """Return the arrays by their names in a file."""
     found: dict[str, Array] = {}
     for field in fields(part):  # type: ignore[arg-type]
         name, array = f"{prefix}.{field.name}", getattr(part, field.name)
@@ -29,7 +29,7 @@ def tensors_of(prefix: str, part: object) -> dict[str, Array]:
 
 
 def parsed(kind: type[Part], prefix: str, tensors: Mapping[str, Array]) -> Part:
-    """Return one part; `ValueError` unless its arrays are there, of their types."""
+    """Return one part. `ValueError` unless all its arrays exist with their dtypes."""
     values = {}
     for field in fields(kind):  # type: ignore[arg-type]
         dtype = str(field.type).removeprefix("NDArray[np.").removesuffix("]")
@@ -79,7 +79,7 @@ def expect(name: str, holds: bool) -> None:
 
 
 def within(name: str, values: Array, limit: int) -> None:
-    """`ValueError` unless all values lie in [0, limit)."""
+    """Raise `ValueError` unless all values are in [0, limit)."""
     if values.size and not (0 <= int(values.min()) <= int(values.max()) < limit):
         raise ValueError(
             f"{name} lies between {values.min()} and {values.max()}, not in [0, {limit})"

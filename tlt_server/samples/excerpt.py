@@ -1,7 +1,7 @@
 """Excerpts of segment files, in order of arrival, read while another process appends to them.
 
-The server hands recorded sequences out by these. The writer is never waited for: only frames that
-are whole and have the right checksum are taken.
+The server uses them to return recorded sequences. The writer is never waited for: only complete
+frames with the right checksum are read.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class SampleFiles:
         self._header = b""
 
     def header(self) -> SegmentHeader:
-        """Return the header of this target's files. `ModelError`: as for `read`."""
+        """Return the header of this target's files. `ModelError`: see `read`."""
         return SegmentHeader.of(identity_of(self._model), vocabulary_of(self._model))
 
     def read(self, after: int, limit: int) -> Excerpt:
-        """Return the sequences with numbers above `after`: at most `limit`, of MAX_BYTES together
-        unless a single one is larger. `ModelError`: the model's files cannot be read.
+        """Return the sequences with numbers above `after`: at most `limit`, and MAX_BYTES together
+        unless a single one is larger. `ModelError` if the model's files cannot be read.
         """
         if not self._header:
             self._header = header_bytes(self.header())
@@ -80,7 +80,7 @@ class SampleFiles:
         return Excerpt(b"".join(parts), after, newest, left)
 
     def _places(self) -> Iterator[_Place]:
-        """Yield the place of every whole frame, file by file."""
+        """Yield the position of every complete frame, file by file."""
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             with _opened(path) as (descriptor, end):
                 at = len(self._header)
@@ -99,7 +99,7 @@ class SampleFiles:
 
 
 def _frame(place: _Place) -> bytes:
-    """Return head and content; nothing if they are not whole, or the file has gone since."""
+    """Return head and content; nothing if they are incomplete, or the file has gone."""
     with _opened(place.path) as (descriptor, _):
         data = os.pread(descriptor, FRAME.size + place.length, place.start - FRAME.size)
     if len(data) != FRAME.size + place.length:

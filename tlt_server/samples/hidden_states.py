@@ -1,11 +1,10 @@
 """Features and last hidden states of one finished sequence, as bytes.
 
-A trainer finds it by the sequence's tokens and the weight version: in strict numerics every other
+A trainer finds them by the sequence's tokens and the weight version: in strict numerics every other
 sequence with the same tokens has the same bits. The last token has no states, since nothing was
-computed after it. Numbers are those that the engine computes with: float32 on a CPU, bfloat16 on a
-GPU.
+computed after it. Numbers have the engine's dtype: float32 on a CPU, bfloat16 on a GPU.
 
-Legend: T tokens that have states, F feature width, H hidden.
+Legend: T tokens with states, F feature width, H hidden.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ def key_of(tokens: bytes) -> bytes:
 
 
 def state_bytes(feature_width: int, hidden_width: int, item: int) -> int:
-    """Return the bytes that one token's states take."""
+    """Return the bytes of one token's states."""
     return item * (feature_width + hidden_width)
 
 
 def captured_parts(captured: Captured, features: Buffer, hidden: Buffer) -> list[Buffer]:
-    """Return the bytes of `captured` with these states, which it lacks, without copying them."""
+    """Return the bytes of `captured` with these states added, without copying them."""
     assert not captured.features and not captured.hidden
     # Its last two fields are empty: each is a type and a length of 0.
     before = msgspec.msgpack.encode(captured)[: -2 * len(EMPTY)]
@@ -64,7 +63,7 @@ _CAPTURED = msgspec.msgpack.Decoder(Captured)
 
 
 def decode_captured(data: bytes) -> Captured:
-    """Return the states; `ValueError` with both values if the bytes do not fit together."""
+    """Parse the states. `ValueError` with both values if the sizes do not match."""
     captured = _CAPTURED.decode(data)
     for name, width in (("features", captured.feature_width), ("hidden", captured.hidden_width)):
         found, expected = len(getattr(captured, name)), captured.item * captured.length * width

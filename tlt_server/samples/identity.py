@@ -1,4 +1,4 @@
-"""The identity of what token ids belong to: a model's shape, its tokenizer and its chat template.
+"""The identity of a model's token ids: its shape, tokenizer and chat template.
 
 Weights do not count, so every checkpoint of one training run has the same identity.
 """
@@ -22,7 +22,7 @@ class Identity(NamedTuple):
 
 
 def identity_of(directory: Path) -> Identity:
-    """Return the identity of a model directory. `ModelError`: a file of it cannot be read."""
+    """Return the identity of a model directory. `ModelError` if a file of it cannot be read."""
     config = _json(directory / "config.json")
     shape = msgspec.json.encode({name: config.get(name) for name in SHAPE})
     template = _content(directory / "chat_template.jinja")
@@ -38,7 +38,7 @@ def identity_of(directory: Path) -> Identity:
 
 
 def vocabulary_of(directory: Path) -> int:
-    """Return the size of a model's vocabulary. `ModelError`: its config.json names none."""
+    """Return the size of a model's vocabulary. `ModelError` if its config.json has none."""
     size = _json(directory / "config.json").get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ModelError(f"vocab_size of {directory / 'config.json'} is {size!r}; copy it again")

@@ -1,7 +1,7 @@
-"""Sequences that other servers recorded, on their way to this server's trainer process.
+"""Sequences recorded by other servers, waiting for this server's trainer process.
 
-The server puts each segment file that it was sent into a directory, whole or not at all; the
-trainer process takes them out. Both check every sequence as they check their own files.
+The server writes each received segment file into a directory, atomically; the trainer process reads
+and removes it. Both check every sequence as they check their own files.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Inbox:
                 partial.unlink(missing_ok=True)
 
     def check_room(self) -> None:
-        """`Unavailable` while as many files wait as may."""
+        """Raise `Unavailable` while the maximum number of files is waiting."""
         if len(self._waiting()) >= MAX_FILES:
             raise Unavailable(
                 "earlier sequences still wait for the trainer process; send again soon"
             )
 
     def put(self, content: bytes, header: SegmentHeader) -> Put:
-        """Keep the content of a segment file if any sequence of it fits the header. `OSError`: it
-        cannot be written; `Unavailable`: as for `check_room`. Several are written one by one.
+        """Write the content of a segment file if any sequence of it fits the header. `OSError` if
+        it cannot be written; `Unavailable`: see `check_room`. Several are written one by one.
         """
         with self._putting:
             self.check_room()
@@ -79,14 +79,14 @@ class Inbox:
         return Put(fitting, refusals.count, said)
 
     def take(self, header: SegmentHeader, refusals: Refusals, longest: int) -> Iterator[Recorded]:
-        """Yield the sequences of one file that waits, then remove it."""
+        """Yield the sequences of one waiting file, then remove it."""
         for path in self._waiting()[:1]:
             yield from read_segment(path, header, refusals, longest)
             with suppress(OSError):
                 path.unlink()
 
     def _waiting(self) -> list[Path]:
-        """Return the files that wait, oldest first."""
+        """Return the waiting files, oldest first."""
         try:
             found = [e for e in os.scandir(self.directory) if e.name.endswith(SUFFIX)]
             found.sort(

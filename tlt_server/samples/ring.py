@@ -1,9 +1,9 @@
 """A bounded ring of entries in shared memory, from one producer process to one consumer process.
 
 Neither waits and nothing is locked: only the producer moves `head`, only the consumer `tail`, both
-byte counts that never wrap. An entry that finds no room is dropped and counted. Each entry carries
-its length, its number and a checksum over number and content, so that a consumer never takes bytes
-that are not whole. Either process may end at any moment and another one take its place.
+byte counts that never wrap. An entry without room is dropped and counted. Each entry has its
+length, its number and a checksum of number and content, so a consumer never reads incomplete bytes.
+Either process may end at any moment and another one take its place.
 
 Layout: WORDS little-endian uint64 (magic, capacity, head, tail, entries offered, entries dropped),
 then `capacity` bytes. An entry: uint64 length, uint64 number, uint64 checksum, content, padding to
@@ -33,7 +33,9 @@ PATIENCE = 3  # looks at an entry that is not whole before it counts as lost
 
 
 def make_ring(path: Path, capacity: int) -> None:
-    """Make an empty ring of `capacity` bytes, a multiple of 8. `StartupError` without room."""
+    """Create an empty ring of `capacity` bytes, a multiple of 8. `StartupError` if there is too
+    little space.
+    """
     assert capacity > 0 and capacity % 8 == 0
     descriptor = private_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
@@ -70,7 +72,7 @@ class _Mapped:
         self._word_W = np.frombuffer(self._memory, "<u8", WORDS)
         self.capacity = int(self._word_W[_CAPACITY])
         if int(self._word_W[0]) != MAGIC or self.capacity != size - HEAD_BYTES:
-            raise StartupError(f"{path} is no ring of {size - HEAD_BYTES} bytes")
+            raise StartupError(f"{path} is not a ring of {size - HEAD_BYTES} bytes")
         self._bytes = memoryview(self._memory)[HEAD_BYTES:]
 
     def close(self) -> None:
@@ -82,7 +84,7 @@ class _Mapped:
 
     @property
     def offered(self) -> int:
-        """Entries that the producer had, dropped ones included."""
+        """Entries offered by the producer, dropped ones included."""
         return int(self._word_W[_OFFERED])
 
     @property
@@ -96,11 +98,11 @@ class _Mapped:
 
     @property
     def room(self) -> int:
-        """Bytes that the content of the next entry may have."""
+        """The largest content of the next entry, in bytes."""
         return max(0, (self.capacity - self.used - ENTRY) // 8 * 8)
 
     def _parts(self, at: int, size: int) -> Iterator[memoryview]:
-        """Yield the one or two places of `size` bytes from the byte count `at` on."""
+        """Yield the one or two memory ranges of `size` bytes from the byte count `at` on."""
         first = at % self.capacity
         fits = min(size, self.capacity - first)
         yield self._bytes[first : first + fits]
@@ -110,8 +112,8 @@ class _Mapped:
 
 class RingProducer(_Mapped):
     def offer(self, *parts: Buffer) -> bool:
-        """Put an entry, of one part after another, into the ring; False if it was dropped for want
-        of room.
+        """Add an entry, whose content is the concatenated parts. Return False if it was dropped
+        because the ring is full.
         """
         number = self.offered
         head = int(self._word_W[_HEAD])
@@ -145,7 +147,7 @@ class RingConsumer(_Mapped):
         self._looks = 0
 
     def take(self) -> bytes | None:
-        """Take the oldest entry; None if there is none."""
+        """Remove and return the oldest entry; None if there is none."""
         head, tail = int(self._word_W[_HEAD]), int(self._word_W[_TAIL])
         if head == tail:
             return None

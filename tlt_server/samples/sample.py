@@ -1,8 +1,8 @@
-"""One finished sequence as bytes: what the engine hands over, and what segment files hold.
+"""One finished sequence as bytes: the engine's output, and the content of segment files.
 
-Next to the token ids a sequence takes 6 bytes for each of its cycles, each of which gave at least
-one token, and about 120 bytes in all. Roots follow from what was accepted; where more tokens lie
-between two cycles (a preempted sequence reads its text again), `gaps` tells.
+In addition to the token ids a sequence takes 6 bytes for each of its cycles, each of which produced
+at least one token, and about 120 bytes in all. Roots follow from the accepted counts; `gaps`
+records further tokens between two cycles, as when a preempted sequence reads its text again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
 class HowDrafted(Struct, frozen=True, array_like=True):
-    """The shape that a cycle drafted for a sequence, with the version of the drafter's table."""
+    """A cycle's draft shape for a sequence, with the version of the drafter's table."""
 
     strategy: Strategy
     calibration: Name
@@ -86,7 +86,7 @@ class Sample(Struct, frozen=True, array_like=True, kw_only=True, dict=True):
 
     @cached_property
     def failures(self) -> int:
-        """Cycles whose path ended before the tree did."""
+        """Cycles whose accepted path ended before the tree did."""
         rows_C = np.frombuffer(self.rows, np.dtype("<u2"))
         depth = [each.strategy.depth for each in self.drafted]
         depth_C = np.array(depth or [0])[np.frombuffer(self.how, np.uint8)]
@@ -105,7 +105,7 @@ class Sample(Struct, frozen=True, array_like=True, kw_only=True, dict=True):
         return self.first_root + np.cumsum(step_C) - step_C
 
     def check(self, vocab_size: int) -> None:
-        """`ValueError` with both values unless everything fits."""
+        """Raise `ValueError` with both values unless all fields are consistent."""
         if len(self.tokens) % 4 or len(self.tokens) > 4 * MAX_TOKENS:
             raise ValueError(f"tokens has {len(self.tokens)} bytes, at most {4 * MAX_TOKENS}")
         if not 1 <= self.output_len <= self.max_tokens:
@@ -146,7 +146,7 @@ _SAMPLES = msgspec.msgpack.Decoder(Sample)
 
 
 def decode_sample(data: bytes) -> Sample:
-    """Return the sequence; `ValueError` if these are not the bytes of one."""
+    """Parse a sequence; `ValueError` if the bytes are malformed."""
     try:
         return _SAMPLES.decode(data)
     except RecursionError as error:
@@ -154,8 +154,8 @@ def decode_sample(data: bytes) -> Sample:
 
 
 def cycles_of(noted: Sequence[int], drafted: Sequence[HowDrafted]) -> dict[str, Any]:
-    """Return the fields of a sample's cycles. noted: FIELDS numbers per cycle, own rows 0 if not
-    known; `how` is an index into `drafted`. `ValueError` for what does not fit: the sequence is
+    """Return the fields of a sample's cycles. noted: FIELDS numbers per cycle, with own rows 0 if
+    unknown; `how` is an index into `drafted`. `ValueError` for values out of range: the sequence is
     then not recorded.
     """
     noted_CF = np.array(noted, np.int64).reshape(-1, FIELDS)
@@ -184,7 +184,7 @@ def cycles_of(noted: Sequence[int], drafted: Sequence[HowDrafted]) -> dict[str, 
 
 
 def sample_set(samples: Sequence[Sample], identity: Identity, vocab_size: int) -> SampleSet:
-    """Return the arrays of these sequences. Names get indices in the order in which they come."""
+    """Return the arrays of these sequences. Names get indices in order of appearance."""
     length_N = np.array([len(s.tokens) // 4 for s in samples], np.int64)
     cycles_N = np.array([s.cycles for s in samples], np.int64)
     spans = [(n, *span) for n, s in enumerate(samples) for span in s.spans]

@@ -1,9 +1,9 @@
-"""Many finished sequences as arrays: responses, and what each cycle verified of them.
+"""Many finished sequences as arrays: responses, and the drafts that each of their cycles verified.
 
 A response is fixed by weights, prompt and seed, and does not depend on drafts. A cycle verified
 `rows` rows of a response (its root and the draft tree), `accepted` of which follow the root on the
-response's own path; drafts that were accepted after the response's end do not count. So
-`accepted` is the longest drafted path that the response follows.
+response's own path; accepted drafts after the response's end do not count. So `accepted` is the
+longest drafted path that the response follows.
 
 Legend: N responses, T tokens, S spans of one weight version, V verifications, B roots, D depths.
 """
@@ -104,7 +104,7 @@ class Responses:
         )
 
     def check(self, legend: Legend) -> None:
-        """Raise `ValueError` unless the arrays fit each other and the legend."""
+        """Raise `ValueError` unless the arrays match each other and the legend."""
         expect("responses", same_length(self, "_N"))
         expect("spans", same_length(self, "_S"))
         starts_N = self.start_N
@@ -143,7 +143,7 @@ class Verifications:
         return len(self.request_V)
 
     def check(self, legend: Legend, responses: Responses) -> None:
-        """Raise `ValueError` unless the arrays fit each other, the legend and the responses."""
+        """Raise `ValueError` unless the arrays match each other, the legend and the responses."""
         expect("verifications", same_length(self, "_V"))
         within("verifications.request_V", self.request_V, len(responses))
         within("verifications.strategy_V", self.strategy_V, len(legend.strategies))
@@ -172,6 +172,6 @@ class SampleSet:
         return len(self.responses)
 
     def check(self) -> None:
-        """Raise `ValueError` unless all parts fit each other."""
+        """Raise `ValueError` unless all parts match."""
         self.responses.check(self.legend)
         self.verified.check(self.legend, self.responses)

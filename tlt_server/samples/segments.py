@@ -2,8 +2,8 @@
 
 A file begins with MAGIC and one frame, its header as JSON; each further frame is one sequence. A
 frame: uint32 length, uint64 number, uint64 xxh3 of the content (seeded with the number), content.
-All is little-endian. A file that a crash cut off is used up to its last whole frame. No file is
-appended to by another process than the one that began it.
+All is little-endian. A truncated file is used up to its last complete frame. Only the process that
+created a file appends to it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SegmentHeader(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Format(Struct):
-    """The field that a header of any version has."""
+    """The field that the headers of all versions have."""
 
     format: int
 
@@ -70,8 +70,8 @@ def frame(number: int, content: bytes) -> bytes:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append to a file, which is made private where it is not there. `OSError` leaves what was
-    there; a part of `data` may follow it.
+    """Append to a file, creating it with private permissions. `OSError` keeps the earlier content,
+    perhaps followed by a part of `data`.
     """
     descriptor = private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
@@ -83,8 +83,8 @@ def append(path: Path, data: bytes) -> None:
 
 
 class Refusals:
-    """Sequences and files that were not taken: how many, and the first ones since the last look in
-    words.
+    """Rejected sequences and files: their number, and messages about the first ones since the last
+    call.
     """
 
     def __init__(self, most: int = 64) -> None:
@@ -104,8 +104,8 @@ class Refusals:
 def read_segment(
     path: Path, header: SegmentHeader, refusals: Refusals, longest: int = MAX_TOKENS
 ) -> Iterator[Recorded]:
-    """Yield the sequences of a file that fit this header and have at most `longest` tokens. What is
-    not yielded is named among the refusals, with file, frame and both values.
+    """Yield the sequences of a file that fit this header and have at most `longest` tokens. Others
+    are recorded in `refusals`, with file, frame and both values.
     """
     try:
         with open(path, "rb", opener=without_link) as file:
@@ -138,7 +138,7 @@ def read_segment(
 def _read_frame(
     file: BinaryIO, path: Path, number: int, refusals: Refusals
 ) -> tuple[int, bytes] | None:
-    """Return number and content of the next frame; None at the end, or where it is not whole."""
+    """Return number and content of the next frame; None at the end, or if it is incomplete."""
     head = file.read(FRAME.size)
     if not head:
         return None
@@ -159,7 +159,9 @@ def _read_frame(
 
 
 def _fits(content: bytes, header: SegmentHeader, path: Path, refusals: Refusals) -> bool:
-    """Return True if a file's header is this one; else note each field with both values."""
+    """Return True if a file's header equals this one; else record each differing field with both
+    values.
+    """
     try:
         version = msgspec.json.decode(content, type=_Format).format
         if version != FORMAT:

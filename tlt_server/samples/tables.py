@@ -1,9 +1,9 @@
-"""The calibration tables by which recorded trees were grown, by version: a file next to the ring
-that the engine writes and the trainer process reads. The newest KEPT tables are in it, so a tree
-that is older cannot be drafted again.
+"""The calibration tables of recorded trees, by version: a file next to the ring, written by the
+engine and read by the trainer process. It has the newest KEPT tables, so older trees cannot be
+drafted again.
 
-A table's version is that of its drafter with a digest of the table. The file is written whole, or
-not at all.
+A table's version is its drafter's version plus a digest of the table. The file is written
+atomically.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _CONTENT = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 def table_file(ring: Path) -> Path:
-    """Return the path of the tables that belong to a ring of sequences."""
+    """Return the path of the tables for a ring of sequences."""
     return ring.with_name(f"{ring.name}-{NAME}")
 
 
 def drafter_of(version: str) -> str:
-    """Return the version of a table's drafter; some records name a drafter alone."""
+    """Return the drafter version in a table's version; some records have only a drafter."""
     drafter, mark, _ = version.rpartition(MARK)
     return drafter if mark else version
 
 
 class TableFile:
-    """The tables of an engine, and the file. A failure to write leaves the file as it was: trees
-    are then not compared.
+    """The tables of an engine, and their file. A write error leaves the file unchanged: trees are
+    then not compared.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +47,7 @@ class TableFile:
         self._kept = {version: table.tobytes() for version, table in read_tables(path).items()}
 
     def add(self, drafter: str, acceptance_K: NDArray[np.float32]) -> str:
-        """Keep a table, and return its version."""
+        """Add a table, and return its version."""
         content = acceptance_K.astype("<f4").tobytes()
         version = f"{drafter}{MARK}{xxhash.xxh3_64_hexdigest(content)}"
         if self._kept.pop(version, None) is None:
@@ -71,7 +71,7 @@ class TableFile:
 
 
 def read_tables(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Return the tables by version; an empty result if there is no such file."""
+    """Return the tables by version; none without a file."""
     try:
         found = _CONTENT.decode(path.read_bytes())
         return {version: np.frombuffer(table, "<f4").copy() for version, table in found.items()}

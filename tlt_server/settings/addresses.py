@@ -1,4 +1,4 @@
-"""Addresses that the server listens on, and that browsers name it and other sites by."""
+"""Addresses that the server listens on, and the names by which browsers know it and other sites."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?:
 
 
 def is_origin(text: str) -> bool:
-    """Return True if a browser would write an Origin in this way: in lower case, with a port only
-    where it is not the scheme's own.
+    """Return True if the text has a browser's form of an Origin: lower case, with a port only if it
+    is not the scheme's default.
     """
     parts = _ORIGIN.fullmatch(text)
     return parts is not None and (parts[2] is None or parts[2] != PORTS.get(parts[1]))

@@ -1,7 +1,7 @@
-"""The words that may stand at a place of a command line, for errors and completion in a shell.
+"""The words allowed at each position of a command line, for errors and shell completion.
 
 `tlt completion SHELL` prints a script that asks the command itself, so it knows the verbs and flags
-of the version in use. Where nothing is found the shell completes names of files.
+of the installed version. If nothing matches, the shell completes file names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def flags(parser: ArgumentParser) -> list[str]:
 
 
 def reached(parser: ArgumentParser, words: Sequence[str]) -> tuple[ArgumentParser, str]:
-    """Return the parser of the last verb, and the word in place of a further one, or nothing."""
+    """Return the parser of the last verb, and the word in the position of a further verb, or
+    nothing.
+    """
     for word in words:
         if not verbs(parser) or word.startswith("-"):
             break

@@ -1,11 +1,11 @@
-"""Every setting of a server once: name, type, default, unit, bounds and, below it, a sentence.
+"""Every setting of a server, once: name, type, default, unit, bounds and, below it, a sentence.
 Imports nothing heavy, so `tlt serve --help` is quick.
 
-`settings` makes the table of it, from which come flags, variables, keys of the YAML file, help and
-messages: the flag `--max-queue`, the variable `TLT_MAX_QUEUE` and the key `max_queue` are one
-setting; a flag wins over a variable, a variable over the file. `config.Config` inherits the fields
-of `ServerSettings` and validates them; the engine's own settings add to `SharedSettings`. A user
-writes `auto` for a value that the server decides; in the code that is None.
+`settings` builds the table for flags, variables, keys of the YAML file, help and messages: the flag
+`--max-queue`, the variable `TLT_MAX_QUEUE` and the key `max_queue` are one setting; a flag
+overrides a variable, a variable the file. `config.Config` inherits the fields of `ServerSettings`
+and validates them; the engine's own settings add to `SharedSettings`. A user writes `auto` for a
+value that the server decides; in the code that is None.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPLITS = (1, 2, 4, 8)  # numbers of ranks, and of leaves
 @dataclass(frozen=True)
 class Doc:
     """A setting's unit, inclusive bounds, whether the server can decide it (`auto`), and the
-    sentence that stands below it.
+    sentence below it.
     """
 
     unit: str
@@ -345,7 +345,7 @@ def settings() -> list[Setting]:
 
 
 def _sentences(source: str) -> dict[str, str]:
-    """Map each field of the classes in a file to the string below it."""
+    """Map each field of a file's classes to the string below it."""
     found = dict[str, str]()
     for each in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
         for field, below in pairwise(each.body):
@@ -371,5 +371,5 @@ def available_processors() -> int:
 
 
 def suited_policy(drafter: str) -> PolicyName:
-    """Return the policy where none is asked for."""
+    """Return the default policy."""
     return "off" if drafter == "none" else "goodput"

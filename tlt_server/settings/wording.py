@@ -1,6 +1,6 @@
-"""Words of errors about values: what a value must be, and the known name that is most like another.
+"""The wording of errors about values: the requirement, and the most similar known name.
 
-`config` uses them for settings, the frontend for the names in bodies and paths.
+`config` uses it for settings, the frontend for the names in bodies and paths.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _REQUIREMENTS = {  # pydantic's kind of error -> what a setting must be
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the most similar known name, or nothing. A prefix that all share (`--`,
-    `TLT_`) does not count.
+    """Return a hint at the most similar known name, or nothing. A common prefix (`--`, `TLT_`) does
+    not count.
     """
     names = list(known)
     shared = os.path.commonprefix([name, *names]) if len(names) > 1 else ""
@@ -48,7 +48,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def bad_value(setting: Setting, errors: Sequence[ErrorDetails], source: str) -> str:
-    """Return what is wrong with a setting's value, or that it has none. `errors` are pydantic's."""
+    """Return what is wrong with a setting's value, or that it is missing. `errors`: pydantic's."""
     error, doc = errors[0], setting.doc
     if error["type"] == "missing":
         return (
@@ -72,8 +72,8 @@ def plain(number: float) -> str:
 
 
 def requirement(errors: Sequence[ErrorDetails]) -> str:
-    """Return what a setting must be, in our words. `errors` are pydantic's for one value, one per
-    branch of a union.
+    """Return the requirement of a setting, in our words. `errors`: pydantic's for one value, one
+    per branch of a union.
     """
     return " or ".join(dict.fromkeys(_requirement(error) for error in errors)).replace(
         " or be ", " or "

@@ -49,8 +49,8 @@ class Resume(Struct, frozen=True, tag="resume"):
 
 
 class Sleep(Struct, frozen=True, tag="sleep"):
-    """Run no further step and release this memory until `WakeUp`. `in_flight` is as for `Pause`,
-    but no sequence keeps its KV: those that do not end continue from their tokens.
+    """Run no further step and free this memory until `WakeUp`. `in_flight` is as for `Pause`, but
+    no sequence keeps its KV: the surviving ones continue from their tokens.
     """
 
     id: str
@@ -59,15 +59,15 @@ class Sleep(Struct, frozen=True, tag="sleep"):
 
 
 class WakeUp(Struct, frozen=True, tag="wake_up"):
-    """Take this memory again. Weights come back bit for bit; steps resume once nothing sleeps."""
+    """Restore this memory, with bit-identical weights; steps resume once nothing sleeps."""
 
     id: str
     memory: list[Memory]
 
 
 class ClearCache(Struct, frozen=True, tag="clear_cache"):
-    """Forget every cached prefix, so that no later request uses KV from before. `unless_held`:
-    `Conflict` instead if a sequence holds KV; sequences that wait hold none.
+    """Drop every cached prefix, so that no later request uses earlier KV. `unless_held`: `Conflict`
+    instead if a sequence holds KV; waiting sequences hold none.
     """
 
     id: str
@@ -75,9 +75,10 @@ class ClearCache(Struct, frozen=True, tag="clear_cache"):
 
 
 class SetPolicy(Struct, frozen=True, tag="set_policy"):
-    """Replace the policy in force, its arms and the pins, between steps; `strategy` is for `fixed`.
-    Takes effect without flushing KV, and what was learnt stays, once the kernels of its strategies
-    are prepared. With an `id` it is answered by one `ControlReport`, then or when it is refused.
+    """Replace the active policy, its arms and the pins, between steps; `strategy` is for `fixed`.
+    It takes effect, without flushing KV or learned statistics, once the kernels of its strategies
+    are prepared. With an `id` it is answered by one `ControlReport`, when it takes effect or is
+    refused.
     """
 
     policy: str
@@ -96,9 +97,9 @@ Text = Annotated[bytes, Meta(min_length=8, max_length=MAX_TEXT_BYTES)]
 
 
 class Recompute(Struct, frozen=True, tag="recompute"):
-    """Compute the states of these texts in idle time, in place of the texts asked for before. Each
-    goes to the trainer as if a sequence with these tokens had ended, under the weight version that
-    is live then.
+    """Compute the states of these texts in idle time, in place of earlier requested texts. Each
+    goes to the trainer as if a sequence with these tokens had ended, under the weight version live
+    at that time.
     """
 
     texts: Annotated[list[Text], Meta(max_length=MAX_TEXTS)]  # int32 token ids
@@ -171,9 +172,7 @@ class PushWeights(Struct, frozen=True, tag="push_weights"):
 
 
 class CommitWeights(Struct, frozen=True, tag="commit_weights"):
-    """Make the staged push of `version`, or of a session, live, under the label `name` where that
-    is given.
-    """
+    """Make the staged push of `version`, or of a session, live, under the label `name` if given."""
 
     id: str
     version: str = ""
@@ -182,8 +181,8 @@ class CommitWeights(Struct, frozen=True, tag="commit_weights"):
 
 
 class NameWeights(Struct, frozen=True, tag="name_weights"):
-    """Call the target's weights that are live by the label `version` from now on; their content
-    stays. `Conflict` where they are not `of`, if given.
+    """Rename the target's live version to the label `version`; its content stays. `Conflict` if
+    `of` is given and is not the live version.
     """
 
     id: str
@@ -202,7 +201,7 @@ class ReadWeights(Struct, frozen=True, tag="read_weights"):
 
 
 class HandOver(Struct, frozen=True, tag="hand_over"):
-    """Write the live weights that a drafter's training reads into a new directory. `drafter`: the
+    """Write the live weights for a drafter's training into a new directory. `drafter`: the
     directory with the active drafter's config.json.
     """
 
@@ -212,7 +211,7 @@ class HandOver(Struct, frozen=True, tag="hand_over"):
 
 
 class AbortWeights(Struct, frozen=True, tag="abort_weights"):
-    """End the push of `version`, or of a session; without either, the push on its way."""
+    """End the push of `version`, or of a session; without either, the push in progress."""
 
     id: str
     version: str = ""
@@ -221,7 +220,7 @@ class AbortWeights(Struct, frozen=True, tag="abort_weights"):
 
 class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):
     """Undo the last push. With `to`, make that version live: a repeated command finds it live and
-    succeeds. With `role`, the other one stays, also where its version before has the same name.
+    succeeds. With `role`, the other role stays, even if its previous version has the same name.
     """
 
     id: str
@@ -231,7 +230,7 @@ class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):
 
 
 class UnloadAdapter(Struct, frozen=True, tag="unload_adapter"):
-    """Accept no new request for an adapter, and free its slot once its running requests have ended:
+    """Refuse new requests for an adapter, and free its slot once its running requests have ended:
     `drain` waits for them, `abort` ends them.
     """
 
@@ -246,8 +245,8 @@ class LookAtWeights(Struct, frozen=True, tag="look_at_weights"):
 
 
 class JoinGroup(Struct, frozen=True, tag="join_group"):
-    """Become a member of a process group whose rank 0, a trainer, hosts the store. A group of that
-    name is left first.
+    """Join a process group whose rank 0, a trainer, hosts the store. First leave a group of the
+    same name.
     """
 
     id: str
@@ -262,8 +261,8 @@ class JoinGroup(Struct, frozen=True, tag="join_group"):
 
 
 class LeaveGroup(Struct, frozen=True, tag="leave_group"):
-    """Leave a group. `Conflict` while a push takes tensors through it. `out_of_step`: more tensors
-    come than the push takes, so leave the group once the push has ended.
+    """Leave a group. `Conflict` while a push receives tensors through it. `out_of_step`: more
+    tensors will be sent than the push takes, so leave the group once the push has ended.
     """
 
     id: str

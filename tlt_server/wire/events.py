@@ -92,12 +92,12 @@ class PhaseProgress(Struct, frozen=True, tag="phase_progress"):
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """A sign that the loop runs, sent when there is nothing else to send for a while."""
+    """A sign that the loop runs, sent when nothing else was sent for a while."""
 
 
 class Outputs(Struct, frozen=True, tag="outputs"):
-    """The outputs of one step, or a part of them, and the gauges after it. `cycle` comes with the
-    last part.
+    """The outputs of one step, or a part of them, with the gauges after it. The last part has the
+    `cycle`.
     """
 
     outputs: list[StepOutput]
@@ -115,7 +115,7 @@ def of_step(
     switches: Sequence[Switch] = (),
     gaps: Sequence[tuple[float, int, int]] = (),
 ) -> Iterator[Outputs]:
-    """Yield what one step produced in parts, since thousands of sequences may end in one step."""
+    """Yield one step's outputs in parts, since thousands of sequences may end in one step."""
     last = max(0, len(outputs) - 1) // MAX_OUTPUTS * MAX_OUTPUTS
     for at in range(0, last, MAX_OUTPUTS):
         yield Outputs(outputs[at : at + MAX_OUTPUTS], gauges)
@@ -123,7 +123,7 @@ def of_step(
 
 
 class WeightState(Struct, frozen=True, kw_only=True):
-    """The live versions, those that a rollback can restore, and a push on its way."""
+    """The live versions, the versions for a rollback, and a push in progress."""
 
     target: Annotated[str, "the version that is live"]
     drafter: Annotated[str, "the drafter's; empty where there is none to push"] = ""
@@ -163,7 +163,7 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
 
 
 class ControlReport(Struct, frozen=True, tag="control_report"):
-    """The answer to one control command or change of the policy, which is done unless there is an
+    """The answer to one control command or policy change; it was executed unless there is an
     error.
     """
 
@@ -173,7 +173,7 @@ class ControlReport(Struct, frozen=True, tag="control_report"):
 
 
 class BufferReport(Struct, frozen=True, kw_only=True, tag="buffer"):
-    """The trainer process' report of the sequences that it keeps; one line of JSON."""
+    """The trainer process' report on its kept sequences; one line of JSON."""
 
     sequences: int = 0
     tokens: int = 0

@@ -1,6 +1,6 @@
-"""The fingerprint of a server's numerics: what the bits of a token depend on, next to the weights
-and the request. Two servers with equal fingerprints and the same versions of torch, Triton and
-numba give equal bits, at every width.
+"""The fingerprint of a server's numerics: everything, next to the weights and the request, that a
+token's bits depend on. Two servers with equal fingerprints and the same versions of torch, Triton
+and numba give equal bits, at every width.
 
 A part changes only when bits change. No torch.
 """

@@ -1,9 +1,9 @@
 """Files that the engine writes and the frontend reads.
 
-`weights/current.json` under the state directory records which weights are live: the spool writes it
-with every commit, and the frontend hands out the drafter by it. `started` lists the sequences that
-the engine has started, for the frontend after its death: a message that is still in a process when
-it dies is lost, and what was written to a file is not.
+`weights/current.json` under the state directory records the live weights: the spool writes it with
+every commit, and the frontend uses it to serve the drafter. `started` lists the sequences that the
+engine has started, for the frontend after the engine's death: unlike a message in a dying process,
+a written file is not lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WEIGHTS, CURRENT = "weights", "current.json"
 
 
 class KeptVersion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The live version of a role, or of an adapter, and where its files are."""
+    """The live version of a role or an adapter, with the place of its files."""
 
     version: str
     digest: str
@@ -42,12 +42,12 @@ class StartedFile:
         self._file = private_file(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def note(self, ids: Sequence[str]) -> None:
-        """Write down the ids of all sequences that run from now on."""
+        """Record the ids of all sequences that run from now on."""
         os.pwrite(self._file, "\n".join(ids).encode() + END, 0)
 
 
 def read_started(directory: Path) -> set[str]:
-    """Return the ids of the last note; an empty result if there is no file."""
+    """Return the last recorded ids; none without a file."""
     try:
         ids, end, _ = (directory / NAME).read_bytes().partition(END)
     except FileNotFoundError:

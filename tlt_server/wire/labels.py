@@ -1,9 +1,9 @@
 """Names that the server gives to versions, and labels: version names of the borrowed dialects, each
-of which stands for what was pushed last under it.
+of which refers to the last push under it.
 
-A version's own name stands for one content, on which caches, spans and restarts rest. So content
-whose label is the name of other content is called by the label and its digest. Replies in the words
-of a borrowed dialect show the label; the version spans of a reply show the name.
+A version's own name stands for one content, which caches, spans and restarts rely on. So if a label
+already names other content, new content gets the label plus its digest as its name. Replies in a
+borrowed dialect show the label; the version spans of a reply show the name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def apart(label: str, digest: str) -> str:
 
 
 def unnamed(origin: str, digest: str) -> str:
-    """Return the name of content that came from there without a version."""
+    """Return the name of content from this origin without a version."""
     return f"{re.sub(f'[+{UNSEEN}]', '_', origin)}@{digest[:8]}"
 
 

@@ -1,7 +1,7 @@
-"""Long lists of token ids and long texts, held as the bytes in which they travel.
+"""Long lists of token ids and long texts, held as the bytes that are transferred.
 
-A list of a million ids is a million objects: making it and collecting garbage around it would each
-hold the interpreter for tens of milliseconds, and so would joining a long text.
+A list of a million ids is a million objects: creating it and collecting garbage around it would
+each hold the interpreter for tens of milliseconds, and so would joining a long text.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MAX_DRAFTS = 2**31 - 1
 
 class Grammar(Struct, frozen=True, kw_only=True, gc=False):
     """The texts that an output may be, in one of three languages: a JSON schema as JSON, a regular
-    expression that matches the whole output, or a grammar in Lark's form.
+    expression for the whole output, or a grammar in Lark's form.
 
     The frontend has compiled it once, so it is known to compile.
     """
@@ -62,7 +62,7 @@ class Sampling(Filters, frozen=True, kw_only=True, gc=False):
 
 
 class DraftLimits(Struct, frozen=True, kw_only=True, gc=False):
-    """The drafts that one request takes. In a step of another drafter it takes none."""
+    """The limits on one request's drafts. In a step of another drafter it takes none."""
 
     drafter: str = ""  # the only one that may draft; empty: any
     max_depth: Annotated[int, Meta(ge=1, le=MAX_DEPTH)] = MAX_DEPTH
@@ -106,8 +106,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def tenant(self) -> str:
-        """The name of those that may share KV and text with this request: its salt, and the owner
-        where there are keys.
+        """The identity that may share KV and text with this request: its salt, and with keys its
+        owner.
         """
         return f"{self.owner}\n{self.salt}" if self.owner else self.salt
 
@@ -130,8 +130,8 @@ def adapted_version(target: str, name: str, version: str) -> str:
 
 
 class Strategy(Struct, frozen=True, order=True):
-    """One arm. `rows` is verify rows per request, the root row included: OFF is one row and no
-    drafter. `budget`, if any, is the draft rows of the whole batch, and `rows` about their mean.
+    """One arm. `rows`: verify rows per request, the root row included; OFF is one row and no
+    drafter. `budget`, if any: the draft rows of the whole batch; `rows` is then about their mean.
     """
 
     drafter: str = ""
@@ -160,8 +160,8 @@ _STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})", re.AS
 
 
 def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
-    """Read a strategy such as `eagle:7x4x32`: drafter, depth, children per node, verify rows per
-    request (the root row included). `name` is the field that the error message names.
+    """Parse a strategy such as `eagle:7x4x32`: drafter, depth, children per node, verify rows per
+    request (the root row included). `name`: the field's name in errors.
     """
     match = _STRATEGY.fullmatch(text)
     if match is None:
@@ -179,7 +179,7 @@ def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
 
 
 class Pin(Struct, frozen=True):
-    """A strategy for batches of these sizes, first and last included."""
+    """A strategy for batches of these sizes, both bounds included."""
 
     first: int
     last: int
@@ -187,9 +187,10 @@ class Pin(Struct, frozen=True):
 
 
 class Arms(Struct, frozen=True):
-    """The strategies that a policy may choose from, next to none: all of these drafters, and these.
+    """The strategies that a policy may choose from, besides no speculation: all of these drafters,
+    and these.
 
-    A policy that decides the rows by itself takes the depths and widths of the latter.
+    A policy that decides the rows by itself uses the depths and widths of the latter.
     """
 
     drafters: tuple[str, ...] = ()
@@ -214,7 +215,7 @@ SwitchReason = Literal[
 
 
 class Switch(Struct, frozen=True):
-    """A step with another strategy than the steps before."""
+    """A step with a different strategy from the previous steps."""
 
     time_s: Annotated[float, "when, in Unix seconds"]
     strategy: Annotated[str, "the strategy from then on"]
@@ -226,7 +227,7 @@ class Switch(Struct, frozen=True):
 
 
 class StepContext(Struct, frozen=True):
-    """The view of a policy before a step."""
+    """A policy's input before a step."""
 
     decoding: int  # requests that sample in this step
     prefill_rows: int  # prompt rows that share the step
@@ -243,12 +244,12 @@ class StepContext(Struct, frozen=True):
     adapted: bool = False  # an adapter for some request
 
     def taking(self, drafter: str) -> int:
-        """Return the requests that take drafts of this drafter."""
+        """Return the number of requests that take drafts of this drafter."""
         return self.speculable - sum(self.bound.values()) + self.bound.get(drafter, 0)
 
 
 class Cycle(Struct, frozen=True, kw_only=True):
-    """The view of a policy after a step."""
+    """A policy's input after a step."""
 
     context: StepContext
     strategy: Strategy
@@ -261,8 +262,8 @@ class Cycle(Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
-    """Alternatives of one position: token ids and their log-probs, best first. Tuples of numbers
-    are nothing to the garbage collector; 50,000 lists would hold the frontend's loop for 60 ms.
+    """Alternatives of one position: token ids and their log-probs, best first. The garbage
+    collector ignores tuples of numbers; 50,000 lists would hold the frontend's loop for 60 ms.
     """
 
     token_ids: tuple[int, ...]
@@ -273,8 +274,8 @@ CHUNK_TOKENS, CHUNK_S = 64, 0.25  # a chunk of outputs goes out with as many, or
 
 
 class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The output of one step for one request, or of several for a patient one. The last one carries
-    `finish_reason`; all of them together are the whole output.
+    """The output of one step for one request. The last one has the `finish_reason`; all of them
+    together are the whole output.
     """
 
     id: str

@@ -1,8 +1,8 @@
 """Seeds of choices. The noise of a token is keyed by (seed, position), so two sequences with one
 seed share their noise.
 
-The frontend calls this when it turns a call into requests. An explicit seed is used as given by
-choice 0 and hashed with the index by the others; a request without one gets the server's next,
+The frontend calls this when it turns a call into requests. Choice 0 uses an explicit seed
+unchanged, and the others hash it with their index; a request without one gets the server's next,
 never anything derived from a client's id.
 """
 
@@ -31,7 +31,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 class SeedSource:
-    """Seeds for requests that name none: distinct for 2^64 calls of one server, unrelated between
+    """Seeds for requests without one: distinct for 2^64 calls of one server, unrelated between
     servers.
     """
 

@@ -1,8 +1,8 @@
-"""Messages between the frontend and the trainer process, a line of JSON each. The first one are
+"""Messages between the frontend and the trainer process, one line of JSON each. The first one is
 the trainer's settings.
 
-The trainer reports what it keeps and does, asks for the weights in force and offers drafters; the
-frontend says what is in force, hands weights over, and gives an operator's orders.
+The trainer reports its data and work, requests the active weights and offers drafters; the frontend
+sends the active versions, hands weights over, and forwards an operator's orders.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TrainerState(StrEnum):
 
 
 class Judged(Struct, frozen=True, kw_only=True):
-    """The replay of one candidate against the drafter in force."""
+    """The replay of one candidate against the active drafter."""
 
     candidate: int  # counted from 1 over the run
     version: str = ""  # under which it is pushed
@@ -70,7 +70,7 @@ class Judged(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, kw_only=True):
-    """Counts of the trainer's work since its process has started."""
+    """Counts of the trainer's work since its process started."""
 
     steps: int = 0  # optimizer steps, over restarts too
     rounds: int = 0  # likewise
@@ -109,7 +109,7 @@ class SpotReport(Facts, kw_only=True, tag="spot"):
 
 
 def candidate_directory(number: int | str) -> str:
-    """Return the name of a candidate's directory, below the trainer's own; "*" stands for all."""
+    """Return the name of a candidate's directory, below the trainer's own; "*" matches all."""
     return f"candidate-{number}"
 
 
@@ -127,11 +127,11 @@ def trained_for(version: str) -> str | None:
 
 
 class WeightsWanted(Struct, frozen=True, tag="weights_wanted"):
-    """The trainer asks for the weights in force."""
+    """The trainer requests the active weights."""
 
 
 class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
-    """A candidate that was proven better, to be pushed."""
+    """A candidate that was proven better, for a push."""
 
     directory: str
     version: str
@@ -146,7 +146,7 @@ class InForce(Struct, frozen=True, tag="in_force"):
 
 
 class HandedOver(Struct, frozen=True, kw_only=True, tag="handed_over"):
-    """Weights in force, in a directory that the trainer removes; or why there are none."""
+    """Active weights, in a directory that the trainer removes; or the reason why there are none."""
 
     directory: str = ""
     target: str = ""

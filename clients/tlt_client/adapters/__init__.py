@@ -1,6 +1,6 @@
-"""Adapters for trainers that take an object instead of an address. One file each, over the clients
-and the channels alone.
+"""Adapters for trainers that take an object instead of an address. One file each, based only on the
+clients and the channels.
 
-An adapter imports its trainer inside functions only, so it can be imported where the trainer, and
-torch, are not installed.
+An adapter imports its trainer only inside functions, so it can be imported without the trainer and
+without torch.
 """

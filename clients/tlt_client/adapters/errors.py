@@ -7,12 +7,14 @@ from tlt_client.wire import Choice, ItemResult
 
 
 class NotServed(TltClientError, ValueError):
-    """The trainer asks for what this server does not do; the message names what to set instead."""
+    """The trainer requests something that this server does not support; the message names the
+    setting to change.
+    """
 
 
 def choices_of(result: ItemResult, where: str = "") -> list[Choice]:
-    """Return an item's choices, or raise the `ServerError` that it ended with. `where`: begins the
-    error's message.
+    """Return an item's choices, or raise the `ServerError` that it ended with. `where`: prefix of
+    the error's message.
     """
     if (error := result.error) is not None:
         message = where + error.message

@@ -1,12 +1,12 @@
-"""OpenRLHF: an actor with the methods that its trainer calls on a vLLM actor, for a server that
-runs already.
+"""OpenRLHF: an actor with the methods that its trainer calls on a vLLM actor, for a server that is
+already running.
 
     actor = ray.remote(RolloutActor).options(max_concurrency=1000)
     engines = [actor.remote("http://10.0.0.1:8000")]
 
 No tensor passes through the actor: the server itself is the rank `rank_offset` of the trainer's
 group, and each `update_weight` names the tensor that rank 0 broadcasts next. The server gathers the
-tensors; the call that brings the model's last one makes all of them live.
+tensors; the call with the model's last one makes all of them live.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class RolloutActor:
         backend: str,
         use_ray: bool,
     ) -> None:
-        """Join the trainer's group; return once all ranks have. Over nccl it is the communicator
-        that OpenRLHF 0.11 makes, which is vLLM's. Over gloo it is one of torch's named groups.
+        """Join the trainer's group; return once all ranks have. Over nccl it is the communicator of
+        OpenRLHF 0.11, which is vLLM's. Over gloo it is one of torch's named groups.
         """
         if use_ray:
             raise NotServed(
@@ -107,8 +107,8 @@ class RolloutActor:
     async def update_weight(
         self, name: str, dtype: Any, shape: Any, empty_cache: bool = False
     ) -> str:
-        """Let the server take one tensor, which rank 0 broadcasts at the same time. Return the
-        push's state: gathering, or committed with the last tensor.
+        """Let the server receive one tensor, which rank 0 broadcasts at the same time. Return the
+        push's state: gathering, or committed after the last tensor.
         """
         entry = {"name": name, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
         reply = await self._client.push_weights(
@@ -124,7 +124,7 @@ class RolloutActor:
             self._pushes += 1
         elif empty_cache:
             raise NotServed(
-                f"{name!r} is the trainer's last tensor, but others of the model did not come; "
+                f"{name!r} is the trainer's last tensor, but others of the model are missing; "
                 "push all of its parameters"
             )
         return state
@@ -149,7 +149,7 @@ class RolloutActor:
         await self._client.resume()
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the KV's memory back; at level 2 that of the weights too."""
+        """Free the KV's memory; at level 2 also the weights'."""
         await self._client.sleep(*(("kv_cache",) if level == 1 else ("kv_cache", "weights")))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
@@ -240,8 +240,8 @@ class RolloutActor:
 
 
 class TrainerGroup:
-    """Rank 0 of the group, with the `broadcast` of the communicator that OpenRLHF 0.11 makes by
-    `stateless_init_process_group`, which it replaces where there is no NCCL.
+    """Rank 0 of the group. It replaces the communicator that OpenRLHF 0.11 makes by
+    `stateless_init_process_group`, and has its `broadcast`, for machines without NCCL.
     """
 
     def __init__(
@@ -282,8 +282,8 @@ def _seeded(asked: Any) -> dict[str, int]:
 
 
 def _sampling(asked: Any) -> dict[str, Any]:
-    """Return the server's sampling fields. Those about text alone (`detokenize`, ...) are left out,
-    as they have no effect on tokens.
+    """Return the server's sampling fields. Fields that only affect text (`detokenize`, ...) are
+    left out, as they have no effect on tokens.
     """
     given = {name: getattr(asked, name, None) for name in SAMPLING}
     top_k = getattr(asked, "top_k", None) or 0

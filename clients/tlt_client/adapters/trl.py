@@ -1,9 +1,9 @@
 """TRL: `RolloutFunc` for `GRPOTrainer(rollout_func=...)`, `WeightTransfer` for
 `AsyncGRPOTrainer(weight_transfer=...)`.
 
-Both push the policy by any channel; its argument is a function from a client to the sender:
-`HttpSender`, `BroadcastSender`, `lambda client: DiskSender(client, root)`. They read only public
-attributes of the trainer, and import nothing of TRL.
+Both push the policy by any channel, given as a function from a client to the sender: `HttpSender`,
+`BroadcastSender`, `lambda client: DiskSender(client, root)`. They read only public attributes of
+the trainer, and import nothing from TRL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEED_BITS = 63
 
 
 class OffPolicy(TltClientError):
-    """A choice has tokens of other weights than the pushed policy, or was aborted."""
+    """A choice has tokens of weights other than the pushed policy, or was aborted."""
 
 
 class WeightTransfer:
@@ -40,8 +40,8 @@ class WeightTransfer:
         run: str = "",
         in_flight: str = "continue",
     ) -> None:
-        """`run`: a name that is new to the server; empty means a random one. `in_flight`: what
-        becomes of started requests.
+        """`run`: a name that is new to the server; empty: a random one. `in_flight`: the fate of
+        running requests.
         """
         self._client, self._open, self._run, self._in_flight = (
             client,
@@ -58,7 +58,7 @@ class WeightTransfer:
         return f"{self._run}-{self._count}"
 
     def init_weight_transfer(self) -> None:
-        """Make the sender; by broadcast this makes the group together with the server."""
+        """Create the sender; by broadcast, this also forms the group with the server."""
         if self._sender is None:
             self._sender = self._open(self._client)
 
@@ -66,8 +66,8 @@ class WeightTransfer:
         """Do nothing: the server stages weights while it generates, and commits between steps."""
 
     def send_weights(self, iterator: Tensors) -> None:
-        """Push and return once the weights are live. Any failure raises; the weights before are
-        then still live if the server stages pushes.
+        """Push, and return once the weights are live. Any failure raises; if the server stages
+        pushes, the previous weights then stay live.
         """
         self.init_weight_transfer()
         assert self._sender is not None
@@ -84,8 +84,8 @@ class WeightTransfer:
 
 
 class RolloutFunc:
-    """Rollout function of a trainer, which calls it with this process's prompts, each repeated once
-    per completion.
+    """Rollout function for a trainer, which calls it with this process's prompts, each repeated
+    once per completion.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RolloutFunc:
         run: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """`timeout_s` is the deadline of one batch; without it the server's default holds."""
+        """`timeout_s`: deadline of one batch; None: the server's default."""
         self._client, self._timeout_s = client, timeout_s
         self._transfer = WeightTransfer(client, sender, run=run)
         self._pushed: tuple[Any, int] | None = None  # the trainer, and its step at the last push
@@ -104,10 +104,10 @@ class RolloutFunc:
         self._calls = 0
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
-        """Return token ids and the log-probs that they were sampled with, one completion for each
-        prompt (a text, or messages).
+        """Return token ids and their sampling log-probs, one completion for each prompt (a text, or
+        messages).
 
-        Raise `OffPolicy` if a token is not of the weights pushed last, `ServerError` if an item
+        Raise `OffPolicy` if a token is not from the last pushed weights, `ServerError` if an item
         failed.
         """
         prompt_ids: list[list[int]] = _token_ids(prompts, trainer)
@@ -130,10 +130,10 @@ class RolloutFunc:
         }
 
     def sync(self, trainer: Any) -> None:
-        """Push the policy if this trainer has taken a step since; every process calls it, the main
-        one pushes.
+        """Push the policy if this trainer has taken a step since the last push. Every process calls
+        it; the main one pushes.
 
-        The trainer does so before it generates; call it after `train()` to leave the server with
+        The trainer calls it before it generates; call it after `train()` to leave the server with
         the last step's weights.
         """
         now = (trainer, trainer.state.global_step)
@@ -168,8 +168,8 @@ class RolloutFunc:
 
 
 def _policy(trainer: Any) -> Tensors:
-    """Return whole parameters under their checkpoint's names, tied ones once. Where they are
-    sharded this is a collective.
+    """Return whole parameters under their checkpoint's names, tied ones once. For sharded
+    parameters this is a collective operation.
     """
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     names = [
@@ -180,7 +180,7 @@ def _policy(trainer: Any) -> Tensors:
 
 
 def _token_ids(prompts: Sequence[Any], trainer: Any) -> Any:
-    """Tokenize prompts as the trainer does: text as it is, messages by its chat template."""
+    """Tokenize prompts as the trainer does: text unchanged, messages by its chat template."""
     if trainer.tools:
         raise ValueError(
             f"the trainer has {len(trainer.tools)} tools, and after a tool's answer TRL itself "
@@ -209,8 +209,8 @@ def _token_ids(prompts: Sequence[Any], trainer: Any) -> Any:
 
 
 def _repeated(prompts: Sequence[list[int]], max_count: int) -> Iterator[tuple[list[int], int]]:
-    """Yield each run of equal prompts as the prompt and its count, split at `max_count`: choices of
-    one item share the prompt's KV.
+    """Yield each run of equal prompts as (prompt, count), split at `max_count`: choices of one item
+    share the prompt's KV.
     """
     for prompt, same in groupby(prompts):
         left = len(list(same))

@@ -1,11 +1,10 @@
-"""verl: the rollout backend `tlt`, with servers that run already instead of engines that verl
-starts.
+"""verl: the rollout backend `tlt`, which uses running servers instead of engines that verl starts.
 
 Call `register()` in every process of verl, from a module that VERL_USE_EXTERNAL_MODULES names. Set
 `actor_rollout_ref.rollout.name=tlt`, and `rollout.engine_kwargs.tlt` to the fields of
 `VerlSettings`. Three classes replace verl's: `Server` is the actor that verl's clients call,
-`replica_class()` the RolloutReplica that starts it, `rollout_class()` the BaseRollout that brings
-weights to it. A version is named RUN-STEP, so every token tells the global step of its weights.
+`replica_class()` the RolloutReplica that starts it, `rollout_class()` the BaseRollout that pushes
+weights to it. A version is named RUN-STEP, so every token has the global step of its weights.
 """
 
 from __future__ import annotations
@@ -73,14 +72,14 @@ class VerlSettings:
 
 
 def register(name: str = NAME) -> None:
-    """Let verl find the backend."""
+    """Register the backend with verl."""
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     RolloutReplicaRegistry.register(name, replica_class)
 
 
 class Server:
-    """Actor of one replica: it turns verl's calls into calls of its server. Calls may overlap."""
+    """Actor of one replica: translates verl's calls for its server. Calls may overlap."""
 
     def __init__(self, config: Any, replica_rank: int) -> None:
         settings = VerlSettings.of(config)
@@ -103,8 +102,8 @@ class Server:
         audio_data: Any = None,
         mm_processor_kwargs: Any = None,
     ) -> Any:
-        """Return a TokenOutput. Its `stop_reason` is "aborted" where verl must ask again with the
-        tokens so far, else "completed".
+        """Return a TokenOutput. Its `stop_reason` is "aborted" if verl must ask again with the
+        present tokens, else "completed".
         """
         from verl.workers.rollout.replica import TokenOutput
 
@@ -149,8 +148,8 @@ class Server:
         return _step((await self._client.server_info())["engine"]["weight_version"])
 
     def _sampling(self, asked: Mapping[str, Any], prompt: int) -> dict[str, Any]:
-        """Return the server's sampling fields, by default those of verl's configuration. The server
-        refuses unknown ones by name.
+        """Return the server's sampling fields; defaults are those of verl's configuration. The
+        server refuses unknown ones by name.
         """
         own = {
             name: value
@@ -173,8 +172,8 @@ class Server:
         }
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End running requests with what they have. New ones wait until `resume_generation`; with
-        `reject_request` they are aborted too.
+        """End running requests with their present tokens. New ones wait until `resume_generation`;
+        with `reject_request` they are aborted too.
         """
         self._rejecting = reject_request
         await self._client.pause("abort")
@@ -190,7 +189,7 @@ class Server:
         await self._client.clear_cache()
 
     async def sleep(self) -> None:
-        """Do nothing: verl would not wake the server before it asks again."""
+        """Do nothing: verl would not wake the server before its next request."""
 
     async def wake_up(self) -> None:
         """Do nothing: `sleep` does nothing."""
@@ -233,7 +232,7 @@ def replica_class() -> type[Any]:
             self._server_handle, self._server_address = server, url.partition("://")[2]
 
         def get_ray_class_with_init_args(self) -> Any:
-            """Return the workers to which verl's checkpoint engine sends weights."""
+            """Return the workers that get weights from verl's checkpoint engine."""
             import ray
             from verl.checkpoint_engine.base import CheckpointEngineWorker
             from verl.single_controller.ray import RayClassWithInitArgs
@@ -256,8 +255,8 @@ def replica_class() -> type[Any]:
 
 
 class WorkerRollout:
-    """Rollout in each worker of a replica; the first worker pushes, the others take part in
-    gathering the tensors. verl's base class comes after it (`rollout_class`).
+    """Rollout in each worker of a replica; the first worker pushes, the others help to gather the
+    tensors. verl's base class follows in the MRO (`rollout_class`).
     """
 
     config: Any
@@ -353,6 +352,6 @@ def _seeded(asked: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _step(version: str) -> int | None:
-    """Return the global step in the name of a version that verl has pushed."""
+    """Return the global step in the name of a version pushed by verl."""
     step = version.rpartition("-")[2] if version.startswith("verl-") else ""
     return int(step) if step.isdecimal() else None

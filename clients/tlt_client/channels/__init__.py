@@ -1,9 +1,9 @@
-"""Channels: how weights travel from a trainer to the engine. One file each, with both halves; torch
-is imported inside functions only.
+"""Channels: ways of weights from a trainer to the engine. One file each, with both halves; torch is
+imported only inside functions.
 
 A trainer's half is a `Sender`; it sends the items of a state dict. The engine's half is a
-`Receiver`, made in the thread that stages a push and always closed by it. It says which tensors
-will come and yields them in batches; its caller checks that they are the right ones, once for all
+`Receiver`, created in the thread that stages a push and always closed by it. It announces the
+tensors and yields them in batches; its caller checks that they are the right ones, once for all
 channels.
 """
 
@@ -67,7 +67,7 @@ Tensors = Iterable[tuple[str, "Tensor"]]
 
 
 class Announced(Protocol):
-    """One tensor of a manifest; an empty field is not known before the tensor comes."""
+    """One tensor of a manifest; empty fields are unknown until the tensor arrives."""
 
     @property
     def name(self) -> str: ...
@@ -80,7 +80,7 @@ class Announced(Protocol):
 
 
 class Announcement(Protocol):
-    """The fields of a manifest that channels need."""
+    """A manifest's fields for channels."""
 
     @property
     def role(self) -> str: ...  # target | drafter | all | adapter
@@ -117,12 +117,12 @@ class Intake:
 
     @property
     def timeout_s(self) -> float:
-        """The limit of one wait for a trainer."""
+        """The time limit of one wait for a trainer."""
         return self.groups.timeout_s
 
 
 class TensorBatch(NamedTuple):
-    """Tensors of one role that a channel yields at once."""
+    """Tensors of one role that a channel yields together."""
 
     role: str
     where: str  # for messages
@@ -133,7 +133,7 @@ class TensorBatch(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A tensor of one role as a file's header describes it, known before any tensor is read."""
+    """A tensor of one role as a file's header describes it, known before it is read."""
 
     role: str
     where: str  # for messages
@@ -141,7 +141,7 @@ class Layout(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Bytes of memory that a receiver allocates while it receives."""
+    """Bytes of memory that a receiver needs while it receives."""
 
     host: int = 0
     device: int = 0  # on the device that the engine computes on
@@ -158,7 +158,7 @@ class Receiver(ABC):
     layouts: Sequence[Layout] = ()  # empty where only the manifest describes the tensors
 
     def name_announced(self, push: Announcement, where: str, each: str) -> None:
-        """Take the tensors' names from the manifest; refuse one without tensors. `each`: the rest
+        """Read the tensors' names from the manifest; refuse one without tensors. `each`: the rest
         of a message that begins with the channel's name.
         """
         if not push.tensors:
@@ -168,7 +168,7 @@ class Receiver(ABC):
         self.places = dict.fromkeys(self.names, where)
 
     def file(self, role: str, name: str) -> bytes | None:
-        """Return a small file that came with the tensors, if there is one."""
+        """Return a small file sent with the tensors; None without one."""
         return None
 
     @abstractmethod
@@ -176,16 +176,16 @@ class Receiver(ABC):
 
     @abstractmethod
     def confirm(self) -> None:
-        """Check, once all batches were taken, that they belong together."""
+        """Check, after all batches, that they belong together."""
 
     def stop(self) -> None:
         """End waits for a trainer with an error, soon. Called from another thread; `close` still
-        follows. A channel that reads files waits for no trainer.
+        follows. A channel that reads files has no such waits.
         """
         return
 
     def close(self) -> None:
-        """Give back what stays open; by default nothing does."""
+        """Release open resources; none by default."""
         return
 
 
@@ -195,9 +195,9 @@ class Sender(ABC):
     def push(
         self, tensors: Tensors | Mapping[str, Tensor], version: str, **fields: Any
     ) -> Mapping[str, Any]:
-        """Push and return the server's reply. `tensors`: a state dict, or its items, which are
-        taken one by one. `fields`: further ones of the manifest, such as `role` or `in_flight`.
-        Raise `ContentRefused` where there are no tensors, or something else among them.
+        """Push and return the server's reply. `tensors`: a state dict, or its items, which are read
+        one by one. `fields`: further fields of the manifest, such as `role` or `in_flight`. Raise
+        `ContentRefused` if there are no tensors, or other objects among them.
         """
         return self._push(named(tensors), version_of(version), **fields)
 
@@ -206,7 +206,7 @@ class Sender(ABC):
         """Push by this channel. `tensors` has at least one item, and each name once."""
 
     def close(self) -> None:
-        """Give back what is kept from push to push; by default nothing is."""
+        """Release resources kept between pushes; none by default."""
         return
 
 
@@ -223,7 +223,7 @@ def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
         match item:
             case (str() as name, tensor) if hasattr(tensor, "detach"):
                 if name in names:
-                    raise ContentRefused(f"tensor {name!r} comes twice; push each tensor once")
+                    raise ContentRefused(f"tensor {name!r} is given twice; push each tensor once")
                 names.add(name)
                 yield name, tensor
             case (str() as name, other):
@@ -269,6 +269,6 @@ def pushed(role: str) -> tuple[str, ...]:
 def by_role(
     where: str, tensors: Mapping[str, Tensor], role: str, file: Path | None = None
 ) -> Iterator[TensorBatch]:
-    """Yield tensors that came together in a push of `role`, one batch for each role."""
+    """Yield tensors that arrived together in a push of `role`, one batch for each role."""
     for whose, names in split(tensors, role).items():
         yield TensorBatch(whose, where, {name: tensors[sent] for name, sent in names.items()}, file)

@@ -1,11 +1,11 @@
 """Channel `broadcast`: the trainer is rank 0 of a process group and broadcasts, engines receive;
 gloo on CPUs, nccl on GPUs.
 
-Tensors come in the manifest's order, one broadcast each or packed: raw bytes in uint8 buckets,
-where a bucket closes after the tensor that takes it over `bucket_bytes`. Both halves cut the same
+Tensors follow the manifest's order, one broadcast each or packed: raw bytes in uint8 buckets. A
+bucket closes after the tensor that takes it over `bucket_bytes`. Both halves compute the same
 buckets, so only bytes travel. While one bucket is checked the next one arrives in another buffer.
-gloo accepts a shorter message than expected silently, and a longer one ends the process. So a
-buffer is filled with NaN before a bucket arrives. Where it is safe the buffer also has room for any
+gloo silently accepts a shorter message than expected, and a longer one ends the process. So a
+buffer is filled with NaN before a bucket arrives. If it is safe, the buffer also has room for any
 other bucket, and a mark after its own bytes that must not change.
 """
 
@@ -100,8 +100,8 @@ class BroadcastReceiver(Receiver):
         self._group.end(work, lambda: time.monotonic() > self._give_up_s)
 
     def _buffer(self, size: int) -> Tensor:
-        """Return a buffer for `size` bytes; two of them alternate. Pages that are never written to
-        take no memory.
+        """Return a buffer for `size` bytes; two of them alternate. Unwritten pages take no
+        memory.
         """
         import torch
 
@@ -118,14 +118,14 @@ class BroadcastReceiver(Receiver):
         return data
 
     def confirm(self) -> None:
-        """Check nothing more: every bucket was checked as it came."""
+        """Check nothing more: every bucket was checked on arrival."""
 
     def stop(self) -> None:
         self._give_up_s = time.monotonic() + STOP_S
 
     def close(self) -> None:
-        """Receive the rest of a push that was refused halfway, so that the group can bring the next
-        push. Raise `ChannelLost` if it does not come.
+        """Receive the rest of a push that was refused halfway, so that the group can carry the next
+        push. Raise `ChannelLost` if it does not arrive.
         """
         try:
             while self._under_way is not None or self._left:
@@ -141,8 +141,8 @@ class BroadcastReceiver(Receiver):
 
 
 class BroadcastSender(Sender):
-    """Rank 0 of a group with the server. The constructor makes the group; `push` makes it again
-    after it broke. Engines reach this process at `address`.
+    """Rank 0 of a group with the server. The constructor forms the group; `push` forms it again if
+    it broke. Engines reach this process at `address`.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class BroadcastSender(Sender):
         checksums: bool = False,
         timeout_s: float = 120.0,
     ) -> None:
-        """Make the group. With `checksums` the manifest declares them; that takes about a second
+        """Form the group. With `checksums` the manifest declares them; that takes about a second
         per gigabyte on a CPU, hardly any time on a GPU. `timeout_s` bounds joining and each bucket.
         A drain may delay the reply, so `push` waits for it as long as the client does.
         """

@@ -57,7 +57,7 @@ class Files:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest bucket, which is the memory that reading takes."""
+        """Bytes of the largest bucket, the memory needed to read."""
         return max(
             (
                 size_of(bucket)

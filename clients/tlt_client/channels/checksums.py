@@ -1,13 +1,13 @@
-"""Checksums of tensors. `mix64` is of values: it is fast on any device and the same on all, and the
-server reports its weights by it. `xxh3` is of bytes: a trainer's half declares it for tensors on
-the host, where torch computes no checksum as fast as memory is read.
+"""Checksums of tensors. `mix64` is computed from values: it is fast on any device and the same on
+all, and the server reports its weights by it. `xxh3` is computed from bytes: a trainer's half
+declares it for tensors on the host, where no checksum in torch is as fast as reading memory.
 
 `mix64:<16 hex digits>` of n elements u_0 .. u_{n-1}, all modulo 2^64: mix(n + sum over i of mix(u_i
 + (i + 1) * G)), where u is the 32 bits of a float value converted to float32, or the 64 bits of an
 integer; mix is the finalizer of SplitMix64 (Steele, Lea, Flood 2014) and G its increment. Addition
 modulo 2^64 has no order, so a device may add in any. Two different tensors have the same checksum
-with a chance of one in 2^64. Neither function withstands a search for collisions; against that a
-manifest may declare sha256.
+with probability 2^-64. Neither function withstands a search for collisions; against that a manifest
+may declare sha256.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CHUNK = 1 << 22  # elements per pass
 
 
 def mix64(tensor: Tensor) -> str:
-    """Return the checksum of a tensor on any device, by torch alone. Raise `TypeError` for complex
-    and quantized types.
+    """Return the checksum of a tensor on any device, using only torch. Raise `TypeError` for
+    complex and quantized types.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""CUDA calls that torch does not offer, by ctypes: memory that processes share, host memory that
-GPUs reach.
+"""CUDA calls that torch does not offer, by ctypes: memory shared between processes, and host memory
+that GPUs can access.
 
-A call that fails raises `RuntimeError` with its name. The library is the one that torch has loaded.
+A failing call raises `RuntimeError` with its name. The library is the one that torch has loaded.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """Return the runtime by the name that torch is linked with."""
+    """Return the CUDA runtime by the name that torch is linked with."""
     import torch
 
     version = str(torch.version.cuda)

@@ -1,4 +1,4 @@
-"""Channel `disk`: a safetensors directory that both trainer and engine see.
+"""Channel `disk`: a safetensors directory that both trainer and engine can read.
 
 The trainer's half writes and names it. `Client.update_weights` alone pushes a directory that
 another program wrote.
@@ -89,7 +89,7 @@ class DiskReceiver(Receiver):
 
 
 class TrainedReceiver(DiskReceiver):
-    """The server's own trainer writes a candidate into a directory of the server."""
+    """Receives a candidate that the server's own trainer wrote into a directory of the server."""
 
     def __init__(self, push: Announcement, intake: Intake) -> None:
         super().__init__(push, replace(intake, root=intake.trained, marker=""))
@@ -97,8 +97,7 @@ class TrainedReceiver(DiskReceiver):
 
 class DiskSender(Sender):
     """Writes each push into a new directory below `root`, the server's weight root, and removes it
-    once the push has ended. A trainer that was killed may leave a directory `push-*` there, which
-    does no harm.
+    after the push. A killed trainer may leave a directory `push-*` there, which does no harm.
     """
 
     def __init__(
@@ -134,22 +133,22 @@ class DiskSender(Sender):
 
 
 def _made(directory: Path) -> None:
-    """Make a directory that the server may read though another user runs it, and only we write to,
-    under any umask. Who may enter is the decision of the directory above.
+    """Create a directory that a server of another user may read, but only this user may write,
+    under any umask. The parent directory decides who may enter.
     """
     directory.mkdir()
     directory.chmod(0o755)
 
 
 def _opened(path: str, flags: int) -> int:
-    """Open a file as `_made` makes a directory."""
+    """Open a file with the mode that `_made` gives a directory."""
     descriptor = os.open(path, flags, 0o644)
     os.fchmod(descriptor, 0o644)
     return descriptor
 
 
 def _as_adapter(folder: Path, config: Mapping[str, Any]) -> None:
-    """Give the one file that was written its name in PEFT's layout, and the config its own file."""
+    """Rename the written file to PEFT's layout, and write the config to its own file."""
     (folder / SINGLE).rename(folder / ADAPTER)
     with open(folder / ADAPTER_CONFIG, "w", opener=_opened) as opened:
         opened.write(json.dumps(config))
@@ -158,7 +157,7 @@ def _as_adapter(folder: Path, config: Mapping[str, Any]) -> None:
 def write(
     tensors: Tensors, directory: Path, max_file_bytes: int = FILE_BYTES
 ) -> list[dict[str, Any]]:
-    """Write safetensors files and, where there are several, their index; return the manifest's
+    """Write safetensors files and, if there are several, their index; return the manifest's
     entries. Two names of one tensor, such as a tied head's, are written as two tensors.
     """
     entries: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Errors of channels, raised by both halves. The server answers a push with their codes."""
+"""Errors of channels, raised by both halves. The server's replies to a push have their codes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class ChannelError(TltClientError):
 
 
 class ContentRefused(ChannelError):
-    """The content is not what a push may hold; the same content is refused again."""
+    """The content is not allowed in a push; the same content is refused again."""
 
     code = "weights_refused"
 
 
 class PlaceForbidden(ChannelError):
-    """The path leads to a place from which pushes are not allowed."""
+    """The path leads to a place from which pushes are forbidden."""
 
     code = "forbidden"
 
 
 class ChannelLost(ChannelError):
-    """The other side went away, fell silent or sent too little."""
+    """The other side disconnected, fell silent or sent too little."""
 
     code = "channel_broken"

@@ -69,8 +69,8 @@ _entry = msgspec.json.Decoder(Entry)
 
 
 def header_bytes(prefix: bytes, whole: int) -> int:
-    """Return the length of the header of a file of `whole` bytes that begins with these 8. Raise
-    `ValueError` if it has none that may be read.
+    """Return the length of the header of a file with `whole` bytes that begins with these 8. Raise
+    `ValueError` if it is not allowed.
     """
     size = int.from_bytes(prefix, "little")
     if not 2 <= size <= whole - 8:
@@ -87,7 +87,7 @@ def tensors_of(header: bytes, length: int) -> dict[str, Entry]:
     """Return the header's entries in the order of their bytes. Raise `ValueError` unless they cover
     `length` bytes without a gap.
 
-    If a name comes twice the last entry counts; the bytes of the other one are then a gap.
+    If a name is repeated, the last entry counts; the bytes of the other one are then a gap.
     """
     try:
         entries = {

@@ -1,9 +1,8 @@
 """Process groups between a trainer (rank 0, which hosts the store) and engines.
 
 A group uses torch's process groups without torch's global state, or NCCL's communicator (`nccl`),
-so it can be made again at any time. Every wait has an end: joining as a whole and each broadcast
-raise `ChannelLost` when they break or take longer than `timeout_s`. A group that broke is not used
-again.
+so it can be formed again at any time. Every wait is bounded: joining as a whole and each broadcast
+raise `ChannelLost` if they break or take longer than `timeout_s`. A broken group is not used again.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Membership(NamedTuple):
 
 
 class WeightGroup:
-    """A group that all ranks have joined once the constructor returns. Rank 0 hosts the store."""
+    """A group that all ranks have joined when the constructor returns. Rank 0 hosts the store."""
 
     def __init__(self, member: Membership, store: Any = None) -> None:
         """`store`: rank 0's, from `host_store`."""
@@ -108,7 +107,7 @@ class WeightGroup:
         return gloo(store, rank, size, options)
 
     def _id(self) -> bytes:
-        """Return the id of NCCL's communicator, which rank 0 makes."""
+        """Return the id of NCCL's communicator, which rank 0 creates."""
         if self.member.unique_id:
             return self.member.unique_id
         if self.member.rank == 0:
@@ -117,10 +116,10 @@ class WeightGroup:
 
     @property
     def lenient(self) -> bool:
-        """True if a message of another length than expected arrives all the same: a shorter one
-        unnoticed, a longer one if there is room.
+        """Return True if a message of unexpected length still arrives: a shorter one unnoticed, a
+        longer one if there is room.
 
-        That holds for gloo and one receiver. Several receivers pass messages on in the length that
+        That is so for gloo with one receiver. Several receivers forward messages in the length that
         they expect themselves.
         """
         return self.member.backend == "gloo" and self.member.world_size == 2
@@ -139,7 +138,7 @@ class WeightGroup:
 
     def end(self, work: Any, given_up: Callable[[], bool] = lambda: False) -> None:
         """Wait for a broadcast. Poll `given_up`, which ends the wait, rather than rely on the
-        library's own timeout.
+        library's timeout.
         """
         with self._bounded("broadcasting"):
             give_up_s = time.monotonic() + self.member.timeout_s
@@ -158,7 +157,7 @@ class WeightGroup:
 
     @contextlib.contextmanager
     def _bounded(self, doing: str) -> Iterator[None]:
-        """Turn the library's errors into `ChannelLost`; the group is broken afterwards."""
+        """Turn the library's errors into `ChannelLost`, and mark the group as broken."""
         if self.broken:
             raise ChannelLost(self.broken)
         try:
@@ -197,7 +196,7 @@ class WeightGroup:
 
 
 def host_store(address: str, port: int, world_size: int, timeout_s: float) -> Any:
-    """Host the store of a group's rank 0; for port 0 `.port` is the one that it took."""
+    """Host the store of a group's rank 0. For port 0, `.port` is the chosen one."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
@@ -253,7 +252,7 @@ def _await_listener(address: str, port: int, until: float) -> None:
 
 
 def left(until: float) -> float:
-    """Return the seconds left, above 0: the libraries take 0 as no limit."""
+    """Return the seconds left, above 0: the libraries read 0 as no limit."""
     return max(0.01, until - time.monotonic())
 
 
@@ -270,15 +269,15 @@ class Groups:
 
     @property
     def hold_gpu(self) -> bool:
-        """True while a kernel on the GPU waits for a trainer. A wait for the whole GPU would then
-        wait for that trainer too.
+        """Return True while a kernel on the GPU waits for a trainer. A wait for the whole GPU would
+        then wait for that trainer too.
         """
         working = [group.member for group in list(self._groups.values()) if group.under_way]
         return any(member.backend == "nccl" for member in [*self._joining, *working])
 
     def join(self, member: Membership) -> None:
-        """Join a group; return once all ranks have. Leave a group of that name, and all broken
-        ones, first.
+        """Join a group; return once all ranks have. First leave a group of the same name, and all
+        broken ones.
         """
         for name in (member.name, *(set(self._groups) - set(self))):
             self.leave(name)

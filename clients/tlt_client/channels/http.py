@@ -89,11 +89,11 @@ class HttpReceiver(Receiver):
 
 class HttpSender(Sender):
     """Sends files of at most `max_file_bytes` in chunks of `chunk_bytes`. After a broken connection
-    it goes on from where the server says.
+    it continues from the server's position.
 
     A push that fails for good, or is interrupted, removes its parts from the server, so that they
-    take no room from the next one. It leaves them where the same push may yet succeed
-    (`ConnectionFailed`, a retryable error), or where another sender started this version.
+    take no space from the next one. It leaves them if the same push may still succeed
+    (`ConnectionFailed`, a retryable error), or if another sender started this version.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class HttpSender(Sender):
     def push_directory(
         self, directory: Path, version: str, *, drafter: Path | None = None, **fields: Any
     ) -> Mapping[str, Any]:
-        """Push the safetensors files of a directory and its calibration, or one file; with
-        `drafter` those of a drafter too, for the role `all`. Needs no torch.
+        """Push the safetensors files of a directory and its calibration, or one file. With
+        `drafter`, also push a drafter's, for the role `all`. Needs no torch.
         """
         entries: list[dict[str, Any]] = []
         with self._sending(version):
@@ -148,7 +148,7 @@ class HttpSender(Sender):
 
     @contextmanager
     def _sending(self, version: str) -> Iterator[None]:
-        """Remove the parts of the enclosed push where it fails for good."""
+        """Remove the parts of the enclosed push if it fails for good."""
         try:
             yield
         except BaseException as error:  # the tensors' iterator may raise anything; or an interrupt
@@ -166,7 +166,7 @@ class HttpSender(Sender):
                 self._client.abort_weights(version, upload_only=True)
 
     def send(self, version: str, part: str, data: bytes | mmap.mmap | Joined) -> None:
-        """Send one part, from the first byte that the server lacks. Raise `ConnectionFailed` when a
+        """Send one part, from the first byte that the server lacks. Raise `ConnectionFailed` if a
         chunk fails `MAX_ATTEMPTS` times.
         """
         stored = failures = 0
@@ -194,7 +194,7 @@ class HttpSender(Sender):
                 stored = self._stored(version, part, stored)
 
     def _stored(self, version: str, part: str, stored: int) -> int:
-        """Return how much of the part the server has; `stored` while it is out of reach."""
+        """Return the server's size of the part; `stored` while the server is unreachable."""
         try:
             return int(self._client.weights_part(version, part)["bytes"])
         except ConnectionFailed:

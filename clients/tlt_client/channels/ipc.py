@@ -1,9 +1,9 @@
 """Channel `ipc`: a trainer on the engine's host shares memory of a GPU or of the host, and the
-engine copies buckets out of it.
+engine copies buckets from it.
 
-Both connect by a socket that the engine makes for this one push: the manifest's `path` is its name
-in a directory that belongs to the engine alone. Both ends must run as one user. Every message is
-one struct:
+Both connect by a socket that the engine creates for this one push: the manifest's `path` is its
+name in a directory that belongs to the engine alone. Both ends must run as one user. Every message
+is one struct:
 
     trainer: Grant, with the memory's descriptors   once; two buckets alternate in that memory
     trainer: OFFER, sequence, offset, bytes         a bucket is ready: tensors in manifest order
@@ -129,7 +129,7 @@ class IpcReceiver(Receiver):
             except OSError as error:
                 if not isinstance(error, TimeoutError) or time.monotonic() > give_up_s:
                     raise ChannelLost(
-                        f"no trainer came to socket {self._name!r} within {self._timeout_s:g} s "
+                        f"no trainer used socket {self._name!r} within {self._timeout_s:g} s "
                         f"({error}); push again"
                     ) from None
         try:
@@ -177,8 +177,8 @@ class IpcSender(Sender):
         checksums: bool = False,
         timeout_s: float = 120.0,
     ) -> None:
-        """Keep the settings. With `checksums` the manifest declares them; that takes about a second
-        per gigabyte on a CPU, hardly any time on a GPU.
+        """`checksums`: the manifest declares them, which takes about a second per gigabyte on a
+        CPU, hardly any time on a GPU.
         """
         self._client, self._bucket_bytes, self._checksums, self._timeout_s = (
             client,
@@ -233,8 +233,8 @@ class IpcSender(Sender):
             memory.close()  # the push has ended, so the engine has closed it
 
     def _connected(self, directory: Path, name: str, reply: Future[Mapping[str, Any]]) -> Line:
-        """Connect to the engine's socket. The engine makes it when it starts to stage, which may be
-        after running sequences have ended.
+        """Connect to the engine's socket. The engine creates it when it starts to stage, perhaps
+        only after running sequences have ended.
         """
         descriptor = entered(directory)
         try:
@@ -288,7 +288,7 @@ def _await_done(line: Line, sequence: int) -> None:
 
 
 def _settle(view: Tensor) -> None:
-    """Wait for the current stream of its device, as the other process does not wait for it."""
+    """Wait for the current stream of its device, as the other process does not."""
     if view.device.type == "cuda":
         import torch
 

@@ -1,7 +1,7 @@
 """A local connection of two processes of one user; each message is one struct.
 
-They connect by a socket in a directory that the server has made for its user alone. Both ends check
-the directory's owner and the other end's user.
+They connect by a socket in a directory that the server has created for its user alone. Both ends
+check the directory's owner and the other end's user.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PEER = struct.Struct("3i")  # process, user, group
 
 
 def made_directory(within: Path | None = None) -> Path:
-    """Make a directory for an engine's sockets, removed at the process's exit. If the process is
-    killed the owner of `within` removes it.
+    """Create a directory for an engine's sockets, removed at the process's exit. If the process is
+    killed, the owner of `within` removes it.
     """
     directory = Path(tempfile.mkdtemp(prefix="tlt-ipc-", dir=within))
     directory.chmod(0o700)  # the umask may be anything
@@ -34,7 +34,7 @@ def made_directory(within: Path | None = None) -> Path:
 
 
 class Line:
-    """A connection of two processes of one user. Each method raises `ChannelLost` when it breaks or
+    """A connection of two processes of one user. Each method raises `ChannelLost` if it breaks or
     takes longer than `timeout_s`.
     """
 
@@ -55,7 +55,7 @@ class Line:
             socket.send_fds(self._connection, [data], descriptors)
 
     def receive(self, size: int) -> bytes:
-        """Receive one message of `size` bytes; close descriptors that come with it."""
+        """Receive one message of `size` bytes; close descriptors sent with it."""
         with self._bounded("receiving"):
             return self._whole(self._connection.recv(size + 1), size)
 
@@ -79,7 +79,7 @@ class Line:
         with self._bounded("receiving the end"):
             if self._connection.recv(1):
                 raise ContentRefused(
-                    "more came than the manifest names; send its buckets once each, then end the "
+                    "more buckets than the manifest names; send each bucket once, then end the "
                     "stream"
                 )
 
@@ -133,5 +133,7 @@ def entered(directory: Path) -> int:
 
 
 def address(directory: int, name: str) -> str:
-    """Return a socket's address by its open directory, as the whole path may be too long."""
+    """Return a socket's address relative to its open directory, as the whole path may be too
+    long.
+    """
     return f"/proc/self/fd/{directory}/{name}"

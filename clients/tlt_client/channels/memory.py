@@ -32,7 +32,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Grant(NamedTuple):
-    """The message that describes shared memory to its reader; descriptors come with it."""
+    """The message that describes shared memory to its reader; descriptors are sent with it."""
 
     kind: int  # a key of `KINDS`
     device: bytes  # a GPU's uuid
@@ -61,7 +61,7 @@ class SharedMemory(Protocol):
     descriptors: Sequence[int]  # to be sent with the grant
 
     def close(self) -> None:
-        """Free or unmap it; no other view of it may be left."""
+        """Free or unmap it; no other view may be left."""
 
 
 class SharedHostMemory:
@@ -158,8 +158,8 @@ class SharedGpuMemory:
 
 
 class PeerMemory:
-    """Another process's GPU memory, mapped for kernels of one GPU, which may be a peer of its GPU.
-    There is an address and no view, because a view belongs to the GPU that has the memory.
+    """Another process's GPU memory, mapped for the kernels of a GPU that may be a peer. It has an
+    address and no view, because a view belongs to the GPU with the memory.
     """
 
     def __init__(self, grant: Grant, device: torch.device) -> None:
@@ -221,7 +221,7 @@ def opened(grant: Grant, descriptors: Sequence[int]) -> SharedMemory:
 
 
 class _Bytes:
-    """A range of GPU memory that torch views without a copy."""
+    """A range of GPU memory that torch can view without a copy."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {

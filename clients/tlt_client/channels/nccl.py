@@ -1,9 +1,9 @@
-"""A communicator of NCCL through the library that torch ships, made from the 128 bytes of its id,
-as trainers that drive vLLM make one.
+"""A communicator of NCCL through the library that torch ships, created from the 128 bytes of its
+id, as in trainers that drive vLLM.
 
-Rank 0 stores the id in the group's store, or passes it by other means. Then all ranks sum up one
+Rank 0 stores the id in the group's store, or sends it by other means. Then all ranks sum up one
 number, and rank 0 broadcasts. The communicator is non-blocking and has its own stream, so every
-wait has an end and nothing else on the GPU waits for a trainer. It has the methods of torch's
+wait is bounded and nothing else on the GPU waits for a trainer. It has the methods of torch's
 process groups that `groups` calls; a failed call raises `RuntimeError`.
 """
 
@@ -45,18 +45,18 @@ def new_id() -> bytes:
 
 
 def id_in(message: bytes) -> bytes:
-    """Return the id in rank 0's message: the plain bytes, or as vLLM's trainers write it."""
+    """Return the id in rank 0's message: plain bytes, or the format of vLLM's trainers."""
     found = WRITTEN.fullmatch(message)
     if len(message) != ID_BYTES and found is None:
         raise ContentRefused(
-            f"the store has {len(message)} bytes under {KEY!r}, which are no id of NCCL; let rank "
+            f"the store has {len(message)} bytes under {KEY!r}, not an id of NCCL; let rank "
             f"0 store its {ID_BYTES} bytes there, or send them as nccl_unique_id_b64"
         )
     return found[1] if found is not None else message
 
 
 class Communicator:
-    """A communicator that all ranks have joined once the constructor returns."""
+    """A communicator that all ranks have joined when the constructor returns."""
 
     def __init__(
         self, id: bytes, rank: int, size: int, device: torch.device, timeout_s: float
@@ -113,7 +113,7 @@ class Communicator:
             self._library.ncclCommAbort(joined)
 
     def _begin(self, launch: Callable[[int], int]) -> NcclWork:
-        """Launch after the work that is queued on the current stream."""
+        """Launch after the work queued on the current stream."""
         import torch
 
         with torch.cuda.device(self._device):
@@ -136,7 +136,7 @@ class Communicator:
 
 
 class NcclWork:
-    """The operation launched last; it must end before the next one is launched."""
+    """The last launched operation; it must end before the next one is launched."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ ARGUMENTS: dict[str, list[Any]] = {
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library that torch has loaded, by the name that it is linked with."""
+    """Return the library that torch has loaded, by the name that torch is linked with."""
     import torch
 
     torch.cuda.init()

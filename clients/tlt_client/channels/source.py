@@ -1,12 +1,12 @@
-"""Reads of a pushed directory without trust: nothing outside the root, no second read of checked
+"""Reads a pushed directory without trust: nothing outside the root, no second read of checked
 bytes.
 
 A path is resolved first (links are followed as long as they stay inside the root). It is then
 opened component by component without following any link, so a swap between check and read is
-refused. A file is read from its beginning, never mapped, so the checksummed bytes are those that
-are parsed and kept. `confirm` compares the times and sizes of files with those at the read. It does
-not notice a write through a mapping that is not synced, or times that were set back; checksums in
-the manifest do.
+refused. A file is read from its beginning, never mapped, so the parsed and kept bytes are the
+checksummed ones. `confirm` compares the times and sizes of files with those at the read. It does
+not notice a write through an unsynced mapping, or times that were set back; checksums in the
+manifest do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Stamp(NamedTuple):
 
 class Source:
     """One directory below `root`. The constructor raises `PlaceForbidden` if the path leads outside
-    of it, `ContentRefused` if it cannot be used.
+    of it, `ContentRefused` if it is unusable.
     """
 
     def __init__(self, root: Path, path: str) -> None:
@@ -63,8 +63,8 @@ class Source:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[OpenFile]:
-        """Open one file of the directory. Raise `ContentRefused` if its times or size change until
-        it is closed, or since it was opened before.
+        """Open one file of the directory. Raise `ContentRefused` if its times or size change before
+        it is closed, or have changed since an earlier open.
         """
         path = self._resolve(self.path / name)
         descriptor, before = self._open(path)
@@ -136,7 +136,7 @@ class Source:
 
 
 class OpenFile:
-    """An open file of which `left` bytes are still to be read."""
+    """An open file with `left` unread bytes."""
 
     def __init__(self, file: FileIO, path: Path, size: int) -> None:
         self._file, self.path, self.left = file, path, size

@@ -57,8 +57,8 @@ def _checksum(tensor: Tensor) -> str:
 
 
 def dtype_named(name: str, tensor: str) -> torch.dtype:
-    """Return the dtype for a name such as `bfloat16` or `torch.bfloat16`; `tensor` is for
-    messages.
+    """Return the dtype for a name such as `bfloat16` or `torch.bfloat16`. `tensor`: its name in
+    errors.
     """
     import torch
 
@@ -148,7 +148,7 @@ def spec_of(name: str, dtype: str, shape: Sequence[int] | None) -> TensorSpec:
 
 def buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[list[TensorSpec]]:
     """Cut tensors into buckets. A bucket closes after the tensor that takes it over `bucket_bytes`;
-    None makes one bucket per tensor.
+    None: one bucket per tensor.
     """
     bucket: list[TensorSpec] = []
     size = 0
