@@ -1,4 +1,4 @@
-"""The page's first two sections: the goals, and the other engines' figures next to ours."""
+"""The page's first two sections: the goals, and other engines' figures alongside ours."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def goals_section(found: Sequence[Result]) -> Iterator[str]:
 def suited(
     goal: Mapping[str, Any], found: Sequence[Result], wanted: Mapping[str, Any]
 ) -> list[Result]:
-    """Return the results of the goal's own shape and kind of engine, where it names them."""
+    """Return the results of the goal's own shape and kind of engine, if it names them."""
     shape = goal.get("shape", wanted["shape"])
     return comparable(found, {**wanted, "shape": shape}, goal.get("engine"))
 

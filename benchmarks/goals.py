@@ -1,5 +1,5 @@
-"""The figures to reach, from `goals.json`, and which of the measured ones answers each: the newest
-of the goals' machine and shapes.
+"""The figures to reach, from `goals.json`, and the measured figure for each: the newest of the
+goals' machine and shapes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 def results(directory: Path) -> list[Result]:
-    """Every file, the oldest first."""
+    """Return every result, oldest first."""
     read = [
         Result(path.name, json.loads(path.read_text())) for path in sorted(directory.glob("*.json"))
     ]
@@ -49,9 +49,9 @@ def goals() -> dict[str, Any]:
 def comparable(
     found: Iterable[Result], wanted: Mapping[str, Any], other: Mapping[str, Any] | None = None
 ) -> list[Result]:
-    """Full runs on the goals' machine, with the goals' shapes and kind of engine, where a result
-    says them, that name no leaves. `other`: in what the engine is another one, as the results must
-    say.
+    """Return full runs on the goals' machine, with the goals' shapes and kind of engine (if the
+    results state them) and with default reduction segments. `other`: properties in which the engine
+    differs.
     """
     other = other or {}
     engine = {key: value for key, value in wanted["engine"].items() if key not in other}
@@ -73,7 +73,7 @@ def agree(said: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 
 
 def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    """A list in `where` means any of its values."""
+    """Return True if the row has these values; a list in `where` allows any of its values."""
     return all(
         key in row and (row[key] in value if isinstance(value, list) else row[key] == value)
         for key, value in where.items()
@@ -81,7 +81,7 @@ def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
 
 
 def answer(goal: Mapping[str, Any], found: Iterable[Result]) -> Found | None:
-    """The goal's figure in the newest result that has it."""
+    """Return the goal's figure in the newest result that has it."""
     answers = [
         Found(_taken(goal, values) * goal.get("scale", 1), result.name, result.entry["commit"])
         for result in found
@@ -105,7 +105,7 @@ def _values(goal: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterator[flo
 
 
 def rows_of(figures: Mapping[str, Any], of: str) -> list[Mapping[str, Any]]:
-    """Return a table's rows; those of a table by name get their `name` as a field."""
+    """Return a table's rows; the rows of a table by name get their `name` as a field."""
     rows = figures.get(of, ())
     if isinstance(rows, Mapping):
         return [{"name": name, **row} for name, row in rows.items()]

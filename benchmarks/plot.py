@@ -1,7 +1,7 @@
 """`python -m benchmarks.plot`: draw docs/images/speed.svg from benchmarks/results and goals.json.
 
-The drawing carries its figures as JSON in its description, so a test notices when they have
-changed and it was not drawn again.
+The drawing contains its figures as JSON in its description, so a test notices if they have changed
+since it was drawn.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _draw_rollout(axes: Any, rates: dict[str, float]) -> None:
 
 
 def drawn(file: Path) -> dict[str, Any]:
-    """Read back the figures that a drawing was made from."""
+    """Return the figures that a drawing was made from."""
     found = re.search(r"<dc:description>(.*?)</dc:description>", file.read_text(), re.DOTALL)
     assert found, f"{file} has no description"
     return dict(json.loads(found[1].replace("&quot;", '"')))

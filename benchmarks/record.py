@@ -58,8 +58,8 @@ SCHEMAS = "tests/engine/test_structured_outputs.py::test_outputs_of_generated_sc
 def tested(
     *arguments: str, timeout_s: float | None = None, **environment: str
 ) -> tuple[int, list[ElementTree.Element]]:
-    """Run pytest; return its exit status, -1 where it had to be ended, and the suites of its
-    report: none where it ended before it wrote them.
+    """Run pytest. Return its exit status, -1 if it was ended early, and the suites of its report:
+    none if it ended before it wrote one.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -83,7 +83,7 @@ def suites(report: Path) -> list[ElementTree.Element]:
 
 
 class Unexpected(Exception):
-    """Something other than one typed error and the same tokens again."""
+    """Something other than one typed error followed by the same tokens."""
 
 
 class Fault(NamedTuple):
@@ -101,7 +101,7 @@ FAULTS = (
 
 
 def faults(asked: argparse.Namespace) -> int:
-    """Start one server and let each fault happen to it in turn."""
+    """Start one server and inject each fault in turn."""
     served, rows = served_by(asked.flags), []
     with (
         ServerProcess(*asked.flags, "--max-restarts", str(len(FAULTS))) as server,
@@ -200,7 +200,7 @@ def start(name: str, directory: Path, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def served_by(flags: Sequence[str]) -> argparse.Namespace:
-    """Return what flags of `tlt serve` say of the figures."""
+    """Return the engine flags among those of `tlt serve`, for the figures."""
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--model", type=Path, default=TARGET)
     named.add_argument("--tensor-parallel", type=int, default=1)
@@ -211,7 +211,7 @@ def served_by(flags: Sequence[str]) -> argparse.Namespace:
 def write_rows(
     asked: argparse.Namespace, rows: Sequence[Mapping[str, Any]], *, on_gpu: bool
 ) -> None:
-    """Write the rows that a server of these flags gave."""
+    """Write the rows that a server with these flags gave."""
     served = served_by(asked.flags)
     figures = {
         "bench": asked.name,

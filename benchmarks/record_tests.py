@@ -89,7 +89,7 @@ PLANS = {1: Plan(1, RUNS), 2: Plan(2, OVER_TWO)}
 
 
 class Golden(NamedTuple):
-    """The known bits of exactness. They hold for one fingerprint, and for these versions."""
+    """The known bits of the exactness bench, for one fingerprint and these versions."""
 
     gpus: int
     fingerprint: Fingerprint
@@ -114,7 +114,7 @@ GOLDEN = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if all that the record holds passed, 1 if not, 2 without the GPUs or the part."""
+    """Return 0 if everything in the record passed, 1 if not, 2 without the GPUs or the part."""
     flags = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -188,7 +188,7 @@ def exactness(plan: Plan, versions: dict[str, str]) -> tuple[dict[str, Any], dic
 
 
 def run(*command: str) -> int:
-    """Return its exit status; not 0 for a run that had to be ended."""
+    """Return the command's exit status; not 0 for a run that was ended early."""
     try:
         return subprocess.run([sys.executable, *command], timeout=PART_S).returncode
     except subprocess.TimeoutExpired:
@@ -196,8 +196,8 @@ def run(*command: str) -> int:
 
 
 def moved(gpus: int, exact: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Say that the bits of a run are not those known of its fingerprint; empty where they are, or
-    none are known.
+    """Return a message if the bits of a run differ from those known for its fingerprint; empty if
+    they agree or none are known.
     """
     return [
         f"the bits of the shipped pair moved from {golden.bits} to {exact['bits']}: raise the "
@@ -212,9 +212,7 @@ def moved(gpus: int, exact: dict[str, Any], versions: dict[str, str]) -> list[st
 
 
 def recorded(plan: Plan, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts and exactness of the record, if it is of the same code, all of it committed, on the
-    same machine.
-    """
+    """Return parts and exactness of the record, if it is of the same committed code and machine."""
     before = json.loads(plan.record.read_text()) if plan.record.exists() else {}
     same = (
         before
@@ -226,12 +224,14 @@ def recorded(plan: Plan, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def code_and_machine(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what two records must share; parts that run at the same time share the cores."""
+    """Return the fields that two records must share; parts that run at the same time share the
+    cores.
+    """
     return entry["commit"], re.sub(r"\d+ cores", "cores", entry["machine"]), entry["versions"]
 
 
 def figures(plan: Plan, parts: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str, Any]:
-    """Return the record's figures; green if every part ran and nothing of it failed."""
+    """Return the record's figures; green if every part ran without a failure."""
     green = parts.keys() == {*plan.parts} and all(
         came["passed"] and not came["failed"] for came in parts.values()
     )
@@ -244,7 +244,7 @@ def figures(plan: Plan, parts: dict[str, dict[str, Any]], exact: dict[str, Any])
 
 
 def counts(suites: Sequence[ElementTree.Element], status: int) -> dict[str, Any]:
-    """Count tests by how they ended, and name the red ones, from a report and an exit status."""
+    """Count tests by result, and name the red ones, from a report and an exit status."""
     ill = {"failure", "error"}
     cases = [case for suite in suites for case in suite.iter("testcase")]
     ends = [{at.tag for at in case} for case in cases]

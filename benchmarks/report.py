@@ -1,5 +1,5 @@
-"""`python -m benchmarks.report`: write docs/performance.md, and the five figures of README, from
-the goals and the files of benchmarks/results.
+"""`python -m benchmarks.report`: write docs/performance.md, and the five figures of the README,
+from the goals and the files of benchmarks/results.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def bullets(found: Sequence[Result]) -> str:
 
 
 def with_figures(readme: str, found: Sequence[Result]) -> str:
-    """Return README with its bold bullets, which stand on the first screen only, made new."""
+    """Return the README with updated bold bullets, which are only on its first screen."""
     return BULLETS.sub(lambda _: bullets(found), readme, count=1)
 
 

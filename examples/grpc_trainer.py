@@ -1,4 +1,4 @@
-"""A trainer's steps over gRPC, asyncio: rollouts streamed as they end, then the new weights in
+"""A trainer's steps over gRPC, asyncio: streams rollouts as they end, then sends the new weights in
 parts through the same channel.
 
     tlt serve --model DIR --grpc-port 8001 --weight-channels http --state-dir STATE

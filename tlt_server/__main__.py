@@ -48,7 +48,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _demand_verb(parser: argparse.ArgumentParser, strange: str) -> NoReturn:
-    """End with the verbs that there are, where a line has none or an unknown one."""
+    """Exit with the list of verbs, if a line has none or an unknown one."""
     said = f"{strange} is not a verb{_nearest(strange, verbs(parser))}"
     parser.exit(2, f"{parser.format_help()}\n{parser.prog}: {said if strange else 'name a verb'}\n")
 
@@ -165,8 +165,8 @@ def _later(module: str):  # type: ignore[no-untyped-def]
 
 
 def _with_engine(module: str):  # type: ignore[no-untyped-def]
-    """A verb with an engine in this process, whose libraries read the environment when they are
-    loaded.
+    """Return a verb with an engine in this process, whose libraries read the environment when they
+    are loaded.
     """
 
     def run(arguments: argparse.Namespace) -> int:
@@ -182,7 +182,7 @@ def _with_engine(module: str):  # type: ignore[no-untyped-def]
 
 
 def _interruptible(run):  # type: ignore[no-untyped-def]
-    """A verb that stops its servers and removes its folders on SIGTERM and SIGHUP, too."""
+    """Return a verb that stops its servers and removes its folders on SIGTERM and SIGHUP, too."""
 
     def interruptible(arguments: argparse.Namespace) -> int:
         _on_end(signal.default_int_handler)
@@ -192,8 +192,8 @@ def _interruptible(run):  # type: ignore[no-untyped-def]
 
 
 def _in_folder(run):  # type: ignore[no-untyped-def]
-    """A verb whose temporary files are in one folder, which SIGTERM and SIGHUP remove. They end the
-    process then: an exception in the midst of a compiler may be lost, or abort.
+    """Return a verb whose temporary files are in one folder, which SIGTERM and SIGHUP remove. They
+    end the process at once: an exception inside a compiler may be lost, or abort.
     """
 
     def in_folder(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
 """Composition root: puts frontend and engine together and runs them until a signal or a failure.
 
-The engine is a process of its own, `python -m tlt_server.engine.process DIR`: `DIR` holds the
-sockets `commands` and `events`, bound by the frontend. Its standard input carries one line, its
+The engine is a separate process, `python -m tlt_server.engine.process DIR`: `DIR` has the sockets
+`commands` and `events`, bound by the frontend. Its standard input carries one line, its
 `EngineSettings` as JSON. The environment for strict numerics is set here, before the engine imports
-torch. The supervisor starts such processes and this module ends with the last one.
+torch. The supervisor starts such processes, and this module ends with the last one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ SAMPLES, CHECKPOINTS = "samples", "checkpoints"  # in the state directory
 
 def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine ends too often (returns
-    1). `StartupError` before it was ready once.
+    1). `StartupError` if it fails before it was ready.
     """
     write_logs(config.log_level, config.log_format)
     log_service_links()
@@ -154,7 +154,7 @@ async def _run(
     signals: tuple[asyncio.Event, asyncio.Event],
 ) -> int:
     """Run from the start to the stop and return the exit status; the caller tears down.
-    `supervised` ends when there is no engine any more.
+    `supervised` ends when the engine is gone for good.
     """
     stop, stop_now = signals
     stopping, starting = asyncio.create_task(stop.wait()), asyncio.create_task(client.ready())
@@ -237,14 +237,14 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 async def _finish(server: HttpServer) -> None:
-    """Let replies in progress go out, then stop listening."""
+    """Send the replies in progress, then stop listening."""
     await asyncio.sleep(0.05)
     await server.stop()
 
 
 async def _launch(config: Config, command: Sequence[str], directory: Path) -> Process:
-    """An engine process. It ignores Ctrl-C, on which the frontend drains; both are in one session,
-    where its niceness counts.
+    """Start an engine process. It ignores Ctrl-C, since the frontend drains; both are in one
+    session, in which its niceness counts.
     """
     environment = {**os.environ, **library_environment(config.numerics)}
     environment.pop(config.api_key_variable, None)  # an engine has no use for keys
@@ -297,7 +297,7 @@ def trainer_of(config: ResolvedConfig, directory: Path, metrics: Metrics) -> Tra
 
 
 def activity_of(config: ResolvedConfig, directory: Path) -> Activity:
-    """Return what tells the trainer of requests, in `directory`."""
+    """Return the frontend's half of the activity file, in `directory`."""
     if config.drafter_training == "off":
         return Activity()
     make_activity(directory / ACTIVITY)
@@ -305,14 +305,14 @@ def activity_of(config: ResolvedConfig, directory: Path) -> Activity:
 
 
 def trainer_task(trainer: TrainerLink, service: Service) -> asyncio.Task[None]:
-    """Run the trainer process for a server."""
+    """Start the task that runs the trainer process."""
     return asyncio.create_task(trainer.run(service.engine, service.adoption))
 
 
 async def _launch_trainer(
     config: ResolvedConfig, directory: Path, files: SampleFiles | None
 ) -> Process:
-    """A trainer process, which reads the ring in `directory`."""
+    """Start a trainer process, which reads the ring in `directory`."""
     mode = MODES[config.drafter_training]
     environment = {**os.environ, **library_environment(config.numerics)}
     environment |= client_environment(config.drafter_training_percent) if mode.shares else {}

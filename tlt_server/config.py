@@ -1,8 +1,8 @@
 """One typed, frozen, strict configuration: flag = `TLT_*` variable = YAML key (see `settings`).
 
-`load` reads the three sources through pydantic-settings and refuses what it does not know, naming
-the nearest known name; `Config.resolved` decides once, in a new object, what was left open and
-needs no device. Every fault is a `StartupError`: the command exits with 2.
+`load` reads the three sources through pydantic-settings and refuses unknown names, with the nearest
+known name; `Config.resolved` decides once, in a new object, everything left open that needs no
+device. Every fault is a `StartupError`: the command exits with 2.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRAINING_DEVICE = re.compile(r"cpu|cuda:\d{1,3}", re.ASCII)
 
 
 class Config(BaseModel, ServerSettings):
-    """The whole configuration, as a user gave it."""
+    """The whole configuration, as given by the user."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
@@ -248,7 +248,7 @@ class Config(BaseModel, ServerSettings):
 
 
 class ResolvedConfig(Config):
-    """A configuration in which only what needs the device is left open."""
+    """A configuration with only device-dependent values left open."""
 
     max_model_len: int
     max_prompt_tokens: int
@@ -296,7 +296,7 @@ def _model_limit(model: Path) -> int:
 
 
 class _Sources(BaseSettings, Config):
-    """`Config` filled from flags (as keyword arguments), variables and the file, in this order of
+    """Fills `Config` from flags (as keyword arguments), variables and the file, in this order of
     precedence.
     """
 
@@ -326,10 +326,10 @@ class _Sources(BaseSettings, Config):
 def load(
     flags: Mapping[str, Any], *, file: Path | None = None, ignoring: Collection[str] | None = None
 ) -> Config:
-    """Return the checked configuration. `flags` has only what the command line named.
+    """Return the checked configuration. `flags`: only those on the command line.
 
-    The error names every fault, a line each. With `ignoring`, the values of these settings and all
-    unknown names count as not given.
+    The error names every fault, a line each. `ignoring`: treat the values of these settings, and
+    all unknown names, as not given.
     """
     links = frozenset(service_links(os.environ))
     given = [name for name in os.environ if name.startswith("TLT_") and name not in links]
@@ -371,7 +371,7 @@ def load(
 
 
 def named_in(fault: str) -> Set[str]:
-    """Return the settings that the first half of a fault's sentence names."""
+    """Return the settings named in the first half of a fault's sentence."""
     return _TABLE.keys() & {*re.findall(r"\w+", fault.partition("; ")[0])}
 
 
@@ -390,7 +390,7 @@ def _unknown(
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Return the names in a list with commas between."""
+    """Return the names in a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 

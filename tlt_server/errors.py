@@ -1,4 +1,4 @@
-"""The error tree. Every class knows its HTTP status and gRPC code; every message names value, limit
+"""The error tree. Every class has its HTTP status and gRPC code; every message names value, limit
 and remedy.
 
 User errors derive from `TltError` and cross process seams as `(code, message)`; anything else is
@@ -31,7 +31,7 @@ class InvalidRequest(TltError):
 
 
 class TooLarge(InvalidRequest):
-    """The body or the work asked for is over a limit."""
+    """The body or the requested work exceeds a limit."""
 
     code, http_status, grpc_code = "too_large", 413, "INVALID_ARGUMENT"
 
@@ -41,8 +41,8 @@ class ContextExceeded(InvalidRequest):
 
     @classmethod
     def of(cls, found: str, limit: str, max_prompt_tokens: int) -> Self:
-        """Return the error in the words that clients look for. `found` says how long the prompt is,
-        and `limit` how long it may be.
+        """Return the error with the wording that clients look for. `found`: the prompt's length.
+        `limit`: the allowed length.
         """
         return cls(
             f"{found}; the limit is {limit}, as this model's maximum context length is "
@@ -83,14 +83,14 @@ class NotFound(TltError):
 
 
 class MethodNotAllowed(TltError):
-    """The path exists and takes other methods, which the reply's Allow names."""
+    """The path exists but only takes other methods, which the reply's Allow names."""
 
     code, http_status, grpc_code = "method_not_allowed", 405, "UNIMPLEMENTED"
 
 
 class Conflict(TltError):
-    """The request does not fit what the server is doing or already holds: a push during a push, a
-    version with other content.
+    """The request does not fit the server's activity or content: a push during a push, a version
+    with other content.
     """
 
     code, http_status, grpc_code = "conflict", 409, "ABORTED"
@@ -111,8 +111,8 @@ class PushFailed(TltError):
 
 
 class ChannelBroken(TltError):
-    """A push broke off because its sender went away, fell silent or sent too little, or what it
-    sent could not be kept; it must send again, not only ask again.
+    """A push broke off because its sender disconnected, fell silent or sent too little, or its data
+    could not be kept; it must send again, not only ask again.
     """
 
     code, http_status, grpc_code = "channel_broken", 424, "ABORTED"
@@ -125,8 +125,8 @@ class QueueFull(TltError):
 
 
 class Overloaded(TltError):
-    """The forecast says that the request would miss its time because of what is open; the reply
-    carries Retry-After.
+    """The request is forecast to exceed its time because of open requests; the reply carries
+    Retry-After.
     """
 
     code, http_status, grpc_code, retryable = "overloaded", 429, "RESOURCE_EXHAUSTED", True
@@ -153,7 +153,7 @@ class RequestTimeout(TltError):
 
 
 class Cancelled(TltError):
-    """The client went away or asked for an abort."""
+    """The client left or requested an abort."""
 
     code, http_status, grpc_code = "cancelled", 499, "CANCELLED"
 
@@ -172,7 +172,7 @@ class Unavailable(TltError):
 
 class EngineFailed(TltError):
     """The engine failed while this request was open; its pages are free and it may be sent again. A
-    change of weights may be done or not: also where the server leaves before it is answered.
+    weight change may or may not have happened, even if the server left before it was answered.
     """
 
     code, http_status, grpc_code, retryable = "engine_failed", 500, "INTERNAL", True

@@ -1,4 +1,4 @@
-"""The sections about what the drafter's training costs."""
+"""The sections about the cost of the drafter's training."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def drafter_samples(after: int = 0, *, limit: int = 256) -> Call[DrafterSamples]
 
 
 def add_drafter_samples(content: bytes) -> Call[Mapping[str, Any]]:
-    """Hand a server what another server of the same target gave by `drafter_samples`."""
+    """Send a server the content of another server's `drafter_samples` for the same target."""
     headers = {"content-type": "application/octet-stream"}
     return Call("POST", "/drafter/samples", json_object, content, headers, repeatable=True)
 
@@ -98,8 +98,8 @@ def drafter_file(version: str, name: str, *, start: int = 0, of: Of = "live") ->
 def fetch_drafter(
     directory: str | PathLike[str], of: Of, retries: Retries
 ) -> Flow[Mapping[str, Any]]:
-    """Write a drafter's files into a directory, which is made where it is missing, and return the
-    listing. `Conflict`: meanwhile another drafter took its place.
+    """Write a drafter's files into a directory, created if necessary, and return the listing.
+    `Conflict` if another drafter has replaced it meanwhile.
     """
     listed: Mapping[str, Any] = yield from tried(drafter_files(of), retries)
     place, version = Path(directory), str(listed["version"])

@@ -32,14 +32,14 @@ class InvalidArgument(TltClientError, ValueError):
 
 
 class NotLive(TltClientError):
-    """The server took a push and does not generate with it, although the caller did not ask for
+    """The server accepted a push but does not generate with it, although the caller did not ask for
     `commit=False`.
     """
 
 
 class ServerError(TltClientError):
-    """The server refused the request or could not finish it. An error code that this client does
-    not know has this class itself; a subclass is named after its code.
+    """The server refused the request or could not finish it. Unknown error codes have this class
+    itself; a subclass is named after its code.
     """
 
     of_code: ClassVar[str] = ""
@@ -62,7 +62,7 @@ class ServerError(TltClientError):
 
 
 class Internal(ServerError):
-    """A bug of the server, whose log has the place."""
+    """A bug of the server; the server's log has the traceback."""
 
 
 class InvalidRequest(ServerError):
@@ -70,7 +70,7 @@ class InvalidRequest(ServerError):
 
 
 class TooLarge(InvalidRequest):
-    """The body or the work asked for is over a limit."""
+    """The body or the requested work exceeds a limit."""
 
 
 class Unauthenticated(ServerError):
@@ -82,7 +82,7 @@ class Forbidden(ServerError):
 
 
 class NotFound(ServerError):
-    """No such route, model, rollout or push, or not one of this key."""
+    """No such route, model, rollout or push, or not one of this key's."""
 
 
 class MethodNotAllowed(ServerError):
@@ -90,7 +90,7 @@ class MethodNotAllowed(ServerError):
 
 
 class Conflict(ServerError):
-    """The request does not fit what the server is doing or already holds."""
+    """The request does not fit the server's activity or content."""
 
 
 class WeightsRefused(ServerError):
@@ -102,8 +102,9 @@ class PushFailed(ServerError):
 
 
 class ChannelBroken(ServerError):
-    """A push broke off: its sender went away, fell silent or sent too little, or the server could
-    not keep the bytes. The sender must send them again; a repeated request alone does not help.
+    """A push broke off: its sender disconnected, fell silent or sent too little, or the server
+    could not keep the bytes. The sender must send them again; a repeated request alone does not
+    help.
     """
 
 
@@ -128,7 +129,7 @@ class RequestTimeout(ServerError):
 
 
 class Cancelled(ServerError):
-    """The request was ended by a caller who may do so."""
+    """An authorized caller ended the request."""
 
 
 class DeadlineExceeded(ServerError):
@@ -140,13 +141,13 @@ class Unavailable(ServerError):
 
 
 class EngineFailed(ServerError):
-    """The engine died with this request, or the server stopped during this change of weights; the
-    change may be done or not.
+    """The engine died with this request, or the server stopped during this weight change, which may
+    or may not have happened.
     """
 
 
 class NotFinite(ServerError):
-    """The model's logits are not finite after this request's tokens; push sound weights."""
+    """The model's logits are not finite after this request's tokens; push valid weights."""
 
 
 class Poisoned(ServerError):
@@ -154,11 +155,11 @@ class Poisoned(ServerError):
 
 
 class StructureFailed(ServerError):
-    """A structured output cannot go on; a simpler structure can."""
+    """A structured output cannot continue; a simpler structure can."""
 
 
 class StorageFailed(ServerError):
-    """The server cannot store something that it must keep."""
+    """The server cannot store required data."""
 
 
 class ModelError(ServerError, code="model"):
@@ -180,7 +181,7 @@ def server_error(
     retryable: bool = False,
     retry_after_s: float | None = None,
 ) -> ServerError:
-    """Return an error of the class of its code."""
+    """Return an error with the class of its code."""
     return _BY_CODE.get(code, ServerError)(
         code, message, status=status, retryable=retryable, retry_after_s=retry_after_s
     )

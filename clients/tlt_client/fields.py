@@ -155,7 +155,7 @@ class SamplingFields(SharedSampling, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class SdLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Limits on what is drafted for one item."""
+    """Limits on one item's drafts."""
 
     drafter: Annotated[
         ShortName | None, "the only one that may draft; steps of another draft nothing for this"

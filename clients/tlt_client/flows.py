@@ -1,5 +1,5 @@
-"""Operations of more than one call: tries until one succeeds, polls until a rollout is done. This
-module does no I/O either.
+"""Operations of several calls: tries until one succeeds, polls until a rollout is done. This module
+does no I/O either.
 
 A flow is a generator of steps. A step is a `Call` to send, whose value or error the flow receives,
 or a `Wait`. `Transport` runs it blocking, `AsyncTransport` in a loop.
@@ -32,7 +32,7 @@ Flow = Generator[Call[Any] | Wait, Any, T]
 
 
 def tried(call: Call[T], retries: Retries) -> Flow[T]:
-    """Return the value of a call, which is sent again as `retries` says."""
+    """Return the value of a call, sent again according to `retries`."""
     for count in itertools.count(1):
         try:
             value: T = yield call
@@ -46,7 +46,7 @@ def tried(call: Call[T], retries: Retries) -> Flow[T]:
 
 
 def ready() -> Flow[bool]:
-    """Return whether the server is ready; without a connection it is not."""
+    """Return True if the server is ready; False without a connection."""
     try:
         value: bool = yield calls.ready()
         return value
@@ -55,8 +55,8 @@ def ready() -> Flow[bool]:
 
 
 def result(id: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> Flow[Reply]:
-    """Return a rollout's whole reply; wait also while the server restarts. Raise `TimeoutError`
-    when time is up; the rollout goes on.
+    """Return a rollout's whole reply, waiting even while the server restarts. Raise `TimeoutError`
+    when time is up; the rollout continues.
     """
     give_up_s = clock() + timeout_s
     while True:

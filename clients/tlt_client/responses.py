@@ -48,7 +48,7 @@ class _Fault(msgspec.Struct):
 
 
 def succeeded(response: httpx.Response) -> httpx.Response:
-    """Return the response, or raise the `ServerError` that it carries."""
+    """Return the response, or raise its `ServerError`."""
     if not response.is_error:
         return response
     wait = response.headers.get("retry-after", "")
@@ -67,7 +67,7 @@ def succeeded(response: httpx.Response) -> httpx.Response:
 
 
 def _without_code(response: httpx.Response) -> WireError:
-    """Return the error of a body that is none of the native routes'."""
+    """Return the error for a body that does not have a native form."""
     status, retryable = response.status_code, response.status_code in _MAY_SUCCEED
     try:
         message = msgspec.json.decode(response.content, type=_Fault).error.message
@@ -77,7 +77,7 @@ def _without_code(response: httpx.Response) -> WireError:
 
 
 def whole_reply(response: httpx.Response) -> Reply:
-    """Return the reply. One in which every item failed has an error status and is still a reply."""
+    """Return the reply. If every item failed, it has an error status and is still a reply."""
     if response.is_error:
         try:
             return _REPLY.decode(response.content)
@@ -95,7 +95,7 @@ json_object: Callable[[httpx.Response], Mapping[str, Any]] = read_as(dict[str, A
 
 
 def in_path(name: str) -> str:
-    """Return the name as one segment of a path, quoted where it must be."""
+    """Return the name as one segment of a path, quoted if necessary."""
     return quote(name, safe="")
 
 

@@ -19,13 +19,13 @@ REFUSED = (408, 429, 503)  # nothing of the request was done, or only what may b
 
 @dataclass(frozen=True)
 class Retries:
-    """Rule of up to `times` more tries. The pause before try k is drawn between half and all of
-    `first_s` x 2^k, with `max_s` as the upper bound and the server's Retry-After as the lower
-    one; where Retry-After is above `max_s`, the error is raised instead.
+    """Rule for up to `times` more tries. The pause before try k is random between half and all of
+    `first_s` x 2^k, at most `max_s` and at least the server's Retry-After; if Retry-After exceeds
+    `max_s`, the error is raised instead.
 
-    A call is sent again if it was refused or never arrived. It is also sent again after a broken
-    connection, if a second run of it equals the first (reads, weight pushes, batches with an
-    idempotency key).
+    A call is sent again if it was refused or never arrived; after a broken connection, also if a
+    second run has the same effect as the first (reads, weight pushes, batches with an idempotency
+    key).
     """
 
     times: int = 4
@@ -47,7 +47,7 @@ class Retries:
         repeatable: bool,
         drawn: Callable[[], float] = random.random,
     ) -> float | None:
-        """Return the pause before the next try, after `tried` tries; None if there is none."""
+        """Return the pause before the next try, after `tried` tries; None for no further try."""
         if tried > self.times or not _passes(error, repeatable):
             return None
         min_s = (error.retry_after_s or 0.0) if isinstance(error, ServerError) else 0.0
@@ -60,7 +60,7 @@ NEVER = Retries(times=0)
 
 
 def _passes(error: TltClientError, repeatable: bool) -> bool:
-    """Return whether the same call may succeed later, without being done twice."""
+    """Return True if the same call may succeed later, without being executed twice."""
     if isinstance(error, ServerError):
         return error.retryable and (repeatable or error.status in REFUSED)
     return isinstance(error, NotReached) or (repeatable and isinstance(error, ConnectionFailed))

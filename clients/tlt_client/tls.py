@@ -1,4 +1,4 @@
-"""TLS of a client: which servers it trusts, and the certificate that it shows."""
+"""TLS of a client: the servers that it trusts, and its own certificate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tlt_client.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files. `ca` signed the server's certificate; None means what this machine trusts. `cert`
-    and `key` are the client's own, for a server that asks for a certificate.
+    """PEM files. `ca` signed the server's certificate; None: the CAs that this machine trusts.
+    `cert` and `key`: the client's own, for a server that requests a certificate.
     """
 
     ca: str | PathLike[str] | None = None
@@ -20,7 +20,7 @@ class Tls:
     key: str | PathLike[str] | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Return the context; raise `InvalidArgument` where the files cannot be used."""
+        """Return the context; raise `InvalidArgument` if the files are unusable."""
         if (self.cert is None) != (self.key is None):
             raise InvalidArgument(
                 f"cert is {self.cert} and key is {self.key}; give both, or neither"

@@ -1,7 +1,7 @@
-"""Transports send calls and take the steps of flows: `Transport` blocks, `AsyncTransport` awaits.
+"""Transports send calls and run the steps of flows: `Transport` blocks, `AsyncTransport` awaits.
 
-Each belongs to one client, which asks it for every operation; a rollout's handle uses it too. All
-network of the package but that of channels is here.
+Each belongs to one client, which uses it for every operation; so does a rollout's handle. All
+network access of the package except that of channels is here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRUNCATED = "the stream ended before its last event"
 
 
 def url_of(address: str) -> str:
-    """Return the server's URL. It may hold a password, which no message quotes."""
+    """Return the server's URL. It may contain a password, which no message quotes."""
     try:
         parsed = httpx.URL(address)
         if parsed.scheme in ("http", "https") and parsed.host:
@@ -61,7 +61,7 @@ def _options(
 
 
 def keyed(options: BatchFields, retries: Retries) -> BatchFields:
-    """Return a batch's options: with retries each has an idempotency key, so that it runs once."""
+    """Return a batch's options: with retries, each has an idempotency key, so that it runs once."""
     if retries.times and options.get("idempotency_key") is None:
         return {**options, "idempotency_key": str(uuid.uuid4())}
     return options
@@ -82,7 +82,7 @@ class Transport:
         self.retries = retries
 
     def ask(self, call: Call[T]) -> T:
-        """Return the value of a call, sent again as `retries` says."""
+        """Return the value of a call, sent again according to `retries`."""
         return self.run(flows.tried(call, self.retries))
 
     def take(self, call: Callable[P, Call[T]], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -90,8 +90,8 @@ class Transport:
         return self.ask(call(*args, **kwargs))
 
     def events(self, call: Call[httpx.Response]) -> Generator[StreamEvent, None, None]:
-        """Yield the events of a streamed reply, of which `Done` is the last. Closing the iterator
-        aborts what still runs.
+        """Yield the events of a streamed reply, the last of which is `Done`. Closing the iterator
+        aborts the running items.
         """
         parser, response = EventParser(), self.ask(call)
         try:
@@ -107,7 +107,7 @@ class Transport:
         raise ConnectionFailed(TRUNCATED)
 
     def run(self, flow: Flow[T]) -> T:
-        """Take the steps of a flow and return its value."""
+        """Run the steps of a flow and return its value."""
         try:
             step = next(flow)
             while True:
@@ -150,7 +150,7 @@ class AsyncTransport:
         self.retries = retries
 
     async def ask(self, call: Call[T]) -> T:
-        """Return the value of a call, sent again as `retries` says."""
+        """Return the value of a call, sent again according to `retries`."""
         return await self.run(flows.tried(call, self.retries))
 
     async def take(self, call: Callable[P, Call[T]], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -158,8 +158,8 @@ class AsyncTransport:
         return await self.ask(call(*args, **kwargs))
 
     async def events(self, call: Call[httpx.Response]) -> AsyncGenerator[StreamEvent, None]:
-        """Yield the events of a streamed reply, of which `Done` is the last. Closing the iterator
-        aborts what still runs.
+        """Yield the events of a streamed reply, the last of which is `Done`. Closing the iterator
+        aborts the running items.
         """
         parser, response = EventParser(), await self.ask(call)
         try:
@@ -175,7 +175,7 @@ class AsyncTransport:
         raise ConnectionFailed(TRUNCATED)
 
     async def run(self, flow: Flow[T]) -> T:
-        """Take the steps of a flow and return its value."""
+        """Run the steps of a flow and return its value."""
         try:
             step = next(flow)
             while True:

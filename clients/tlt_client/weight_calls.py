@@ -19,18 +19,18 @@ from tlt_client.wire import Weights
 def update_weights(
     path: str | PathLike[str], version: str, **fields: Any
 ) -> Call[Mapping[str, Any]]:
-    """Push the safetensors directory `path`, below the server's weight root; return once it is
-    live (or staged, or refused).
+    """Push the safetensors directory `path`, below the server's weight root; return once it is live
+    (or staged, or refused).
 
-    `fields` are further ones of the manifest: `role`, `drafter_path`, `tensors`, `in_flight`
+    `fields`: further fields of the manifest: `role`, `drafter_path`, `tensors`, `in_flight`
     (continue, recompute, abort, drain), `commit`.
     """
     return push_weights(version, path=fspath(path), **fields)
 
 
 def push_weights(version: str, **fields: Any) -> Call[Mapping[str, Any]]:
-    """Push by any channel, as the manifest's `fields` say; `tlt_client.channels` sends the
-    tensors. Raise `NotLive` where the push ends staged and was to commit.
+    """Push by the channel in the manifest's `fields`; `tlt_client.channels` sends the tensors.
+    Raise `NotLive` if the push ends staged although it should commit.
     """
     channel, commits = CHANNELS.get(str(fields.get("channel"))), fields.get("commit", True)
 
@@ -56,8 +56,8 @@ def push_weights(version: str, **fields: Any) -> Call[Mapping[str, Any]]:
 def put_weights(
     version: str, part: str, data: bytes, *, start: int, total: int
 ) -> Call[Mapping[str, Any]]:
-    """Send bytes `[start, start + len(data))` of a part of a version; the reply says how many
-    bytes the server has.
+    """Send bytes `[start, start + len(data))` of a part of a version; the reply has the number of
+    bytes received.
     """
     headers = {
         "content-range": f"bytes {start}-{start + len(data) - 1}/{total}",
@@ -68,7 +68,7 @@ def put_weights(
 
 
 def weights_part(version: str, part: str) -> Call[Mapping[str, Any]]:
-    """Return how much of a part the server has."""
+    """Return how much of a part the server has received."""
     return Call("GET", f"/weights/{in_path(version)}/{in_path(part)}", json_object, repeatable=True)
 
 
@@ -85,16 +85,16 @@ def leave_group(name: str) -> Call[Mapping[str, Any]]:
 
 
 def commit_weights(version: str) -> Call[Mapping[str, Any]]:
-    """Make a push live that was staged with `commit=False`; its state is `unchanged` where the
-    version is live already.
+    """Make a push live that was staged with `commit=False`; its state is `unchanged` if the version
+    is already live.
     """
     return put("POST", f"/weights/{in_path(version)}/commit", {}, json_object, repeatable=True)
 
 
 def abort_weights(version: str = "", *, upload_only: bool = False) -> Call[Mapping[str, Any]]:
-    """End the push of this version, or without a version the open one, before it is committed;
-    live weights do not change. With `upload_only` drop only the parts of the version that came by
-    http and are not being pushed.
+    """End the push of this version or, without a version, the open one, before it is committed;
+    live weights do not change. With `upload_only`, drop only the version's parts uploaded by http
+    that are not being pushed.
     """
     path = f"/weights/{in_path(version)}/abort" if version else "/weights/abort"
     if upload_only:  # follows another call's failure, which must not wait long for it
@@ -103,22 +103,22 @@ def abort_weights(version: str = "", *, upload_only: bool = False) -> Call[Mappi
 
 
 def roll_back_weights(**fields: Any) -> Call[Mapping[str, Any]]:
-    """Undo the last push. With `to` make that version live again, so that a repeated call is safe;
-    `role` rolls back the target or the drafter alone.
+    """Undo the last push. With `to`, make that version live again, so that a repeated call is safe;
+    `role` rolls back only the target or the drafter.
     """
     return put("POST", "/weights/rollback", fields, json_object, repeatable=bool(fields.get("to")))
 
 
 def weights() -> Call[Weights]:
-    """Return the live versions, those that a rollback restores, open pushes and uploads."""
+    """Return the live versions, the versions for a rollback, open pushes and uploads."""
     return Call(
         "GET", "/weights", lambda response: cast(Weights, json_object(response)), repeatable=True
     )
 
 
 def unload_adapter(name: str, in_flight: str = "drain") -> Call[Mapping[str, Any]]:
-    """Unload a LoRA adapter once its requests have ended, or with `abort` end them with what they
-    have. `NotFound`: none is loaded by this name.
+    """Unload a LoRA adapter once its requests have ended, or with `abort` end them with their
+    present tokens. `NotFound` if it is not loaded.
     """
     path = f"/adapters/{in_path(name)}"
     return Call("DELETE", path, json_object, params={"in_flight": in_flight})
@@ -135,7 +135,7 @@ def remember_weight_checksums() -> Call[Mapping[str, str]]:
 
 
 def compare_weights(baseline: Mapping[str, str] | None = None) -> Call[list[str]]:
-    """Return the names of tensors that differ from a `baseline` of checksums, or without one from
+    """Return the names of tensors that differ from a `baseline` of checksums or, without one, from
     the checksums that the server remembers.
     """
     given = {} if baseline is None else {"baseline": dict(baseline)}

@@ -1,4 +1,4 @@
-"""The native dialect's replies as msgspec structs, which ignore fields that they do not know."""
+"""The native dialect's replies as msgspec structs, which ignore unknown fields."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class RolloutList(Struct, frozen=True):
 
 
 class RolloutReply(Struct, frozen=True):
-    """A rollout with all results that there are; once `status` is done, with all of them."""
+    """A rollout with its present results; once `status` is done, with all of them."""
 
     id: Annotated[str, "of the rollout"]
     status: RolloutState
@@ -141,7 +141,7 @@ class RolloutReply(Struct, frozen=True):
 
 
 class EngineState(Struct, frozen=True):
-    """State of the engine: a pause, memory that is given back."""
+    """State of the engine: a pause, and freed memory."""
 
     paused: Annotated[bool, "whether a pause holds"]
     new_requests: Annotated[
@@ -158,7 +158,7 @@ class AbortReply(Struct, frozen=True):
 
 
 class DrafterSamples(NamedTuple):
-    """Recorded sequences, as `drafter_samples` gives them."""
+    """Recorded sequences, the reply of `drafter_samples`."""
 
     content: bytes  # a segment file
     after: int  # where the next call goes on
@@ -186,8 +186,8 @@ class UpdateStatus(TypedDict):
 
 
 class Weights(TypedDict):
-    """Live weights, those that a rollback restores, and those that are open. Servers of other
-    versions may say less, or more.
+    """Live weights, those for a rollback, and open pushes. Servers of other versions may report
+    less, or more.
     """
 
     target: str  # the target's live version
@@ -203,7 +203,9 @@ class Weights(TypedDict):
 
 
 class Token(Struct, frozen=True, kw_only=True):
-    """New tokens of choice `index` of item `id` in a stream; text may come later than tokens."""
+    """New tokens of choice `index` of item `id` in a stream; text may arrive later than its
+    tokens.
+    """
 
     id: Annotated[str, "of the item"]
     index: Annotated[int, "which of the item's n choices, from 0"]

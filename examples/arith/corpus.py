@@ -28,8 +28,8 @@ BUCKETS = (
 
 @dataclass(frozen=True)
 class Sequences:
-    """`tokens` int16 flat; sequence i is tokens[offsets[i]:offsets[i+1]], prompt_lengths[i] of them
-    prompt.
+    """Token sequences. `tokens`: flat int16; sequence i is tokens[offsets[i]:offsets[i+1]], and its
+    first prompt_lengths[i] tokens are the prompt.
     """
 
     tokens: torch.Tensor
@@ -69,14 +69,16 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens_BT` padded with 0; `lengths_B` and `prompt_lengths_B` count tokens."""
+    """A batch of sequences. `tokens_BT` is padded with 0; `lengths_B` and `prompt_lengths_B` count
+    tokens.
+    """
 
     tokens_BT: torch.Tensor
     lengths_B: torch.Tensor
     prompt_lengths_B: torch.Tensor
 
     def response_mask(self) -> torch.Tensor:
-        """[B, T-1]: position t is True where token t+1 belongs to the response."""
+        """Return [B, T-1]: position t is True if token t+1 belongs to the response."""
         position = torch.arange(1, self.tokens_BT.shape[1], device=self.tokens_BT.device)[None]
         return (position >= self.prompt_lengths_B[:, None]) & (position < self.lengths_B[:, None])
 
@@ -146,8 +148,8 @@ def _write_shard(job: tuple[Path, Path, str, range]) -> Path:
 def write_shards(
     directory: Path, tokenizer_file: Path, recipe: str, documents: int, per_shard: int, workers: int
 ):
-    """Write `documents` train documents of a recipe in shards, in parallel; yields each shard's
-    path as it is done.
+    """Write `documents` train documents of a recipe in shards, in parallel; yield each shard's path
+    when it is done.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     directory.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ def entropy_per_token(target: Prefill, responses: Responses) -> float:
 
 
 class Measured:
-    """The pair's drafter, whose calibration is fitted to some responses and written."""
+    """The pair's drafter, with a calibration fitted to some responses and written."""
 
     def __init__(
         self, options: argparse.Namespace, responses: Responses, fitted: Sequence[int]
@@ -130,8 +130,8 @@ class Measured:
 
 
 def measure_drafter(options: argparse.Namespace) -> dict:
-    """Measure another drafter of the same target on recorded responses; what the figures say of the
-    target stays.
+    """Measure another drafter of the same target on recorded responses; the target's figures
+    stay.
     """
     responses = RolloutRecord.load(options.recorded).responses
     count = len(responses)

@@ -1,4 +1,4 @@
-"""Recipes of training text: how a written solution to a problem of the task reads.
+"""Recipes of training text: the wording of a written solution to a problem of the task.
 
 `demo` is the task's own text. `hard` is the same work by writers who wander: they add remarks and
 vary their words, and each writer has favourites, so the next token stays uncertain however long a
@@ -50,8 +50,8 @@ CHOICES = {name: words.split() for name, (_, words) in SLOTS.items()} | {
 
 
 class Writer:
-    """One writer: weights of the choices in every group, drawn for this text. `nats` sums minus the
-    logarithm of each choice's chance, given the weights.
+    """One writer: weights of the choices in every group, drawn for this text. `nats`: minus the sum
+    of the log-probabilities of its choices, given the weights.
     """
 
     def __init__(self, rng: Random) -> None:

@@ -62,7 +62,9 @@ def learning_rate(progress: float, peak: float) -> float:
 
 
 def response_loss(model: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
-    """Right-padded batches need no mask: attention is causal and positions start at 0."""
+    """Return the loss of the responses. Right-padded batches need no mask: attention is causal and
+    positions start at 0.
+    """
     logits = model(batch.tokens_BT, use_cache=False).logits[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1), batch.tokens_BT[:, 1:].flatten(), reduction="none")
     mask = batch.response_mask().flatten()
@@ -77,7 +79,7 @@ def optimizer_of(model: torch.nn.Module, peak: float, fused: bool) -> torch.opti
 
 
 class GrowingData:
-    """Shards as a background thread's worker processes finish them; `close` ends the workers."""
+    """Shards in the order in which worker processes finish them; `close` ends the workers."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.paths: list[Path] = []

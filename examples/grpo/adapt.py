@@ -1,8 +1,8 @@
 """The drafter of a run, which follows the policy: not at all, by `tlt drafter train` between two
 steps, or by the server's own trainer while the policy is updated.
 
-A drafter changes no token, so nothing here needs to be repeatable. `drafters/00010/` is what drafts
-from step 10 on, counted from 0, and a resumed run goes on with the newest.
+A drafter changes no token, so nothing here needs to be repeatable. `drafters/00010/` is the drafter
+from step 10 on, counted from 0, and a resumed run continues with the newest.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ POLL_S = 0.05
 
 
 class KeptDrafters:
-    """The drafters of a run: the first one, those that drafted for a step whose weights are kept,
-    and the newest.
+    """The drafters of a run: the first one, those of steps whose weights are kept, and the
+    newest.
     """
 
     def __init__(self, run: RunDirectory, first: Path, keep_every: int) -> None:
@@ -43,13 +43,13 @@ class KeptDrafters:
             self.keep(0)
 
     def partial(self) -> Path:
-        """Return a directory to write the next drafter to; it is not there yet."""
+        """Return a directory, not created yet, for the next drafter."""
         self._path.mkdir(exist_ok=True)
         shutil.rmtree(self._path / "partial", ignore_errors=True)
         return self._path / "partial"
 
     def keep(self, step: int) -> Path:
-        """Keep what was written as the drafter from this step on, and remove what no other step
+        """Keep the written drafter for this step and later, and remove those that no other step
         needs.
         """
         directory = self._path / f"{step:05}"
@@ -70,13 +70,13 @@ class KeptDrafters:
 
 
 def drafter_of(run: Path, step: int) -> Path:
-    """Return the drafter that was in force at a step of a run."""
+    """Return the drafter that was active at a step of a run."""
     kept = sorted((run / "drafters").glob("[0-9]*"))
     return [directory for directory in kept if int(directory.name) <= step][-1]
 
 
 class FixedDrafter:
-    """A drafter that stays as it is."""
+    """A drafter that never changes."""
 
     def __init__(
         self,
@@ -91,27 +91,27 @@ class FixedDrafter:
         self._begin(client.drafter()["training"])
 
     def _begin(self, training: str) -> None:
-        """Have the server train or not. `training`: its setting."""
+        """Check or set the server's training. `training`: its setting."""
         if training != "off":
             self._client.pause_drafter_training()
 
     def drafts(self, version: str) -> None:
-        """Note the version of the drafter that the next step begins with."""
+        """Note the drafter's version at the start of the next step."""
 
     def adapt(self, policy: nn.Module) -> tuple[float, float]:
-        """Adapt it to the updated policy; return the seconds of training, or of waiting for it, and
+        """Adapt the drafter to the updated policy; return the seconds of training or waiting, and
         of the push.
         """
         return 0.0, 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return what a step's line says of the training."""
+        """Return the training's figures for a step's line."""
         return {}
 
 
 class AdaptiveDrafter(FixedDrafter):
-    """Trained on the last steps' responses and the states of the policy as it is then, and pushed
-    without a test whether it is better.
+    """Trained on the last steps' responses and the current policy's states, and pushed without a
+    test whether it is better.
     """
 
     def _begin(self, training: str) -> None:
@@ -119,7 +119,7 @@ class AdaptiveDrafter(FixedDrafter):
         self._tlt = ResidentTlt()
 
     def adapt(self, policy: nn.Module) -> tuple[float, float]:
-        """`CalledProcessError`: `tlt drafter train` failed."""
+        """Train and push. `CalledProcessError` if `tlt drafter train` failed."""
         run, asked, started_s = self._run, self._asked, time.perf_counter()
         target = run.path / "adapting"
         run.write_model(policy, asked.model, target)
@@ -134,8 +134,8 @@ class AdaptiveDrafter(FixedDrafter):
 
 
 class SpotDrafter(FixedDrafter):
-    """Trained by the server between its rollouts, on what it has recorded, and adopted by the
-    server where held-out prompts prove it better.
+    """Trained by the server between its rollouts, on its recorded sequences, and adopted by the
+    server if held-out prompts prove it better.
     """
 
     def _begin(self, training: str) -> None:
@@ -186,7 +186,7 @@ class SpotDrafter(FixedDrafter):
 
 
 def ended(status: dict[str, Any]) -> int:
-    """Count the rounds of a server's trainer that came to their end; a push cuts the others off."""
+    """Count the completed rounds of a server's trainer; a push interrupts others."""
     refused = {reason: n for reason, n in status["refused"].items() if reason != "weights_changed"}
     return int(status["adopted"]) + sum(refused.values())
 
@@ -200,7 +200,7 @@ ADAPTATIONS = {
 
 
 def untrained(model: Path, directory: Path) -> Path:
-    """Write a drafter that was never trained, unless it is there, and return its directory."""
+    """Write an untrained drafter, unless it exists, and return its directory."""
     if not (directory / "config.json").exists():
         command = [sys.executable, "-m", "tlt_server", "drafter", "init", "--target", str(model)]
         subprocess.run([*command, "--out", str(directory)], check=True, stdout=subprocess.DEVNULL)
@@ -220,8 +220,8 @@ class ResidentTlt:
         )
 
     def run(self, *arguments: str) -> None:
-        """Run a verb; what it prints to stdout is dropped. `CalledProcessError`: it failed, or the
-        process has ended.
+        """Run a verb; its stdout is dropped. `CalledProcessError` if it failed, or the process has
+        ended.
         """
         process = self._process
         assert process.stdin is not None and process.stdout is not None
@@ -236,7 +236,7 @@ class ResidentTlt:
 
 
 def serve() -> None:
-    """Run the verbs that come from stdin."""
+    """Run the verbs that arrive on stdin."""
     from tlt_server.__main__ import main
 
     answers = os.fdopen(os.dup(1), "w")

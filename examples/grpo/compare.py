@@ -43,7 +43,9 @@ def made(asked: argparse.Namespace) -> list[Path]:
 
 
 def times(runs: Sequence[Path], first_step: int) -> list[dict[str, Any]]:
-    """Return a row per run. `ValueError` where one has no such step, or not those of the others."""
+    """Return a row per run. `ValueError` if a run lacks such steps, or has other steps than the
+    others.
+    """
     steps = [[line for line in lines_of(run) if line["step"] >= first_step] for run in runs]
     if len(set(map(len, steps))) > 1 or not steps[0]:
         raise ValueError(f"runs have {[*map(len, steps)]} steps from {first_step} on; all need one")
@@ -67,7 +69,7 @@ def times(runs: Sequence[Path], first_step: int) -> list[dict[str, Any]]:
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    """Return a run's steps. `ValueError`: it has none."""
+    """Return a run's steps. `ValueError` if it has none."""
     path = run / "steps.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not lines:

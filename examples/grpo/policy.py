@@ -57,7 +57,7 @@ def update(
     minibatches: int,
     clip: float,
 ) -> Update:
-    """Take one optimizer step for each of `minibatches` parts of the groups."""
+    """Make one optimizer step for each of `minibatches` parts of the groups."""
     done = Update(norms=[])
     for part in range(minibatches):
         chosen = groups[part::minibatches]

@@ -1,7 +1,7 @@
-"""Pushes of a policy and its drafters: as they are, or inside the shapes of a large model.
+"""Pushes of a policy and its drafters: unchanged, or inside the shapes of a large model.
 
-A padded pair has the small pair's outputs at the large one's cost. No real trainer pads, so seconds
-of padding are counted apart from those of the push.
+A padded pair has the small pair's outputs at the large one's cost. No real trainer pads, so the
+seconds of padding are counted separately from those of the push.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 class Pushes:
-    """Pushes of a run's weights as they are. `padding_s`: seconds that padding took since `taken`
-    was called last.
+    """Pushes of a run's weights, unchanged. `padding_s`: seconds of padding since the last call of
+    `taken`.
     """
 
     channel = "http"
@@ -59,7 +59,7 @@ class Pushes:
 
 
 class PaddedPushes(Pushes):
-    """Pushes in the shapes of the pair that the server runs, from this machine's memory."""
+    """Pushes in the shapes of the server's pair, from this machine's memory."""
 
     channel = "ipc"
 
@@ -87,7 +87,7 @@ class PaddedPushes(Pushes):
         return seconds
 
     def _padded(self, drafter: Path, role: str) -> dict[str, Tensor]:
-        """Return one model of the pair of the policy that was written last and a drafter."""
+        """Return one model of the padded pair: of the last written policy and a drafter."""
         started_s = time.perf_counter()
         target = self._small if self._small.exists() else self._asked.model
         pair: Pair = pad(target, drafter, self._shape, self._dtype, device=self._device)

@@ -1,8 +1,8 @@
-"""The files of a run, and how it goes on from them.
+"""The files of a run, and how a run continues from them.
 
 `steps.jsonl` has a line per step, `responses/` every response in the segment files of the server,
 with its reward, `weights/` the policy of chosen steps as model directories, `state.safetensors` the
-policy and its optimizer after the last step. Files appear whole or not at all.
+policy and its optimizer after the last step. Files appear complete or not at all.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 
 
 class RunDirectory:
-    """The files of one run. `steps`: how many are done."""
+    """The files of one run. `steps`: number of finished steps."""
 
     def __init__(self, path: Path, options: Mapping[str, Any], *, resume: bool) -> None:
-        """`options` fix a run's tokens; `ValueError` if an earlier part of it had others."""
+        """`options`: fix a run's tokens; `ValueError` if an earlier part of it had others."""
         self.path, self.steps = path, 0
         self._state, self._lines = path / "state.safetensors", path / "steps.jsonl"
         if not resume and self._lines.exists():
@@ -58,7 +58,7 @@ class RunDirectory:
             for name in options:
                 if options[name] != before.get(name):
                     raise ValueError(
-                        f"{path} was begun with {name}={before.get(name)}, not {options[name]}"
+                        f"{path} was started with {name}={before.get(name)}, not {options[name]}"
                     )
         saved.write_text(json.dumps(dict(options), indent=1) + "\n")
 
@@ -81,7 +81,7 @@ class RunDirectory:
     def save(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, figures: Mapping[str, Any]
     ) -> None:
-        """Add a step's line, then write the state that goes on after it."""
+        """Add a step's line, then write the state to continue from."""
         with self._lines.open("a") as file:
             file.write(json.dumps(dict(figures)) + "\n")
         self.steps += 1
@@ -94,7 +94,7 @@ class RunDirectory:
         _write(self._state, lambda path: save_file(tensors, path, metadata))
 
     def keep_weights(self, policy: nn.Module, model: Path) -> None:
-        """Keep the policy as a model directory in float32, as it was pushed."""
+        """Keep the policy as a model directory in float32, as pushed."""
         self.write_model(policy, model, self.path / "weights" / f"{self.steps:05}")
 
     def write_model(self, policy: nn.Module, model: Path, directory: Path) -> None:
@@ -132,7 +132,7 @@ def header_of(model: Path) -> SegmentHeader:
 
 
 def load_samples(run: Path, step: int) -> list[Sample]:
-    """Return a step's responses. `ValueError`: some of them cannot be read."""
+    """Return a step's responses. `ValueError` if some cannot be read."""
     refusals = Refusals()
     file = run / "responses" / f"{step:05}{SUFFIX}"
     samples = [
@@ -144,7 +144,9 @@ def load_samples(run: Path, step: int) -> list[Sample]:
 
 
 def _sample(group: Group, choice: Choice, version: str, max_tokens: int) -> Sample:
-    """Return a response as a server records it, without its cycles, which no reply names."""
+    """Return a response as a server records it, without its cycles, which replies do not
+    contain.
+    """
     return Sample(
         tokens=np.array(group.prompt.token_ids + choice.token_ids, "<i4").tobytes(),
         prompt_len=len(group.prompt.token_ids),
@@ -170,8 +172,8 @@ def _sample(group: Group, choice: Choice, version: str, max_tokens: int) -> Samp
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Return what differs between the bits of two runs: tokens, log-probs and rewards of the
-    responses, and the weights with their optimizer. The names of versions do not count.
+    """Return the differences between the bits of two runs: tokens, log-probs and rewards of the
+    responses, and the weights with their optimizer. Version names do not count.
     """
     steps = {file.stem for run in (first, second) for file in run.glob("responses/*")}
     found = []
@@ -193,13 +195,13 @@ def differences(first: Path, second: Path) -> list[str]:
 
 
 def _same(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> bool:
-    """Compare bits: NaN is equal to itself, and -0.0 differs from 0.0."""
+    """Compare bits: NaN equals itself, and -0.0 differs from 0.0."""
     alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
     return alike and ours.tobytes() == theirs.tobytes()
 
 
 def accept_length(choices: Sequence[Choice]) -> float | None:
-    """Return the tokens per step that had a draft, the bonus token included."""
+    """Return the tokens per step with drafts, the bonus token included."""
     drafting = [choice.sd for choice in choices if choice.sd.mean_accept_length is not None]
     steps = sum(sd.draft_steps for sd in drafting)
     tokens = sum((sd.mean_accept_length or 0.0) * sd.draft_steps for sd in drafting)

@@ -69,11 +69,11 @@ def roll_out(
 ) -> list[Group]:
     """Return `size` responses to each prompt, sampled at temperature 1.
 
-    An engine that dies meanwhile changes no bit: its successor goes on, if the server has a
+    An engine that dies meanwhile changes no bit: its successor continues, if the server has a
     `--state-dir` for the weights.
 
-    `ServerError` if an item failed, `TimeoutError` after an hour, `RuntimeError` if a token is not
-    of the weights `version`.
+    `ServerError` if an item failed, `TimeoutError` after an hour, `RuntimeError` if a token was not
+    computed with the weights `version`.
     """
     items = [
         {"id": str(i), "group_id": str(i), "token_ids": p.token_ids, "n": size, "seed": p.seed}

@@ -169,8 +169,8 @@ def train(asked: argparse.Namespace) -> None:
 
 
 def started(stack: ExitStack, asked: argparse.Namespace, drafter: Path) -> str:
-    """Start a server and return its address. What it keeps of pushes ends with the run, which
-    pushes its weights again when it goes on; of padded ones it keeps nothing.
+    """Start a server and return its address. Its kept pushes end with the run, which pushes its
+    weights again when it continues; padded ones are not kept.
     """
     pair, flags = (asked.model, drafter), ["--weight-channels", Pushes.channel]
     if asked.padded:
@@ -198,7 +198,7 @@ def seconds(marks: Sequence[float]) -> list[float]:
 
 
 def figures(groups: Sequence[Group], done: Update) -> dict[str, Any]:
-    """Return what a step's line says of its responses and its update."""
+    """Return the figures of a step's responses and its update, for its line."""
     choices = [choice for group in groups for choice in group.choices]
     lengths = [len(choice.token_ids) for choice in choices]
     deciles = quantiles(lengths, n=100, method="inclusive")

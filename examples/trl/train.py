@@ -55,7 +55,7 @@ class Progress(TrainerCallback):
             )
 
     def _drafter(self) -> str:
-        """Say what the server's trainer has made of the drafter, where it has one."""
+        """Return the server trainer's state of the drafter, if there is one."""
         drafter = self._client.drafter()
         if drafter["trainer"] is None:
             return ""

@@ -139,7 +139,7 @@ def test_a_list_of_batches() -> None:
 def test_numbers_are_bounded(flag: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(flag, wrong)
-    assert f"'{wrong}' is no whole number from 1 to 1048576" in capsys.readouterr().err
+    assert f"'{wrong}' is not a whole number from 1 to 1048576" in capsys.readouterr().err
 
 
 def test_unwritable_file_is_refused_before_measuring(

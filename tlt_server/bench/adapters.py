@@ -20,7 +20,7 @@ EFFECT = 0.05  # size of what is added, relative to the input
 
 
 def write_adapters(model: Path, root: Path, largest: int = RANK) -> None:
-    """Write an adapter of the model for each name, each of one rank less than the one before."""
+    """Write an adapter of the model for each name, each of one rank less than the previous one."""
     config = ModelConfig.read(model)
     for seed, name in enumerate(ADAPTERS[1:]):
         generator = torch.Generator().manual_seed(seed)
@@ -39,13 +39,13 @@ def write_adapters(model: Path, root: Path, largest: int = RANK) -> None:
 
 
 def load_adapters(engine: Engine) -> None:
-    """Push every adapter to an engine with nothing to do, from below its weight root."""
+    """Push every adapter to an idle engine, from below its weight root."""
     for name in ADAPTERS[1:]:
         pushed(engine, PushWeights(name, Manifest(role="adapter", adapter=name, path=name)))
 
 
 def pushed(engine: Engine, command: PushWeights | RollbackWeights) -> None:
-    """Step an engine with nothing to do until it has taken other weights."""
+    """Step an idle engine until it has installed other weights."""
     engine.send(command)
     while not (reports := engine.reports()):
         engine.step()

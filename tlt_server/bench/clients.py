@@ -104,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def figures(seen: dict[LoadRow, list[Sent]]) -> dict[str, Any]:
-    """Return a row per policy, way and log-probs, and how many texts differ from the batch's."""
+    """Return a row per policy, way and log-probs, and the number of texts that differ from the
+    batch's.
+    """
     rows, differing = [], 0
     for row, runs in seen.items():
         batches = seen[row._replace(way=WAYS[0])]

@@ -74,8 +74,8 @@ def cases_of(batches: tuple[int, ...], context: int | None) -> list[StepCase]:
 
 
 def capturing(settings: EngineSettings, directory: Path) -> EngineSettings:
-    """Return the settings of an engine that captures, with rings that no process empties: what is
-    timed ends before they are full.
+    """Return the settings of an engine that captures into rings without a reader: the timing ends
+    before they are full.
     """
     samples, features = directory / "samples", directory / "features"
     make_ring(samples, RING_BYTES)
@@ -86,7 +86,7 @@ def capturing(settings: EngineSettings, directory: Path) -> EngineSettings:
 
 
 def add_slowdown(rows: list[Row]) -> None:
-    """Add to the rows with capture how much longer their cycles take than without."""
+    """Add the slowdown by capture to the rows with capture."""
     plain, captured = ([r for r in rows if r["captured"] == kind] for kind in (False, True))
     for before, row in zip(plain, captured, strict=True):
         row["slowdown_percent"] = round(100 * (row["step_ms"] / before["step_ms"] - 1), 2)

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def target_of(args: argparse.Namespace, folder: Path) -> EngineSettings:
-    """Return the settings of the flags; `folder` gets the config.json of a target that has a shape
-    only.
+    """Return the settings of the flags. For a shape, `folder` gets the config.json of the
+    target.
     """
     settings = settings_of(args)
     if args.shape is None:
@@ -79,8 +79,8 @@ def target_of(args: argparse.Namespace, folder: Path) -> EngineSettings:
 
 
 def _check_memory(shape: str, folder: Path) -> None:
-    """`StartupError` where a CPU's memory does not hold the weights; a GPU's is checked as a
-    server's.
+    """Raise `StartupError` if a CPU's memory is too small for the weights; a GPU's is checked as
+    for a server.
     """
     with torch.device("meta"):
         model = empty_target(folder, numerics=Numerics("strict"))
@@ -121,8 +121,8 @@ def _run(args: argparse.Namespace, settings: EngineSettings) -> int:
 
 
 def prices(rows: list[Row], prefill: list[Row], ours: str, other: str) -> list[Row]:
-    """Time with one kind of numerics against time with the other, in percent more; of prefill also
-    the ratio of throughputs.
+    """Return the increase in time of one kind of numerics over the other, in percent; for prefill
+    also the ratio of throughputs.
     """
 
     def paired(rows: list[Row]) -> Iterator[tuple[Row, Row]]:

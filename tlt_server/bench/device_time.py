@@ -1,7 +1,6 @@
-"""Profiles of a GPU during a few steps, by torch's profiler: how long it idles, and which kernels
-take longest.
+"""Profiles a GPU during a few steps, by torch's profiler: its idle time, and the slowest kernels.
 
-A kernel may be resident while it waits for the one before it. A moment that several share counts
+A kernel may be resident while it waits for the previous one. Time shared by several kernels counts
 once, for the one that began first.
 """
 
@@ -39,7 +38,7 @@ class DeviceTime(NamedTuple):
 
 
 def on_device(profiled: Any) -> list[Event]:
-    """Return what torch's profiler saw on the GPU."""
+    """Return the GPU events of torch's profile."""
     import torch
 
     return [
@@ -50,7 +49,7 @@ def on_device(profiled: Any) -> list[Event]:
 
 
 def counted(events: list[Event]) -> list[tuple[str, float]]:
-    """Return names in order of their start, with the microseconds that count for each."""
+    """Return names in order of start, with the microseconds that count for each."""
     found, reached = [], 0.0
     for name, start, end in sorted(events, key=lambda event: event[1:]):
         found.append((name, max(0.0, end - max(start, reached))))

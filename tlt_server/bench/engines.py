@@ -1,7 +1,7 @@
-"""Engines of a bench's own process, one after another: weights that stay loaded from one to the
-next, memory given back.
+"""Engines in a bench's own process, one after another: weights stay loaded, memory is freed.
 
-One engine at a time: drop the one before, then `release`, then the next finds the memory free.
+One engine at a time: drop the previous one, then call `release`, so that the next finds the memory
+free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_S = 0.005  # between two parts of a preparation
 
 
 def release() -> None:
-    """Take down engines that nothing refers to any more."""
+    """Free engines without references."""
     for _ in range(3):  # ranks are garbage only once models are, and what they held after that
         gc.collect()
     if torch.cuda.is_available():
@@ -35,7 +35,7 @@ def release() -> None:
 
 
 def adopt(engine: Engine, policy: SetPolicy) -> None:
-    """Put a policy in force in an idle engine, once its kernels are prepared. Raises the engine's
+    """Activate a policy in an idle engine, once its kernels are prepared. Raises the engine's
     error.
     """
     engine.send(msgspec.structs.replace(policy, id="policy"))
@@ -49,8 +49,8 @@ def adopt(engine: Engine, policy: SetPolicy) -> None:
 
 
 class LoadedOnce:
-    """Makes devices that share one copy of the weights: the first engine loads it. Only adapters
-    may be pushed to such engines. They get ready for `strategies`, too, next to those of their
+    """Creates devices that share one copy of the weights, loaded by the first engine. Only adapters
+    may be pushed to such engines. They also prepare `strategies`, in addition to those of their
     policy.
     """
 
@@ -65,7 +65,7 @@ class LoadedOnce:
 
 
 class ReadyFor:
-    """A device that gets ready for `strategies`, too, next to those of its engine's policy."""
+    """A device that also prepares `strategies`, in addition to those of its engine's policy."""
 
     def __init__(self, device: Device, strategies: Sequence[Strategy]) -> None:
         self._device, self._strategies = device, strategies
@@ -95,7 +95,7 @@ class ReadyFor:
 
 
 class _Shared(ReadyFor):
-    """A device whose weights may be there already."""
+    """A device whose weights may already be loaded."""
 
     def __init__(self, device: Device, source: LoadedOnce) -> None:
         super().__init__(device, source.strategies)

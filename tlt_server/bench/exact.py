@@ -70,13 +70,13 @@ class Result(NamedTuple):
 
     @property
     def untested(self) -> bool:
-        """Pages were to run out and did not. A sequence alone always fits."""
+        """Return True if pages should have run out and did not. A single sequence always fits."""
         scarce = self.configuration["pages"] == "scarce" and self.configuration["batch"] != 1
         return scarce and not self.preemptions
 
     @property
     def faults(self) -> list[str]:
-        """Say all that makes strict numerics red."""
+        """Return everything that makes strict numerics red."""
         found = {
             f"{self.differing_tokens} tokens differ": self.differing_tokens,
             f"{self.differing_logprobs} bits of log-probs differ": self.differing_logprobs,
@@ -170,14 +170,16 @@ def killed_run(
 
 
 def factors_of(args: argparse.Namespace, factors: Factors) -> Factors:
-    """Return the factors of a device's runs, as changed by the flags."""
+    """Return the factors of a device's runs, modified by the flags."""
     if args.tensor_parallel > 1:
         factors = {**factors, "version": VERSIONS}
     return {**factors, "batch": (args.batch,)} if args.batch else factors
 
 
 def leaves_of(settings: EngineSettings) -> int:
-    """Return the default leaves of these ranks; the reference has as many."""
+    """Return the default number of reduction segments of these ranks; the reference has the
+    same.
+    """
     if settings.device == "cpu":
         return settings.tensor_parallel
     return auto_gpu_leaves(ModelConfig.read(settings.model), settings.tensor_parallel)
@@ -209,7 +211,7 @@ def compare(
 
 
 def differing(found: NDArray[Any], expected: NDArray[Any]) -> int:
-    """Count the places where two series differ; what only one of them has differs, too."""
+    """Count the differences of two series; the surplus of the longer one counts too."""
     common = min(len(found), len(expected))
     return int((found[:common] != expected[:common]).sum()) + abs(len(found) - len(expected))
 

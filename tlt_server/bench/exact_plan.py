@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """Return the strategies of arms that have one."""
+        """Return the strategies of the arms that have one."""
         return tuple(strategy for _, strategy in self.arms.values() if strategy is not None)
 
     @property
@@ -53,9 +53,9 @@ class Plan(NamedTuple):
 
     def in_order(self, configurations: list[Configuration]) -> list[Configuration]:
         """Return the configurations by batch, those of the reference's batch first, so that one
-        engine runs all of a batch. It takes one push: after the runs of the version that it starts
-        with, or at other batches before them, which then need a rollback. `goodput` is the last of
-        a version, when most is known of steps and drafts.
+        engine runs all of a batch. One push suffices: after the runs of the starting version or, at
+        other batches, before them, which then need a rollback. `goodput` comes last within a
+        version, when most is known of steps and drafts.
         """
         first = self.reference["batch"]
 
@@ -146,8 +146,8 @@ ADAPTERS = ("", "one", "two")  # names of LoRA adapters, likewise; empty: none
 
 
 def with_length(request: GenerateRequest, i: int, size: ExactSize) -> GenerateRequest:
-    """One request in requests / long writes all of `long_tokens`, so that long ones run side by
-    side and press on the pages.
+    """Return the request. One in requests / long generates all of `long_tokens`, so that long ones
+    run together and exhaust the pages.
     """
     is_long = i % (size.requests // size.long) == 0
     changed = msgspec.structs.replace(
@@ -159,7 +159,7 @@ def with_length(request: GenerateRequest, i: int, size: ExactSize) -> GenerateRe
 
 
 def varied(request: GenerateRequest, i: int, *, adapters: bool = True) -> GenerateRequest:
-    """Return the request with the edits of logits, the scores and the adapter that its turn has."""
+    """Return the request with the logit edits, scores and adapter of its turn."""
     changed = msgspec.structs.replace(request.sampling, **KINDS[i % len(KINDS)])
     return msgspec.structs.replace(
         request, sampling=changed, lora=ADAPTERS[i % len(ADAPTERS)] if adapters else ""
@@ -181,7 +181,7 @@ def pages_for(
 
 
 def pairs(configuration: Mapping[str, object]) -> set[tuple[tuple[str, object], ...]]:
-    """Every pair of (factor, level) in one configuration."""
+    """Return every pair of (factor, level) in one configuration."""
     return set(itertools.combinations(configuration.items(), 2))
 
 

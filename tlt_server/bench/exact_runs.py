@@ -1,5 +1,5 @@
-"""The runs of `tlt bench exact`: the engines that take them in turn, the versions of the target
-that they have, and all that a request has said, also over more than one epoch of an engine.
+"""The runs of `tlt bench exact`: the engines for them, the versions of the target, and the outputs
+of requests, also over several epochs of an engine.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def digest_of(outputs: dict[str, Bits]) -> str:
 
 
 class SaidBits:
-    """Everything that requests have said so far."""
+    """The outputs of requests so far."""
 
     def __init__(self, requests: list[GenerateRequest]) -> None:
         self._tokens: dict[str, list[int]] = {r.id: [] for r in requests}
@@ -80,7 +80,7 @@ class SaidBits:
         self.passes = 0
 
     def run(self, engine: Engine, until_tokens: float = float("inf")) -> None:
-        """Step until no request runs, or there are as many tokens of all."""
+        """Step until no request runs, or all together have `until_tokens` tokens."""
         while not engine.idle and sum(map(len, self._tokens.values())) < until_tokens:
             for output in engine.step():
                 assert output.error is None, f"{output.id}: {output.error}"
@@ -95,7 +95,7 @@ class SaidBits:
             self.passes += engine.last_cycle is not None
 
     def rest(self) -> list[GenerateRequest]:
-        """Return the requests that have not ended, by which another engine resumes them."""
+        """Return the unfinished requests in the form in which another engine resumes them."""
         return [
             msgspec.structs.replace(request, generated=self._tokens[id])
             for id, request in self._open.items()
@@ -109,7 +109,7 @@ class SaidBits:
 
 
 def run_until_killed(engine: Engine, said: SaidBits, tokens: int) -> None:
-    """Run until there are as many tokens; then kill a rank, which must end the engine's epoch."""
+    """Run until there are `tokens` tokens, then kill a rank, which must end the engine's epoch."""
     runner = engine.runner
     assert isinstance(runner, CpuRunner) and isinstance(runner.ranks, Ranks)
     said.run(engine, tokens)
@@ -124,7 +124,7 @@ def run_until_killed(engine: Engine, said: SaidBits, tokens: int) -> None:
 
 
 def write_pushed(model: Path, root: Path, *, on_gpu: bool) -> None:
-    """Write a target whose weights are a little off."""
+    """Write a target with slightly different weights."""
     directory, device = root / PUSHED, "cuda" if on_gpu else "cpu"
     shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
     for number, file in enumerate(sorted(model.glob("*.safetensors"))):
@@ -138,7 +138,7 @@ def write_pushed(model: Path, root: Path, *, on_gpu: bool) -> None:
 
 
 def bring(engine: Engine, version: str) -> None:
-    """Make a version of the target active on an engine with nothing to do."""
+    """Make a version of the target active on an idle engine."""
     if engine.pushes.state().target == version:
         return
     back = RollbackWeights(version, STARTED)
@@ -147,7 +147,7 @@ def bring(engine: Engine, version: str) -> None:
 
 
 class ExactEngines:
-    """The engine of one batch after another, in this process; they share their weights."""
+    """Engines for one batch size after another, in this process, with shared weights."""
 
     def __init__(
         self, base: EngineSettings, on_phase: OnPhase = lambda name, seconds, detail: None
@@ -170,9 +170,9 @@ class ExactEngines:
         return ReadyFor(make_device(settings), self._strategies)
 
     def engine(self, batch: int, *, fault: bool, reference: str = "") -> Engine:
-        """Return the engine that runs up to `batch` requests at once. One that is to err captures
-        nothing; the reference of a version has an engine to itself, which starts with it and
-        without speculation.
+        """Return the engine for up to `batch` requests at once. One with a planted fault captures
+        nothing; the reference of a version has a separate engine, which starts with that version
+        and without speculation.
         """
         if self._engine is None or self._of != (batch, fault, reference):
             self.end()
@@ -199,7 +199,7 @@ class ExactEngines:
         return self._engine
 
     def end(self) -> None:
-        """End the engine that there is; its weights go with it, where it has its own."""
+        """End the present engine; weights of its own are freed with it."""
         self._engine = self._of = None
         release()
 
@@ -214,9 +214,9 @@ def rollout(
     version: str = STARTED,
     killed_after: int = 0,
 ) -> tuple[dict[str, Bits], dict[str, float]]:
-    """Run all requests on an engine that has forgotten what it ran before, with a version of the
-    target; return each output and the run's counts. `killed_after`: tokens before a rank is killed
-    and the requests are resumed by another engine; 0: none is.
+    """Run all requests on an engine without memory of earlier runs, with a version of the target;
+    return each output and the run's counts. `killed_after`: tokens before a rank is killed and
+    another engine resumes the requests; 0: none is killed.
     """
     batch, reference = int(str(configuration["batch"])), configuration is engines.plan.reference
     said, preemptions = SaidBits(requests), 0
@@ -251,8 +251,8 @@ def prepare(
     size: ExactSize,
     version: str,
 ) -> list[int]:
-    """Let an idle engine forget what it ran, and take the settings of a run and a version; empty:
-    the one that it has. Return the pages that it is to do without.
+    """Prepare an idle engine: forget earlier runs, set the settings of a run and the version
+    (empty: the present one). Return the pages to withhold.
     """
     if version:
         bring(engine, version)

@@ -97,7 +97,7 @@ def signals(rank: BenchRank) -> Iterator[Row]:
 
 
 def many(call: Callable[[int], object]) -> Callable[[], None]:
-    """Return the replay of a graph of calls, which get their number."""
+    """Return the replay of a graph of calls, each of which gets its number."""
 
     def run() -> None:
         for i in range(CALLS):
@@ -112,8 +112,8 @@ def fused(rank: BenchRank) -> Iterator[Row]:
 
 
 def fused_of(rank: BenchRank, parts: int, rows: int, way: Way) -> Row:
-    """Time the exchange of some partial sums per rank, and the norm that adds as many on one GPU;
-    say how many of its elements differ from the norm's.
+    """Time the exchange of `parts` partial sums per rank, and the norm that adds as many on one
+    GPU; count the elements in which they differ.
     """
     shape = parts, rows, HIDDEN
     all_TPRH = torch.stack([rank.normal(*shape, seed=each) for each in range(RANKS)])
@@ -188,8 +188,8 @@ def nccl_of(rank: BenchRank, peers: GatheredPeers, rows: int) -> Row:
 
 def waits(rank: BenchRank) -> Iterator[Row]:
     """Profile all matmuls of a step and the exchanges between them on both GPUs. The GPU whose
-    matmul ends later finds its peer's sums there and waits for nothing, so the shorter of two
-    exchanges is what it costs, and the rest of the longer one is a wait.
+    matmul ends later finds its peer's sums there and does not wait, so the shorter of two exchanges
+    is its cost, and the rest of the longer one is a wait.
     """
     chain = Chain(Widths.of(SHAPE, RANKS))
     sums, matmuls = RankSums(rank.peers), StrictMatmuls(LEAVES_OF_RANK)

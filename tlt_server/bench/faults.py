@@ -1,5 +1,5 @@
-"""Faults that `tlt bench exact` plants to show that it would see them: logits one ulp higher than
-the model said, in thirty steps.
+"""Faults that `tlt bench exact` plants to show that it would detect them: logits one ulp too high,
+in thirty steps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CALLS = range(9, 39)
 
 @contextmanager
 def planted(engine: Engine) -> Iterator[None]:
-    """Let the engine err while the context lasts. An engine on a GPU must run launch by launch,
-    because what graphs do is fixed when they are captured.
+    """Plant the fault during the context. An engine on a GPU must run launch by launch, because
+    graphs are fixed when they are captured.
     """
     runner = engine.runner
     if isinstance(runner, CpuRunner):
@@ -35,8 +35,8 @@ def planted(engine: Engine) -> Iterator[None]:
 
 
 def one_ulp_off(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """The CPU's sampler, for which the logit of row 0's token is one ulp higher. Row 0 is a root,
-    so its token is always emitted.
+    """Return the CPU's sampler with the logit of row 0's token one ulp higher. Row 0 is a root, so
+    its token is always emitted.
     """
     calls = itertools.count()
 
@@ -53,7 +53,7 @@ def one_ulp_off(sample: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _on_device() -> Iterator[None]:
-    """Every row's token: which rows are live is known to the device alone."""
+    """Modify every row's token: only the device knows which rows are live."""
     import torch
 
     from tlt_kernels.gpu.tensors import Samples

@@ -25,7 +25,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")  # in ms
 def whole(text: str, smallest: int, largest: int) -> int:
     if not text.isascii() or not text.isdigit() or not smallest <= int(text) <= largest:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number from {smallest} to {largest}"
+            f"{text!r} is not a whole number from {smallest} to {largest}"
         )
     return int(text)
 
@@ -55,7 +55,7 @@ def leaves(text: str) -> tuple[int, ...]:
 def workload(text: str) -> str:
     if not re.fullmatch(r"(full )?[1-9][0-9]{0,3}", text):
         raise argparse.ArgumentTypeError(
-            f'{text!r} is no workload: name a number of requests, such as 64, or "full 64"'
+            f'{text!r} is not a workload: name a number of requests, such as 64, or "full 64"'
         )
     return text
 
@@ -67,7 +67,7 @@ def rate(text: str) -> float:
     except ValueError:
         rate = 0.0
     if not 0.001 <= rate <= 1e5 and rate != math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate from 0.001 to 100000, nor inf")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a rate from 0.001 to 100000, or inf")
     return 0.0 if rate == math.inf else rate
 
 
@@ -89,7 +89,7 @@ def policy(text: str) -> SetPolicy:
 
 
 def writable_file(text: str) -> Path:
-    """Refuse an unwritable path before anything is measured, so that no figures are lost."""
+    """Refuse an unwritable path before any measurement, so that no figures are lost."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
@@ -129,7 +129,7 @@ class Flag(NamedTuple):
 
 
 def flag(usage: str, help: str, default: Any = None, **how: Any) -> Flag:
-    """Return a flag as its usage shows it: `--quick` is a switch, `--seed SEED` takes a value of
+    """Return a flag in the form of its usage: `--quick` is a switch, `--seed SEED` takes a value of
     this type, `--device cpu|cuda` one of these. The help names the default.
     """
     name, _, value = usage.partition(" ")

@@ -85,7 +85,7 @@ def _times(
 
 
 def rates(widths: Widths, figures: dict[str, Any]) -> dict[str, float]:
-    """Return bytes read and operations per second of the matmuls alone."""
+    """Return bytes read and operations per second of only the matmuls."""
     rows, alone_ms = figures["rows"], figures["products_ms"]
     flops = 2 * (rows * widths.elements + min(rows, SAMPLED) * widths.vocabulary * widths.hidden)
     return {

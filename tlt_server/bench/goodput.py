@@ -1,4 +1,4 @@
-"""Judgement of one phase of `tlt bench overload`: how each request ended, goodput and refusals."""
+"""Judges one phase of `tlt bench overload`: the end of each request, goodput and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Refusal(msgspec.Struct):
 
 
 class LoadPhase(NamedTuple):
-    """The ends of one phase's requests; all of them were answered."""
+    """The ends of one phase's requests, all of which were answered."""
 
     ends: dict[str, int]  # completed | late | an error's code | broken -> requests
     goodput: float  # tokens per second of requests completed in time, within the window
@@ -77,7 +77,7 @@ def judge(
 
 
 def _end(answer: Answer) -> tuple[str, int]:
-    """Return how the request ended, and the tokens it was given."""
+    """Return how the request ended, and its number of tokens."""
     try:
         if answer.status in (200, 504):
             [result] = msgspec.json.decode(answer.body, type=Reply).results
@@ -100,6 +100,6 @@ def _end(answer: Answer) -> tuple[str, int]:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """Return the smallest value that `part` percent do not exceed; 0 of none."""
+    """Return the smallest value that at least `part` percent do not exceed; 0 if empty."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * part / 100) - 1)] if ordered else 0.0

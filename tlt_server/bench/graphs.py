@@ -56,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compiled() -> int:
-    """Count the kernels that Triton keeps from runs before."""
+    """Count the kernels that Triton has cached from earlier runs."""
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     return len(list(cache.iterdir())) if cache.is_dir() else 0
 
 
 def since_start() -> float:
-    """Seconds that this process has been running."""
+    """Return the age of this process in seconds."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
         "SC_CLK_TCK"
     )

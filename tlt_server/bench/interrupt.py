@@ -42,7 +42,7 @@ FEATURE_MB = 8192
 
 
 class Felt(NamedTuple):
-    """Seconds of requests, in the order in which they are sent."""
+    """Seconds of requests, in the order of sending."""
 
     before: list[float]  # decoding, before the trainer has begun
     idle: list[float]  # one token, the trainer paused
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def interrupted(client: Client, probe: Probe, asked: int, idle: int, each: int) -> Felt:
-    """Time `each` requests that decode, before training and next to a parked trainer, `idle` ones
+    """Time `each` decoding requests before training and alongside a parked trainer, `idle` ones
     while it is paused, and `asked` ones that interrupt it.
     """
     with plain(client):
@@ -119,7 +119,7 @@ def interrupted(client: Client, probe: Probe, asked: int, idle: int, each: int) 
 
 
 class Probe:
-    """Sends one request at a time, each with another prompt."""
+    """Sends one request at a time, each with a different prompt."""
 
     def __init__(
         self, url: str, requests: list[GenerateRequest], seed: int, step: Callable[[str], None]
@@ -146,15 +146,15 @@ class Probe:
 
 @contextmanager
 def plain(client: Client) -> Iterator[None]:
-    """Decode without speculation, so that every request takes as many steps."""
+    """Decode without speculation, so that every request takes the same number of steps."""
     client.set_strategy("off")
     yield
     client.set_strategy("goodput")
 
 
 def until_working(client: Client) -> str:
-    """Wait until the trainer works, ordering a round where there is none; return its state.
-    `StartupError` where it does not begin.
+    """Wait until the trainer works, ordering a round if necessary; return its state. `StartupError`
+    if it does not start.
     """
     until_s = time.monotonic() + BEGIN_S
     while time.monotonic() < until_s:

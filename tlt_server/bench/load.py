@@ -1,9 +1,8 @@
-"""Load for a server, light enough not to be the bottleneck: raw HTTP/1.1 over connections that are
-kept and used again.
+"""Load for a server, light enough not to be the bottleneck: raw HTTP/1.1 over reused connections.
 
 `closed_loop` keeps a number of requests open; `open_loop` sends at random moments (Poisson), even
-when the server is late. Every request sent gives one `Answer`. At the end are the fields that
-benches read of completions and metrics.
+when the server is late. Every request gives one `Answer`. At the end of the file are the fields of
+completions and metrics that benches read.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class RawReply(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[TimedChunk]) -> RawReply:
-        """Parse a whole reply from the parts in which it came."""
+        """Parse a whole reply from its parts, in order of arrival."""
         raw = b"".join(part.data for part in parts)
         head, _, body = raw.partition(HEAD_END)
         headers, chunks = head.lower(), list[TimedChunk]()
@@ -77,7 +76,7 @@ class RawReply(NamedTuple):
 
 
 def _chunks(parts: Sequence[TimedChunk], raw: bytes, at: int) -> Iterator[TimedChunk]:
-    """Yield the chunks from `at` on, each of which comes after its size in hexadecimal digits."""
+    """Yield the chunks from `at` on; each follows its size in hexadecimal digits."""
     ends = [*itertools.accumulate(len(part.data) for part in parts)]
     while size := int(raw[at : (start := raw.index(b"\r\n", at) + 2)], 16):
         end = start + size
@@ -86,8 +85,8 @@ def _chunks(parts: Sequence[TimedChunk], raw: bytes, at: int) -> Iterator[TimedC
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one request at a time. It does not parse a reply while that comes,
-    so hundreds of streams cost this process little.
+    """A connection for one request at a time. It does not parse a reply during its arrival, so
+    hundreds of streams cost this process little.
     """
 
     transport: asyncio.Transport
@@ -106,7 +105,9 @@ class Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
 
     async def exchange(self, request: bytes) -> Sequence[TimedChunk]:
-        """Send a request; return the parts of its reply. `ConnectionError`: the server closed."""
+        """Send a request; return the parts of its reply. `ConnectionError` if the server closed the
+        connection.
+        """
         self._begin()
         self._whole = asyncio.get_running_loop().create_future()
         if self.transport.is_closing():
@@ -133,7 +134,7 @@ class Connection(asyncio.Protocol):
 
 
 def _size_of(begin: bytes) -> int | None:
-    """Return the size of the reply that begins so; None where its head is not all there."""
+    """Return the size of a reply with this beginning; None if its head is incomplete."""
     head, end, _ = begin.lower().partition(HEAD_END)
     if not end:
         return None
@@ -142,10 +143,10 @@ def _size_of(begin: bytes) -> int | None:
 
 
 class Connections:
-    """Connections to one server; as many as there are requests open at once."""
+    """Connections to one server, as many as there are open requests."""
 
     def __init__(self, url: str, answer_s: float = ANSWER_S) -> None:
-        """A request without an answer after `answer_s` is broken."""
+        """`answer_s`: time after which a request without an answer fails."""
         address = urlsplit(url)
         self._answer_s = answer_s
         self._tls = address.scheme == "https"
@@ -155,7 +156,7 @@ class Connections:
         self._free: list[Connection] = []  # the newest last
 
     async def open(self, count: int) -> None:
-        """Open connections before the requests that will use them."""
+        """Open connections in advance of their requests."""
         self._free += [await self._opened() for _ in range(count)]
 
     async def post(self, path: str, body: bytes, due_s: float, key: str = "") -> Answer:
@@ -175,7 +176,7 @@ class Connections:
         return answer
 
     async def send(self, path: str, body: bytes, key: str = "") -> Sequence[TimedChunk]:
-        """Return the parts of a reply, which the caller parses when it has the time."""
+        """Return the parts of a reply, for the caller to parse later."""
         self._close_idle()
         bearer = f"authorization: Bearer {key}\r\n".encode() if key else b""
         request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b"
@@ -231,8 +232,8 @@ async def closed_loop(ask: Ask, concurrency: int, seconds: float) -> list[Answer
 
 
 async def open_loop(ask: Ask, per_s: float, seconds: float, seed: int) -> list[Answer]:
-    """`per_s` requests per second on average for `seconds`, at moments that the seed gives; waits
-    for all answers.
+    """Send `per_s` requests per second on average for `seconds`, at moments that the seed
+    determines; wait for all answers.
     """
     return await sent_at(ask, arrivals(per_s, seconds, seed))
 

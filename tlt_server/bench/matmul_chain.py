@@ -36,7 +36,7 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, ranks: int) -> Widths:
-        """Return the first rank's, which has most blocks of the head."""
+        """Return the widths of the first rank, which has the most blocks of the head."""
         heads, kv_heads = shape.heads // ranks, max(1, shape.kv_heads // ranks)
         blocks = -(-shape.vocab // SAMPLED_BLOCK)
         return cls(
@@ -68,7 +68,7 @@ class LayerWeights(NamedTuple):
 
 
 class Chain:
-    """Random bfloat16 weights of a rank; `StartupError` where the current GPU is too small."""
+    """Random bfloat16 weights of a rank; `StartupError` if the current GPU is too small."""
 
     def __init__(self, widths: Widths) -> None:
         free = torch.cuda.mem_get_info()[0]
@@ -93,7 +93,7 @@ class Chain:
 
 
 class Inputs:
-    """Inputs of each matmul where none reads another's output, and a residual."""
+    """Inputs of each matmul, independent of other matmuls' outputs, and a residual."""
 
     def __init__(self, widths: Widths, rows: int) -> None:
         self.x = draw(rows, widths.hidden) * 50
@@ -103,7 +103,7 @@ class Inputs:
 
 
 class LoneRank(OwnSums):
-    """The sums of a rank whose peers' are left out: as many parts as it would send them."""
+    """The sums of a rank without its peers: it sends them the same parts and gets none."""
 
     def __init__(self, ranks: int, leaves: int, rows: int, hidden: int) -> None:
         self._parts = parts_of(ranks, rows)
@@ -118,7 +118,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def step(chain: Chain, inputs: Inputs, matmuls: StrictMatmuls, sums: LayerSums) -> Tensor:
-    """Run all layers and the norms between them; what attention would add is an input."""
+    """Run all layers and the norms between them; attention's contribution is an input."""
     normed, residual, rows = inputs.x, inputs.residual, len(inputs.x)
     for layer in chain.layers:
         matmuls.linear(normed, layer.qkv, layer.qkv_bias)

@@ -1,6 +1,6 @@
-"""Benches of parts of a step on a GPU: time inside CUDA graphs, by events, and one writer.
+"""Benches of parts of a step on a GPU: times inside CUDA graphs, by events, and one writer.
 
-The runs that are compared take turns.
+Compared runs alternate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Call = Callable[[], object]
 
 
 def require_gpu(count: int = 1) -> None:
-    """`StartupError` unless torch sees that many."""
+    """Raise `StartupError` unless torch sees that many GPUs."""
     if not torch.cuda.is_available():
         raise StartupError(
             "torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)"
@@ -35,7 +35,7 @@ def require_gpu(count: int = 1) -> None:
 
 
 def in_turns(runs: Mapping[Name, Call], repeats: int = 15) -> dict[Name, float]:
-    """Return medians in ms. The runs take turns, so a GPU that slows down under load slows all."""
+    """Return medians in ms. The runs alternate, so a GPU that slows down under load slows all."""
     times: dict[Name, list[float]] = {name: [] for name in runs}
     for _ in range(WARMING + repeats):
         for name, run in runs.items():
@@ -49,7 +49,9 @@ def in_turns(runs: Mapping[Name, Call], repeats: int = 15) -> dict[Name, float]:
 
 
 def captured(function: Call) -> Callable[[], None]:
-    """Return its replay. It runs once uncaptured, so that nothing is compiled in the capture."""
+    """Return the function's replay. It runs once uncaptured, so that nothing is compiled in the
+    capture.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -69,7 +71,7 @@ def say(row: Mapping[str, object]) -> None:
 def measure(
     args: argparse.Namespace, bench: str, rows: Iterable[Mapping[str, Any]], **about: object
 ) -> int:
-    """Print a line of each row as soon as it is there, and write them; `about` describes the bench.
+    """Print each row as soon as it is measured, and write all; `about` describes the bench.
     `StartupError` without a GPU.
     """
     require_gpu()

@@ -150,7 +150,7 @@ def _child(pid: int) -> int:
 
 
 class Counts(NamedTuple):
-    """The server's own counts, after all load."""
+    """The server's counts after all load."""
 
     open_sequences: float
     pages_held: float

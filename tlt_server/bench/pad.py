@@ -79,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def unusable(device: str) -> str:
-    """Return why no random number can be made and read on the device; empty if it can."""
+    """Return the reason why no random number can be made and read on the device; empty if it
+    works.
+    """
     try:
         torch.empty(1, device=device).normal_().item()
     except (RuntimeError, AssertionError, ImportError) as error:  # a torch without CUDA asserts
@@ -108,8 +110,8 @@ def write(
     shard_bytes: int = SHARD_BYTES,
     on_tensor: OnTensor = lambda name, size: None,
 ) -> None:
-    """Write `directory`/target and `directory`/drafter. `ModelError` when something lies there.
-    `on_tensor` hears each name and size in bytes.
+    """Write `directory`/target and `directory`/drafter. `ModelError` if these exist. `on_tensor`:
+    called with each name and size in bytes.
     """
     folders = {directory / part: checkpoint for part, checkpoint in pair._asdict().items()}
     for folder in folders:

@@ -29,7 +29,7 @@ def model(target: Path, dtype: torch.dtype) -> Any:
 
 
 def answers(small: Any) -> list[Tensor]:
-    """Prompts with the small target's greedy answers, each [1, prompt + LENGTH]."""
+    """Return prompts with the small target's greedy answers, each [1, prompt + LENGTH]."""
     found, how = [], {"do_sample": False, "min_new_tokens": LENGTH, "max_new_tokens": LENGTH}
     for number in ANSWERS:
         (request,) = problems_as_requests(TARGET, 1, group=1, seed=number)
@@ -39,7 +39,7 @@ def answers(small: Any) -> list[Tensor]:
 
 
 def logits(of: Any, texts: list[Tensor], vocab: int) -> Tensor:
-    """[positions, vocab], float32: of the answers' tokens."""
+    """Return logits [positions, vocab], float32, of the answers' tokens."""
     return torch.cat([of(text).logits[0, -LENGTH - 1 : -1].float()[:, :vocab] for text in texts])
 
 

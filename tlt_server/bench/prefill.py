@@ -59,8 +59,8 @@ def _silu_mul(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):  # type: ignore
 
 
 def silu_mul(gate_up_RX: Tensor) -> Tensor:
-    """silu(gate) * up of rows that hold both, gate first: [R, 2I] -> [R, I] in the same dtype, R
-    rows of an intermediate size I. The arithmetic is fp32.
+    """Return silu(gate) * up of rows that have both, gate first: [R, 2I] -> [R, I] in the same
+    dtype, with fp32 arithmetic.
     """
     rows, width = len(gate_up_RX), gate_up_RX.shape[1] // 2
     out_RI = torch.empty(rows, width, dtype=gate_up_RX.dtype, device=gate_up_RX.device)
@@ -69,7 +69,7 @@ def silu_mul(gate_up_RX: Tensor) -> Tensor:
 
 
 class Library(FastMatmuls):
-    """Every matmul is cuBLAS's. There is no LM head, so nothing is asked for in float32."""
+    """Matmuls by cuBLAS. There is no LM head, so no float32 output is needed."""
 
     @staticmethod
     def linear(
@@ -91,7 +91,7 @@ class Library(FastMatmuls):
 
 
 class Step:
-    """Prompts that are computed together, from their first token to their last."""
+    """Prompts that are computed together, from first to last token."""
 
     def __init__(self, prompts: int, length: int, model: GpuDecoder, cache: KVCache) -> None:
         self.prompts, self.length, self.model, self.cache = prompts, length, model, cache

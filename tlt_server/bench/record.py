@@ -1,5 +1,5 @@
-"""The output of a bench: one line of JSON, the last on stdout, and with `--json` a file that also
-names command, commit, machine and versions.
+"""The output of a bench: one line of JSON, the last on stdout, and with `--json` a file that adds
+command, commit, machine and versions.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def wide_console() -> Console:
-    """The terminal, or 150 columns where output goes to a file."""
+    """Return the terminal, or a console of 150 columns if output goes to a file."""
     console = Console()
     return console if console.is_terminal else Console(width=150)
 
 
 class StillProgress(Progress):
     """Progress that is drawn only on updates: a thread that redraws would take the interpreter from
-    what is being timed. Where output goes to a file, each description becomes a line of its own, so
-    that a run that is cut off shows how far it came.
+    the timed code. If output goes to a file, each description becomes a line of its own, so that an
+    interrupted run shows its progress.
     """
 
     def update(self, task_id: TaskID, **change: Any) -> None:
@@ -62,7 +62,7 @@ def progress_bar(console: Console) -> Progress:
 
 @contextmanager
 def steps(console: Console, total: int, first: str = "load") -> Iterator[Callable[[str], None]]:
-    """Show a bar; yield the function that moves it by one step and names the next one."""
+    """Show a bar; yield the function that advances it by one step and names the next one."""
     with progress_bar(console) as progress:
         task = progress.add_task(first, total=total)
         yield lambda name: progress.update(task, advance=1, description=name)
@@ -82,9 +82,9 @@ def save(
     recorded_on: str = "",
     program: str = "tlt",
 ) -> None:
-    """Write the file of `--json`, if it is asked for; a long bench does so before it has ended.
-    on_gpu: whether GPUs were used [default as `--device` says]. recorded_on: the machine whose
-    rollout the figures are of, if it is not this one.
+    """Write the file of `--json`, if requested; a long bench does so before its end. on_gpu:
+    whether GPUs were used; None: by `--device`. recorded_on: the machine of the recorded rollout,
+    if it is not this one.
     """
     if args.json:
         on_gpu = args.device == "cuda" if on_gpu is None else on_gpu
@@ -94,14 +94,14 @@ def save(
 
 
 def without_folder(argument: str) -> str:
-    """Return the argument, of a path only its end: a machine's folders help no reader."""
+    """Return the argument; of a path, only its end: a machine's folders help no reader."""
     return f".../{Path(argument).name}" if argument.startswith("/") else argument
 
 
 def entry_of(
     figures: Mapping[str, Any], command: str, *, on_gpu: bool, commit: str | None = None
 ) -> dict[str, Any]:
-    """Return the figures with all that is needed to measure them again."""
+    """Return the figures with everything needed to measure them again."""
     return {
         "command": command,
         "commit": commit or commit_here(),
@@ -118,7 +118,7 @@ def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
 
 
 def machine(*, on_gpu: bool) -> str:
-    """GPUs only where they were used."""
+    """Describe the machine, with its GPUs only if they were used."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     host = f"{cores} cores of {processor()}, {memory:.0f} GiB, {platform.system()}"
@@ -141,7 +141,7 @@ def versions(*, on_gpu: bool) -> dict[str, str]:
 
 def commit_here() -> str:
     """Return the commit of this code's directory: `unknown` outside a repository, with a `+` for
-    uncommitted changes, results aside.
+    uncommitted changes except results.
     """
     git = ["git", "-C", str(Path(__file__).parents[2])]
     files = (":/", ":(exclude,top)benchmarks/results")

@@ -9,9 +9,9 @@ ones that any policy would have had drafted. What is exact in that:
   levels, as the tree builder plants level after level;
 - a tree of width 2 is not a part of one of width 4: the builder expands other nodes. So each width
   is recorded by itself;
-- a tree is grown in the order of survival under the table of the recording. A replay that has
-  learnt another table would have expanded a few other nodes. Chains do not depend on it;
-- on a GPU a node that survives less than 2 % is not expanded, by the table of the recording.
+- a tree is grown in the order of acceptance probability under the table of the recording. A replay
+  that has learned another table would have expanded a few other nodes. Chains do not depend on it;
+- on a GPU a node with a probability below 2 % is not expanded, by the table of the recording.
 
     tlt bench record --out /tmp/rollout.safetensors
     tlt bench record --device cuda --model DIR --drafter DIR --out gpu.safetensors
@@ -223,7 +223,7 @@ def _header(
 
 
 def _fitted(cycles: Iterator[Cycle]) -> CostRecord:
-    """Return the times of steps as all cycles tell them, without those that stalled."""
+    """Fit the times of steps to all cycles, without stalled ones."""
     measured = [Measured(load_of(cycle), cycle.step_s) for cycle in cycles]
     model = CostModel()
     model.profile(measured)
@@ -326,7 +326,7 @@ def _trees(
 
 
 def _room(look: Strategy, settings: EngineSettings) -> int:
-    """Return the requests that can be drafted for at once without cutting their trees."""
+    """Return the number of requests that can draft together without cutting their trees."""
     running = settings.max_running
     assert running is not None
     if settings.device == "cpu":
@@ -370,7 +370,7 @@ def _keep(
 def _keep_tree(
     candidates: Candidates, nodes: slice, follow_T: NDArray[np.int32], trees: RecordedTrees, at: int
 ) -> None:
-    """`follow_T`: what the response says after the root."""
+    """Write one tree. `follow_T`: the response's tokens after the root."""
     count = nodes.stop - nodes.start
     parent_M = candidates.parent_N[nodes]
     parent_M = np.where(parent_M < 0, -1, parent_M - nodes.start)

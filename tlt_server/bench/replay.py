@@ -107,7 +107,7 @@ def figures(replayed: ReplayResult) -> dict[str, Any]:
 
 
 def regret_s(replayed: ReplayResult) -> float:
-    """Return the seconds lost against the best choice of every step, see `hindsight`."""
+    """Return the seconds lost against the best choice of every step; see `hindsight`."""
     lost = 0.0
     for cycle, best, *_ in replayed.cycles:
         if best is not None and cycle.emitted:
@@ -116,7 +116,9 @@ def regret_s(replayed: ReplayResult) -> float:
 
 
 def expected_regret_s(replayed: ReplayResult) -> float:
-    """Return the same where every choice gives the tokens that its survivals promise."""
+    """Return the same with expected tokens: every choice yields the sum of its acceptance
+    probabilities.
+    """
     return sum(
         max(0.0, each.cycle.step_s - each.expected / each.best.expected_rate)
         for each in replayed.cycles
@@ -125,7 +127,7 @@ def expected_regret_s(replayed: ReplayResult) -> float:
 
 
 def _every(advance: Any, tokens: int = 512) -> Any:
-    """Return a function that adds up what it gets, and passes on some at a time."""
+    """Return a function that adds up its arguments and passes on `tokens` at a time."""
     waiting = 0
 
     def add(count: int) -> None:

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """`StartupError` where flags ask for what is timed with --http only."""
+    """Raise `StartupError` for flags that need --http."""
     for flag in ("workload", "policy", "seeds", "penalties"):
         if getattr(args, flag):
             raise StartupError(f"--{flag} is for rollouts of any policies: add --http")

@@ -80,7 +80,7 @@ class RolloutRun(NamedTuple):
 
     @property
     def accept_length(self) -> float:
-        """Return tokens per request and step with drafts; 0 where none had any."""
+        """Return tokens per request and step with drafts; 0 without such steps."""
         decodes = sum(n for name, n in self.counted["decodes"].items() if name != "off")
         return 1 + sum(self.counted["accepted"].values()) / decodes if decodes else 0.0
 
@@ -168,7 +168,7 @@ def _requests(model: Path, workload: Workload, seed: int, max_tokens: int) -> li
 
 
 def set_policy(client: Client, command: SetPolicy) -> None:
-    """Put a policy in force. `StartupError`: the server does not have it."""
+    """Activate a policy. `StartupError` if the server does not have it."""
     try:
         client.set_strategy(command.policy, command.strategy.name if command.strategy else None)
         while client.strategy()["preparing"]:
@@ -183,8 +183,8 @@ def _commands(device: str) -> list[SetPolicy]:
 
 
 def figures(seen: dict[tuple[str, str], list[RolloutRun]], pair: str) -> dict[str, Any]:
-    """Return a row per workload and arm, and how many runs gave other responses than the first
-    arm's.
+    """Return a row per workload and arm, and the number of runs whose responses differ from the
+    first arm's.
     """
     rows, differing = [], 0
     firsts: dict[str, list[RolloutRun]] = {}
@@ -225,7 +225,7 @@ def figures(seen: dict[tuple[str, str], list[RolloutRun]], pair: str) -> dict[st
 
 
 def _mean(counted: list[dict[str, float]]) -> dict[str, float]:
-    """Return the means of what is not zero in all runs."""
+    """Return the means of the counts that are not zero in all runs."""
     labels = sorted({label for each in counted for label, value in each.items() if value})
     return {
         label: round(statistics.mean(each.get(label, 0.0) for each in counted), 3)
@@ -234,7 +234,7 @@ def _mean(counted: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _ratio(slower: list[RolloutRun], faster: list[RolloutRun]) -> float:
-    """Return the median over seeds of how many times faster the second is."""
+    """Return the median over seeds of the second's speed-up over the first."""
     ratios = [a.seconds / b.seconds for a, b in zip(slower, faster, strict=True)]
     return round(statistics.median(ratios), 3)
 
@@ -292,7 +292,9 @@ def _body(requests: list[GenerateRequest], penalties: bool) -> bytes:
 
 
 async def _sent(url: str, bodies: list[bytes], at_once: int) -> tuple[float, list[bytes]]:
-    """Send the bodies in order, some at once; return the seconds and the replies in order."""
+    """Send the bodies in order, `at_once` at a time; return the seconds and the replies in
+    order.
+    """
     connections, waiting = Connections(url, answer_s=600), iter(enumerate(bodies))
     replies = [b""] * len(bodies)
 

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(url: str, key: str) -> str:
-    """Return the name of the model that the server serves first."""
+    """Return the name of the server's first model."""
     try:
         reply = httpx.get(f"{url}/v1/models", headers=bearer(key or None), timeout=10)
         return str(reply.raise_for_status().json()["data"][0]["id"])
@@ -127,7 +127,7 @@ def figures(
 
 
 def times_of(answer: Answer) -> StreamTimes | None:
-    """Return the times of an answer, None of one that was refused, cut off or not a stream."""
+    """Return the times of an answer; None if it was refused, cut off or not a stream."""
     arrivals_s, tokens = [], 0
     try:
         for chunk in answer.chunks if answer.status == 200 else ():

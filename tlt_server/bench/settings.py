@@ -1,5 +1,5 @@
-"""The engine that a bench measures: settings from its flags, and the part of them that a reader of
-figures has to know. No torch.
+"""The engine that a bench measures: settings from its flags, and the settings that a reader of the
+figures needs. No torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tlt_server.wire.records import OFF, Strategy
 
 
 def settings_of(args: argparse.Namespace, longest: int = 0, **changes: Any) -> EngineSettings:
-    """Return settings from the flags, with defaults that suit a bench and these changes. longest:
-    tokens of the longest request, which bound max_model_len [default: the model's own].
+    """Return settings from the flags, with defaults suited to a bench and these changes. longest:
+    tokens of the longest request, the bound of max_model_len; None: the model's own.
     """
     from tlt_server.demo.workload import DRAFTER, TARGET
 
@@ -73,9 +73,7 @@ def asked_words(args: argparse.Namespace) -> list[str]:
 
 
 def serve_flags(args: argparse.Namespace, longest: int) -> list[str]:
-    """Return the flags of `tlt serve` for a server of its own that a bench measures; longest: as
-    for `settings_of`.
-    """
+    """Return the flags of `tlt serve` for the bench's own server; longest: see `settings_of`."""
     settings = settings_of(args)
     max_model_len = at_most_what_it_takes(settings.model, longest)
     return [

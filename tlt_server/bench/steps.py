@@ -63,7 +63,7 @@ class Timed(NamedTuple):
     accept_length: float  # tokens per request and step
 
     def figures(self) -> Row:
-        """Return the figures as benches write them."""
+        """Return the figures in the form of a bench's row."""
         low, high = self.quartiles_ms
         return {
             "batch": self.batch,
@@ -95,7 +95,7 @@ def measure(
     cases: Sequence[StepCase],
     prefills: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[Row], list[Row]]:
-    """Time all cases, then prefills (prompts at once, tokens of each), on one engine per kind;
+    """Time all cases, then prefills (number of prompts, tokens of each), on one engine per kind;
     return the rows of both, each with the kind's name and fingerprint.
     """
     rows, read = list[Row](), list[Row]()
@@ -145,8 +145,8 @@ def _figures(
 
 
 def longest(model: Path, context: int | None) -> int:
-    """Return the max_model_len of an engine for these requests; `StartupError` follows if the model
-    has fewer positions than asked for.
+    """Return the max_model_len of an engine for these requests. If the model has fewer positions,
+    its start raises `StartupError`.
     """
     needed = (context or 0) + 2 * LONG_NEW
     return needed if needed > REACHABLE else at_most_what_it_takes(model, REACHABLE)
@@ -159,7 +159,7 @@ def in_turns(
     rounds: int,
     **how: int,
 ) -> dict[str, list[Timed]]:
-    """Time batches in turns, after one run of each that compiles and records graphs."""
+    """Time batches in turns, after one run of each that compiles and captures graphs."""
     for requests in ways.values():
         time_steps(engine, requests, strategy, **how)
     found: dict[str, list[Timed]] = {name: [] for name in ways}
@@ -170,7 +170,7 @@ def in_turns(
 
 
 def ratio(found: Sequence[Timed], base: Sequence[Timed], of: Callable[[Timed], float]) -> float:
-    """Return the median over rounds of a figure over the same one of a base."""
+    """Return the median over rounds of the ratio of a figure to a base's."""
     pairs = zip(found, base, strict=True)
     return statistics.median(of(one) / of(other) for one, other in pairs)
 
@@ -211,7 +211,7 @@ def time_steps(
 def time_in_turn(
     engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, max_steps: int = STEPS
 ) -> Timed:
-    """The same at batch 1, one request after another, each to its own end."""
+    """Time the same at batch 1, one request after another, each to its own end."""
     found: list[_Steps] = []
     for request in requests:
         left = max_steps - sum(len(steps.durations) for steps in found)
@@ -235,7 +235,7 @@ def time_prefill(engine: Engine, prompts: int, length: int, *, rounds: int, seed
 
 
 def finish(engine: Engine) -> None:
-    """Step until nothing is left to do."""
+    """Step until the engine is idle."""
     while not engine.idle:
         _step(engine)
 
@@ -312,8 +312,8 @@ def _steps(
 
 @contextmanager
 def _nothing_to_collect() -> Iterator[None]:
-    """Freeze the collector, as the engine's own process does: a look through all loaded objects
-    takes longer than many steps.
+    """Freeze the collector, as the engine's own process does: a full collection takes longer than
+    many steps.
     """
     gc.collect()
     gc.freeze()

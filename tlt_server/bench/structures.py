@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compile_ms(model: Path, info: EngineInfo) -> float:
-    """Return the median time to compile a schema, once the tokenizer is read."""
+    """Return the median time to compile a schema, with the tokenizer loaded."""
     kinds = ("string", "integer", "number", "boolean")
     fields = {f"field_{i}": {"type": kinds[i % len(kinds)]} for i in range(FIELDS)}
     schema = {"type": "object", "properties": fields, "required": [*fields]}

@@ -1,6 +1,6 @@
-"""Tables of benches: rows of figures under headings, each of which has a format.
+"""Tables of benches: rows of figures under headings, each with a format.
 
-The terminal and docs/performance.md show rows by the same kind of record.
+The terminal and docs/performance.md use the same records.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def number(value: float) -> str:
 
 
 class _Formatter(string.Formatter):
-    """Formats with one conversion more: `!n`, a number of as many digits as it needs."""
+    """Formats with one more conversion: `!n`, a number with as many digits as it needs."""
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
         return number(value) if conversion == "n" else super().convert_field(value, conversion)
 
 
 def cells(columns: Columns, row: Row) -> list[str]:
-    """Return a row's cells; empty where it lacks a field, or has None."""
+    """Return a row's cells; empty for a missing field or None."""
     formatter, found = _Formatter(), []
     for form in columns.values():
         try:
@@ -40,7 +40,7 @@ def cells(columns: Columns, row: Row) -> list[str]:
 
 
 def show(console: Console, title: str, columns: Columns, rows: Iterable[Row]) -> None:
-    """Print a table; columns of numbers stand to the right."""
+    """Print a table with right-aligned numbers."""
     lines = [cells(columns, row) for row in rows]
     table = Table(title=title)
     for at, heading in enumerate(columns):

@@ -72,7 +72,7 @@ class RandomDocuments:
     """A source of random tokens and features; every document reads the same ones."""
 
     def __init__(self, lengths: Sequence[int], config: ModelConfig, layers: int) -> None:
-        """`layers`: those that a drafter reads."""
+        """`layers`: the ones that a drafter reads."""
         generator = torch.Generator().manual_seed(0)
         self.lengths = lengths
         longest, hidden = max(lengths), config.hidden_size
@@ -141,7 +141,7 @@ class TrainingBench:
         return self.sources[trainer.network.config.architecture]
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Time work that ends on the device."""
+        """Time work that must finish on the device."""
         self._wait()
         began = time.perf_counter()
         work()
@@ -174,7 +174,7 @@ class TrainingBench:
         return found
 
     def with_reading_s(self, trainer: Trainer) -> float:
-        """Return the seconds of a step for which packs are read as a server's trainer does."""
+        """Return the seconds of a step while packs are read as a server's trainer does."""
         packer = Packer(self.source(trainer), self.budget, trainer.objective.steps)
         cursor = Cursor()
         with PacksAhead(packer, self.device, trainer.network.compute) as packs:
@@ -225,8 +225,8 @@ class TrainingBench:
         }
 
     def layouts(self) -> dict[str, Any]:
-        """Documents per second of one pass over all documents, in three layouts, and in padded
-        batches of which the padding is drafted from, too, with losses, as other trainers do.
+        """Return documents per second of one pass over all documents, in three layouts. In padded
+        batches the padding is also drafted from, with losses, as in other trainers.
         """
         trainer = self.trainer("eagle3")
         pieces = self.pieces(trainer.objective.steps)

@@ -49,7 +49,9 @@ REQUESTS = 4  # decode meanwhile
 
 
 def random_checkpoint(directory: Path, gib: float) -> Path:
-    """The shipped target's family, wider, and as deep as the size asks for."""
+    """Write a checkpoint of the shipped target's family, wider, and as deep as the size
+    requires.
+    """
     import torch
 
     from tlt_server.models.loader import empty_target
@@ -88,8 +90,8 @@ def timed(push: Callable[[str], Mapping[str, Any]], version: str) -> MeasuredPus
 
 @contextmanager
 def decoding(url: str) -> Iterator[None]:
-    """Requests decode as long as this lasts, each followed by another one at once, and they do not
-    end at the same moment.
+    """Keep requests decoding during the block, each followed immediately by another, with staggered
+    ends.
     """
     over, seen = threading.Event(), [0] * REQUESTS
 
@@ -187,7 +189,7 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """`StartupError` where flags do not go together."""
+    """Raise `StartupError` for incompatible flags."""
     if (args.device == "cuda") != bool(args.channel and args.model):
         raise StartupError("--device cuda needs --channel and --model, and they are for it only")
     if args.device == "cpu" and args.state_dir:

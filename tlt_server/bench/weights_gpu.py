@@ -36,7 +36,7 @@ NOT_STAGING = ("wait", "commit")
 
 
 class Decoding:
-    """Requests that decode, and when each of their tokens came."""
+    """Decoding requests, with the arrival times of their tokens."""
 
     def __init__(self, url: str) -> None:
         self._url, self.times, self.boundaries = url, dict[str, list[float]](), dict[str, int]()
@@ -94,14 +94,14 @@ class Decoding:
 
 
 def last_gaps(times: list[float]) -> list[float]:
-    """The last two between tokens that did not come together."""
+    """Return the last two gaps between tokens that did not arrive together."""
     apart = sorted(set(times))[-3:]
     return [after - before for before, after in zip(apart, apart[1:], strict=False)]
 
 
 @contextmanager
 def served(args: argparse.Namespace) -> Iterator[str]:
-    """Serve on the GPUs that the channel asks for; this process has the first one."""
+    """Serve on the GPUs that the channel needs; this process uses the first one."""
     torch.cuda.init()
     flags = (
         *("--device", "cuda", "--model", str(args.model), "--weight-channels", "ipc,broadcast"),

@@ -1,4 +1,4 @@
-"""Workloads of rollouts, and the requests that they are made of. No torch."""
+"""Workloads of rollouts, and their requests. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Workload(NamedTuple):
 
 
 def shortened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
-    """Exactly max_tokens, so that the batch stays full until the end."""
+    """Return the request with exactly max_tokens, so that the batch stays full until the end."""
     return msgspec.structs.replace(
         request,
         sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens, ignore_eos=True),
@@ -31,8 +31,8 @@ def shortened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
 
 
 def renamed(requests: list[GenerateRequest], turn: str) -> list[GenerateRequest]:
-    """The same requests as new ones: other ids and groups, and a salt of their own, so that no run
-    profits from an earlier one.
+    """Return the same requests as new ones, with other ids, groups and a salt of their own, so that
+    no run profits from an earlier one.
     """
     return [
         msgspec.structs.replace(r, id=f"{r.id}/{turn}", group_id=f"{r.group_id}/{turn}", salt=turn)

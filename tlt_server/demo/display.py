@@ -22,7 +22,7 @@ STARTING = (
 
 
 class Display:
-    """A context manager; `say` prints a line above what is live. On a terminal the live part is
+    """A context manager; `say` prints a line above the live part. On a terminal the live part is
     redrawn four times a second.
     """
 
@@ -57,7 +57,7 @@ class Display:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, doing: str) -> None:
-        """Something without figures begins."""
+        """Show an activity without figures."""
         self._doing, self._round, self._started = doing, None, time.monotonic()
         if self._live is None:
             self.say(doing)

@@ -42,12 +42,12 @@ def parse(text: str) -> Tree:
 
 
 def evaluate(tree: Tree) -> int:
-    """Integer value; ValueError where a division is not exact."""
+    """Return the integer value; ValueError if a division is not exact."""
     return tree if isinstance(tree, int) else apply(tree[0], evaluate(tree[1]), evaluate(tree[2]))
 
 
 def render(tree: Tree) -> str:
-    """The shortest text that `parse` reads back as the same tree."""
+    """Return the shortest text that `parse` reads back as the same tree."""
     if isinstance(tree, int):
         return str(tree)
     operator, left, right = tree

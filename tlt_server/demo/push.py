@@ -1,8 +1,8 @@
-"""The demo's last act: new target weights arrive while a batch runs, and every token says which
-version made it.
+"""The demo's last act: new target weights arrive while a batch runs, and every token names the
+version that computed it.
 
-What is pushed is a slightly perturbed copy of the served target, as the next step of a training run
-would be. No torch.
+The pushed weights are a slightly perturbed copy of the served target, like the next step of a
+training run. No torch.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class PushOutcome(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Spans are in order and cover each response exactly, and what came after the push is of
-        the new version alone.
+        """Return True if spans are in order and cover each response exactly, and everything after
+        the push is of the new version.
         """
         for name, spans in self.spans.items():
             edges = [0, *(end for _, _, end in spans)]

@@ -1,8 +1,8 @@
 """The demo's rounds: the same seeded batch under one policy after another, posted over HTTP and
 streamed back.
 
-Each round has a salt of its own, so no round profits from an earlier one's KV or text, and every
-policy starts without experience.
+Each round has its own salt, so no round profits from an earlier one's KV or text, and every policy
+starts without experience.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DemoEngine(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A round while it runs."""
+    """The state of a round while it runs."""
 
     tokens: int
     seconds: float
@@ -66,7 +66,7 @@ class Moment(NamedTuple):
 
 
 class RoundOutcome(NamedTuple):
-    """A round when it is over; `choices[i]` are the responses to problem i."""
+    """The result of a round; `choices[i]` are the responses to problem i."""
 
     round: Round
     choices: list[list[Choice]]
@@ -99,7 +99,7 @@ class RoundOutcome(NamedTuple):
         )
 
     def differing(self, reference: RoundOutcome) -> int:
-        """Responses that are not the reference's, token for token."""
+        """Responses that differ from the reference's in any token."""
         return sum(
             mine.token_ids != theirs.token_ids
             for ours, others in zip(self.choices, reference.choices, strict=True)

@@ -1,7 +1,7 @@
-"""`tlt serve` as a process of its own on a free loopback port, for as long as a `with` block lasts.
+"""`tlt serve` as a separate process on a free loopback port, during a `with` block.
 
 Used by the demo, by benches and by the end-to-end tests. The process sees no `TLT_*` variable of
-ours, and no Ctrl-C: its caller stops it, and where the caller is killed, the system does.
+this one, and no Ctrl-C: its caller stops it; if the caller is killed, the system does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The demo's last word: one row per round, a sample, and the figures as JSON."""
+"""The demo's final output: one row per round, a sample, and the figures as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADINGS = (
 
 
 def percentile(values: list[int], percent: int) -> int:
-    """Nearest rank, of sorted values."""
+    """Return the nearest-rank percentile of sorted values."""
     return values[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
@@ -73,7 +73,7 @@ def rounds_table(outcomes: list[RoundOutcome]) -> Table:
 
 
 def print_sample(console: Console, problems: list[Exercise], outcome: RoundOutcome) -> None:
-    """The shortest rewarded response that still has a few lines, else the first response."""
+    """Print the shortest rewarded response with at least a few lines, else the first response."""
     texts = [
         (task, choice.text or "")
         for task, group in zip(problems, outcome.choices, strict=True)

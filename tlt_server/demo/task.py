@@ -40,7 +40,7 @@ class Exercise:
 
 
 def problem(seed: int) -> Exercise:
-    """The problem of this seed; the same on every machine and Python version from 3.11."""
+    """Return the problem of this seed; the same on every machine and Python version from 3.11."""
     rng = Random(f"arith-{seed}")
     kind = rng.choices(("expression", "column", "countdown"), (46, 30, 24))[0]
     return {
@@ -81,7 +81,7 @@ def reward(task: Exercise, response_text: str) -> float:
 
 # A tree is an int, or (operator, left, right).
 def _say(rng: Random, *choices: str) -> str:
-    """One phrasing; earlier ones are more common."""
+    """Return one phrasing; earlier ones are more common."""
     return rng.choices(choices, [1 / (i + 1) for i in range(len(choices))])[0]
 
 
@@ -124,7 +124,7 @@ def _reducible(tree: Tree, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
 
 
 def _reduce_at(tree: Tree, path: tuple[int, ...]) -> tuple[Tree, Tree]:
-    """(the tree with the node at `path` replaced by its value, that node)."""
+    """Return the tree with the node at `path` replaced by its value, and that node."""
     if not path:
         return evaluate(tree), tree
     assert not isinstance(tree, int)
@@ -158,7 +158,7 @@ def _solve_expression(task: Exercise, rng: Random) -> str:
 
 
 def _left_to_right(body: str, rng: Random) -> str | None:
-    """The hasty way: no precedence, no brackets. None where it would leave 0..2000."""
+    """Solve hastily, without precedence or brackets. None if a value would leave 0..2000."""
     pieces = re.findall(r"\d+|[+\-*]", body)
     value = int(pieces[0])
     lines = [_say(rng, "Quick: left to right.", "Just go left to right.", "In one go.")]
@@ -205,7 +205,7 @@ class _Hand:
     forgets: bool
 
     def digit(self, sum_text: str, total: int, last: bool) -> tuple[str, int]:
-        """(the line of one column, the carry taken on)."""
+        """Return the line of one column, and the carry."""
         if last:
             return f"{sum_text}={total}, {self.write} {total}.", 0
         carry = total // 10
@@ -274,7 +274,7 @@ def _solve_column(task: Exercise, rng: Random) -> str:
 
 
 def _options(value: int, operand: int) -> list[str]:
-    """The operators a writer considers after `value`, given the next number."""
+    """Return the operators that a writer considers after `value`, given the next number."""
     options = ["+", "*"]
     if value >= operand:
         options.append("-")
@@ -285,8 +285,8 @@ def _options(value: int, operand: int) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _hit_chances(numbers: tuple[int, ...]) -> dict[int, float]:
-    """P(one random try ends at v) for each reachable v: order uniform, each operator uniform among
-    `_options`.
+    """Return P(one random try ends at v) for each reachable v: order uniform, each operator uniform
+    among `_options`.
     """
     chances: dict[int, float] = {}
     orders = list(permutations(numbers))

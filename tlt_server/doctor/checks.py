@@ -1,4 +1,4 @@
-"""The table of checks, in the order of the report. One that needs torch runs in a child process,
+"""The table of checks, in the order of the report. Checks that need torch run in a child process,
 which may crash without harm.
 """
 
@@ -29,7 +29,7 @@ class Check(NamedTuple):
 
 
 def chosen(config: Config | None, *, in_child: bool) -> list[Check]:
-    """Return the checks that can be made; without usable settings, only those that need none."""
+    """Return the possible checks; without usable settings, only those that need none."""
     return [
         check
         for check in CHECKS

@@ -1,4 +1,4 @@
-"""The checks that need torch, in a process of their own: settings as JSON on stdin, one finding per
+"""The checks that need torch, in a separate process: settings as JSON on stdin, one finding per
 line on stdout.
 """
 

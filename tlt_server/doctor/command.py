@@ -1,5 +1,5 @@
-"""`tlt doctor`: runs every check and says what it found, with a remedy for each fault. Exit
-status 1 when one fails.
+"""`tlt doctor`: runs every check and prints its finding, with a remedy for each fault. Exit status
+1 if one fails.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine_all(flags: Mapping[str, object], file: Path | None) -> Iterator[Finding]:
-    """Findings in the order of the table. Each fault of the settings is one; a check that needs a
-    setting at fault fails, and says so.
+    """Yield the findings in the order of the table. Each fault of the settings is one; a check that
+    needs a faulty setting fails and names it.
     """
     config, faults = usable_settings(flags, file)
     if config is not None and not faults:

@@ -79,7 +79,7 @@ def _kept_starts() -> str:
 
 
 def _driver() -> str:
-    """Version of the NVIDIA driver that is loaded; empty without one."""
+    """Return the version of the loaded NVIDIA driver; empty without one."""
     if not DRIVER.exists():
         return ""
     version = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())

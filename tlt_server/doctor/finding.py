@@ -32,13 +32,13 @@ def fail(found: str, remedy: str) -> Finding:
 
 
 def refused(error: TltError) -> Finding:
-    """Split our message, which names value and limit, then, after a semicolon, the remedy."""
+    """Split our message into value and limit and, after a semicolon, the remedy."""
     found, _, remedy = error.message.partition("; ")
     return fail(found, remedy or "correct it; tlt serve --help lists all settings")
 
 
 def examine(name: str, check: Callable[[], Finding]) -> Finding:
-    """Return the check's finding under its name; an error that it raises is one, too."""
+    """Return the check's finding under its name; a raised error is a finding, too."""
     try:
         finding = check()
     except TltError as error:

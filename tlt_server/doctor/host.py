@@ -101,7 +101,7 @@ def processors(config: Config) -> Finding:
 
 
 def _cpu_quota() -> float | None:
-    """Processors that the control group (a container's limit) allows."""
+    """Return the number of processors that the control group (a container's limit) allows."""
     try:
         quota, period = CPU_QUOTA.read_text().split()
         return int(quota) / int(period)

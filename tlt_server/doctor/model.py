@@ -53,7 +53,7 @@ UNDECIDED = fail(
 
 
 def _choice(config: Config) -> tuple[DeviceChoice, Gpu]:
-    """Choose as the engine would."""
+    """Return the engine's choice of device."""
     gpu = look()
     return choose(engine_settings(config), gpu, ModelFiles(config.model)), gpu
 
@@ -99,7 +99,7 @@ def drafter(config: Config) -> Finding:
 
 
 def numerics(config: Config) -> Finding:
-    """The loader's self-test on matmuls of the shapes of a rank, with other values."""
+    """Run the loader's self-test on matmuls of a rank's shapes, with other values."""
     chosen = _chosen(config)
     if chosen is None:
         return UNDECIDED
@@ -127,8 +127,8 @@ def numerics(config: Config) -> Finding:
 
 
 def _stand_ins(model: Decoder) -> tuple[list[tuple[Tensor, Tensor | None]], list[WeightSlice]]:
-    """Return what `model.tested()` does, as random values in the same layouts, not wider than the
-    self-test needs.
+    """Return random values in the layouts of `model.tested()`, not wider than the self-test
+    needs.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Checks of ports, files and directories that the settings name. No torch."""
+"""Checks of the ports, files and directories in the settings. No torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The settings that the checks read: all that are sound, also where others are at fault.
+"""The valid settings for the checks, even if others are faulty.
 
-A check that reads one at fault fails with its name. The process of the checks that need torch gets
-both as JSON.
+A check that reads a faulty setting fails with its name. The process of the checks that need torch
+gets both as JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Usable(NamedTuple):
 
 
 class _Sound(ResolvedConfig):
-    """Settings of which some must not be read."""
+    """Settings, some of which must not be read."""
 
     at_fault: ClassVar[frozenset[str]] = frozenset()
 

@@ -187,7 +187,7 @@ class Pin(Struct, frozen=True):
 
 
 class Arms(Struct, frozen=True):
-    """The strategies that a policy may choose from, besides no speculation: all of these drafters,
+    """The strategies that a policy may choose from, next to none: all of these drafters,
     and these.
 
     A policy that decides the rows by itself uses the depths and widths of the latter.

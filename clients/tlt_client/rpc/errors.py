@@ -34,9 +34,9 @@ HTTP_STATUS = {
 
 
 def error_of(failed: grpc.RpcError) -> TltClientError:
-    """Return the error that a failed call carries; its `status` is the HTTP status nearest to
-    gRPC's. Failures of the transport or the network carry none: a lost connection is
-    `ConnectionFailed`, any other one a `ServerError` of the code `unknown`.
+    """Return the error of a failed call; its `status` is the HTTP status nearest to gRPC's.
+    Failures of the transport or the network have none: a lost connection is `ConnectionFailed`, any
+    other one a `ServerError` of the code `unknown`.
     """
     call: Any = failed  # a call and an error in one
     name, metadata = call.code().name, dict(call.trailing_metadata() or ())

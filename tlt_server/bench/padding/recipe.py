@@ -76,7 +76,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One model of the pair: each call of `tensors()` starts its recipe."""
+    """One model of the pair. Each call of `tensors()` restarts its recipe."""
 
     source: Path  # the small model's directory: tokenizer, generation config, calibration
     config: dict[str, Any]
@@ -84,7 +84,7 @@ class Checkpoint:
     _padding: Padding
 
     def tensors(self) -> Named:
-        """(published name, tensor) one after another; the caller may keep or drop each."""
+        """Yield (published name, tensor) one after another; the caller may keep or drop each."""
         is_drafter = "draft_vocab_size" in self.config
         return (
             self._padding.drafter(self._small)
@@ -107,7 +107,8 @@ def pad(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Pair:
-    """The pair of directories `target` and `drafter` in `shape`. `ModelError` when it does not fit.
+    """Return the pair of directories `target` and `drafter` in `shape`. `ModelError` if it does not
+    fit.
 
     Extra entries depend on seed, tensor name, dtype and the kind of device. On `meta` only names,
     shapes and dtypes are made.
@@ -151,7 +152,7 @@ def pad(
 
 
 def _check_drafter(drafter: Path, raw: dict[str, Any], tensors: Tensors) -> None:
-    """`ModelError` where its form has no padding."""
+    """Raise `ModelError` if the drafter's form cannot be padded."""
     if raw.get("norm_before_residual"):
         raise ModelError(
             f"{drafter}: 'norm_before_residual' is true; only a drafter whose residual stream "
@@ -271,8 +272,8 @@ class Padding:
         )
 
     def matrix(self, name: str, axes: tuple[str, ...], small: Tensor | None) -> Tensor:
-        """`small` (zeros where the small model has no such tensor) among random values; None:
-        random values only.
+        """Return `small` (zeros if the small model lacks the tensor) among random values; None:
+        only random values.
         """
         chosen = [self.axes[axis] for axis in axes]
         large = self.random(
@@ -310,8 +311,8 @@ class Padding:
             yield f"{prefix}{name}.weight", self.norm(f"{prefix}{name}.weight", small, 0.0)
 
     def norm(self, name: str, small: Tensor | None, constant: float) -> Tensor:
-        """`constant`: what the constant channel becomes where the small residual's root mean square
-        is 1.
+        """Return the padded norm. `constant`: the constant channel's output when the small
+        residual's root mean square is 1.
         """
         large = self.random(name, (self.shape.hidden,), self.norm_scale)
         if small is not None:
@@ -320,8 +321,8 @@ class Padding:
         return large
 
     def embedding(self, small: Tensor) -> Tensor:
-        """Extra tokens repeat the small ones, so any prompt of the large vocabulary is a prompt of
-        the small one.
+        """Return the padded embedding. Extra tokens repeat the small ones, so any prompt of the
+        large vocabulary is a prompt of the small one.
         """
         large = self.random(
             "model.embed_tokens.weight", (self.shape.vocab, self.shape.hidden), WHISPER
@@ -340,8 +341,8 @@ class Padding:
         return large
 
     def vocabulary_map(self, d2t_c: Tensor, vocab: int) -> Named:
-        """The small draft ids, then further ones spread over the extra tokens; ascending as before,
-        in one dtype each.
+        """Yield the vocabulary map: the small draft ids, then further ones spread over the extra
+        tokens, ascending, in one dtype each.
         """
         count = self.shape.draft_vocab - len(d2t_c)
         further = vocab + torch.arange(count) * (self.shape.vocab - vocab) // max(1, count)

@@ -1,8 +1,8 @@
-"""The large models' sizes, which small pair fits into them, and the config.json of what comes out.
-`write_config` gives sizes alone, for random weights.
+"""The large models' sizes, the small pairs that fit into them, and the resulting config.json.
+`write_config` writes only sizes, for random weights.
 
-What fits: a Qwen2 target, or a Llama without biases, in shapes of the same head width. A Llama
-shape takes a small model's q, k and v biases by `attention_bias` (the real one has none); Qwen3
+A Qwen2 target fits, or a Llama without biases, in shapes of the same head width. A Llama shape has
+room for a small model's q, k and v biases by `attention_bias` (the real one has none); Qwen3
 normalises queries and keys, which nothing can undo. Rotary parameters are the small model's: the
 frequencies must be, and cost nothing.
 """
@@ -52,7 +52,7 @@ class Shape:
     head_dim: int = 128
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """Return the config.json of a target of this shape, whose weights are random."""
+        """Return the config.json of a target of this shape with random weights."""
         raw = {"architectures": FAMILIES[self.family]["architectures"], "rope_theta": 1e6}
         return target_config(raw, self, 1e-6, dtype)
 
@@ -84,12 +84,12 @@ SHAPES = {
 
 
 def write_config(directory: Path, shape: Shape, dtype: str) -> None:
-    """Write the config.json of a target of this shape, for an engine that draws its weights."""
+    """Write the config.json of a target of this shape, for an engine that draws random weights."""
     (directory / "config.json").write_text(json.dumps(shape.config(dtype)))
 
 
 def check_fit(target: ModelConfig, drafter: ModelConfig, draft_vocab: int, shape: Shape) -> None:
-    """`ModelError` unless the small pair fits into the shape."""
+    """Raise `ModelError` unless the small pair fits into the shape."""
     if target.architecture not in ("Qwen2ForCausalLM", "LlamaForCausalLM"):
         raise ModelError(
             f"a {target.architecture} cannot be padded; "
@@ -148,8 +148,8 @@ def _check_sizes(who: str, sizes: dict[str, tuple[int, int]]) -> None:
 
 
 def live_layers(small: int, large: int) -> tuple[int, ...]:
-    """Return the place of each small layer, spread over the depth. Layers between add nothing, so a
-    small layer's input stays the same.
+    """Return the place of each small layer, spread over the depth. Layers in between add nothing,
+    so a small layer's input stays the same.
     """
     return tuple(index * large // small for index in range(small))
 

@@ -1,8 +1,8 @@
-"""Drafters of a replay: recorded trees under the table that the replay has learnt so far.
+"""Drafters of a replay: recorded trees under the table that the replay has learned so far.
 
-`RecordedDrafts` answers as the drafter would: the record has the nodes, their cells and which of
-them the response follows; survivals follow from the table in force, and what the table and the
-budget would have kept from growing is cut off again. Drafters that read only text are not recorded:
+`RecordedDrafts` answers like the drafter: the record has the nodes, their cells and which of them
+the response follows. Acceptance probabilities follow from the active table, and nodes that this
+table and the budget would have excluded are cut off. Drafters that read only text are not recorded:
 the CPU's own run on the replayed text.
 
 Legend: B requests, M nodes of a request, P recorded positions.
@@ -37,7 +37,7 @@ class Drafts(Proposing, Protocol):
 
 
 class _Grown(NamedTuple):
-    """Recorded trees of one width, and what follows from their parents."""
+    """Recorded trees of one width, with levels and depths derived from their parents."""
 
     trees: RecordedTrees
     level_PM: NDArray[np.uint8]
@@ -45,7 +45,7 @@ class _Grown(NamedTuple):
 
 
 def drafts_of(record: RolloutRecord) -> dict[str, Drafts]:
-    """Return the drafters that the recorded engine had."""
+    """Return the drafters of the recorded engine."""
     found: dict[str, Drafts] = {}
     for name in record.header.drafters:
         if name in record.tables:
@@ -113,7 +113,7 @@ class RecordedDrafts:
     def finish(
         self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
     ) -> None:
-        """Do nothing: positions say all there is."""
+        """Do nothing: the positions suffice."""
 
     @property
     def deepest(self) -> dict[int, int]:
@@ -148,7 +148,7 @@ class RecordedDrafts:
         batch: DraftBatch,
         columns: int,
     ) -> NDArray[np.int32]:
-        """Return the response's token where a node is its own, else -1."""
+        """Return the response's token at its own nodes, else -1."""
         token_BM = np.full((len(at_B), columns), -1, np.int32)
         own_BD = grown.trees.own_PD[at_B]
         b, d = np.nonzero(own_BD < columns)
@@ -159,7 +159,7 @@ class RecordedDrafts:
 
 
 def check_strategy(header: RecordHeader, strategy: Strategy) -> None:
-    """`StartupError` where the record cannot tell what this strategy drafts."""
+    """Raise `StartupError` if the record does not contain the drafts of this strategy."""
     drafter = strategy.drafter
     if drafter not in header.drafters:
         raise StartupError(
@@ -182,9 +182,9 @@ def check_strategy(header: RecordHeader, strategy: Strategy) -> None:
 
 
 def _grown(trees: RecordedTrees, width: int) -> _Grown:
-    """Find the level and the depth of every node. A level plants the children of up to `width`
-    nodes of earlier levels; where it plants fewer, nothing older was left to grow, so the next
-    family's parent is of that level itself.
+    """Find the level and the depth of every node. A level adds the children of up to `width` nodes
+    of earlier levels. If it adds fewer, no older node was left to expand, so the next family's
+    parent is in that level itself.
     """
     parent_PM = trees.parent_PM
     positions, columns = parent_PM.shape
@@ -213,8 +213,8 @@ def _cut(
     level_BM: NDArray[np.uint8],
     budget: int,
 ) -> None:
-    """Remove families whose parent would not have been expanded: it survives no better than the
-    floor, or than the `budget`-th best node that was known before its level.
+    """Remove families whose parent would not have been expanded: its acceptance probability does
+    not exceed the floor, or that of the `budget`-th best node known before its level.
     """
     rows = np.arange(len(live_BM))[:, None]
     above_BM = np.where(parent_BM == NONE, 0, parent_BM)
@@ -227,7 +227,7 @@ def _cut(
 
 
 def shapes_of(drafts: Proposing, drafter: str, device: str) -> Iterator[tuple[int, int]]:
-    """Yield the depths and widths of trees that can be asked for."""
+    """Yield the available depths and widths of trees."""
     recorded = drafts.drafter if isinstance(drafts, Branching) else drafts
     half = DRAFTERS[drafter].half(device)
     deepest = dict.fromkeys(half.widths, half.deepest)

@@ -1,21 +1,20 @@
 """The best choice for a step, in hindsight.
 
-For every drafter, depth, width and number of draft rows, and for no speculation, the tokens that a
-step would have given are known, because the record says which drafts its response follows, and its
-seconds follow from the cost model. The best choice is the one with the most tokens per second.
+For every drafter, depth, width and number of draft rows, and for no speculation, the tokens of a
+step are known, because the record says which drafts its response follows, and its seconds follow
+from the cost model. The best choice is the one with the most tokens per second.
 
-What it may choose is what a policy may choose: rows still go to the nodes that survive best, not to
-those that will be accepted. What it knows in addition is the outcome of this very step, for each of
-its choices; so no policy can do better in a step, and one that knew all probabilities would still
-do a little worse. It optimises the throughput of each step by itself, in the state that the policy
-under judgement has brought about, and does not look ahead: it does not weigh that a long response
-holds up the end of the batch.
+Its options are those of a policy: rows still go to the most probable nodes, not to those that will
+be accepted. It additionally knows the outcome of this very step for each option. So no policy can
+do better in a step, and even one that knew all probabilities would do slightly worse. It optimises
+the throughput of each step by itself, in the state that the judged policy has reached, and does not
+look ahead: it ignores that a long response delays the end of the batch.
 
 A step of t seconds and n tokens has a regret of t - n / r seconds, where r is the best choice's
-rate: the time it took more than the same tokens would have taken at that rate. It is never
-negative, and zero for the best choice. Much of it is luck that no policy can foresee. The
-*expected* regret leaves that out: there the tokens of every choice, also of the one that was made,
-are the sum of the survivals of its nodes.
+rate: its extra time over the same tokens at that rate. It is never negative, and zero for the best
+choice. Much of it is luck that no policy can foresee. The *expected* regret leaves that out: there
+the tokens of every choice, also of the actual one, are the sum of the acceptance probabilities of
+its nodes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from tlt_server.wire.records import OFF, StepContext, Strategy
 
 
 class OpenStep(NamedTuple):
-    """A step that is about to run, with the state that the device has."""
+    """A step before it runs, with the device's state."""
 
     context: StepContext
     batch: DraftBatch  # requests that decode and have not ended
@@ -54,7 +53,7 @@ class OpenStep(NamedTuple):
         return len(self.batch) + self.others
 
     def counts(self, candidates: Candidates) -> NDArray[np.bool_]:
-        """Return which nodes can add a token: a response's last one comes without a draft."""
+        """Return which nodes can add a token: a response's last token needs no draft."""
         return candidates.depth_N < self.left_B[candidates.request_N]
 
 

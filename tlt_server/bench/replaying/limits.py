@@ -31,21 +31,21 @@ class Limits(Protocol):
     def of(self, strategy: Strategy, requests: int, live: int, *, prompts: bool) -> StepRows: ...
 
     def choices(self, requests: int, live: int, *, prompts: bool) -> Rows:
-        """Return the numbers of draft rows that a policy may ask for, in ascending order."""
+        """Return the numbers of draft rows that a policy may request, ascending."""
 
     def read(self, context: StepContext, live: int, asked: Rows, drafted: Rows) -> Rows:
-        """Return the rows that the target reads in steps of these draft rows, as asked for and as
-        there are nodes; padding included.
+        """Return the rows that the target computes in steps with these requested and these
+        available draft rows, padding included.
         """
 
     def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
         """Return the `Strategy.budget` that verifies this number of draft rows."""
 
     def ranked(self, acceptance_N: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return survivals as the device compares them."""
+        """Return acceptance probabilities as the device compares them."""
 
     def seen(self, strategy: Strategy, live: int) -> int:
-        """Return the requests of a step whose trees the host sees, if it sees any."""
+        """Return the number of requests whose trees the host sees; 0 if it sees none."""
 
 
 class CpuLimits:
@@ -75,7 +75,7 @@ class CpuLimits:
 
 
 class GpuLimits:
-    """A batch is padded to a bucket, and drafts take the rows of the padding."""
+    """The limits of a GPU: a batch is padded to a bucket, and drafts use the padding's rows."""
 
     def __init__(self, header: RecordHeader) -> None:
         from tlt_server.engine.devices import DEVICES

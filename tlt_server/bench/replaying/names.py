@@ -1,4 +1,6 @@
-"""Policies as the command line and figures name them: `goodput`, `fixed:eagle:7x1x8`. No torch."""
+"""Names of policies on the command line and in figures: `goodput`, `fixed:eagle:7x1x8`. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from tlt_server.wire.records import parse_strategy
 
 
 def parse_policy(text: str) -> SetPolicy:
-    """Read a policy. `StartupError` names what is wrong with it."""
+    """Parse a policy. `StartupError` if it is invalid."""
     name, _, strategy = text.partition(":")
     POLICIES.resolve(name)
     if (name == "fixed") != bool(strategy):

@@ -1,4 +1,4 @@
-"""Plays a rollout on an engine under one policy, and keeps what every step verified."""
+"""Plays a rollout on an engine under one policy, and records what every step verified."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def play(
 
 
 def _verified(finished: Finished, root_W: list[int], index: Mapping[str, int]) -> list[Verified]:
-    """Return what a step verified of each request that decoded."""
+    """Return the verified rows of each decoding request in a step."""
     return [
         Verified(
             index[chunk.sequence.id],

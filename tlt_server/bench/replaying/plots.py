@@ -19,7 +19,7 @@ WINDOWS = 120  # over which tokens per second are averaged
 
 
 def check_plots() -> None:
-    """Refuse what cannot be drawn before a replay takes its time."""
+    """Raise `StartupError` early if plots cannot be drawn."""
     if find_spec("matplotlib") is None:
         raise StartupError(
             "--plots needs matplotlib, which is not installed; install it with pip install "

@@ -2,7 +2,7 @@
 looks outcomes up.
 
 Tokens come from the record, seconds from its cost model. On a GPU the outcome of a step arrives one
-step late, as there. What is simulated of a device is in `limits`, of drafters in `drafts`.
+step late, as in reality. `limits` simulates a device, `drafts` its drafters.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ReplayedCycle(NamedTuple):
 
 
 class OpenCycle(NamedTuple):
-    """A step whose outcome is not known yet."""
+    """A step with unknown outcome."""
 
     finished: Finished
     verified: list[Verified]
@@ -93,7 +93,7 @@ class ReplayRunner:
         self._drafted_steps = 0
 
     def step(self, batch: Batch) -> OpenStep:
-        """Look at a step before it runs."""
+        """Return a step before it runs."""
         decoding = [chunk for chunk in batch.chunks if chunk.decodes and self._left(chunk)]
         responses = self._responses
         number_B = np.array([int(chunk.sequence.id) for chunk in decoding], np.int64)
@@ -155,7 +155,7 @@ class ReplayRunner:
         return self._flights.popleft()
 
     def end(self, sequence: Sequence) -> None:
-        """Tell the drafters that a sequence has ended."""
+        """Note for the drafters that a sequence has ended."""
         request = sequence.request
         for drafter in self._drafts.values():
             drafter.finish(sequence.id, request.group_id, sequence.tokens, sequence.prompt_len, "")
@@ -165,7 +165,7 @@ class ReplayRunner:
         return int(self._output_len_N[n] - self._known_N[n])
 
     def _emissions(self, batch: Batch, accepted: dict[str, int]) -> list[Emission]:
-        """Give each chunk that samples its next tokens, and advance the device's state."""
+        """Give each sampling chunk its next tokens, and advance the device's state."""
         emissions = []
         for chunk in batch.chunks:
             n = int(chunk.sequence.id)
@@ -241,7 +241,7 @@ class Replay:
         )
 
     def run(self, on_tokens: Callable[[int], None] = lambda count: None) -> ReplayResult:
-        """Replay the whole rollout; `on_tokens` gets the tokens of each step."""
+        """Replay the whole rollout. `on_tokens`: called with the tokens of each step."""
         header, responses = self.record.header, self.record.responses
         self.scheduler.submit(
             Sequence(
@@ -288,7 +288,7 @@ class Replay:
 
 
 def known_at_start(record: RolloutRecord) -> Knowledge:
-    """Return what the recorded engine knew when its first run began."""
+    """Return the recorded engine's knowledge at the start of its first run."""
     knowledge = Knowledge(record.header.drafters, record.header.device)
     known = next((run.known for run in record.header.runs if run.known is not None), None)
     try:

@@ -1,7 +1,7 @@
-"""Shares of owners (API keys) in a step: which owner gives up a batch slot or pages for an owner
-below its share, and how a step's prompt rows are divided.
+"""Shares of owners (API keys) in a step: which owner must release a batch slot or pages for an
+owner below its share, and how a step's prompt rows are divided.
 
-A share is the total divided by the number of owners with sequences. A owner may exceed its share
+A share is the total divided by the number of owners with sequences. An owner may exceed its share
 while no other needs the rest. A single owner is unaffected.
 """
 

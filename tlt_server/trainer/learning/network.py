@@ -1,9 +1,9 @@
 """Drafters as trainable tensors, in the checkpoint layouts that `models.eagle` serves: EAGLE-3, and
 EAGLE-1 with EAGLE-2. `draft_networks.ARCHITECTURES` names the class of each.
 
-Parameters are float32 and carry the published names; matmuls run in `compute`, norms, rotations and
-the residual stream in float32. In inference the logits are those of the serving network on the same
-slots. The target's embedding and head are handed in per target version and never trained.
+Parameters are float32 with the published names; matmuls run in `compute`; norms, rotations and the
+residual stream in float32. In inference the logits equal those of the serving network on the same
+slots. The target's embedding and head are passed in per target version and never trained.
 
 Legend: N slots, H hidden, F feature width, A query heads, K KV heads, D head width, C draft
 vocabulary, V target vocabulary.

@@ -55,7 +55,7 @@ class GpuFrame(TargetShape):
 
 
 class Handed(NamedTuple):
-    """One target version with the drafter in force."""
+    """One target version with the active drafter."""
 
     target_version: str
     drafter_version: str
