@@ -187,8 +187,8 @@ class Pin(Struct, frozen=True):
 
 
 class Arms(Struct, frozen=True):
-    """The strategies that a policy may choose from, next to none: all of these drafters,
-    and these.
+    """The strategies that a policy may choose from in addition to OFF: all of these drafters, and
+    these.
 
     A policy that decides the rows by itself uses the depths and widths of the latter.
     """
