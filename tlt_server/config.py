@@ -275,7 +275,7 @@ def _description(model: Path) -> tuple[Path, dict[str, Any]]:
         ) from None
     except ValueError as error:
         raise StartupError(
-            f"{path} is not JSON ({error}); copy it again from where the model came from"
+            f"{path} is not JSON ({error}); copy it again from the model's source"
         ) from None
     if not isinstance(content, dict):
         raise StartupError(

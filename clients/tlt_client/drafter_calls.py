@@ -113,6 +113,6 @@ def fetch_drafter(
                 start = out.tell()
                 data = yield from tried(drafter_file(version, name, start=start, of=of), retries)
                 if not data:
-                    raise Conflict("conflict", f"{name} became shorter; begin again", status=409)
+                    raise Conflict("conflict", f"{name} became shorter; start again", status=409)
                 out.write(data)
     return listed

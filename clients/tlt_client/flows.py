@@ -72,6 +72,6 @@ def result(id: str, timeout_s: float, clock: Callable[[], float] = time.monotoni
                 return Reply(found.results, found.usage, found.numerics)
         if left_s <= 0:
             raise TimeoutError(
-                f"the rollout {id} is not done after {timeout_s:g} s; it goes on: ask again, or "
+                f"the rollout {id} is not done after {timeout_s:g} s; it continues: ask again, or "
                 "delete it"
             )

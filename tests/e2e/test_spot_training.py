@@ -136,7 +136,7 @@ def check_adopted(client: Client) -> Mapping[str, Any]:
 def test_weak_drafter_is_trained_and_adopted_exactly(own: Client) -> None:
     before = begin(own)
     until(lambda: status(own)["state"] in ("training", "evaluating"))
-    with pytest.raises(Conflict, match="a round is on its way"):
+    with pytest.raises(Conflict, match="a round is in progress"):
         own.train_drafter()
     check_adopted(own)
     served = own.drafter()["drafters"][0]

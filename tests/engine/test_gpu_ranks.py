@@ -216,7 +216,7 @@ def test_pushes_rollbacks_and_sleeps_change_both_ranks(
     with monkeypatch.context() as full:
         full.setattr(Arena, "shared", out_of_memory)
         report = send(shared, WakeUp("w", everything))
-        assert report is not None and report.error is not None and "sleeps on" in report.error[1]
+        assert report is not None and report.error is not None and "stays asleep" in report.error[1]
     done(shared, WakeUp("again", everything))
     assert one.checksums() == shared.checksums()
     assert responses(shared, TREE) == expected != first

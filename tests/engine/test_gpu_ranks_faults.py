@@ -220,7 +220,7 @@ def test_structured_outputs_wait_no_longer_than_a_rank_lives(
         newest_of(Stepping("rank 1 ended"), NeverPassed())
     assert time.monotonic() - began_s < link.STEP_S
     monkeypatch.setattr(link, "STEP_S", 0.3)
-    with pytest.raises(EngineFailed, match=r"waited 0.3 s for the GPUs to end order 7"):
+    with pytest.raises(EngineFailed, match=r"waited 0.3 s for order 7 on the GPUs"):
         newest_of(Stepping(""), NeverPassed())
 
 

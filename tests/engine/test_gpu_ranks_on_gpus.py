@@ -149,7 +149,7 @@ def test_weights_sleep_and_wake_on_both_gpus(shared: Pushable) -> None:
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (signal.SIGSTOP, "waited (2 s for rank 1|3 s for the GPUs to end order)"),
+        (signal.SIGSTOP, "waited (2 s for rank 1|3 s for order)"),
         (signal.SIGKILL, r"rank 1 \(process \d+\) was ended by SIGKILL"),
     ],
 )

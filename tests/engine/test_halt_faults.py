@@ -72,7 +72,7 @@ def test_failed_wake_up_stays_asleep_and_can_be_repeated(
     assert report is not None
     assert report.error is not None
     assert report.error[0] == "unavailable"
-    assert "sleeps on" in report.error[1]
+    assert "stays asleep" in report.error[1]
     given_back = ["reclaimed", "freed"] if place == "weights" else []
     assert taken == given_back, "what was taken is given back"
     assert engine.push("new", "v1").result == "conflict", "the weights still sleep"

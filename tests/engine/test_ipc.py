@@ -189,7 +189,7 @@ def test_silent_or_absent_trainer_is_given_up(intake: Intake, memory: SharedMemo
     with pytest.raises(ChannelLost, match=r"0\.5 s passed"):
         received(intake, say(memory=memory))
     receiver = IpcReceiver(PUSH, intake)
-    with pytest.raises(ChannelLost, match="no trainer came"):
+    with pytest.raises(ChannelLost, match="no trainer used"):
         next(receiver.batches())
     receiver.close()
 

@@ -66,8 +66,8 @@ def test_orders_about_kernels_arrive_as_they_were_sent(sent: RankOrder) -> None:
     ("epoch", "number", "why"),
     [
         ("b", 5, "an order of epoch 'b' came in epoch 'a'"),
-        ("a", 6, "order 6 came where order 5 was due: one was lost"),
-        ("a", 4, "order 4 came where order 5 was due: one came again"),
+        ("a", 6, "order 6 came instead of order 5: one was lost"),
+        ("a", 4, "order 4 came instead of order 5: one came again"),
     ],
 )
 def test_order_out_of_turn_or_of_another_epoch_is_refused(

@@ -224,7 +224,7 @@ def test_all_ranks_sleep_on_if_one_has_no_room(short: Pushable) -> None:
     done(short, Sleep("s", ("kv_cache",)))
     report = send(short, WakeUp("w", ("kv_cache",)))
     assert report is not None and report.error is not None
-    assert report.error[0] == "unavailable" and "sleeps on" in report.error[1]
+    assert report.error[0] == "unavailable" and "stays asleep" in report.error[1]
     done(short, WakeUp("again", ("kv_cache",)))
     short.submit(*requests(2))
     short.finish()

@@ -288,7 +288,7 @@ def test_rank_that_cannot_start_is_one_error(
         ({"tensor_parallel": 4}, "has 2 heads, .* use 1 or 2"),
         ({"tensor_parallel": 2, "max_loras": 1}, "LoRA adapters are computed by one rank"),
         ({"tensor_parallel": 2, "weight_staging": "disk"}, "use auto, device or none"),
-        ({"tensor_parallel": 2, "exchange": "nccl"}, "ranks of a CPU exchange by gloo"),
+        ({"tensor_parallel": 2, "exchange": "nccl"}, "ranks on a CPU use gloo"),
         ({"tensor_parallel": 2, "drafter_parallel": "shared"}, "on a CPU the first rank drafts"),
     ],
 )

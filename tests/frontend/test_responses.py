@@ -231,7 +231,7 @@ def test_kept_conversation_has_the_size_counted() -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments is None"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id is None"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
-        ({"tool_choice": "required"}, "tool_choice asks for a call"),
+        ({"tool_choice": "required"}, "tool_choice requires a call"),
         ({"text": {"format": {"type": "json_schema"}}}, "no schema"),
         ({"verbosity": "low"}, "verbosity is 'low'; its name is text.verbosity here"),
         ({"truncation": "auto"}, "truncation is 'auto'"),

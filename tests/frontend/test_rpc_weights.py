@@ -135,7 +135,7 @@ def test_a_wrong_part_ends_the_stream_with_a_typed_error(
         (
             [part(DATA[:40], total=100), part(b"\xff" * 40, total=100)],
             Conflict,
-            "came with other bytes",
+            "was sent with other bytes",
         ),
         ([part(DATA, part="../../x")], InvalidRequest, "part is '../../x'; it must have no '/'"),
         ([part(DATA, version="a/b")], InvalidRequest, "version is 'a/b'; it must have no '/'"),

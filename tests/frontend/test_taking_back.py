@@ -127,7 +127,7 @@ def test_a_sender_does_not_end_a_begun_push(client: Client, server: LiveServer) 
     assert not [
         command for command in server.engine.weight_commands if isinstance(command, AbortWeights)
     ]
-    with pytest.raises(NotFound, match="no upload of version 'a'"):
+    with pytest.raises(NotFound, match="version 'a' has no upload"):
         client.abort_weights("a", upload_only=True)
 
 

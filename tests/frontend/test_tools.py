@@ -320,10 +320,10 @@ def test_every_structure_begins_after_the_reasoning(
 @pytest.mark.parametrize(
     ("fields", "says_"),
     [
-        ({"tools": [], "tool_choice": "required"}, "there are no tools: give some"),
+        ({"tools": [], "tool_choice": "required"}, "but tools is empty: give some"),
         (
             {"tool_choice": {"function": {"name": "h"}}},
-            "tool_choice.function.name is 'h', which is none of the tools",
+            "tool_choice.function.name is 'h', which is not one of the tools",
         ),
         (
             {

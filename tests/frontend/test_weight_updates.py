@@ -451,7 +451,7 @@ async def test_adoption_outlives_its_caller_and_delays_pushes() -> None:
         push = asyncio.create_task(update.push(Manifest(version="v1", path="1")))
         await asyncio.sleep(0)
         assert len(twin.queue) == 1  # the drafter's
-        with pytest.raises(Conflict, match="push is on its way"):
+        with pytest.raises(Conflict, match="push is in progress"):
             await twin.session.adopt(Manifest(role="drafter", version="d2", path="2"))
         twin.do()
         twin.arrive()

@@ -90,7 +90,7 @@ def test_eagle1_drafter_starts_without_a_head_of_its_own(head, tmp_path, capsys)
 def test_numbers_beyond_their_bounds_are_refused(tmp_path, capsys, flags):
     with pytest.raises(SystemExit):
         main(["drafter", "init", *PAIR, "--out", str(tmp_path / "out"), *flags])
-    assert "no whole number from" in capsys.readouterr().err
+    assert "not a whole number from" in capsys.readouterr().err
 
 
 def test_ties_in_the_draft_vocabulary_go_to_the_lower_ids():

@@ -494,7 +494,7 @@ def test_device_refuses_oversized_weights_unread(
         (
             LayerShape(),
             80,
-            "the target has 'head_dim' 80, and the kernels of a GPU have 16, 32, 64, 128, 256",
+            "the target has 'head_dim' 80, but GPU kernels support 16, 32, 64, 128, 256",
         ),
         (LayerShape(), 512, "'head_dim' 512"),
     ],
@@ -510,11 +510,11 @@ def test_shapes_that_a_gpu_refuses(shape: LayerShape, head_dim: int, says: str) 
     [
         (
             {"heads": 34, "kv_heads": 2},
-            "34 query heads over 2 KV heads, and the kernels of a GPU have at most 16",
+            "34 query heads over 2 KV heads, but GPU kernels support at most 16",
         ),
         (
             {"intermediate_size": 18945},
-            "'intermediate_size' 18945, and the kernels of a GPU need a multiple of 8",
+            "'intermediate_size' 18945, but GPU kernels need a multiple of 8",
         ),
         ({"hidden_size": 3588}, "'hidden_size' 3588"),
     ],

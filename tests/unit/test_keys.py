@@ -63,7 +63,7 @@ def test_a_line_is_a_key_its_scopes_and_its_name(tmp_path: Path) -> None:
         ("SECRET scopes=data,", "has the scope ''"),
         ("SECRET name=a/b", "names the key 'a/b'; a name has 1 to 64 letters"),
         ("SECRET name=" + "n" * 65, "1 to 64 letters"),
-        ("sha256:SECRET", "does not go on with 64 hex digits"),
+        ("sha256:SECRET", "but 64 hex digits do not follow"),
         ("sha256:" + "0" * 63, "64 hex digits"),
         ("SECRÉT", "no header can carry"),
         ("SECRET\nSECRET scopes=data", "given twice"),

@@ -184,7 +184,7 @@ def _processor_s(pid: int) -> float:
         said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         raise StartupError(
-            "this bench reads the processor time of its server from /proc, which is not there; "
-            "run it on Linux"
+            "this bench reads the processor time of its server from /proc, which is missing; run "
+            "it on Linux"
         ) from None
     return (int(said[11]) + int(said[12])) / os.sysconf("SC_CLK_TCK")

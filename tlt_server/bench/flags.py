@@ -48,7 +48,7 @@ def batches(text: str) -> tuple[int, ...]:
 
 def leaves(text: str) -> tuple[int, ...]:
     if unknown := [leaves for leaves in counts(text) if leaves not in SPLITS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is no number of leaves: 1, 2, 4 or 8 are")
+        raise argparse.ArgumentTypeError(f"the number of leaves is {unknown[0]}; use 1, 2, 4 or 8")
     return counts(text)
 
 
@@ -75,7 +75,7 @@ def objectives(text: str) -> dict[str, int]:
     pairs = [part.partition(":") for part in text.split(",")]
     for name, _, _ in pairs:
         if name not in OBJECTIVES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(OBJECTIVES)}")
+            raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(OBJECTIVES)}")
     return {name: count(limit_ms) for name, _, limit_ms in pairs}
 
 

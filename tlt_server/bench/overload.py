@@ -144,8 +144,8 @@ def _child(pid: int) -> int:
         return next(int(child) for child in children if b"tlt_server.engine" in commands[child])
     except OSError:
         raise StartupError(
-            "this bench reads the memory of its processes from /proc, which is not there; "
-            "run it on Linux"
+            "this bench reads the memory of its processes from /proc, which is missing; run it on "
+            "Linux"
         ) from None
 
 

@@ -34,8 +34,8 @@ def problems_as_requests(
     file = Path(model) / "tokenizer.json"
     if not file.is_file():
         raise StartupError(
-            f"{file} is not there, and the task's problems are text; "
-            "name a model directory with its tokenizer (--model)"
+            f"{file} is missing, but the task's problems are text; name a model directory with "
+            "its tokenizer (--model)"
         )
     tokenizer = Tokenizer.from_file(str(file))
     requests = []

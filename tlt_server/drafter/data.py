@@ -189,8 +189,8 @@ def _conversation(
             closed = text.render(turns[: at + 1], options={"add_generation_prompt": False})
             if not opened.startswith(known) or not closed.startswith(opened):
                 raise StartupError(
-                    f"{place}: the chat template changes what it wrote before message {at}; give "
-                    "token ids instead"
+                    f"{place}: the chat template changes its earlier text before message {at}; "
+                    "give token ids instead"
                 )
             parts += [(opened[len(known) :], False), (closed[len(opened) :], True)]
             known = closed

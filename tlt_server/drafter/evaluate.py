@@ -228,7 +228,7 @@ def _kinds(args: argparse.Namespace, record: EvaluatedRecord) -> list[str]:
     """Return the kind of each response: the first whose expression occurs in its prompt's text."""
     file = args.target / "tokenizer.json"
     if not file.is_file():
-        raise StartupError(f"{file} is not there, and --kind reads text: leave --kind out")
+        raise StartupError(f"{file} is missing, but --kind reads text: leave --kind out")
     tokenizer, responses = Tokenizer.from_file(str(file)), record.samples.responses
     kinds = []
     for n in range(len(responses)):

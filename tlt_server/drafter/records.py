@@ -69,8 +69,8 @@ class EvaluatedRecord(NamedTuple):
         versions = self.samples.legend.versions
         if len(versions) != 1:
             raise StartupError(
-                f"{self.path} has responses of the versions {', '.join(versions)}, and --target "
-                "has the weights of one; give a --record of that version alone"
+                f"{self.path} has responses of the versions {', '.join(versions)}, but --target "
+                "has the weights of one; give a --record of only that version"
             )
 
     def head(self, responses: int | None) -> SampleSet:

@@ -172,7 +172,7 @@ class Halt:
         if "weights" in memory:
             if self._pushes.in_use:
                 raise Conflict(
-                    "a weight push, a rollback or a reading is under way; wait for it, then put "
+                    "a weight push, a rollback or a read is in progress; wait for it, then put "
                     "the weights to sleep"
                 )
             self._ended += self._settle()
@@ -204,8 +204,8 @@ class Halt:
                     raise
         except torch.OutOfMemoryError:
             raise Unavailable(
-                f"there is no room for {' and '.join(sorted(memory))} now, so that sleeps on; free "
-                "the memory that others took meanwhile, then wake it again"
+                f"there is no room for {' and '.join(sorted(memory))} now, so it stays asleep; "
+                "free the memory that other programs took, then wake it again"
             ) from None
         self._gate.release(*(ASLEEP[each] for each in memory))
 

@@ -162,8 +162,8 @@ class Service:
         """
         if names is None and not caller.may("operate"):
             raise Forbidden(
-                f"to abort all that is open needs the scope operate, and the key {caller.name} "
-                "does not have it; name its requests"
+                f"aborting everything needs the scope operate, and the key {caller.name} does not "
+                "have it; name its requests"
             )
         named = self.generations.named
         ids = self.engine.open_ids if names is None else named.find(names, caller)

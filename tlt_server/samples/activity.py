@@ -51,7 +51,7 @@ def _mapped(path: Path) -> NDArray[np.uint64]:
         if int(word_W[0]) != MAGIC:
             raise ValueError("another file")
     except (OSError, ValueError) as error:
-        raise StartupError(f"{path} is not what tells of requests ({error})") from None
+        raise StartupError(f"{path} is not an activity file ({error})") from None
     return word_W
 
 

@@ -242,13 +242,13 @@ class Arriving:
         sums = dict(self.sums)
         if len(self.found) == 1:
             raise WeightsRefused(
-                f"{self.place}: of the vocabulary map only {next(iter(self.found))!r} is there; "
-                "push both 'd2t' and 't2d', or neither to keep the map in use"
+                f"{self.place}: of the vocabulary map only {next(iter(self.found))!r} was pushed; "
+                "push both 'd2t' and 't2d', or neither to keep the active map"
             )
         if self.in_place and self.others and not self.found:
             raise WeightsRefused(
-                f"{self.place}: the vocabulary map is not there; with weight_staging none a failed "
-                "push may have left another one in use: push 'd2t' and 't2d', too"
+                f"{self.place}: the vocabulary map is missing; with weight_staging none a failed "
+                "push may have left another one active: push 'd2t' and 't2d', too"
             )
         if self.found:
             self._write()
@@ -294,8 +294,8 @@ def check_config(config: ModelConfig, data: bytes | None, where: str) -> None:
         mine, theirs = getattr(config, compared.name), getattr(pushed, compared.name)
         if mine != theirs:
             raise WeightsRefused(
-                f"{where}: {compared.name} is {theirs!r}, the model in use has {mine!r}; a push "
-                "changes values only: for another model restart the server with --model"
+                f"{where}: {compared.name} is {theirs!r}, the active model has {mine!r}; a push "
+                "changes only values: for another model restart the server with --model"
             )
 
 
@@ -322,7 +322,7 @@ def check_shape(
     if name in parameters:
         if tuple(shape) != tuple(parameters[name].shape):
             raise WeightsRefused(
-                f"{where}: tensor {name!r} has shape {list(shape)}, the model in use has "
+                f"{where}: tensor {name!r} has shape {list(shape)}, the active model has "
                 f"{list(parameters[name].shape)}; push the same architecture"
             )
         return
@@ -342,12 +342,12 @@ def check_content(tensor: Tensor, entry: TensorEntry | None, where: str, mix64: 
     if entry.dtype and entry.dtype.removeprefix("torch.") != dtype:
         raise WeightsRefused(
             f"{where}: tensor {entry.name!r} has dtype {dtype}, the manifest says {entry.dtype}; "
-            "push what it describes"
+            "push tensors as described"
         )
     if entry.shape is not None and list(entry.shape) != shape:
         raise WeightsRefused(
             f"{where}: tensor {entry.name!r} has shape {shape}, the manifest says {entry.shape}; "
-            "push what it describes"
+            "push tensors as described"
         )
     if entry.checksum:
         kind = kind_of(entry.checksum)

@@ -217,9 +217,8 @@ class Candidate:
         own_embedding = drafter.own_embedding if own_embedding is None else own_embedding
         if in_place and own_embedding != drafter.own_embedding:
             raise WeightsRefused(
-                "the drafter pushed and the one in use differ in whether they have "
-                "'embed_tokens.weight', and with weight_staging none that cannot change; push a "
-                "drafter of the same layout"
+                "only one of the pushed and the active drafter has 'embed_tokens.weight', which "
+                "cannot change with weight_staging none; push a drafter of the same layout"
             )
         of = self._roles["target"].network if "target" in self._roles else target
         return drafter if in_place else drafter.blank(of, own_embedding=own_embedding)

@@ -97,8 +97,8 @@ class Transaction:
             )
         if self.options.storage.in_place and not manifest.commit:
             raise InvalidRequest(
-                "commit is false, but with --weight-staging none nothing can be staged next to the "
-                "weights in use; push with commit true"
+                "commit is false, but with --weight-staging none nothing can be staged; push with "
+                "commit true"
             )
 
     def _gathering(self, part: Manifest) -> Push | None:
@@ -323,5 +323,5 @@ class Transaction:
         ):
             of = f"of version {version!r} " if version else ""
             of = of or ("of this weight update " if session else "")
-            raise NotFound(f"there is no push {of}on its way; GET /weights says what there is")
+            raise NotFound(f"there is no push {of}in progress; GET /weights lists it")
         return push

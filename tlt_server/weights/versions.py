@@ -239,8 +239,8 @@ class Versions:
                 return parts
             of = f" of the {role}" if role else ""
             raise Conflict(
-                f"no version{of} is kept to go back to: none was pushed since the engine started, "
-                "or the last step was a rollback already; push the version wanted"
+                f"no version{of} is kept for a rollback: none was pushed since the engine "
+                "started, or the last change was a rollback; push the wanted version"
             )
         had = [each for each in before if before[each].version == to and role in (None, each)]
         found = {*had, *self.live_as(to, role).by_role}

@@ -97,7 +97,7 @@ def checkpoint(source: Source) -> Files:
         for name in sorted(expected[file] ^ {held.name for held in specs}):
             where = "index places it there" if name in expected[file] else "index does not list it"
             raise ContentRefused(
-                f"{source.path / file}: tensor {name[:MAX_QUOTE]!r} does not fit, as the {where}; "
+                f"{source.path / file}: tensor {name[:MAX_QUOTE]!r} does not fit: the {where}; "
                 "write index and shards together"
             )
     return files

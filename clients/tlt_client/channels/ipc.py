@@ -140,7 +140,7 @@ class IpcReceiver(Receiver):
 
     def _check_goes_on(self) -> None:
         if self._stopped:
-            raise ChannelLost("the push was ended before its trainer came; push again")
+            raise ChannelLost("the push ended before its trainer connected; push again")
 
     def confirm(self) -> None:
         """Check that the trainer has ended the stream too."""

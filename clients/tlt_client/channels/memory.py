@@ -92,8 +92,8 @@ class SharedHostMemory:
             )
         except (ValueError, OSError) as error:
             raise ContentRefused(
-                f"{len(descriptors)} descriptors came with the memory ({error}); send one of a "
-                "memory file"
+                f"{len(descriptors)} descriptors were sent with the memory ({error}); send one of "
+                "a memory file"
             ) from None
         if not sealed or size != grant.size:
             raise ContentRefused(

@@ -64,8 +64,8 @@ def training_share(
     total = host_memory().total
     if host > total:
         raise StartupError(
-            f"to train the drafter takes {host // MIB} MiB of the host, {features // MIB} of them "
-            f"for features, and it has {total // MIB}; lower drafter_feature_mb, leave "
+            f"training the drafter takes {host // MIB} MiB of the host, {features // MIB} of them "
+            f"for features, but it has {total // MIB}; lower drafter_feature_mb, leave "
             "drafter_training off, or use a machine with more memory"
         )
     return TrainingShare(training if on_gpu else 0, host)

@@ -73,7 +73,7 @@ class WeightReads:
     def hand_over(self, command: HandOver, *, changing: bool) -> None:
         """Answer with the written versions; `Conflict` during a change."""
         if changing:
-            raise Conflict("the weights in use are about to change; ask once that is done")
+            raise Conflict("the active weights are about to change; ask again afterwards")
         if self._versions.quarantined:
             raise Conflict("the active weights are quarantined; push a version first")
         self._readers.check_room(len(self._waiting))
@@ -147,8 +147,7 @@ class WeightReads:
             )
         if changing:
             raise Conflict(
-                "the weights in use are about to change, or change just now; read them once the "
-                "push or rollback is answered"
+                "the active weights are changing; read them once the push or rollback is answered"
             )
         if why := self._versions.quarantined.get(role):
             raise Conflict(f"{name[:200]!r} cannot be read: {why}; push that version, or another")

@@ -147,7 +147,7 @@ def decoded(data: bytes, epoch: str, number: int) -> Envelope[Any]:
         raise EngineFailed(f"an order of epoch {envelope.epoch!r} came in epoch {epoch!r}")
     if envelope.number != number:
         what = "was lost" if envelope.number > number else "came again"
-        raise EngineFailed(f"order {envelope.number} came where order {number} was due: one {what}")
+        raise EngineFailed(f"order {envelope.number} came instead of order {number}: one {what}")
     return envelope
 
 

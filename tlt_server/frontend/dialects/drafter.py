@@ -112,8 +112,8 @@ async def samples(service: Service, after: After = 0, limit: AtMost = LIMIT) -> 
         raise StorageFailed(f"recorded sequences cannot be read: {error}") from None
     if after > found.newest:
         raise InvalidRequest(
-            f"after is {after}, and the newest sequence is {found.newest}: those before were "
-            "removed; begin again with 0"
+            f"after is {after}, and the newest sequence is {found.newest}: earlier ones were "
+            "removed; start again with 0"
         )
     headers = {
         "x-samples-after": str(found.after),
@@ -140,7 +140,7 @@ async def train(service: Service) -> TrainerStatus:
         raise Conflict(f"{trainer.spot.reason}; push another drafter, then ask again")
     if state != TrainerState.IDLE:
         raise Conflict(
-            f"a round is on its way ({state}); wait for its end, which GET /drafter shows"
+            f"a round is in progress ({state}); wait for its end, which GET /drafter shows"
         )
     await trainer.order("train")
     return trainer_status(trainer)

@@ -139,14 +139,14 @@ async def file(
     if version not in (None, drafter.version):
         which = "live" if drafter.candidate is None else "the last candidate"
         raise Conflict(
-            f"version {shown(version)} is not {which} any more; {drafter.version!r} is: begin again"
+            f"version {shown(version)} is not {which} any more, {drafter.version!r} is; start again"
         )
     if not any(found.name == name for found in drafter.files):
         raise NotFound(f"the drafter has no file {shown(name)}; GET /drafter/files lists them")
     try:
         data = await asyncio.to_thread(_slice, drafter.directory / name, start)
     except OSError as error:
-        raise Conflict(f"the file has been removed ({error.strerror}); begin again") from None
+        raise Conflict(f"the file has been removed ({error.strerror}); start again") from None
     return Response(data, media_type=OCTETS)
 
 
@@ -195,7 +195,7 @@ def _live(service: Service) -> tuple[str, Path]:
     if kept is None:
         return info.drafter_version, started
     if kept.version != info.drafter_version:
-        raise Unavailable("the weights change now; ask again")
+        raise Unavailable("the weights are changing; ask again")
     return kept.version, spool / kept.directory if kept.directory else started
 
 

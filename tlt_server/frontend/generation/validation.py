@@ -371,7 +371,7 @@ def _check_priority(priority: int, caller: Caller) -> None:
     if priority < 0 and not caller.may("operate"):
         raise Forbidden(
             f"the priority is {abs(priority)} ahead of the default, and the key {caller.name} "
-            "lacks the scope operate, which that needs: leave it out, or ask to come later"
+            "lacks the scope operate: leave priority out, or use 0 or more"
         )
 
 

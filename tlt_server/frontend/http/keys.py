@@ -178,8 +178,8 @@ def _digest(secret: str, where: str) -> bytes:
     if secret.startswith("sha256:"):
         if not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", secret):
             raise StartupError(
-                f"{where} begins with sha256: but does not go on with 64 hex digits; give the "
-                "SHA-256 of the key, as printf %s KEY | sha256sum prints it"
+                f"{where} begins with sha256: but 64 hex digits do not follow; give the SHA-256 "
+                "of the key, as printf %s KEY | sha256sum prints it"
             )
         return bytes.fromhex(secret.removeprefix("sha256:"))
     if not re.fullmatch(r"[!-~]+", secret):

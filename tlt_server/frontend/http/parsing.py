@@ -280,7 +280,7 @@ def any_json(text: str) -> Any:
     try:
         return ANY.read(memoryview(text.strip().encode("utf-8", "replace")))
     except (Wrong, IndexError, RecursionError):
-        raise _no_json("a text in it is none") from None
+        raise _no_json("a text in it is invalid") from None
 
 
 def _null(forms: Forms[Any], text: memoryview) -> dict[str, bool]:

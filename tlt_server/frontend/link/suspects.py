@@ -165,8 +165,8 @@ class Rests:
         if known is not None and now_s < known.until_s:
             left_s = known.until_s - now_s
             raise Unavailable(
-                f"the engine died {known.deaths} times with requests of this key alone, so the key "
-                f"rests for {left_s:.0f} s; find the request that does it (the server's log names "
-                "what ran), leave it out, and send the others then",
+                f"the engine died {known.deaths} times with requests of this key alone, so the "
+                f"key rests for {left_s:.0f} s; find the request that causes it (the server's log "
+                "names those that ran), leave it out, and send the others afterwards",
                 retry_after_s=left_s,
             )

@@ -168,7 +168,7 @@ class Rollouts:
         rollout = self._shelf.keyed(owner, key)
         if rollout is not None and rollout.header.digest != digest:
             raise Conflict(
-                f"the Idempotency-Key {key[:80]!r} came before with another body; repeat that "
+                f"the Idempotency-Key {key[:80]!r} was used before with another body; repeat that "
                 "body, or use a new key"
             )
         return rollout
@@ -331,8 +331,8 @@ class Rollouts:
         why = mine.difference(kept) if kept is not None else "its journal names no fingerprint"
         if why:
             raise Conflict(
-                f"the rollout was started with other numerics ({why}), so it cannot go on with the "
-                "same tokens; start a server with the same settings, or send the request again"
+                f"the rollout was started with other numerics ({why}), so it cannot continue with "
+                "the same tokens; start a server with the same settings, or send the request again"
             )
 
     def _run(self, rollout: KeptRollout, deadline_s: float, *, accepted: bool = False) -> None:

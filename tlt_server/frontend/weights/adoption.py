@@ -136,7 +136,7 @@ class DrafterExports:
                 "exports are kept below the state directory; restart the server with --state-dir"
             )
         if self._one.locked():
-            raise Conflict("another export is on its way; ask again once it is answered")
+            raise Conflict("another export is in progress; ask again once it is answered")
         async with self._one:
             directory = state.resolve() / EXPORTS / name
             if directory.exists():

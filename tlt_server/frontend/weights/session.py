@@ -157,7 +157,7 @@ class WeightSession:
         if the caller leaves, and other pushes wait for its end.
         """
         if self._update.selector is not None or self._update.pushing or self._adopting.locked():
-            raise Conflict("a weight update is open or a push is on its way; later")
+            raise Conflict("a weight update is open or a push is in progress; try again later")
         await self._adopting.acquire()
         self._adoption = asyncio.create_task(self._adopt(manifest))
         return await asyncio.shield(self._adoption)
@@ -253,8 +253,8 @@ class WeightSession:
         if call in self._update.untold:
             self._update.untold.remove(call)
             raise Conflict(
-                f"the weight update ended by itself, since no call came for {self._ttl_s:g} s "
-                "(weight_update_ttl_s), and what it held was dropped; start another, or send this "
+                f"the weight update ended by itself, since no call arrived for {self._ttl_s:g} s "
+                "(weight_update_ttl_s), and its weights were dropped; start another, or send this "
                 "again to do it outside of an update"
             )
 
@@ -284,7 +284,7 @@ class WeightSession:
                     raise Conflict(
                         "the weight update has ended already and its version is "
                         f"{update.ended.version!r}, not {name!r}; start another and push, or name "
-                        "what is live (POST /update_weight_version)"
+                        "the live version (POST /update_weight_version)"
                     )
                 return update.ended
             update.touched_s = asyncio.get_running_loop().time()
@@ -300,8 +300,8 @@ class WeightSession:
                     else ""
                 )
                 raise Conflict(
-                    f"the last push{whose} in this weight update failed or is under way, so there "
-                    "is nothing to make live; push again and then end it, or start another"
+                    f"the last push{whose} in this weight update failed or is in progress, so "
+                    "there is nothing to make live; push again and then end it, or start another"
                 )
             update.ended = await self._commit(update, name or update.name)
             update.name = name or update.name
@@ -314,9 +314,9 @@ class WeightSession:
             return await self.ask(CommitWeights, name=name, session=update.id)
         if name and not update.calls:
             raise Conflict(
-                f"nothing was pushed in this weight update, so there is nothing to call {name!r}; "
-                "push and then end it, or start another and end it without a name (POST "
-                "/update_weight_version outside of an update names what is live)"
+                "nothing was pushed in this weight update, so there is no version to name "
+                f"{name!r}; push and then end it, or start another and end it without a name "
+                "(POST /update_weight_version outside of an update names the live version)"
             )
         if name and (target := update.reports.get("target")) is not None:
             return await self._name(name, of=target.state.target)

@@ -137,8 +137,8 @@ class Uploads:
         upload = self._uploads.get(version)
         if upload is None or part not in upload.parts:
             raise NotFound(
-                f"there is no part {part[:80]!r} of version {version[:80]!r} on its way; send it "
-                "from its first byte"
+                f"there is no part {part[:80]!r} of version {version[:80]!r}; send it from its "
+                "first byte"
             )
         return PartStatus(part, upload.parts[part].bytes, upload.parts[part].total)
 
@@ -200,9 +200,9 @@ class Uploads:
         upload = self._uploads.get(version)
         if upload is None and not self._room(owner, 1, config.max_uploads, lambda _: 1):
             raise StorageFailed(
-                f"{len(self._uploads)} versions are on their way, the limit is "
-                f"{config.max_uploads} (max_uploads); push or abort one of {sorted(self._uploads)} "
-                "(GET /weights says how old each is)"
+                f"{len(self._uploads)} versions are being uploaded, the limit is "
+                f"{config.max_uploads} (max_uploads); push or abort one of "
+                f"{sorted(self._uploads)} (GET /weights says how old each is)"
             )
         there = upload.parts.get(part) if upload is not None else None
         if there is not None and there.total != total:
@@ -215,8 +215,8 @@ class Uploads:
             if not self._room(owner, total, limit - leaving, lambda upload: upload.total):
                 held = sum(upload.total for upload in self._uploads.values()) + leaving
                 raise StorageFailed(
-                    f"part {part!r} has {total} bytes and {held} are on their way; the limit is "
-                    f"{config.max_upload_mb} MiB (max_upload_mb): push or abort what is there"
+                    f"part {part!r} has {total} bytes and {held} are being uploaded; the limit is "
+                    f"{config.max_upload_mb} MiB (max_upload_mb): push or abort other uploads"
                 )
             if upload is not None and len(upload.parts) >= config.max_upload_parts:
                 raise StorageFailed(
@@ -285,7 +285,7 @@ class Uploads:
             if start + len(data) > part.total:
                 raise InvalidRequest(
                     f"part {name!r} has {part.total} bytes in all and this range reaches "
-                    f"{start + len(data)}; send what Content-Range says"
+                    f"{start + len(data)}; send the range in Content-Range"
                 )
             path, mode = upload.directory / name, "r+b" if part.bytes else "w+b"
             with open(path, mode, opener=private_file) as file:
@@ -293,7 +293,7 @@ class Uploads:
                 again = data[: part.bytes - start]
                 if file.read(len(again)) != again:
                     raise Conflict(
-                        f"part {name!r} came with other bytes before, somewhere in [{start}, "
+                        f"part {name!r} was sent with other bytes before, somewhere in [{start}, "
                         f"{start + len(again)}); abort the version to start again"
                     )
                 file.write(memoryview(data)[len(again) :])

@@ -135,9 +135,9 @@ class GpuEagleNetwork:
             pushed, resident = ("brings", "has none") if own_embedding else ("lacks", "has one")
             remedy = "leave it out of the push" if own_embedding else "push it, too"
             raise ModelError(
-                f"the drafter {pushed} 'embed_tokens.weight', the one in use {resident}, and a "
-                "running GPU engine cannot "
-                f"change that; {remedy}, or restart the server with --drafter naming the other"
+                f"the drafter {pushed} 'embed_tokens.weight', the active one {resident}, and a "
+                f"running GPU engine cannot change that; {remedy}, or restart the server with "
+                "--drafter naming the other"
             )
         made = spread_drafter(target, lambda of: type(self)(self.described, of))
         for network in (made, *made.peers):

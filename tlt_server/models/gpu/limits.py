@@ -17,26 +17,24 @@ def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
     remedy = "serve another model, or start with --device cpu"
     if shape.output_bias:
         raise ModelError(
-            f"{what} has 'attention_bias' true, which gives its output projections biases, and a "
-            f"GPU's have none; {remedy}"
+            f"{what} has 'attention_bias' true, but output projections on a GPU have no biases; "
+            f"{remedy}"
         )
     if shape.mlp_bias:
         raise ModelError(f"{what} has 'mlp_bias' true, but a GPU's MLP has no biases; {remedy}")
     if config.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         raise ModelError(
-            f"{what} has 'head_dim' {config.head_dim}, and the kernels of a GPU have {known}; "
-            f"{remedy}"
+            f"{what} has 'head_dim' {config.head_dim}, but GPU kernels support {known}; {remedy}"
         )
     if config.heads > MAX_GROUP * config.kv_heads:
         raise ModelError(
-            f"{what} has {config.heads} query heads over {config.kv_heads} KV heads, and the "
-            "kernels of a GPU have at most "
-            f"{MAX_GROUP} for one; {remedy}"
+            f"{what} has {config.heads} query heads over {config.kv_heads} KV heads, but GPU "
+            f"kernels support at most {MAX_GROUP} per KV head; {remedy}"
         )
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % WIDTHS:
             raise ModelError(
-                f"{what} has {name!r} {getattr(config, name)}, and the kernels of a GPU need a "
-                f"multiple of {WIDTHS}; {remedy}"
+                f"{what} has {name!r} {getattr(config, name)}, but GPU kernels need a multiple of "
+                f"{WIDTHS}; {remedy}"
             )

@@ -239,7 +239,8 @@ class Packer:
         ]
         if not self._windows:
             raise InvalidRequest(
-                f"none of {len(source.lengths)} documents has three tokens; training needs one"
+                f"all {len(source.lengths)} documents have fewer than three tokens; training "
+                "needs a longer one"
             )
         self._planned: tuple[int, list[list[Placed]]] = (-1, [])
 

@@ -67,7 +67,7 @@ def called(asked: ChatRequest) -> dict[str, dict[str, Any]] | None:
     if choice in ("none", "auto"):
         return None
     if not offered:
-        raise InvalidRequest("tool_choice asks for a call, and there are no tools: give some")
+        raise InvalidRequest("tool_choice requires a call, but tools is empty: give some tools")
     if not isinstance(choice, NamedTool):
         return offered
     name = choice.function.name

@@ -189,9 +189,9 @@ def _form(
         return UpdateFields
     if null.get("weight_dir") is True and "version" not in null:
         raise InvalidRequest(
-            "weight_dir is null, by which a trainer means what it sends through the group of POST "
-            "/init_broadcaster, and no tensors are described; let it name a directory below the "
-            "weight root (prime-rl: weight_broadcast type filesystem), or describe the tensors by "
+            "weight_dir is null, which refers to tensors sent through the group of POST "
+            "/init_broadcaster, but none are described; let it name a directory below the weight "
+            "root (prime-rl: weight_broadcast type filesystem), or describe the tensors by "
             "update_info"
         )
     return DirectoryFields if null.get("weight_dir") is False else ManifestFields

@@ -262,8 +262,8 @@ async def abort(service: Service, asked: PushAbort, version: PushedVersion) -> P
     if asked.upload_only:
         if not opened(service).forget(version):
             raise NotFound(
-                f"there is no upload of version {version[:80]!r} that no push reads; GET /weights "
-                "lists the uploads"
+                f"version {version[:80]!r} has no upload, or a push reads it; GET /weights lists "
+                "the uploads"
             )
     else:
         dropped = service.uploads is not None and service.uploads.drop(version)

@@ -147,7 +147,7 @@ async def cancel(service: Service, caller: Caller, id: ResponseId) -> CancelledR
     if not id.startswith(PREFIX) or not service.abort([id], caller):
         service.responses.find(id, caller)
         raise InvalidRequest(
-            f"the response {id[:100]} has ended; only one that is under way can be cancelled"
+            f"the response {id[:100]} has ended; only a running one can be cancelled"
         )
     return CancelledResponse(id)
 
