@@ -23,7 +23,7 @@ from tlt_client.wire import Reply, RolloutReply, StreamEvent
 
 
 class Operations:
-    """The operations of one call, which both clients have."""
+    """The operations that take one call each; both clients have them."""
 
     rollouts = operation(calls.rollouts)
     server_info = operation(calls.server_info)
@@ -66,7 +66,7 @@ class Operations:
 
 
 class Rollout:
-    """A batch that goes on without its client. The server keeps results for `rollout_ttl_s` after
+    """A batch that continues without its client. The server keeps results for `rollout_ttl_s` after
     its end.
     """
 
@@ -78,13 +78,13 @@ class Rollout:
         return self._transport.ask(calls.fetch(self.id, wait_s))
 
     def result(self, timeout_s: float = 3600.0) -> Reply:
-        """Return the whole reply; wait also while the server restarts. Raise `TimeoutError` when
-        time is up; the rollout goes on.
+        """Return the whole reply, waiting even while the server restarts. Raise `TimeoutError` when
+        time is up; the rollout continues.
         """
         return self._transport.run(flows.result(self.id, timeout_s))
 
     def delete(self) -> None:
-        """Abort its running items, and forget it."""
+        """Abort its running items, and delete it."""
         self._transport.ask(calls.delete(self.id))
 
 
@@ -123,7 +123,7 @@ class Client(Operations):
     def generate(
         self, items: Items, *, detach: bool = False, **options: Unpack[BatchFields]
     ) -> Reply | Rollout:
-        """Return the whole reply; with `detach` return at once a handle of its rollout. `options`:
+        """Return the whole reply; with `detach`, return a handle of its rollout at once. `options`:
         `sampling`, `timeout_s`, `queue_timeout_s`, `priority`, `idempotency_key`.
 
         With an `idempotency_key`, such as a UUID, the same call may be repeated after any failure:

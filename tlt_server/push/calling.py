@@ -1,5 +1,5 @@
-"""A call of a running server by a command: whom it trusts, which key it sends, and failures as one
-line each, with the remedy.
+"""Calls a running server from a command: trusts a CA, sends a key, and prints each failure as one
+line with its remedy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from tlt_server.errors import StartupError
 def call(
     arguments: argparse.Namespace, act: Callable[[Client, Console], None], broken: str = ""
 ) -> int:
-    """Call the server of `push.arguments.add_server` and return the exit status. `broken`: what to
-    do where the connection breaks off. `StartupError`: a file cannot be used.
+    """Call the server that the flags of `push.arguments.add_server` name, and return the exit
+    status. `broken` is the advice to print if the connection breaks. `StartupError` if a file
+    cannot be used.
     """
     console, say = (
         Console(stderr=stderr, soft_wrap=True, highlight=False) for stderr in (False, True)
@@ -49,7 +50,9 @@ def call(
 
 
 def tls_of(arguments: argparse.Namespace) -> Tls | None:
-    """Return the TLS that `push.arguments.add_access` names. `StartupError`: a file is no use."""
+    """Return the TLS files that the flags of `push.arguments.add_access` name. `StartupError` if
+    one of them cannot be used.
+    """
     files = [arguments.tls_ca, arguments.tls_cert, arguments.tls_key]
     if not any(files):
         return None
@@ -62,7 +65,7 @@ def tls_of(arguments: argparse.Namespace) -> Tls | None:
 
 
 def key_in(file: Path | None) -> str | None:
-    """Return the first key of a file. `StartupError`: it is no plain key."""
+    """Return the first key of a file. `StartupError` if it is a sha256 or there is none."""
     if file is None:
         return None
     lines = [line.split() for line in file.read_text().splitlines()]

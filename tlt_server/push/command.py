@@ -1,5 +1,5 @@
-"""The command `tlt weights`: it calls the server by the client and prints the result. Every failure
-ends in one line with its remedy.
+"""The command `tlt weights`: calls the server through the client and prints the result. Each
+failure is one line with its remedy.
 """
 
 from __future__ import annotations

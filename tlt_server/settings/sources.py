@@ -1,10 +1,10 @@
-"""Sources of settings: the YAML file, whose keys and values `config` checks, and variables, without
-those that Kubernetes gives every container for a Service.
+"""Reads settings from a YAML file, whose keys and values `config` checks, and from variables,
+except those by which Kubernetes describes a Service to every container.
 
-In the file a key may stand once, and only `true` and `false` are booleans. A Service named `tlt` or
-`tlt-gateway` gives variables that begin with `TLT_` and are no settings of this server. A variable
-counts as one of them only if its name and its value both have the form that Kubernetes gives them,
-so a misspelled setting is still refused.
+A key of the file may occur once, and only `true` and `false` are booleans. A Service named `tlt` or
+`tlt-gateway` sets variables that begin with `TLT_` but are not settings of this server. A variable
+counts as one of them only if its name and its value both have Kubernetes' form, so a misspelled
+setting is still refused.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ log = structlog.get_logger()
 
 
 def service_links(variables: Mapping[str, str]) -> list[str]:
-    """Return the names of those variables that tell about a Service called `tlt` or `tlt-...`."""
+    """Return the names of the variables that describe a Service called `tlt` or `tlt-...`."""
     return [name for name, value in variables.items() if _is_link(name, value)]
 
 
 def log_service_links() -> None:
-    """Name in one log line the service links of this process, if there are any."""
+    """Name this process's service links in one log line, if there are any."""
     if links := service_links(os.environ):
         log.info("service_links_ignored", variables=sorted(links))
 

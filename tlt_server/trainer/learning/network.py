@@ -33,7 +33,7 @@ from tlt_server.trainer.learning.mixed import gated, linear
 
 @dataclass
 class TargetShape:
-    """The facts about a target that a drafter must fit: a `draft_checkpoint.Served` without a
+    """The facts about a target that a drafter must fit: a `draft_checkpoint.Served` that has no
     network.
     """
 
@@ -54,8 +54,8 @@ class Frozen(NamedTuple):
 
 
 class SlotOutputs(NamedTuple):
-    """Outputs of slots, the next drafted slots' g, and the keys and values that later slots read;
-    float32.
+    """h of each queried slot, which is the g of the next drafted slot, and the keys and values that
+    later slots read; float32.
     """
 
     h_MH: Tensor
@@ -64,8 +64,8 @@ class SlotOutputs(NamedTuple):
 
 
 class TrainableDrafter:
-    """One drafter's weights and its layer between attention calls. What enters the layer and which
-    head it has is in its class.
+    """A drafter's weights and its layer, whose attention the caller passes in. Subclasses define
+    the layer's input and the head.
     """
 
     def __init__(
@@ -97,23 +97,29 @@ class TrainableDrafter:
         self._cos_PD2, self._sin_PD2 = (half.to(self.device) for half in table)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Map published names to the tensors of a checkpoint, without d2t and t2d."""
+        """Return a checkpoint's tensors by their published names, without d2t and t2d."""
         own = self.own_embedding_VH
         return {**({} if own is None else {"embed_tokens.weight": own}), **self.weights}
 
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None:
-        """Map draft ids to target ids as a checkpoint's two tensors say; they must agree."""
+        """Set the draft vocabulary from a checkpoint's two maps. `ModelError` if they contradict
+        each other.
+        """
         self.target_ids_C = target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path)
 
     @property
     def drafted_V(self) -> Tensor:
-        """Mask of the tokens in the draft vocabulary: bool, on the host."""
+        """Mask over the target vocabulary, true for tokens that can be drafted: bool, on the
+        host.
+        """
         drafted_V = torch.zeros(self.vocab_size, dtype=torch.bool)
         drafted_V[self.target_ids_C] = True
         return drafted_V
 
     def frozen(self, embedding_VH: Tensor, head_CH: Tensor) -> Frozen:
-        """Take a target version's embedding and head rows; a drafter's own embedding wins."""
+        """Cast a target version's embedding and head rows. A drafter that has its own embedding
+        uses that one.
+        """
         own = self.own_embedding_VH
         embedding_VH = embedding_VH if own is None else own
         embedding_VH, head_CH = (x.to(self.device, self.compute) for x in (embedding_VH, head_CH))
@@ -121,7 +127,9 @@ class TrainableDrafter:
 
     @contextmanager
     def cast_once(self) -> Iterator[None]:
-        """Keep the weights in the compute dtype while it lasts: they must not change in it."""
+        """Within this context, cast the weights to the compute dtype once. They must not change in
+        it.
+        """
         self._cast = {
             name: weight.detach().to(self.compute) for name, weight in self.weights.items()
         }
@@ -131,15 +139,15 @@ class TrainableDrafter:
             self._cast = {}
 
     def fuse(self, feature_NF: Tensor) -> Tensor:
-        """The target's features of a position as the g that enters the next slot: [N, H]."""
+        """Turn the target's features at a position into g, an input of the next slot: [N, H]."""
         raise NotImplementedError
 
     def join(self, embedded_NH: Tensor, g_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of a slot's attention, and the start of its residual stream."""
+        """Return the input of a slot's attention and the start of its residual stream."""
         raise NotImplementedError
 
     def logits(self, h_NH: Tensor, frozen: Frozen) -> Tensor:
-        """[N, C] over the draft vocabulary, predicting the token after the slot's."""
+        """Return logits [N, C] over the draft vocabulary for the token after each slot's."""
         raise NotImplementedError
 
     def draft(
@@ -150,9 +158,9 @@ class TrainableDrafter:
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         query_M: Tensor | None = None,
     ) -> SlotOutputs:
-        """Run the layer over slots. `attend`: from rotated queries, keys and values of this step to
-        what the queries read, [M, A, D]; `query_M`: the slots that get a query and an output; None:
-        all.
+        """Run the layer over slots. `attend` maps this step's rotated queries, keys and values to
+        the attention output [M, A, D]. Only the slots `query_M` get a query and an output; None
+        means all.
         """
         joined_NX, residual_NH = self.join(embedded_NH, g_NH)
         k, v = (self._heads(part, joined_NX) for part in "kv")
@@ -175,7 +183,7 @@ class TrainableDrafter:
         return h_NH + self._linear(f"{self.layer}mlp.down_proj", inner_NI)
 
     def save(self, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write `model.safetensors` with the vocabulary map; config.json is the caller's."""
+        """Write `model.safetensors` with the vocabulary map; the caller writes config.json."""
         tensors = {
             name: value.detach().to("cpu", dtype).contiguous()
             for name, value in self.parameters().items()
@@ -191,7 +199,7 @@ class TrainableDrafter:
         return {"d2t": ids_C - torch.arange(len(ids_C)), "t2d": self.drafted_V}
 
     def _heads(self, part: str, joined_NX: Tensor) -> Tensor:
-        """Return the queries, keys or values of slots, not rotated."""
+        """Return the queries, keys or values of slots, before rotation."""
         x_NX = self._linear(f"{self.layer}self_attn.{part}_proj", joined_NX)
         return x_NX.unflatten(1, (-1, self.config.head_dim))
 
@@ -212,8 +220,8 @@ class TrainableDrafter:
 
 
 class TrainableEagle3(TrainableDrafter):
-    """Three layers' inputs through `fc`; norms of embedding and feature side by side; a head of its
-    own over the draft vocabulary.
+    """The network of EAGLE-3: `fc` joins the inputs of three target layers, embedding and g are
+    normed separately and concatenated, and its own head covers the draft vocabulary.
     """
 
     def fuse(self, feature_NF: Tensor) -> Tensor:
@@ -231,8 +239,8 @@ class TrainableEagle3(TrainableDrafter):
 
 
 class TrainableEagle1(TrainableDrafter):
-    """The network of EAGLE-1 and EAGLE-2: the feature is the target's hidden state after its final
-    norm, which `fc` joins with the embedding; no input norm; the target's own head, frozen.
+    """The network of EAGLE-1 and EAGLE-2. The feature is the target's hidden state after its final
+    norm; `fc` joins it with the embedding, without an input norm; the head is the target's, frozen.
     """
 
     def fuse(self, feature_NF: Tensor) -> Tensor:
@@ -247,7 +255,7 @@ class TrainableEagle1(TrainableDrafter):
 
 
 def trainable_class(architecture: str) -> type[TrainableDrafter]:
-    """Return the class of a network of `ARCHITECTURES`."""
+    """Return the trainable network's class for an entry of `ARCHITECTURES`."""
     found: type[TrainableDrafter] = load_object(ARCHITECTURES[architecture].trained)
     return found
 
@@ -259,7 +267,7 @@ def load_trainable(
     compute: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> TrainableDrafter:
-    """Read a drafter's directory. `ModelError` where it does not fit a target of this shape."""
+    """Load a drafter from its directory. `ModelError` if it does not fit this target's shape."""
     directory = Path(directory)
     described = describe(directory, TargetShape(target, feature_layers(directory, target)))
     if described.norm_before_residual:
