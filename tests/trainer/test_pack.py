@@ -14,9 +14,9 @@ from tlt_server.trainer.learning.pack import (
     Cursor,
     Packer,
     PacksAhead,
+    Placed,
     assemble,
     fit,
-    padded,
     windows,
 )
 from tlt_server.trainer.learning.unroll import Sums, accumulate, chunks, weights_of
@@ -119,8 +119,7 @@ def test_a_padded_batch_has_the_gradients_of_a_pack():
     fixed, lengths = frozen(drafter), (5, 9, 12)
     source = Documents(*(document(n, 2, seed) for seed, n in enumerate(lengths)))
     pieces = [w for d, n in enumerate(lengths) for w in windows(d, n, 64, 7)]
-    batches = padded(pieces, 24, [11])
-    assert [len(batch) for batch in batches] == [2, 1]
+    batches = [[Placed(window, 11) for window in batch] for batch in (pieces[:2], pieces[2:])]
     found = [
         gradients(drafter, fixed, objective, [assemble(source, p, s) for p, s in laid])[1]
         for laid in ([(fit(pieces, 64)[0], 64)], [(batch, 11 * len(batch)) for batch in batches])

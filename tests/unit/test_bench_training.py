@@ -19,7 +19,7 @@ from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.draft_networks import NETWORKS
 from tlt_server.trainer.learning.objectives import OBJECTIVES
-from tlt_server.trainer.learning.pack import DocumentPart, assemble, fit, padded, windows
+from tlt_server.trainer.learning.pack import DocumentPart, Placed, assemble, fit, windows
 from tlt_server.trainer.target import gpu_prefill
 from tlt_server.trainer.target.gpu_prefill import GpuPrefill
 from tlt_server.trainer.target.prefill import CpuPrefill
@@ -65,7 +65,7 @@ def test_recomputed_states_get_the_places_of_assembly(wide: bool) -> None:
     found = random_target(TARGET, (0, 1, 1), torch.device("cpu")).states(TEXTS)
     source = States(found)
     pieces = [w for i, n in enumerate(source.lengths) for w in windows(i, n, 40, 2)]
-    placed = padded(pieces, 99, (20,))[0] if wide else fit(pieces, 40)[0]
+    placed = [Placed(window, 20) for window in pieces] if wide else fit(pieces, 40)[0]
     assert len(placed) == 3
     pack = assemble(source, placed, 99)
     before_N = feature_rows(placed, 99)

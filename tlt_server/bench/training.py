@@ -7,7 +7,7 @@ one: the time of a step, trained tokens per second with packs read from the host
 of reading one, the longest segment between two parking points, and memory. `recomputed`: EAGLE-3
 with the time in which a target of random weights computes the states of each pack's documents.
 Packing against batches padded to their longest document (drafted from where roots are, or
-everywhere) and against length classes, in documents per second. A checkpoint's stall against a
+everywhere), in documents per second. A checkpoint's stall against a
 plain save of the same state.
 """
 
@@ -46,7 +46,6 @@ from tlt_server.trainer.learning.pack import (
     Window,
     assemble,
     fit,
-    padded,
     windows,
 )
 from tlt_server.trainer.learning.step import Trainer
@@ -63,7 +62,6 @@ RUNS = {
     **{name: (name, EAGLE3) for name in OBJECTIVES},
     **{row.name: (row.objective, kind) for kind, row in ARCHITECTURES.items() if kind != EAGLE3},
 }
-CLASSES = (64, 128, 256, 512, 1024, 2048)
 WARMING, REPEATS = 2, 5
 POSITIONS = {"max_position_embeddings": 4096}
 
@@ -225,15 +223,14 @@ class TrainingBench:
         }
 
     def layouts(self) -> dict[str, Any]:
-        """Return documents per second of one pass over all documents, in three layouts. In padded
-        batches the padding is also drafted from, with losses, as in other trainers.
+        """Return documents per second of a pass over all documents: packed, in padded batches, and
+        in such whose padding is drafted from, too, with losses, as other trainers do.
         """
         trainer = self.trainer("eagle3")
         pieces = self.pieces(trainer.objective.steps)
         batches = [pieces[at : at + BATCH] for at in range(0, len(pieces), BATCH)]
         laid = {
             "packed": [(placed, self.budget) for placed in fit(pieces, self.budget)],
-            "length_classes": _in_classes(pieces, self.budget),
             "padded": [
                 ([Placed(window, width) for window in batch], width * len(batch))
                 for batch in batches
@@ -296,12 +293,6 @@ class TrainingBench:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def _in_classes(pieces: Sequence[Window], budget: int) -> list[tuple[list[Placed], int]]:
-    return [
-        (placed, sum(each.width for each in placed)) for placed in padded(pieces, budget, CLASSES)
-    ]
 
 
 def _in_ms(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -158,21 +158,6 @@ def fit(pieces: Sequence[Window], budget: int) -> list[list[Placed]]:
     return bins
 
 
-def padded(pieces: Sequence[Window], budget: int, edges: Sequence[int]) -> list[list[Placed]]:
-    """Put windows of one length class into batches of about `budget` slots, all padded to the
-    class's width. `edges`: ascending widths of the classes; one edge is plain padding.
-    """
-    classes: dict[int, list[Placed]] = {}
-    for window in pieces:
-        width = edges[bisect_left(edges, window.slots)]
-        classes.setdefault(width, []).append(Placed(window, width))
-    return [
-        placed[at : at + max(1, budget // width)]
-        for width, placed in classes.items()
-        for at in range(0, len(placed), max(1, budget // width))
-    ]
-
-
 def assemble(source: DocumentSource, placed: Sequence[Placed], slots: int) -> Pack:
     """Read the documents and lay them out in `slots` slots, on the host."""
     tokens_N = torch.zeros(slots, dtype=torch.int64)
