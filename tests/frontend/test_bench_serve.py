@@ -24,7 +24,7 @@ def streamed(*arrivals: tuple[float, bytes], status: int = 200) -> Answer:
     """Return the answer to a request that was sent at second 10."""
     chunks = tuple(TimedChunk(10 + at_s, data) for at_s, data in arrivals)
     body = b"".join(chunk.data for chunk in chunks)
-    return Answer(9.99, 10.0, chunks[-1].at_s if chunks else 10.0, status, b"", body, chunks)
+    return Answer(9.99, 10.0, chunks[-1].at_s if chunks else 10.0, status, {}, body, chunks)
 
 
 END = (0.51, event(usage=5) + b"data: [DONE]\n\n")
@@ -49,7 +49,7 @@ def test_times_of_chunks_with_several_tokens() -> None:
         streamed((0.1, b'data: {"choices": 3}\n\n'), END),
         streamed(END),
         streamed(),
-        Answer(9.9, 10.0, 11.0, 200, b"", b"{}"),
+        Answer(9.9, 10.0, 11.0, 200, {}, b"{}"),
     ],
 )
 def test_an_incomplete_stream_counts_as_failed(answer: Answer) -> None:

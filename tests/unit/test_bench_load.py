@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from tlt_server.bench.clients import LoadRow, Sent, figures, read_completion
-from tlt_server.bench.load import Connections, RawReply, TimedChunk
+from tlt_server.bench.load import Connection, Connections, RawReply, TimedChunk
 from tlt_server.errors import StartupError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -44,9 +45,9 @@ def received(parts: Sequence[bytes]) -> list[RawReply]:
             port = server.sockets[0].getsockname()[1]
             connections = Connections(f"http://127.0.0.1:{port}", 60)
             await connections.open(1)
-            parts = [await connections.send("/v1/completions", b"{}") for _ in range(2)]
+            replies = [await connections.send("/v1/completions", b"{}") for _ in range(2)]
             connections.close()
-            return [*map(RawReply.of, parts)]
+            return replies
 
     return asyncio.run(send())
 
@@ -68,10 +69,26 @@ def test_replies_are_read_alike_in_parts_of_any_size(
         assert read_completion(found) == expected
 
 
-def test_chunks_are_timed_by_their_last_byte() -> None:
+def test_chunks_are_timed_by_their_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = chunked(b"one", b"two")
     cut = raw.index(b"tw") + 1
-    reply = RawReply.of([TimedChunk(1.0, raw[:cut]), TimedChunk(2.0, raw[cut:])])
+    moments_s = iter((1.0, 2.0, 3.0))
+    monkeypatch.setattr(
+        "tlt_server.bench.load.time", SimpleNamespace(perf_counter=lambda: next(moments_s))
+    )
+
+    async def read() -> RawReply:
+        connection = Connection()
+        connection.connection_made(asyncio.Transport())
+        monkeypatch.setattr(connection.transport, "is_closing", lambda: False)
+        monkeypatch.setattr(connection.transport, "write", lambda data: None)
+        reply = asyncio.ensure_future(connection.exchange(b""))
+        await asyncio.sleep(0)
+        connection.data_received(raw[:cut])
+        connection.data_received(raw[cut:])
+        return await reply
+
+    reply = asyncio.run(read())
     assert reply.chunks == (TimedChunk(1.0, b"one"), TimedChunk(2.0, b"two"))
     assert (reply.status, reply.body) == (200, b"onetwo")
 

@@ -23,16 +23,11 @@ def answer(
     *,
     sent_s: float = 2.0,
     seconds: float = 0.5,
-    headers: bytes = b"",
+    retry_after: str = "",
 ) -> Answer:
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
     return Answer(
-        sent_s - 0.01,
-        sent_s,
-        sent_s + seconds,
-        status,
-        b"http/1.1 %d\r\n%b\r\n\r\n" % (status, headers),
-        body,
+        sent_s - 0.01, sent_s, sent_s + seconds, status, {"retry-after": retry_after}, body
     )
 
 
@@ -55,11 +50,11 @@ def completed(tokens: int, **how: float) -> Answer:
     )  # type: ignore[arg-type]
 
 
-def refused(code: str, headers: bytes = b"retry-after: 3", status: int = 429) -> Answer:
+def refused(code: str, retry_after: str = "3", status: int = 429) -> Answer:
     return answer(
         status,
         {"error": {"code": code, "message": "m", "retryable": True}},
-        headers=headers,
+        retry_after=retry_after,
         seconds=0.02,
     )
 
@@ -101,7 +96,7 @@ def test_refusals_must_be_typed_and_say_when_to_come_again() -> None:
         [
             refused("overloaded"),
             refused("queue_full"),
-            refused("overloaded", b"x-retry-after: 3"),
+            refused("overloaded", ""),
             answer(429, b"too much"),
             refused("unavailable", status=503),
             answer(0, b"reset"),
@@ -141,7 +136,7 @@ def test_an_open_loop_does_not_wait_and_a_closed_one_does(monkeypatch: pytest.Mo
         most = max(most, open_now)
         await asyncio.sleep(takes_s)
         open_now -= 1
-        return Answer(due_s, due_s, now.perf_counter(), 200, b"", b"")
+        return Answer(due_s, due_s, now.perf_counter(), 200, {}, b"")
 
     answers = timed(open_loop(ask, 100, 0.3, seed=0))
     assert len(answers) == len(list(arrivals(100, 0.3, seed=0))) and most > 10

@@ -161,7 +161,7 @@ async def _send(
     seconds = time.perf_counter() - began_s
     cpu_s = _processor_s(server.process.pid) - cpu_s
     connections.close()
-    read = [read_completion(RawReply.of(parts)) for parts in replies]
+    read = [read_completion(reply) for reply in replies]
     return Sent(seconds, sum(count for count, _ in read), cpu_s, [t for _, ts in read for t in ts])
 
 

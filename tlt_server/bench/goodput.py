@@ -62,7 +62,7 @@ def judge(
             tokens += given
         elif answer.status == 429:
             shed_ms.append(answer.seconds * 1e3)
-            untyped += end == "broken" or not answer.header("retry-after").isdigit()
+            untyped += end == "broken" or not answer.headers.get("retry-after", "").isdigit()
     return LoadPhase(
         ends=dict(ends),
         goodput=tokens / size.window_s,

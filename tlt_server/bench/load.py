@@ -8,14 +8,14 @@ completions and metrics that benches read.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
+import httptools
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -25,8 +25,6 @@ from tlt_server.errors import StartupError
 
 ANSWER_S = 120.0
 IDLE_S = 2.0  # a connection is not used again after this long; the server may be about to close it
-HEAD_END, CHUNKED = b"\r\n\r\n", b"transfer-encoding: chunked"
-LAST_CHUNK = b"\r\n0\r\n\r\n"  # JSON and events hold no carriage return, so nothing else ends so
 CLOSED = "the server closed the connection"
 
 
@@ -40,7 +38,7 @@ class Answer(NamedTuple):
     sent_s: float
     ended_s: float  # all of the answer is here
     status: int  # 0: there was no answer
-    headers: bytes  # as they came, in lower case
+    headers: Mapping[str, str]  # names in lower case
     body: bytes
     chunks: tuple[TimedChunk, ...] = ()  # empty for a body with a length
 
@@ -48,98 +46,73 @@ class Answer(NamedTuple):
     def seconds(self) -> float:
         return self.ended_s - self.sent_s
 
-    def header(self, name: str) -> str:
-        values = [
-            line.partition(b":")[2]
-            for line in self.headers.split(b"\r\n")
-            if line.startswith(name.encode() + b":")
-        ]
-        return values[0].strip().decode() if values else ""
-
 
 class RawReply(NamedTuple):
     status: int
-    headers: bytes  # in lower case
+    headers: Mapping[str, str]
     body: bytes
     chunks: tuple[TimedChunk, ...]
 
-    @classmethod
-    def of(cls, parts: Sequence[TimedChunk]) -> RawReply:
-        """Parse a whole reply from its parts, in order of arrival."""
-        raw = b"".join(part.data for part in parts)
-        head, _, body = raw.partition(HEAD_END)
-        headers, chunks = head.lower(), list[TimedChunk]()
-        if CHUNKED in headers:
-            chunks = [*_chunks(parts, raw, len(raw) - len(body))]
-            body = b"".join(chunk.data for chunk in chunks)
-        return cls(int(head[9:12]), headers, body, tuple(chunks))
-
-
-def _chunks(parts: Sequence[TimedChunk], raw: bytes, at: int) -> Iterator[TimedChunk]:
-    """Yield the chunks from `at` on; each follows its size in hexadecimal digits."""
-    ends = [*itertools.accumulate(len(part.data) for part in parts)]
-    while size := int(raw[at : (start := raw.index(b"\r\n", at) + 2)], 16):
-        end = start + size
-        yield TimedChunk(parts[bisect.bisect_left(ends, end)].at_s, raw[start:end])
-        at = end + 2
-
 
 class Connection(asyncio.Protocol):
-    """A connection for one request at a time. It does not parse a reply during its arrival, so
-    hundreds of streams cost this process little.
-    """
+    """A connection that carries one request at a time; the methods `on_...` are its parser's."""
 
     transport: asyncio.Transport
     idle_since_s = 0.0
 
     def __init__(self) -> None:
-        self._whole: asyncio.Future[None] | None = None
+        self._reply: asyncio.Future[RawReply] | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._parts: list[TimedChunk] = []
-        self._seen, self._tail = 0, b""
-        self._size: int | None = None  # bytes of the reply, 0 where its last chunk ends it
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._body: list[bytes] = []
+        self._chunks: list[TimedChunk] = []
+        self._read = 0  # parts of the body that chunks hold
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
 
-    async def exchange(self, request: bytes) -> Sequence[TimedChunk]:
-        """Send a request; return the parts of its reply. `ConnectionError` if the server closed the
-        connection.
-        """
+    async def exchange(self, request: bytes) -> RawReply:
+        """Send a request; return its reply. `ConnectionError`: the server closed."""
         self._begin()
-        self._whole = asyncio.get_running_loop().create_future()
+        self._reply = asyncio.get_running_loop().create_future()
         if self.transport.is_closing():
             raise ConnectionError(CLOSED)
         self.transport.write(request)
-        await self._whole
+        reply = await self._reply
         self.idle_since_s = time.perf_counter()
-        return self._parts
+        if not self._parser.should_keep_alive():
+            self.transport.close()
+        return reply
 
     def data_received(self, data: bytes) -> None:
-        self._parts.append(TimedChunk(time.perf_counter(), data))
-        self._seen += len(data)
-        self._tail = (self._tail + data[-len(LAST_CHUNK) :])[-len(LAST_CHUNK) :]
-        if self._size is None:
-            self._size = _size_of(b"".join(part.data for part in self._parts))
-        if self._whole is None or self._whole.done() or self._size is None:
-            return
-        if self._seen >= self._size if self._size else self._tail == LAST_CHUNK:
-            self._whole.set_result(None)
+        self._at_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.connection_lost(ConnectionError(repr(error)))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode().lower()] = value.decode()
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+
+    def on_chunk_complete(self) -> None:
+        if chunk := b"".join(self._body[self._read :]):
+            self._chunks.append(TimedChunk(self._at_s, chunk))
+            self._read = len(self._body)
+
+    def on_message_complete(self) -> None:
+        if self._reply is not None and not self._reply.done():
+            status, body = self._parser.get_status_code(), b"".join(self._body)
+            self._reply.set_result(RawReply(status, self._headers, body, tuple(self._chunks)))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._whole is not None and not self._whole.done():
-            self._whole.set_exception(exc or ConnectionError(CLOSED))
-
-
-def _size_of(begin: bytes) -> int | None:
-    """Return the size of a reply with this beginning; None if its head is incomplete."""
-    head, end, _ = begin.lower().partition(HEAD_END)
-    if not end:
-        return None
-    length = head.partition(b"content-length:")[2].partition(b"\r\n")[0]
-    return 0 if CHUNKED in head else len(head + end) + int(length or 0)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(exc or ConnectionError(CLOSED))
 
 
 class Connections:
@@ -163,9 +136,9 @@ class Connections:
         sent_s = time.perf_counter()
         try:
             async with asyncio.timeout(self._answer_s):
-                reply = RawReply.of(await self.send(path, body, key))
-        except (OSError, ValueError, TimeoutError) as error:
-            reply = RawReply(0, b"", repr(error).encode(), ())
+                reply = await self.send(path, body, key)
+        except (OSError, TimeoutError) as error:
+            reply = RawReply(0, {}, repr(error).encode(), ())
         return Answer(due_s, sent_s, time.perf_counter(), *reply)
 
     async def asked(self, path: str, body: bytes) -> Answer:
@@ -175,24 +148,21 @@ class Connections:
             raise StartupError(f"{path} answers {answer.status}: {answer.body[:300]!r}")
         return answer
 
-    async def send(self, path: str, body: bytes, key: str = "") -> Sequence[TimedChunk]:
-        """Return the parts of a reply, for the caller to parse later."""
+    async def send(self, path: str, body: bytes, key: str = "") -> RawReply:
         self._close_idle()
         bearer = f"authorization: Bearer {key}\r\n".encode() if key else b""
         request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b"
         connection = self._free.pop() if self._free else await self._opened()
         try:
-            parts = await connection.exchange(
+            reply = await connection.exchange(
                 request % (path.encode(), self._header, bearer, len(body), body)
             )
         except BaseException:
             connection.transport.close()
             raise
-        if b"connection: close" in parts[0].data.lower():
-            connection.transport.close()
-        else:
+        if not connection.transport.is_closing():
             self._free.append(connection)
-        return parts
+        return reply
 
     async def _opened(self) -> Connection:
         _, connection = await asyncio.get_running_loop().create_connection(
