@@ -21,7 +21,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.fingerprint import Fingerprint
-from tlt_server.wire.records import Strategy
+from tlt_server.wire.records import GenerateRequest, Strategy
 
 POLL_S = 0.005  # between two parts of a preparation
 
@@ -46,6 +46,16 @@ def adopt(engine: Engine, policy: SetPolicy) -> None:
     for report in reports:
         if report.error:
             raise from_code(*report.error)
+
+
+def renamed(requests: list[GenerateRequest], turn: str) -> list[GenerateRequest]:
+    """The same requests as new ones: other ids and groups, and a salt of their own, so that no run
+    profits from an earlier one.
+    """
+    return [
+        msgspec.structs.replace(r, id=f"{r.id}/{turn}", group_id=f"{r.group_id}/{turn}", salt=turn)
+        for r in requests
+    ]
 
 
 class LoadedOnce:

@@ -26,11 +26,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_server.bench.engines import renamed
 from tlt_server.bench.record import finish, machine, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.playing import Played, WatchedRunner, play
 from tlt_server.bench.settings import described, settings_of
-from tlt_server.bench.workloads import renamed
 from tlt_server.demo.workload import problems_as_requests
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.runner import Finished

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 from tlt_server.bench import rollout_http
 from tlt_server.bench.columns import ROLLOUT
 from tlt_server.bench.record import finish, steps, wide_console
-from tlt_server.bench.rollout_http import RolloutRun, play
+from tlt_server.bench.rollout_http import RolloutRun, play, shortened
 from tlt_server.bench.settings import fingerprint_of, heading, serve_flags, served, settings_of
 from tlt_server.bench.tables import show
-from tlt_server.bench.workloads import shortened
 from tlt_server.errors import StartupError
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.records import GenerateRequest, parse_strategy

@@ -35,7 +35,6 @@ from tlt_server.bench.record import finish, save, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.settings import fingerprint_of, heading, serve_flags, served, settings_of
 from tlt_server.bench.tables import show
-from tlt_server.bench.workloads import Workload, shortened
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 from tlt_server.wire.commands import SetPolicy
@@ -56,7 +55,27 @@ COUNTERS = {  # metric and label, by figure of a row
     "accepted": ("tlt_sd_accepted_tokens_total", "strategy"),
     "passes": ("tlt_steps_total", "kind"),
 }
+FULL = 4  # times the requests of a full batch that are sent, one after the other
 FULL_TOKENS = 192
+
+
+class Workload(NamedTuple):
+    name: str
+    requests: int
+    running: int  # requests open at once; 0: all, in one batch
+
+    @classmethod
+    def of(cls, name: str) -> Workload:
+        full, _, count = name.rpartition(" ")
+        return cls(name, FULL * int(count), int(count)) if full else cls(name, int(count), 0)
+
+
+def shortened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
+    """Exactly max_tokens, so that the batch stays full until the end."""
+    return msgspec.structs.replace(
+        request,
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens, ignore_eos=True),
+    )
 
 
 class RolloutRun(NamedTuple):
