@@ -105,12 +105,12 @@ bench-one-gpu: padded
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --batch 1,32 --capture --json "$(RESULTS)/capture-gpu.json"
 	"$(BIN)/tlt" bench training --json "$(RESULTS)/training-gpu.json"
 	"$(BIN)/tlt" bench interrupt $(ON_PAIR) --json "$(RESULTS)/interrupt-gpu.json"
-	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) --json "$(RESULTS)/rollout-http-gpu.json"
-	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) --penalties --workload 512 --policy goodput --json "$(RESULTS)/rollout-http-penalties-gpu.json"
-	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) $(foreach n,1 2 4 8 16 32 64 128 192 256,--workload "full $(n)") --policy goodput --policy off --json "$(RESULTS)/rollout-http-sweep-gpu.json"
+	"$(BIN)/tlt" bench rollout $(ON_PAIR) --json "$(RESULTS)/rollout-http-gpu.json"
+	"$(BIN)/tlt" bench rollout $(ON_PAIR) --penalties --workload 512 --policy goodput --json "$(RESULTS)/rollout-http-penalties-gpu.json"
+	"$(BIN)/tlt" bench rollout $(ON_PAIR) $(foreach n,1 2 4 8 16 32 64 128 192 256,--workload "full $(n)") --policy goodput --policy off --json "$(RESULTS)/rollout-http-sweep-gpu.json"
 	"$(BIN)/tlt" bench load $(ON_PAIR) --json "$(RESULTS)/load-gpu.json"
 	test -f "$(HARD)/drafter/config.json" || "$(BIN)/tlt" bench pad --shape "$(SHAPE)" --out "$(HARD)" --device cuda --target benchmarks/pairs/hard/target --drafter benchmarks/pairs/hard/drafter
-	"$(BIN)/tlt" bench rollout --http --pair hard --device cuda --model "$(HARD)/target" --drafter "$(HARD)/drafter" $(ARGS) --json "$(RESULTS)/rollout-http-hard-gpu.json"
+	"$(BIN)/tlt" bench rollout --pair hard --device cuda --model "$(HARD)/target" --drafter "$(HARD)/drafter" $(ARGS) --json "$(RESULTS)/rollout-http-hard-gpu.json"
 	"$(BIN)/tlt" bench record $(ON_PAIR) --out "$(HARD)/rollout.safetensors"
 	"$(BIN)/tlt" bench replay "$(HARD)/rollout.safetensors" --json "$(RESULTS)/replay-gpu.json"
 	"$(BIN)/tlt" bench gemm --json "$(RESULTS)/gemm-gpu.json"
@@ -124,7 +124,7 @@ bench-gpus: padded
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(OVER) --json "$(RESULTS)/cycle$(WIDE)"
 	"$(BIN)/python" -m benchmarks.record starts --json "$(RESULTS)/starts$(WIDE)" -- $(ON_PAIR) $(OVER)
 	"$(BIN)/python" -m benchmarks.record faults --json "$(RESULTS)/faults$(WIDE)" -- $(ON_PAIR) $(OVER)
-	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) $(OVER) --json "$(RESULTS)/rollout-http$(WIDE)"
+	"$(BIN)/tlt" bench rollout $(ON_PAIR) $(OVER) --json "$(RESULTS)/rollout-http$(WIDE)"
 	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc $(OVER) $(ARGS) --json "$(RESULTS)/weights-ipc$(WIDE)"
 
 docs: $(STAMP) ## build the documentation site into build/site; a broken link fails

@@ -1,6 +1,6 @@
 r"""`python -m benchmarks.peers prompts|vllm|sglang`: rollouts of our prompts in another engine.
 
-`prompts` writes the prompts of `tlt bench rollout --http` into a file, so that another engine's
+`prompts` writes the prompts of `tlt bench rollout` into a file, so that another engine's
 environment needs none of ours. The engines' verbs time every rollout in the engine's offline API
 and print one line of JSON. A process measures one setting, as an engine leaves the GPU's memory for
 certain only when its process ends. The first rollout runs twice; its first time warms the engine up

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from benchmarks.markdown import table
 from benchmarks.sections.figures import Figures, model
-from tlt_server.bench.columns import OVER_HTTP, REPLAY, ROLLOUT
+from tlt_server.bench.columns import OVER_HTTP, REPLAY
+
+ROLLOUT = {
+    "workload / policy": "{name}",
+    "wall s": "{wall_s:.2f}",
+    "accept length": "{accept_length:.2f}",
+    "speed-up": "{speedup:.2f}x",
+}
 
 
 def rollout(figures: Figures) -> Iterator[str]:

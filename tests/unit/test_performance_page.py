@@ -18,8 +18,8 @@ from benchmarks.record_tests import PLANS, figures
 from benchmarks.report import BULLETS, PAGE, README, RESULTS, page, with_figures
 from tlt_server.bench.clients import LoadRow, Sent
 from tlt_server.bench.clients import figures as load_figures
-from tlt_server.bench.rollout_http import RolloutRun
-from tlt_server.bench.rollout_http import figures as rollout_figures
+from tlt_server.bench.rollout import RolloutRun
+from tlt_server.bench.rollout import figures as rollout_figures
 from tlt_server.bench.weights import MeasuredPush, row
 
 SHAPE = {

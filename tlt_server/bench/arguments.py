@@ -106,11 +106,15 @@ BENCHES = {
         True,
     ),
     "rollout": Bench(
-        "time rollouts with a long tail, speculation off and on, also over HTTP",
+        "time rollouts with a long tail over HTTP, speculation off and on",
         (
             *ENGINE,
             *ranks(),
-            flag("--http", "time any policies, workloads and seeds; what follows is for it only"),
+            flag(
+                "--against NAME",
+                "also a server without speculation in these numerics: the price of strict",
+                choices=("fast",),
+            ),
             flag(
                 "--workload SIZE",
                 'requests of a rollout, such as 64, or "full 64": that many kept running [default '

@@ -25,7 +25,7 @@ from tlt_server.bench.columns import LOAD
 from tlt_server.bench.load import Connections, RawReply, completion, events
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
-from tlt_server.bench.rollout_http import FIXED, set_policy
+from tlt_server.bench.rollout import FIXED, set_policy
 from tlt_server.bench.settings import fingerprint_of, heading, serve_flags, served, settings_of
 from tlt_server.bench.tables import show
 from tlt_server.demo.server import ServerProcess

@@ -42,12 +42,6 @@ LORA = {
     "with adapters, ms": "{adapted_ms:.3f}",
     "ratio": "{ratio:.3f}",
 }
-ROLLOUT = {
-    "workload / policy": "{name}",
-    "wall s": "{wall_s:.2f}",
-    "accept length": "{accept_length:.2f}",
-    "speed-up": "{speedup:.2f}x",
-}
 OVER_HTTP = {
     "requests": "{workload}",
     "policy": "{arm}",

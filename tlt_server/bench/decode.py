@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.against and args.device == "cpu":
         raise StartupError(
             "--against fast needs --device cuda: a CPU's matrix library keeps the mode it was "
-            "loaded with; `tlt bench rollout` compares both on a CPU, in two processes"
+            "loaded with; `tlt bench rollout --against fast` compares both on a CPU, in two "
+            "processes"
         )
     with TemporaryDirectory() as folder:
         return _run(args, target_of(args, Path(folder)))
