@@ -25,7 +25,7 @@ from examples.grpo.adapt import ADAPTATIONS, STARTS, KeptDrafters, untrained
 from examples.grpo.policy import Update, optimizer_of, update
 from examples.grpo.pushes import PaddedPushes, Pushes
 from examples.grpo.record import RunDirectory, accept_length, acceptance_by_depth
-from examples.grpo.rollouts import KINDS, LARGER, Group, draw_prompts, load_tokenizer, roll_out
+from examples.grpo.rollouts import KINDS, Group, draw_prompts, load_tokenizer, roll_out
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
@@ -49,7 +49,7 @@ def arguments(*, needs_out: bool = True) -> argparse.ArgumentParser:
     parser.add_argument(
         "--kinds",
         default=",".join(KINDS),
-        help=f"kinds of problem, with commas between: {', '.join(KINDS + LARGER)}",
+        help=f"kinds of problem, with commas between: {', '.join(KINDS)}",
     )
     parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps per step")
     parser.add_argument("--lr", type=float, default=3e-5, help="learning rate of AdamW")
@@ -109,8 +109,8 @@ def train(asked: argparse.Namespace) -> None:
     torch.set_num_threads(asked.threads)
     torch.use_deterministic_algorithms(True)
     kinds = asked.kinds.split(",")
-    if not set(kinds) <= {*KINDS, *LARGER}:
-        raise ValueError(f"kinds are {asked.kinds}; there are {', '.join(KINDS + LARGER)}")
+    if not set(kinds) <= {*KINDS}:
+        raise ValueError(f"kinds are {asked.kinds}; there are {', '.join(KINDS)}")
     if asked.padded and asked.speculation == "spot":
         raise ValueError(
             "a server trains the drafter that it has, and here its padding, too; with --padded "
