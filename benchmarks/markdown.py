@@ -1,11 +1,13 @@
-"""Tables and links of the generated page."""
+"""Tables and links of the generated page, and the sentences that several sections share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from tlt_server.bench.tables import Columns, Row, cells
 
+Figures = dict[str, Any]  # of a bench's result
 RESULTS_FOLDER = "../benchmarks/results"  # from docs/
 
 
@@ -23,3 +25,18 @@ def table(columns: Columns, rows: Iterable[Row]) -> str:
 
 def link(file: str) -> str:
     return f"[{file}]({RESULTS_FOLDER}/{file})"
+
+
+def model(figures: Figures) -> str:
+    shape = figures["shape"]
+    running = f", at most {figures['max_running']} running" if figures["max_running"] else ""
+    width = figures.get("tensor_parallel", 1)
+    ranks = f", over {width} ranks" if width > 1 else ""
+    return (
+        f"{shape['layers']} layers of {shape['hidden']}, {figures['dtype']}, "
+        f"drafter {figures['drafter']}{ranks}{running}."
+    )
+
+
+def in_the_file(figures: Figures) -> Iterator[str]:
+    yield f"{len(figures['rows'])} rows, in the file only."

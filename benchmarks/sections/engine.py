@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.markdown import lines, table
-from benchmarks.sections.figures import Figures, model
-from tlt_server.bench.columns import CYCLE, DECODE, LORA, PREFILL, STRUCTURES
-from tlt_server.bench.tables import number
+from benchmarks.markdown import Figures, lines, model, table
+from tlt_server.bench.tables import CYCLE, DECODE, LORA, STRUCTURES, number
 
+PREFILL = {
+    "prompts": "{prompts} x {length}",
+    "with": "{with}",
+    "ms": "{ms:.1f}",
+    "tokens/s": "{tokens_per_s!n}",
+    "against cuBLAS + SDPA": "{ratio:.2f}x",
+}
 SMALLEST_SHARE = 0.01  # part of a cycle; kernels that take less are summed in one row
 SHORT_PROMPT = 128  # tokens; cycles after longer prompts are not broken down
 FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.markdown import table
-from benchmarks.sections.figures import Figures, model
-from tlt_server.bench.columns import OVER_HTTP, REPLAY
+from benchmarks.markdown import Figures, model, table
+from tlt_server.bench.tables import OVER_HTTP, REPLAY
 
 ROLLOUT = {
     "workload / policy": "{name}",

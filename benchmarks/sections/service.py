@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.markdown import lines, table
-from benchmarks.sections.figures import Figures, model
+from benchmarks.markdown import Figures, lines, model, table
 from tests.hostile.table import rows as hostile_rows
-from tlt_server.bench.columns import LOAD, OVERLOAD
+from tlt_server.bench.tables import LOAD, OVERLOAD
 
 FAULTS = {
     "rank": "{rank}",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.sections import engine, figures, rollouts, service, training, weights
-from benchmarks.sections.figures import Figures
+from benchmarks.markdown import Figures, in_the_file
+from benchmarks.sections import engine, rollouts, service, training, weights
 
 SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "decode": ("Plain decoding", engine.decode),
@@ -36,6 +36,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "weights": ("Weight pushes on a CPU", weights.weights),
     "weights-gpu": ("Weight pushes from GPU to GPU", weights.weights_gpu),
     "products": ("Matmuls alone", engine.matmuls),
-    "exchange": ("Exchanges between GPUs", figures.in_the_file),
+    "exchange": ("Exchanges between GPUs", in_the_file),
     "test-gpu": ("Tests on a GPU", service.tests),
 }

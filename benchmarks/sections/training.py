@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.markdown import table
-from benchmarks.sections.figures import Figures
+from benchmarks.markdown import Figures, table
 from tlt_server.bench.tables import number
 
 CAPTURE = {

@@ -1,6 +1,11 @@
-"""The model card: every number comes from `figures.json`."""
+"""The model card: every number comes from `figures.json` in the pair's directory, one JSON object
+with a key per script.
+"""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 from tlt_server.demo.task import RESPONSE_TOKEN_CAP
 
@@ -22,6 +27,13 @@ answers are the demo pair's. Made
 by `examples/arith/hard.sh`; the figures below are of `evaluate.py` and stand in `figures.json`. \
 The last lines say where accept lengths come from.""",
 }
+
+
+def record_figures(path: Path, key: str, figures: dict) -> None:
+    """Set `key` and keep the other keys."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(known | {key: figures}, indent=2) + "\n")
 
 
 def table(head: list[object], rows: list[list[object]]) -> str:

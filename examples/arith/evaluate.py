@@ -17,8 +17,7 @@ import safetensors
 import tokenizers
 import torch
 import transformers
-from card import CHAINS, model_card
-from figures import record_figures
+from card import CHAINS, model_card, record_figures
 from sample import add_sampling, rewards, sampled
 
 from tlt_server.demo import task

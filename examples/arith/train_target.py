@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from card import record_figures
 from corpus import Batch, Batcher, Sequences, write_shards
-from figures import record_figures
 from recipes import RECIPES
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM

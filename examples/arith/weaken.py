@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from figures import record_figures
+from card import record_figures
 from safetensors.torch import load_file, save_file
 
 WEIGHTS = "model.safetensors"

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 import msgspec
 import uvloop
 
-from tlt_server.bench.columns import LOAD
 from tlt_server.bench.load import Connections, RawReply, completion, events
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout import FIXED, set_policy
 from tlt_server.bench.settings import fingerprint_of, heading, serve_flags, served, settings_of
-from tlt_server.bench.tables import show
+from tlt_server.bench.tables import LOAD, show
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 from tlt_server.wire.commands import SetPolicy

@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tlt_server.bench.columns import CYCLE
 from tlt_server.bench.record import finish, wide_console
 from tlt_server.bench.settings import heading, own, settings_of
 from tlt_server.bench.steps import PROBLEM, Row, StepCase, longest, measure
-from tlt_server.bench.tables import show
+from tlt_server.bench.tables import CYCLE, show
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.samples.ring import make_ring

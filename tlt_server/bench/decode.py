@@ -19,12 +19,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from tlt_server.bench.columns import DECODE
 from tlt_server.bench.padding.shapes import SHAPES, write_config
 from tlt_server.bench.record import finish, wide_console
 from tlt_server.bench.settings import heading, settings_of
 from tlt_server.bench.steps import PROMPT, Row, StepCase, longest, measure
-from tlt_server.bench.tables import show
+from tlt_server.bench.tables import DECODE, show
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.loader import empty_target

@@ -19,13 +19,12 @@ from typing import Any
 import msgspec
 
 from tlt_server.bench.adapters import load_adapters, write_adapters
-from tlt_server.bench.columns import LORA
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.exact_plan import ADAPTERS
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import heading, own, settings_of
 from tlt_server.bench.steps import in_turns, random_requests, ratio
-from tlt_server.bench.tables import show
+from tlt_server.bench.tables import LORA, show
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.start.assembly import assemble
 from tlt_server.speculation.drafters import networked

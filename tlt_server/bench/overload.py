@@ -24,12 +24,11 @@ import uvloop
 from rich.console import Console
 
 from tlt_client import Client
-from tlt_server.bench.columns import OVERLOAD
 from tlt_server.bench.goodput import GoodputSize, LoadPhase, judge, percentile
 from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop, samples
 from tlt_server.bench.record import finish, wide_console
 from tlt_server.bench.settings import served
-from tlt_server.bench.tables import show
+from tlt_server.bench.tables import OVERLOAD, show
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 from tlt_server.wire.records import GenerateRequest

@@ -14,13 +14,12 @@ import argparse
 from collections import defaultdict
 from typing import Any
 
-from tlt_server.bench.columns import REPLAY
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.drafts import check_strategy
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.plots import check_plots, draw
 from tlt_server.bench.replaying.simulated import Replay, ReplayResult
-from tlt_server.bench.tables import show
+from tlt_server.bench.tables import REPLAY, show
 from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.wire.commands import SetPolicy
 

@@ -35,12 +35,11 @@ from rich.console import Console
 from tlt_client import Client
 from tlt_client.errors import InvalidRequest
 from tlt_client.wire import Reply
-from tlt_server.bench.columns import OVER_HTTP
 from tlt_server.bench.load import Connections, samples
 from tlt_server.bench.record import finish, save, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.settings import fingerprint_of, heading, serve_flags, served, settings_of
-from tlt_server.bench.tables import show
+from tlt_server.bench.tables import OVER_HTTP, show
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 from tlt_server.wire.commands import SetPolicy

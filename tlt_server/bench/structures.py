@@ -19,12 +19,11 @@ from typing import Any
 
 import msgspec
 
-from tlt_server.bench.columns import STRUCTURES
 from tlt_server.bench.engines import LoadedOnce
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.settings import heading, own, settings_of
 from tlt_server.bench.steps import in_turns, random_requests, ratio
-from tlt_server.bench.tables import show
+from tlt_server.bench.tables import STRUCTURES, show
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.start.assembly import assemble
 from tlt_server.grammars.compiler import Compiler
