@@ -1,1 +1,1 @@
-"""The benches of `tlt bench`: a module with `run(args)` each, and what they share."""
+"""The benches of `tlt bench`: a module with `run(args)` each, and their common parts."""

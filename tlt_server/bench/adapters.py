@@ -16,7 +16,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.wire.commands import Manifest, PushWeights, RollbackWeights
 
 RANK = 8
-EFFECT = 0.05  # size of what is added, relative to the input
+EFFECT = 0.05  # size of the added output, relative to the input
 
 
 def write_adapters(model: Path, root: Path, largest: int = RANK) -> None:

@@ -65,7 +65,7 @@ BENCHES = {
         True,
     ),
     "decode": Bench(
-        "time plain decoding steps, and what strict numerics cost",
+        "time plain decoding steps, and the price of strict numerics",
         (
             *ENGINE,
             *ranks(),
@@ -98,7 +98,7 @@ BENCHES = {
         batches=("1,8,32", "1,8"),
     ),
     "graphs": Bench(
-        "start an engine; what its CUDA graphs take, and each phase",
+        "start an engine; time and memory of its CUDA graphs, time of each phase",
         (
             *ENGINE,
             flag("--max-running N", "sequences that decode at once [default the device's]", 0),
@@ -165,7 +165,7 @@ BENCHES = {
             policies("replay under this policy [default off, goodput, beg]"),
             flag(
                 "--rounds COUNT",
-                "replays in a row, of which the last counts; a policy keeps what it knows of "
+                "replays in a row, of which the last counts; a policy keeps its knowledge of "
                 "steps and drafts",
                 1,
             ),
@@ -177,7 +177,7 @@ BENCHES = {
         ),
     ),
     "overload": Bench(
-        "ask a server for three times what it can do; goodput, refusals and memory", ENGINE
+        "ask a server for three times its capacity; goodput, refusals and memory", ENGINE
     ),
     "serve": Bench(
         "load a running server; TTFT, TPOT, ITL, E2E percentiles, goodput",
@@ -242,7 +242,7 @@ BENCHES = {
                 "--channel ipc|nccl",
                 "with --device cuda: ipc on one GPU, nccl from the first GPU to the second",
             ),
-            flag("--model DIR", "with --device cuda: what is served and pushed"),
+            flag("--model DIR", "with --device cuda: the model that is served and pushed"),
             flag("--rounds N", "pushes per channel; the median and the longest pause count", 3),
             flag(
                 "--state-dir DIR",
@@ -284,7 +284,7 @@ BENCHES = {
         "time the drafter's training, packed and padded",
         (
             flag("--shape 7b|demo|tiny", "of the drafter; tiny says whether the bench runs", "7b"),
-            flag("--device cpu|cuda", "what trains", "cuda"),
+            flag("--device cpu|cuda", "device that trains", "cuda"),
             flag("--budget N", "tokens of a pack", 2048),
             flag("--documents N", "to lay out", 256),
             *JSON,

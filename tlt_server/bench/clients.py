@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             return uvloop.run(_send(server, prompts, tokens, way, logprobs))
 
         for command in commands:
-            play(command, *ways[0])  # prepares what a policy's first steps need
+            play(command, *ways[0])  # prepares the kernels of a policy's first steps
         for _ in range(rounds):
             for command, way in product(commands, ways):
                 seen.setdefault(LoadRow(policy_name(command), *way), []).append(play(command, *way))

@@ -26,7 +26,7 @@ from tlt_server.wire.records import Strategy
 
 TREE, CHAIN = Strategy("eagle", 7, 4, 32), Strategy("eagle", 7, 1, 8)
 MAX_TREES = 2  # requests that the tree's rows are affordable for
-RING_BYTES, FEATURE_BYTES = 2**26, 2**32  # bounds of what is captured
+RING_BYTES, FEATURE_BYTES = 2**26, 2**32  # bounds of the captured states
 BY_CAPTURE = {**CYCLE, "captured": "{captured}"}
 
 

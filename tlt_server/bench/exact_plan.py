@@ -14,7 +14,7 @@ import msgspec
 from tlt_server.settings.server import PolicyName
 from tlt_server.wire.records import GenerateRequest, Grammar, Strategy
 
-STARTED, PUSHED = "initial", "pushed"  # the engine's own name for what it was started with
+STARTED, PUSHED = "initial", "pushed"  # the engine's own name for the version at its start
 VERSIONS = (STARTED, PUSHED)
 
 Configuration = dict[str, object]

@@ -1,11 +1,11 @@
-"""`tlt bench exchange`: what two GPUs take to exchange partial sums, at Qwen2.5-7B's width.
+"""`tlt bench exchange`: the time in which two GPUs exchange partial sums, at Qwen2.5-7B's width.
 
 Two processes, one per GPU, map each other's memory by CUDA IPC. Rank 0 reports, each section as
 soon as it is there: the time of a signal; the fused exchange with residual and norm inside a CUDA
 graph, in each way that bytes may take (`tlt_kernels.gpu.exchange.Way`), against the norm alone on
-one GPU; small results gathered; what exchanges cost between the matmuls of a step, and how long
+one GPU; small results gathered; the cost of exchanges between the matmuls of a step, and how long
 each GPU waits in them for the other; and NCCL's all-gather inside a graph. A rank that fails or is
-silent ends the bench; what is there is written.
+silent ends the bench; the sections until then are written.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`tlt bench graphs`: what starting an engine takes, and its CUDA graphs: how many, how much
-memory, how long to capture.
+"""`tlt bench graphs`: the time in which an engine starts, and its CUDA graphs: their number, memory
+and time to capture.
 
 The engine is the default one of the device, so graphs are those that its policy can reach. Time to
 ready counts from the start of this process, imports included. A Triton cache that lacked something

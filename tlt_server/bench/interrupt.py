@@ -1,9 +1,9 @@
-"""`tlt bench interrupt`: what requests feel of the spot trainer on the same device.
+"""`tlt bench interrupt`: the delay of requests by the spot trainer on the same device.
 
 A real server records rollouts and trains its drafter. Requests for one token arrive at random
 moments of training and evaluation; their delay is the time to that token, less the median time of
 the same requests while the trainer is paused. Plain decoding is timed before the trainer has begun
-and while it is paused within a step, with all its memory taken: what a parked trainer costs.
+and while it is paused within a step, with all its memory taken: the cost of a parked trainer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`tlt bench lora`: what LoRA adapters cost, in the time of a step.
+"""`tlt bench lora`: the cost of LoRA adapters, in the time of a step.
 
 On one engine per rank, batches without adapters and batches of two adapters take turns; the
 median of the rounds' ratios counts. Adapters add random matrices to all of qkv, o, gate, up and
-down, and drafts of what they change are accepted less often, so speculation is judged by the time
-of a cycle.
+down, and drafts are accepted less often where they change the output, so speculation is judged by
+the time of a cycle.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`tlt bench pad`: embed a small trained pair (target and EAGLE-3 drafter) in the shapes of a large
 model.
 
-The result has the large model's tensor names, shapes and dtypes, so a step costs what the large
-model's step costs. It says what the small pair says, so acceptance is that of a trained drafter on
+The result has the large model's tensor names, shapes and dtypes, so a step costs as much as the
+large model's. Its outputs are the small pair's, so acceptance is that of a trained drafter on
 real answers; it may be higher than a large model's on harder text. The extra weights are random,
 not zero. Use it to measure speculative decoding where no large weights are at hand, with this
 server or any other engine that loads Hugging Face and EAGLE-3 checkpoints. config.json comes last:

@@ -3,7 +3,7 @@
 The rollout runs once per `--policy`, and its cycles are timed. Then it runs once more per
 `--width` with a tree drafted at every position and nothing verified but the root, so that every
 position is a root once. Since a response is fixed by weights, prompt and seed, these trees are the
-ones that any policy would have had drafted. What is exact in that:
+ones that any policy would have had drafted. How exact that is:
 
 - a chain of depth d is the head of a longer one, and a tree of d levels the head of one of more
   levels, as the tree builder plants level after level;

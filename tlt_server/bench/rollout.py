@@ -5,10 +5,10 @@ A workload is either a whole rollout, sent as one batch (`512`: the time until t
 there), or a number of requests that is kept running all the time (`full 64`: each one that ends is
 followed by the next, all of one length). Every seed is one run of every arm; the arms take turns,
 and the file of `--json` is written after each seed. The first rollout of all is repeated as the
-last, which tells what a start leaves to be done. Ratios are medians over the seeds of one arm's
-time over another's with the same seed. The server's caches are flushed between runs, and every
-response is compared with that of the first arm, tokens and bits of log-probs. `--against fast` adds
-a server without speculation in fast numerics, whose responses are others.
+last; the difference is work that the start left to the first requests. Ratios are medians over the
+seeds of one arm's time over another's with the same seed. The server's caches are flushed between
+runs, and every response is compared with that of the first arm, tokens and bits of log-probs.
+`--against fast` adds a server without speculation in fast numerics, whose responses are others.
 
     tlt bench rollout --quick
     tlt bench rollout --device cuda --model DIR --drafter DIR --json rollout-http.json
@@ -266,7 +266,7 @@ def figures(seen: dict[tuple[str, str], list[RolloutRun]], pair: str) -> dict[st
 
 
 def _mean(counted: list[dict[str, float]]) -> dict[str, float]:
-    """Return the means of what is not zero in all runs."""
+    """Return the mean of each label over the runs, without those that are zero in all."""
     labels = sorted({label for each in counted for label, value in each.items() if value})
     return {
         label: round(statistics.mean(each.get(label, 0.0) for each in counted), 3)

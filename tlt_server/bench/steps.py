@@ -271,7 +271,7 @@ def profile(
     cycles = whole_cycles(engine, requests, strategy)
     settled = sum(1 for _ in islice(cycles, SETTLE))
     with profiler(activities=[ProfilerActivity.CUDA]):
-        torch.cuda.synchronize()  # what starting the profiler takes is no gap of ours
+        torch.cuda.synchronize()  # the profiler has started before a gap is measured
     with profiler(activities=[ProfilerActivity.CUDA]) as found:
         done = sum(1 for _ in islice(cycles, steps))
         torch.cuda.synchronize()

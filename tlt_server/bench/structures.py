@@ -2,9 +2,9 @@
 without one, plain and speculated on; and the time to compile a schema of 50 fields.
 
 Both kinds take turns on one engine; the median of the rounds' ratios counts. The schema is a list
-of records that is longer than the output, so both kinds emit the same number of tokens. What a
-random prompt leads to is noise to a drafter, in a schema less so; `per step` compares the times
-of steps, without what they accept.
+of records that is longer than the output, so both kinds emit the same number of tokens. The
+answer to a random prompt is noise to a drafter, in a schema less so; `per step` compares the times
+of steps, however many drafts they accept.
 """
 
 from __future__ import annotations

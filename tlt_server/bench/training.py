@@ -1,4 +1,4 @@
-"""`tlt bench training`: what the drafter's training costs, at a 7B model's drafter shapes or at the
+"""`tlt bench training`: the cost of training the drafter, at a 7B model's drafter shapes or at the
 shipped pair's.
 
 Weights and features are random, lengths long-tailed (median 72 tokens, one in ten above 270). Per

@@ -5,8 +5,8 @@ Why the outputs are the small model's (width d inside D, RMSNorm epsilon e):
 - **Matrices that write to the residual stream** (o, down, fc, embedding) hold random values of
   2^-48 outside the live block: no zeros, which would flatter power and clocks, but bits as random
   as any weight's, whose sum is below the rounding of everything it is added to. So extra channels
-  stay empty, and extra heads, units and layers add nothing. They are 32 % of what a step of a 7B
-  reads; about one weight in 100,000 is exactly zero.
+  stay empty, and extra heads, units and layers add nothing. They are 32 % of the bytes that a step
+  of a 7B reads; about one weight in 100,000 is exactly zero.
 - **Matrices that read** (q, k, v, gate, up, LM head) are random at ordinary size: in live rows they
   read extra channels, which are empty.
 - **RMSNorm** then sees the same sum of squares over D instead of d channels: weights are multiplied
