@@ -69,6 +69,16 @@ def test_replies_are_read_alike_in_parts_of_any_size(
         assert read_completion(found) == expected
 
 
+class OpenLine(asyncio.Transport):
+    """A connection to a server that says nothing."""
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: object) -> None:
+        """Send nothing."""
+
+
 def test_chunks_are_timed_by_their_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = chunked(b"one", b"two")
     cut = raw.index(b"tw") + 1
@@ -79,9 +89,7 @@ def test_chunks_are_timed_by_their_last_byte(monkeypatch: pytest.MonkeyPatch) ->
 
     async def read() -> RawReply:
         connection = Connection()
-        connection.connection_made(asyncio.Transport())
-        monkeypatch.setattr(connection.transport, "is_closing", lambda: False)
-        monkeypatch.setattr(connection.transport, "write", lambda data: None)
+        connection.connection_made(OpenLine())
         reply = asyncio.ensure_future(connection.exchange(b""))
         await asyncio.sleep(0)
         connection.data_received(raw[:cut])

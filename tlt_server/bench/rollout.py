@@ -52,7 +52,7 @@ FIXED = {
 WORKLOADS = {"cpu": ("64",), "cuda": ("64", "256", "512", "full 64", "full 256")}
 SEEDS = (21, 22, 23, 24, 25)  # not those that anything was tuned on
 DEFAULT, FAST = "goodput", "off, fast"
-SHARED_KV_MB = 16384  # of each of two servers that share a GPU
+SHARED_KV_MB = 16384  # on a GPU that two servers share
 PREPARING_S = 0.2  # between two looks whether a policy is in force
 COUNTERS = {  # metric and label, by figure of a row
     "step_s": ("tlt_measured_step_seconds_total", "kind"),
@@ -102,8 +102,9 @@ class RolloutRun(NamedTuple):
     @property
     def accept_length(self) -> float:
         """Return tokens per request and step with drafts; 0 where none had any."""
-        decodes = sum(n for name, n in self.counted["decodes"].items() if name != "off")
-        return 1 + sum(self.counted["accepted"].values()) / decodes if decodes else 0.0
+        kinds, accepted = (self.counted.get(name, {}) for name in ("decodes", "accepted"))
+        decodes = sum(n for name, n in kinds.items() if name != "off")
+        return 1 + sum(accepted.values()) / decodes if decodes else 0.0
 
 
 class Arm(NamedTuple):
