@@ -7,7 +7,7 @@ from typing import Any
 
 from tlt_server.bench.tables import Columns, Row, cells
 
-Figures = dict[str, Any]  # of a bench's result
+Figures = dict[str, Any]
 RESULTS_FOLDER = "../benchmarks/results"  # from docs/
 
 

@@ -28,9 +28,14 @@ def chunked(*parts: bytes) -> bytes:
 
 
 def received(parts: Sequence[bytes]) -> list[RawReply]:
-    """Send two requests to a server that answers each in these parts; return both replies."""
+    """Send two requests over one connection to a server that answers each in these parts; return
+    both replies.
+    """
+    opened = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened
+        opened += 1
         for _ in range(2):
             await reader.readuntil(b"{}")
             for part in parts:
@@ -49,7 +54,9 @@ def received(parts: Sequence[bytes]) -> list[RawReply]:
             connections.close()
             return replies
 
-    return asyncio.run(send())
+    replies = asyncio.run(send())
+    assert opened == 1
+    return replies
 
 
 @pytest.mark.parametrize(
@@ -82,10 +89,8 @@ class OpenLine(asyncio.Transport):
 def test_chunks_are_timed_by_their_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = chunked(b"one", b"two")
     cut = raw.index(b"tw") + 1
-    moments_s = iter((1.0, 2.0, 3.0))
-    monkeypatch.setattr(
-        "tlt_server.bench.load.time", SimpleNamespace(perf_counter=lambda: next(moments_s))
-    )
+    clock = SimpleNamespace(perf_counter=iter((1.0, 2.0, 3.0)).__next__)
+    monkeypatch.setattr("tlt_server.bench.load.time", clock)
 
     async def read() -> RawReply:
         connection = Connection()

@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
         self.transport.write(request)
         reply = await self._reply
         self.idle_since_s = time.perf_counter()
-        if not self._parser.should_keep_alive():
+        if self._headers.get("connection", "").lower() == "close":
             self.transport.close()
         return reply
 

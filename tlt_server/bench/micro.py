@@ -15,7 +15,7 @@ import torch
 from tlt_server.bench.record import finish
 from tlt_server.errors import StartupError
 
-READ_BYTES_PER_S = 4.3e12  # of a copy on an H200
+READ_BYTES_PER_S = 4.3e12  # a copy on an H200
 WARMING = 2  # runs that are not counted
 Name = TypeVar("Name", bound=Hashable)
 Call = Callable[[], object]
