@@ -187,7 +187,7 @@ def test_read_ahead_fault_is_raised_by_its_pack():
 
 
 def test_documents_without_a_root_are_refused():
-    with pytest.raises(InvalidRequest, match="none of 2 documents"):
+    with pytest.raises(InvalidRequest, match="all 2 documents have fewer than three tokens"):
         Packer(Documents(document(2, 0, 1), document(1, 0, 2)), 32, 3)
 
 
