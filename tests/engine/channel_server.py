@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from safetensors.torch import load_file
 
-from tests.engine.pushing import Pushable, perturbed
+from tests.engine.pushing import Pushable, perturbed, small_request
 from tests.engine.tiny import SMALLEST, write_eagle, write_target
 from tlt_client import ServerError
 from tlt_client.channels import CHANNELS
@@ -26,7 +26,6 @@ from tlt_server.errors import TltError, from_code
 from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.wire.commands import JoinGroup, LeaveGroup, Manifest, PushWeights
 from tlt_server.wire.events import WeightReport
-from tlt_server.wire.records import GenerateRequest, Sampling
 
 CHUNKS = 19  # per push; the checkpoint is cut so that every channel has at least this many
 SHORT_S, LONG_S = 0.3, 30.0  # waits of the two ends of a group for each other
@@ -102,14 +101,7 @@ class Server:
         return Uploads(limits)
 
     def speak(self) -> Any:
-        return self.engine.run(
-            GenerateRequest(
-                id="r",
-                token_ids=[5, 6, 7],
-                seed=3,
-                sampling=Sampling(max_tokens=3, ignore_eos=True),
-            )
-        )
+        return self.engine.run(small_request(3))
 
     # what a client calls
 
@@ -183,7 +175,7 @@ class Server:
         checksums, and what it says if it `speaks`.
         """
         if self.engine.engine.pushes.refusal is not None:
-            self.engine.submit(GenerateRequest(id="q", token_ids=[5], seed=1, sampling=Sampling()))
+            self.engine.submit(small_request(1, "q"))
             self.engine.finish()
             (said,) = self.engine.said.pop("q")
             assert (

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.engine.pushing import Pushable, perturbed
+from tests.engine.pushing import Pushable, perturbed, small_request
 from tests.engine.tiny import SHALLOW, write_eagle, write_target
-from tests.engine.weight_cases import serving
+from tests.engine.weight_cases import engine, serving
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.events import WeightReport
-from tlt_server.wire.records import GenerateRequest, Sampling
+
+__all__ = ["engine"]  # a fixture
 
 PARTS = 3
 
@@ -47,11 +48,6 @@ def settings(root: Path) -> EngineSettings:
     return replace(serving(root), weight_channels="disk,broadcast")
 
 
-@pytest.fixture
-def engine(settings: EngineSettings) -> Pushable:
-    return Pushable(settings)
-
-
 def part(
     engine: Pushable, root: Path, name: str, number: int, version: str = "", **fields: object
 ) -> WeightReport:
@@ -68,11 +64,7 @@ def results(
 
 
 def speak(engine: Pushable) -> object:
-    return engine.run(
-        GenerateRequest(
-            id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=8, ignore_eos=True)
-        )
-    )
+    return engine.run(small_request(8))
 
 
 def live_as(settings: EngineSettings, model: Path) -> dict[str, str]:

@@ -26,8 +26,8 @@ from tlt_server.wire.commands import (
     RollbackWeights,
     Submit,
 )
-from tlt_server.wire.events import WeightReport
-from tlt_server.wire.records import GenerateRequest, StepOutput
+from tlt_server.wire.events import ControlReport, WeightReport
+from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput
 
 Said = dict[str, list[StepOutput]]
 
@@ -47,6 +47,17 @@ def perturbed(source: Path, directory: Path, seed: int, scale: float = 0.02) -> 
         directory / "model.safetensors",
     )
     return directory
+
+
+def small_request(max_tokens: int, id: str = "r") -> GenerateRequest:
+    """A short prompt, to which as many tokens are generated."""
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(id=id, token_ids=[5, 6, 7], seed=3, sampling=sampling)
+
+
+def why(report: WeightReport | ControlReport | None) -> str:
+    """Return code and words of a report's error, or nothing."""
+    return ": ".join((report.error if report else None) or ())
 
 
 class Pushable:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.pushing import Pushable, perturbed
+from tests.engine.pushing import Pushable, perturbed, why
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels import broadcast
 from tlt_client.channels.groups import Membership, WeightGroup, host_store
@@ -133,7 +133,7 @@ def test_an_abort_ends_the_wait_for_a_silent_trainer(
     assert engine.abort("silent").result == "aborted"
     assert time.monotonic() - started < MOMENT_S, "the loop does not wait for the trainer"
     report = engine.report(pushed)
-    assert (report.result, report.state.open) == ("conflict", {}) and "aborted" in report.error[1]  # type: ignore[index]
+    assert (report.result, report.state.open) == ("conflict", {}) and "aborted" in why(report)
     assert time.monotonic() - started < MOMENT_S < TIMEOUT_S / 2
     assert engine.checksums() == sums
     assert engine.push(root / "new", "after").result == "committed"

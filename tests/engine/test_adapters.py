@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.adapters import merged, write_adapter
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, why
 from tests.engine.tiny import SHALLOW
 from tests.engine.weight_cases import checkpoints, request, serving
 from tlt_server.engine.gate import Reason
@@ -190,7 +190,7 @@ def test_repeated_push_is_unchanged_and_other_content_is_refused(
     assert engine.load("a", root / "a", "one").result == "committed"
     assert engine.load("a", root / "a", "one").result == "unchanged"
     report = engine.load("a", root / "a2", "one")
-    assert report.result == "conflict" and "other content" in report.error[1]
+    assert report.result == "conflict" and "other content" in why(report)
 
 
 def test_a_version_of_an_adapter_means_one_content(
@@ -201,7 +201,7 @@ def test_a_version_of_an_adapter_means_one_content(
     for version, place in (("1", "a"), ("2", "a2"), ("1", "a"), ("2", "a2")):
         assert engine.load("m", root / place, version).result == "committed"
     report = engine.load("m", root / "a2", "1")
-    assert report.result == "conflict" and "'1' of adapter 'm'" in report.error[1]
+    assert report.result == "conflict" and "'1' of adapter 'm'" in why(report)
     assert report.state.adapters == {"m": "2"}
     assert engine.load("other", root / "a2", "1").result == "committed", "its own names"
     engine.report(engine.send_unload("m"))
@@ -238,7 +238,7 @@ def test_slots_are_limited_and_free_again(
     engine: Adapting, settings: EngineSettings, root: Path
 ) -> None:
     report = engine.load("c", root / "a2")
-    assert report.result == "conflict" and "--max-loras" in report.error[1]
+    assert report.result == "conflict" and "--max-loras" in why(report)
     engine.report(engine.send_unload("a"))
     assert engine.load("c", root / "a2").result == "committed"
     expected = Adapting(settings, c=root / "a2").run(asked("c"))
@@ -353,8 +353,8 @@ def test_unsupported_adapter_field_is_refused_by_name(
     value, said = BAD[field]
     path = write_adapter(root / f"bad-{field}", root / "base", 1, **{field: value})
     report = refusing.load("a", path)
-    assert report.result == "weights_refused" and said in report.error[1]
-    assert "adapter_config.json" in report.error[1] and report.state.adapters == {}
+    assert report.result == "weights_refused" and said in why(report)
+    assert "adapter_config.json" in why(report) and report.state.adapters == {}
 
 
 def test_tensors_that_do_not_fit_are_refused(refusing: Adapting, root: Path) -> None:
@@ -372,7 +372,7 @@ def test_tensors_that_do_not_fit_are_refused(refusing: Adapting, root: Path) -> 
         path = write_adapter(root / f"bad-{name}", root / "base", 1)
         save_file(tensors, path / "adapter_model.safetensors")
         report = refusing.load("a", path)
-        assert report.result == "weights_refused" and said in report.error[1], name
+        assert report.result == "weights_refused" and said in why(report), name
     bare = write_adapter(root / "bare", root / "base", 1)
     (bare / "adapter_config.json").unlink()
     assert f"{bare} has no adapter_config.json" in refusing.load("a", bare).error[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.pushing import Pushable, perturbed
+from tests.engine.pushing import Pushable, perturbed, small_request
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels.errors import ChannelLost, ContentRefused
 from tlt_client.channels.groups import MAX_GROUPS, Groups, Membership, WeightGroup, host_store
@@ -22,7 +22,6 @@ from tlt_server.errors import Unavailable, from_code
 from tlt_server.process.threads import Crew, started
 from tlt_server.weights import checksums
 from tlt_server.wire.commands import CommitWeights, JoinGroup, LookAtWeights, Sleep
-from tlt_server.wire.records import GenerateRequest, Sampling
 
 
 @pytest.fixture
@@ -54,19 +53,8 @@ def unavailable(engine: Pushable, id: str) -> str:
 
 
 def lives(engine: Pushable) -> bool:
-    return (
-        len(
-            engine.run(
-                GenerateRequest(
-                    id="r",
-                    token_ids=[5, 6],
-                    seed=1,
-                    sampling=Sampling(max_tokens=3, ignore_eos=True),
-                )
-            )["r"][0]
-        )
-        == 3
-    )
+    tokens, _ = engine.run(small_request(3))["r"]
+    return len(tokens) == 3
 
 
 def test_so_many_joins_at_once_and_no_more(

@@ -1,4 +1,6 @@
-"""Pushes of the drafter, alone and with the target: it follows the target, and no token changes."""
+"""Pushes of the drafter, alone and with the target: it follows the target, rests if its drafts are
+never accepted, and no token changes.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.pushing import Pushable
-from tests.engine.weight_cases import fresh, request, root, settings
+from tests.engine.pushing import Pushable, perturbed, why
+from tests.engine.weight_cases import engine, fresh, request, root, settings
+from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.records import Strategy
 
-__all__ = ["root", "settings"]  # fixtures
-
-
-@pytest.fixture
-def engine(settings: EngineSettings) -> Pushable:
-    return Pushable(settings)
+__all__ = ["engine", "root", "settings"]  # fixtures
 
 
 def test_borrowed_embedding_follows_the_target(engine: Pushable, root: Path) -> None:
@@ -138,7 +136,7 @@ def test_target_and_drafter_in_one_transaction(
     save_file(tensors, broken / "model.safetensors")
     sums = engine.checksums()
     report = engine.push(root / "newer", "v2", role="all", drafter_path=str(broken))
-    assert report.result == "weights_refused" and "norm.weight" in report.error[1]  # type: ignore[index]
+    assert report.result == "weights_refused" and "norm.weight" in why(report)
     assert engine.checksums() == sums and report.state.target == report.state.drafter == "v1"
 
 
@@ -157,3 +155,49 @@ def test_pushes_while_speculating_equal_pushes_without(
         assert engine.push(root / model, version).result == "committed"
         engine.finish()
         assert engine.run(request()) == fresh(settings, root / model, request())
+
+
+@pytest.fixture
+def demo_settings(tmp_path: Path) -> EngineSettings:
+    shutil.copytree(DRAFTER, tmp_path / "good")
+    perturbed(DRAFTER, tmp_path / "bad", 1, scale=1.0)
+    return EngineSettings(
+        model=str(TARGET),
+        device="cpu",
+        drafter=str(DRAFTER),
+        policy="fixed",
+        sd_strategy=Strategy("eagle", 2, 1, 3).name,
+        kv_memory_mb=256,
+        max_model_len=512,
+        weight_root=str(tmp_path),
+    )
+
+
+def test_a_drafter_that_fits_no_more_rests_until_the_next_push(
+    demo_settings: EngineSettings, tmp_path: Path, capfd
+) -> None:
+    engine, used = Pushable(demo_settings), []
+    requests = problems_as_requests(TARGET, 8, group=2, seed=3, max_tokens=40)
+
+    def answers() -> dict[str, tuple[list[int], list[float]]]:
+        used.clear()
+        observe = engine.engine.choice.policy.observe
+        engine.engine.choice.policy.observe = lambda cycle: (
+            used.append(cycle.strategy.drafter),
+            observe(cycle),
+        )
+        try:
+            return engine.run(*requests)
+        finally:
+            engine.engine.choice.policy.observe = observe
+
+    expected = answers()
+    assert set(used) <= {"eagle", ""} and "eagle" in used
+    assert engine.push(tmp_path / "bad", "bad", role="drafter").result == "committed"
+    assert answers() == expected
+    assert "eagle" in used and used[-1] == "history", used
+    assert engine.engine.gauges()["drafters_resting"] == 1
+    assert "first drafts of eagle are accepted for" in capfd.readouterr().err
+    assert engine.push(tmp_path / "good", "good", role="drafter").result == "committed"
+    assert answers() == expected
+    assert set(used) <= {"eagle", ""} and engine.engine.gauges()["drafters_resting"] == 0

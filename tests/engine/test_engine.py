@@ -23,7 +23,7 @@ from tlt_server.engine.start import assembly
 from tlt_server.engine.start.assembly import assemble
 from tlt_server.errors import ModelError, StartupError
 from tlt_server.speculation.policies.fixed import Fixed
-from tlt_server.wire.commands import Abort, Pause, Resume, SetPolicy, Submit
+from tlt_server.wire.commands import Abort, SetPolicy, Submit
 from tlt_server.wire.events import CHECKED
 from tlt_server.wire.records import (
     OFF,
@@ -329,24 +329,6 @@ def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(
     assert [o.prompt_logprobs for o in said["one"]] == [[None]]
     assert bits({r.id: said[r.id] for r in others}) == bits(run(base, others)[0])
     assert counts["pages_free"] == counts["pages"]
-
-
-def test_pause_freezes_and_resumes(base: EngineSettings) -> None:
-    batch = requests(3)
-    expected = bits(run(base, batch)[0])
-    engine, _ = assemble(base)
-    engine.send(Submit(batch))
-    said: Said = {r.id: [] for r in batch}
-    for step in range(400):
-        if step == 4:
-            engine.send(Pause("p"))
-        if step == 9:
-            engine.send(Resume("r"))
-        outputs = engine.step()
-        assert not outputs or not 4 <= step < 9
-        for output in outputs:
-            said[output.id].append(output)
-    assert bits(said) == expected
 
 
 def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSettings) -> None:

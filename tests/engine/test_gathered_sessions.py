@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.engine.gathered import PARTS, engine, live_as, part, results, root, settings
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, small_request, why
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.commands import (
     AbortWeights,
@@ -20,7 +20,6 @@ from tlt_server.wire.commands import (
     WeightCommand,
 )
 from tlt_server.wire.events import WeightReport
-from tlt_server.wire.records import GenerateRequest, Sampling
 
 __all__ = ["engine", "root", "settings"]  # fixtures
 
@@ -29,9 +28,9 @@ def test_incomplete_push_is_aborted_but_not_committed(engine: Pushable, root: Pa
     assert results(engine, root, "new1", range(2), version="v1", commit=False) == ["gathering"] * 2
     refused = engine.commit("v1")
     assert refused.result == "conflict"
-    assert "tensors are missing, among them 'model." in (refused.error or ("", ""))[1]
+    assert "tensors are missing, among them 'model." in why(refused)
     whole = engine.push(root / "new2", "v2")
-    assert whole.result == "conflict" and "'v1' is being pushed" in (whole.error or ("", ""))[1]
+    assert whole.result == "conflict" and "'v1' is being pushed" in why(whole)
     assert engine.abort("v1").result == "aborted"
     assert engine.push(root / "new2", "v2").result == "committed"
 
@@ -68,14 +67,7 @@ def test_waiting_commit_takes_the_push_it_was_asked_for(
     """Another push in its place would be committed and answered as this one."""
     fields = {"version": "v", "commit": False, "in_flight": "drain"}
     assert results(engine, root, "new1", **fields)[-1] == "staged"
-    engine.submit(
-        GenerateRequest(
-            id="runs",
-            token_ids=[5, 6, 7],
-            seed=3,
-            sampling=Sampling(max_tokens=32, ignore_eos=True),
-        )
-    )
+    engine.submit(small_request(32))
     engine.step(3)
     engine.engine.send(CommitWeights("commit", "v", "named"))
     engine.step()
@@ -110,12 +102,10 @@ def test_push_without_a_name_is_reported_and_aborted(engine: Pushable, root: Pat
     assert part(engine, root, "new1", 0).result == "gathering"
     engine.engine.send(RollbackWeights("r"))
     refused = engine.report("r")
-    assert refused.result == "conflict" and refused.error is not None
-    assert refused.error[1].startswith("a version without a name is being pushed; wait")
+    assert why(refused).startswith("conflict: a version without a name is being pushed; wait")
     assert engine.abort("").result == "aborted" and engine.abort("").result == "not_found"
-    ended = engine.report("")
-    assert ended.error is not None
-    assert ended.error[1] == "the push of a version without a name was aborted; nothing has changed"
+    ended = "the push of a version without a name was aborted; nothing has changed"
+    assert why(engine.report("")).endswith(f": {ended}")
 
 
 def test_naming_requires_the_expected_live_version(engine: Pushable, root: Path) -> None:
@@ -137,23 +127,25 @@ def test_group_is_joined_while_weights_sleep_or_says_why_not(engine: Pushable) -
     engine.engine.send(JoinGroup("j", "g", "gloo", "127.0.0.1", 9, 1, 2))
     report = engine.report("j")
     assert report.result == "channel_broken"
-    assert "broke while joining" in (report.error or ("", ""))[1]
+    assert "broke while joining" in why(report)
     if torch.cuda.is_available():
         return
     engine.engine.send(JoinGroup("n", "g", "nccl", "127.0.0.1", 9, 1, 2))
     assert engine.report("n").result == "weights_refused"
-    assert "there is no GPU here" in (engine.reports["n"].error or ("", ""))[1]
+    assert "there is no GPU here" in why(engine.reports["n"])
 
 
 def test_session_completed_twice_is_restored_whole(
     root: Path, settings: EngineSettings, tmp_path: Path
 ) -> None:
+    """Parts of the next push leave no trace."""
     kept = replace(settings, state_dir=str(tmp_path / "state"))
     engine = Pushable(kept)
     of_session = {"version": "v1", "commit": False, "session": "s"}
     assert results(engine, root, "new1", **of_session)[-1] == "staged"
     assert results(engine, root, "new-drafter", role="drafter", **of_session)[-1] == "staged"
     assert engine.commit("v1").result == "committed"
+    assert results(engine, root, "new2", range(2), version="v2") == ["gathering"] * 2
     again = Pushable(kept)
     assert not again.info.lost
     assert again.info.weight_version == "v1"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.halting import bits, done, engine, expected, send, started
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, why
 from tests.engine.weight_cases import request, root, settings
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.commands import ClearCache, Pause, Resume, Sleep, WakeUp
@@ -169,9 +169,7 @@ def test_push_is_refused_for_sleeping_weights_but_not_pages(
 ) -> None:
     done(engine, Sleep("s", ["weights", "kv_cache"]))
     refused = engine.push(root / "new", "v1")
-    assert refused.result == "conflict"
-    assert refused.error is not None
-    assert "/engine/wake" in refused.error[1]
+    assert refused.result == "conflict" and "/engine/wake" in why(refused)
     done(engine, WakeUp("w", ["weights"]))
     assert engine.push(root / "new", "v1").result == "committed"
     done(engine, WakeUp("w", ["kv_cache"]))
@@ -184,7 +182,10 @@ def test_push_is_refused_for_sleeping_weights_but_not_pages(
 
 
 def test_draining_change_is_refused_while_requests_are_paused(engine: Pushable, root: Path) -> None:
-    assert engine.push(root / "new", "v1").result == "committed"
+    found = engine.push(root / "new", "v0").checksums
+    sums = [{"name": name, "checksum": value} for name, value in found.items()]
+    again = {"in_flight": "drain", "tensors": sums}
+    assert engine.push(root / "new", "v1", **again).result == "committed"
     assert engine.push(root / "base", "v2", in_flight="drain", commit=False).result == "staged"
     started(engine)
     done(engine, Pause("p"))
@@ -196,11 +197,11 @@ def test_draining_change_is_refused_while_requests_are_paused(engine: Pushable, 
         engine.push(root / "base", "v3", in_flight="drain"),
         engine.roll_back(in_flight="drain"),
     ):
-        said = refused.error[1] if refused.error else ""
         assert refused.result == "conflict"
-        assert "drain" in said
-        assert "POST /engine/resume" in said
-        assert "another in_flight" in said
+        for words in ("drain", "POST /engine/resume", "another in_flight"):
+            assert words in why(refused)
+    unchanged = engine.push(root / "new", "v1", **again)
+    assert unchanged.result == "unchanged", why(unchanged)
     assert engine.push(root / "base", "v3").result == "committed", "any other in_flight goes on"
     assert engine.roll_back(in_flight="recompute").result == "rolled_back"
     done(engine, Resume("r"))
@@ -214,7 +215,7 @@ def test_cached_prefixes_are_forgotten_on_demand(engine: Pushable) -> None:
     assert engine.engine.scheduler.pool.cached > 0
     started(engine)
     refused = send(engine, ClearCache("c", unless_held=True))
-    assert refused is not None and refused.error is not None and refused.error[0] == "conflict"
+    assert why(refused).startswith("conflict")
     engine.finish()
     done(engine, ClearCache("c", unless_held=True))
     assert engine.engine.scheduler.pool.cached == 0

@@ -22,7 +22,7 @@ from tests.engine.halting import (
     speculating,
     started,
 )
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, why
 from tests.engine.weight_cases import request, root, settings
 from tlt_server.engine.gate import Reason
 from tlt_server.engine.halt import DeviceMemory
@@ -45,10 +45,7 @@ def test_a_disk_that_is_full_leaves_the_weights_awake(
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "TemporaryFile", disk_full)
         report = send(engine, Sleep("s", ["weights", "kv_cache"]))
-    assert report is not None
-    assert report.error is not None
-    assert report.error[0] == "storage_failed"
-    assert "No space" in report.error[1]
+    assert why(report).startswith("storage_failed") and "No space" in why(report)
     engine.finish()
     assert bits(engine) == expected
 
@@ -69,10 +66,7 @@ def test_failed_wake_up_stays_asleep_and_can_be_repeated(
         if place == "weights":
             patched.setattr(halt._dormant, "bring_back", out_of_memory)
         report = send(engine, WakeUp("w", ["weights", "kv_cache"]))
-    assert report is not None
-    assert report.error is not None
-    assert report.error[0] == "unavailable"
-    assert "stays asleep" in report.error[1]
+    assert why(report).startswith("unavailable") and "stays asleep" in why(report)
     given_back = ["reclaimed", "freed"] if place == "weights" else []
     assert taken == given_back, "what was taken is given back"
     assert engine.push("new", "v1").result == "conflict", "the weights still sleep"
@@ -124,7 +118,7 @@ def test_a_sleep_that_fails_aborts_nothing(engine: Pushable, root: Path, expecte
     started(engine)
     id = engine.send_push(root / "base", "v1", commit=False)
     report = send(engine, Sleep("s", ["weights"], "abort"))
-    assert report is not None and report.error is not None and report.error[0] == "conflict"
+    assert why(report).startswith("conflict")
     engine.report(id)
     engine.finish()
     assert bits(engine) == expected

@@ -1,4 +1,4 @@
-"""Live weights: named, and read while the loop steps on."""
+"""Live weights: named, and read while the loop steps on; their checksums are of one version."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ import itertools
 import shutil
 import threading
 from array import array
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import checkpoints, on_cpu
 from tests.engine.halting import bits, done, engine, expected, send, started
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, why
 from tests.engine.weight_cases import root, settings
 from tlt_server.engine.pushes import reads as weight_reads
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.speculation.cost import CostModel, Measured, StepLoad
 from tlt_server.trainer.replaying.handed import read_handed
-from tlt_server.weights import arriving, handover
-from tlt_server.wire.commands import CommitWeights, HandOver, NameWeights, ReadWeights, Sleep
+from tlt_server.weights import arriving, checksums, handover
+from tlt_server.wire.commands import (
+    CommitWeights,
+    HandOver,
+    LookAtWeights,
+    NameWeights,
+    ReadWeights,
+    Sleep,
+)
 from tlt_server.wire.events import WeightReport
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
@@ -71,7 +82,7 @@ def test_weights_stay_while_a_push_is_staged_in_a_thread(engine: Pushable, root:
     engine.engine.send(Sleep("s", ["weights"]))
     engine.step()
     [report] = engine.engine.control_reports()
-    assert report.error is not None and report.error[0] == "conflict"
+    assert why(report).startswith("conflict")
     assert engine.report(id).result == "committed"
 
 
@@ -85,7 +96,7 @@ def test_rows_of_a_live_tensor_can_be_read(engine: Pushable) -> None:
     assert array("f", rows.values).tolist() == live[:2].flatten().tolist()
     assert rows.shape == [2, *live.shape[1:]]
     assert len(array("f", vector.values)) == 3 and vector.shape == [3]
-    assert missing.error is not None and missing.error[0] == "not_found"
+    assert why(missing).startswith("not_found")
 
 
 def read(engine: Pushable, name: str, rows: int) -> WeightReport:
@@ -103,8 +114,8 @@ def test_no_more_numbers_are_read_than_the_limit(
     monkeypatch.setattr(weight_reads, "MAX_NUMBERS", 4 * live.shape[1])
     assert read(engine, "model.embed_tokens.weight", 4).result == "looked"
     refused = read(engine, "model.embed_tokens.weight", 5)
-    assert refused.error is not None and refused.error[0] == "invalid_request"
-    assert f"limit is {4 * live.shape[1]}: ask for at most 4 (truncate_size)" in refused.error[1]
+    assert refused.result == "invalid_request"
+    assert f"limit is {4 * live.shape[1]}: ask for at most 4 (truncate_size)" in why(refused)
 
 
 def test_a_tensor_is_read_while_the_loop_runs(
@@ -121,7 +132,7 @@ def test_a_tensor_is_read_while_the_loop_runs(
     engine.engine.send(ReadWeights("slow", "model.norm.weight", 4))
     started(engine)
     refused = send(engine, Sleep("s", ["weights"]))
-    assert refused is not None and refused.error is not None and refused.error[0] == "conflict"
+    assert why(refused).startswith("conflict")
     engine.finish()
     assert bits(engine) == expected and "slow" not in engine.reports
     go_on.set()
@@ -194,11 +205,9 @@ def test_weights_changing_in_place_or_asleep_are_not_read(
     engine = Pushable(replace(settings, weight_staging="none", weight_root="/"))
     name = "model.norm.weight"
 
-    def refused(why: str) -> None:
+    def refused(words: str) -> None:
         report = read(engine, name, 4)
-        assert report.error is not None
-        assert report.error[0] == "conflict"
-        assert why in report.error[1]
+        assert why(report).startswith("conflict") and words in why(report)
         assert not report.values
 
     with pytest.MonkeyPatch.context() as patched:
@@ -216,3 +225,68 @@ def test_weights_changing_in_place_or_asleep_are_not_read(
     assert read(engine, name, 4).result == "looked"
     done(engine, Sleep("s", ["weights"]))
     refused("the weights sleep")
+
+
+class Reader:
+    """Holds the thread that sums at its fourth tensor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.halfway, self.go_on, self._tensors = threading.Event(), threading.Event(), 0
+        self._sound = checksums.mix64
+        monkeypatch.setattr(checksums, "mix64", self._mix64)
+
+    def _mix64(self, tensor: Tensor) -> str:
+        if threading.current_thread().name == "read weights":
+            self._tensors += 1
+            if self._tensors == 4:
+                self.halfway.set()
+                assert self.go_on.wait(60)
+        return self._sound(tensor)
+
+
+@pytest.fixture(params=["interpreter", "cpu"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pushable]:
+    """An engine on the CPU, or on the interpreter."""
+    settings = checkpoints(tmp_path)
+    with patched_once():
+        yield Pushable(settings if request.param == "interpreter" else on_cpu(settings))
+
+
+def look_halfway(either: Pushable, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    reader = Reader(monkeypatch)
+    either.engine.send(LookAtWeights("look", checksums=True))
+    either.step()
+    assert reader.halfway.wait(60)
+    return reader
+
+
+def test_a_commit_waits_for_who_reads(
+    either: Pushable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = either.checksums()
+    assert either.push(tmp_path / "new", "v1", commit=False).result == "staged"
+    reader = look_halfway(either, monkeypatch)
+    either.engine.send(CommitWeights("commit", "v1"))
+    either.engine.send(LookAtWeights("later", checksums=True))
+    either.step(20)
+    assert "commit" not in either.reports and either.engine.pushes.busy
+    reader.go_on.set()
+    assert either.report("look").checksums == old and either.report("commit").result == "committed"
+    new = either.report("later").checksums
+    assert new != old
+    assert either.checksums() == new, "who came while the commit waited sees what it committed"
+
+
+def test_a_rollback_waits_for_who_reads(
+    either: Pushable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = either.checksums()
+    assert either.push(tmp_path / "new", "v1").result == "committed"
+    new = either.checksums()
+    reader = look_halfway(either, monkeypatch)
+    back = either.send_roll_back()
+    either.step(20)
+    assert back not in either.reports
+    reader.go_on.set()
+    assert either.report("look").checksums == new and either.report(back).result == "rolled_back"
+    assert either.checksums() == old

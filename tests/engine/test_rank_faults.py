@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.engine.halting import done, send
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, why
 from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.test_engine import requests
 from tests.engine.test_ranks import root, settings
@@ -223,8 +223,7 @@ def short(settings: EngineSettings) -> Iterator[Pushable]:
 def test_all_ranks_sleep_on_if_one_has_no_room(short: Pushable) -> None:
     done(short, Sleep("s", ("kv_cache",)))
     report = send(short, WakeUp("w", ("kv_cache",)))
-    assert report is not None and report.error is not None
-    assert report.error[0] == "unavailable" and "stays asleep" in report.error[1]
+    assert why(report).startswith("unavailable") and "stays asleep" in why(report)
     done(short, WakeUp("again", ("kv_cache",)))
     short.submit(*requests(2))
     short.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, checkpoints, drafting, on_cpu, request
 from tests.engine.pushing import Pushable, perturbed
 from tlt_server.engine.settings import EngineSettings
@@ -51,6 +53,25 @@ def asked(turn: int, **fields: object) -> list[GenerateRequest]:
     ]
 
 
+def check_cycles(sample: Sample, asked: GenerateRequest, engine: Pushable) -> None:
+    """Check that the record of a sequence's cycles gives what the engine said, step by step. The
+    first token follows the prompt; each cycle gives what it accepted and one more.
+    """
+    said = [output for output in engine.said[asked.id] if output.token_ids]
+    assert sample.token_T.tolist() == [*asked.token_ids, *engine.tokens(asked.id)]
+    assert sample.prompt_len == len(asked.token_ids)
+    accepted_C, own_C = (
+        np.frombuffer(column, np.uint8) for column in (sample.accepted, sample.own_accepted)
+    )
+    gave = [len(output.token_ids) for output in said]
+    assert sample.cycles == len(gave) - 1 and gave[0] == 1
+    assert sample.root_C.tolist() == (5 + np.cumsum(gave[:-1])).tolist()
+    assert (accepted_C[:-1] + 1).tolist() == gave[1:-1]
+    assert gave[-1] <= accepted_C[-1] + 1 and (own_C <= accepted_C).all()
+    rows_C = np.frombuffer(sample.rows, "<u2")
+    assert (rows_C - 1).tolist() == [output.drafted for output in said[1:]]
+
+
 def test_recording_changes_no_bit_and_tells_what_cycles_did(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
@@ -64,22 +85,12 @@ def test_recording_changes_no_bit_and_tells_what_cycles_did(
         assert sorted(samples) == sorted(r.seed for r in asked(turn))
         branches = 0
         for r in asked(turn):
-            sample, said = samples[r.seed], engine.said[r.id]
-            assert sample.token_T.tolist() == [*r.token_ids, *engine.tokens(r.id)]
-            assert (sample.prompt_len, sample.end) == (6, said[-1].finish_reason)
-            accepted_C = np.frombuffer(sample.accepted, np.uint8)
-            rows_C = np.frombuffer(sample.rows, "<u2")
-            # The first token follows the prompt; each cycle gives what it accepted and one more.
-            gave = [len(output.token_ids) for output in said]
-            assert sample.cycles == len(said) - 1 and gave[0] == 1
-            assert sample.root_C.tolist() == (5 + np.cumsum(gave[:-1])).tolist()
-            assert (accepted_C[:-1] + 1).tolist() == gave[1:-1]
-            assert gave[-1] <= accepted_C[-1] + 1
-            assert (rows_C - 1).tolist() == [output.drafted for output in said[1:]]
+            sample = samples[r.seed]
+            check_cycles(sample, r, engine)
+            assert sample.end == engine.said[r.id][-1].finish_reason
             deepest = max((each.strategy.depth for each in sample.drafted), default=0)
             assert deepest == {True: 4, False: 0}.get(r.sd, 2)  # type: ignore[call-overload]
-            own_C = np.frombuffer(sample.own_accepted, np.uint8)
-            branches += int((accepted_C - own_C).sum())
+            branches += sum(sample.accepted) - sum(sample.own_accepted)
             per_cycle = sample.rows + sample.branches + sample.accepted
             per_cycle += sample.own_accepted + sample.how
             assert len(per_cycle) == 6 * sample.cycles <= 8 * len(sample.token_T)
@@ -145,3 +156,40 @@ def test_a_full_ring_drops_sequences_and_changes_nothing(
     gauges = engine.engine.gauges()
     assert (gauges["samples_offered"], gauges["samples_dropped"]) == (5, 5 - kept)
     assert kept < 5
+
+
+@pytest.fixture(scope="module")
+def on_interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
+    with patched_once():
+        settings = replace(checkpoints(tmp_path_factory.mktemp("smallest")), max_running=2)
+        yield drafting(settings, "eagle", 4, 1, 7)
+
+
+@pytest.mark.long
+def test_cycles_on_a_gpu_tell_own_drafts_from_branches(
+    on_interpreter: EngineSettings, tmp_path: Path
+) -> None:
+    """Each cycle is recorded one step late."""
+    engine, branches = Recording(on_interpreter, tmp_path / "ring"), []
+    for turn in range(2):
+        requests = [
+            msgspec.structs.replace(request(i, 6, max_tokens=12), id=f"r{i}/{turn}", train=True)
+            for i in range(2)
+        ]
+        engine.run(*requests)
+        samples, found = engine.taken(), 0
+        assert sorted(samples) == [r.seed for r in requests]
+        for r in requests:
+            sample = samples[r.seed]
+            check_cycles(sample, r, engine)
+            accepted_C, branches_C, own_C = (
+                np.frombuffer(column, np.uint8)
+                for column in (sample.accepted, sample.branches, sample.own_accepted)
+            )
+            # A chain of 4 is all that the drafter itself has; branches take the rows left over.
+            assert (np.frombuffer(sample.rows, "<u2") - 1 - branches_C <= 4).all()
+            assert (accepted_C - own_C <= branches_C).all()
+            found += int(branches_C.sum())
+        accepted = sum(sum(s.accepted) - sum(s.own_accepted) for s in samples.values())
+        branches.append((found, accepted))
+    assert branches[0] < branches[1] and branches[1][1] > 0, branches

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, why
 from tests.engine.test_file_faults import FILE, INDEX, Bench, bench, shard
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
@@ -184,7 +184,7 @@ def test_directory_without_its_marker_is_refused(bench: Bench) -> None:
     engine = opened(bench, weight_root=str(bench.weights), weight_marker="STABLE")
     directory = bench.copy()
     report = engine.push(directory, "v")
-    assert report.result == "weights_refused" and "'STABLE'" in report.error[1]  # type: ignore[index]
+    assert report.result == "weights_refused" and "'STABLE'" in why(report)
     (directory / "STABLE").touch()
     assert engine.push(directory, "v").result == "committed"
     drafter = bench.copy("new-drafter")
@@ -193,4 +193,4 @@ def test_directory_without_its_marker_is_refused(bench: Bench) -> None:
 
 def test_without_a_weight_root_nothing_is_taken(bench: Bench) -> None:
     report = opened(bench).push(bench.copy(), "v")
-    assert report.result == "forbidden" and "--weight-root" in report.error[1]  # type: ignore[index]
+    assert report.result == "forbidden" and "--weight-root" in why(report)

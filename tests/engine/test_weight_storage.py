@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.pushing import Pushable, perturbed
+from tests.engine.pushing import Pushable, perturbed, small_request
 from tests.engine.tiny import SMALLEST, write_target
 from tests.waiting import until
 from tlt_client.channels import Buffers, cuda
@@ -27,7 +27,6 @@ from tlt_server.errors import PushFailed
 from tlt_server.process import machine
 from tlt_server.weights.storage import Free, Storage, choose
 from tlt_server.wire.commands import Sleep, WakeUp
-from tlt_server.wire.records import GenerateRequest, Sampling
 
 MIB = 2**20
 
@@ -310,8 +309,7 @@ def test_a_restart_finds_what_came_in_several_files(settings: EngineSettings) ->
 
 def test_in_place_push_continues_running_requests(settings: EngineSettings) -> None:
     engine = Pushable(replace(settings, weight_staging="none"))
-    sampling = Sampling(max_tokens=30, ignore_eos=True)
-    engine.submit(GenerateRequest(id="r", token_ids=[5, 6, 7], seed=3, sampling=sampling))
+    engine.submit(small_request(30))
     engine.step(8)
     assert engine.push("new", "v").result == "committed"
     engine.finish()

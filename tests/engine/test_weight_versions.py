@@ -11,20 +11,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.engine.pushing import Pushable, push_until_first_weights_end
-from tests.engine.weight_cases import request, root, settings
+from tests.engine.pushing import Pushable, push_until_first_weights_end, why
+from tests.engine.weight_cases import engine, request, root, settings
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.decoder import Decoder
 from tlt_server.process.threads import Errands
 from tlt_server.weights.checksums import checksum
 from tlt_server.wire.commands import LookAtWeights, NameWeights, Pause, Sleep
 
-__all__ = ["root", "settings"]  # fixtures
-
-
-@pytest.fixture
-def engine(settings: EngineSettings) -> Pushable:
-    return Pushable(settings)
+__all__ = ["engine", "root", "settings"]  # fixtures
 
 
 def test_rollback_restores_every_bit(engine: Pushable, root: Path) -> None:
@@ -68,9 +63,7 @@ def test_repeated_push_succeeds_and_other_content_conflicts(engine: Pushable, ro
     assert (first.result, again.result) == ("committed", "unchanged")
     assert again.checksums == first.checksums
     other = engine.push(root / "newer", "v1")
-    assert (
-        other.result == "conflict" and "'v1'" in other.error[1] and "new version" in other.error[1]
-    )  # type: ignore[index]
+    assert other.result == "conflict" and "'v1'" in why(other) and "new version" in why(other)
     assert engine.push(root / "newer", "initial").result == "conflict", (
         "what the server was started with has a content, too"
     )
@@ -132,7 +125,7 @@ def test_same_push_twice_at_once_is_one_and_another_conflicts(engine: Pushable, 
         "committed",
         "conflict",
     ]
-    assert "'v1' is being pushed" in engine.report(other).error[1]  # type: ignore[index]
+    assert "'v1' is being pushed" in why(engine.report(other))
     assert (engine.report(other).role, engine.report(other).version) == ("target", "v2")
 
 
@@ -242,7 +235,7 @@ def test_returned_checksums_can_be_declared_with_the_next_push(
     tensors = [{"name": name, "checksum": value} for name, value in report.checksums.items()]
     assert engine.push(root / "new", "v1-again", tensors=tensors).result == "committed"
     refused = engine.push(root / "newer", "v2", tensors=tensors)
-    assert refused.result == "weights_refused" and "checksum" in refused.error[1]  # type: ignore[index]
+    assert refused.result == "weights_refused" and "checksum" in why(refused)
 
 
 @pytest.mark.parametrize("kind", ["mix64", "sha256", "xxh3", "xxh3_128"])
@@ -268,7 +261,7 @@ def test_who_asks_for_sums_is_answered_when_they_cannot_be_made(
     monkeypatch.setattr("tlt_server.weights.checksums.mix64", fails)
     engine.engine.send(LookAtWeights("look", checksums=True))
     report = engine.report("look")
-    assert report.result == "push_failed" and "no memory" in report.error[1]  # type: ignore[index]
+    assert report.result == "push_failed" and "no memory" in why(report)
 
 
 def test_the_weights_of_the_start_are_freed_like_all_others(engine: Pushable, root: Path) -> None:

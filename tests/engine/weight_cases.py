@@ -45,6 +45,11 @@ def settings(root: Path) -> EngineSettings:
     return serving(root)
 
 
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
 def request(i: int = 0, max_tokens: int = 40, **fields: object) -> GenerateRequest:
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
     return msgspec.structs.replace(
