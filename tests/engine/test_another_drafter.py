@@ -145,7 +145,7 @@ def test_settings_take_its_name(settings: EngineSettings) -> None:
     assert load(flags).strategy == CHAIN
 
 
-def test_it_stands_in_for_a_drafter_with_weights_where_it_says_so() -> None:
+def test_table_stands_in_for_a_drafter_with_weights() -> None:
     names = to_load("no/known/architecture")
     assert names == ("eagle", "history", "oracle")
     arms = ladder(names).arms

@@ -75,7 +75,7 @@ def test_every_pair_of_levels_meets(seed: int, device: str) -> None:
     assert len(array) <= 24 and covering_array(factors, seed) == array
 
 
-def test_the_engine_of_a_batch_takes_one_push_and_every_arm_both_versions() -> None:
+def test_engine_takes_one_push_and_every_arm_both_versions() -> None:
     asked = argparse.Namespace(tensor_parallel=2, batch=None)
     for plan in (PLANS["cpu"], PLANS["cuda"]):
         ordered = plan.in_order(covering_array(factors_of(asked, plan.factors), 0))

@@ -92,7 +92,7 @@ def test_concurrent_readers_are_bounded_also_after_a_commit(
 
 
 @pytest.mark.parametrize("staging", [None, "none"])
-def test_an_engine_that_gets_no_thread_says_so_and_lives(
+def test_engine_without_a_thread_reports_it_and_lives(
     staging: str, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Pushable(replace(settings, weight_staging=staging))
@@ -113,7 +113,7 @@ def test_an_engine_that_gets_no_thread_says_so_and_lives(
     assert engine.checksums() == sums and engine.push("new", "v").result == "committed"
 
 
-def test_a_join_that_fails_in_any_way_is_answered(
+def test_every_failed_join_is_answered(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Pushable(settings)
@@ -126,7 +126,7 @@ def test_a_join_that_fails_in_any_way_is_answered(
     assert "join it again" in error[1]
 
 
-def test_a_crew_counts_who_waits_and_forgets_who_has_ended() -> None:
+def test_crew_counts_waiting_and_forgets_ended_threads() -> None:
     go_on, crew = threading.Event(), Crew("do it", 2)
     crew.check_room(1)
     with pytest.raises(Unavailable, match="2 calls to do it run or wait already, the limit is 2"):
@@ -142,7 +142,7 @@ def test_a_crew_counts_who_waits_and_forgets_who_has_ended() -> None:
     crew.check_room(1)
 
 
-def test_groups_that_broke_take_no_place_and_are_not_listed(settings: EngineSettings) -> None:
+def test_broken_groups_take_no_place_and_are_not_listed(settings: EngineSettings) -> None:
     pushes, stores = Pushable(settings).engine.pushes, []
 
     def join(name: str) -> WeightGroup:

@@ -173,7 +173,7 @@ def demo_settings(tmp_path: Path) -> EngineSettings:
     )
 
 
-def test_a_drafter_that_fits_no_more_rests_until_the_next_push(
+def test_unfit_drafter_rests_until_the_next_push(
     demo_settings: EngineSettings, tmp_path: Path, capfd
 ) -> None:
     engine, used = Pushable(demo_settings), []

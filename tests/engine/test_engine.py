@@ -149,7 +149,7 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("strategy", [Strategy(), Strategy("eagle", 4, 3, 9)])
-def test_steps_that_leave_sequences_out_change_no_bit(
+def test_leaving_sequences_out_changes_no_bit(
     base: EngineSettings, reference: dict[str, tuple[object, ...]], strategy: Strategy
 ) -> None:
     engine, _ = assemble(base)
@@ -204,7 +204,7 @@ def test_a_request_is_drafted_for_within_its_own_limits(
         assert max(drafted) <= most and (max(drafted) > 0) == (most > 0), (limits, drafted)
 
 
-def test_steps_in_which_no_request_takes_drafts_are_plain(base: EngineSettings) -> None:
+def test_step_is_plain_if_no_request_takes_drafts(base: EngineSettings) -> None:
     """Else their time would teach that drafting costs nothing."""
     engine, _ = assemble(replace(base, **fixed("eagle:4x1x5")))
     limits = DraftLimits(drafter="history")
@@ -263,7 +263,7 @@ def test_policies_change_between_steps_without_changing_tokens(base: EngineSetti
     assert {"off", "eagle:4x3x9", "eagle:2x1x3"} <= {switch.strategy for switch in switches}
 
 
-def test_a_policy_that_comes_back_has_what_it_learnt(base: EngineSettings) -> None:
+def test_returning_policy_keeps_its_knowledge(base: EngineSettings) -> None:
     engine, _ = assemble(replace(base, policy="beg"))
     before = engine.choice.policy
     for command in (SetPolicy("off"), SetPolicy("beg", arms=Arms(("history",)))):
@@ -293,7 +293,7 @@ def test_step_reports_the_context_of_its_strategy_choice(base: EngineSettings) -
     assert {context.decoding for context in seen} > {0, 3}
 
 
-def test_abort_frees_everything_and_reports_what_there_is(base: EngineSettings) -> None:
+def test_abort_frees_everything_and_reports_partials(base: EngineSettings) -> None:
     engine, info = assemble(base)
     engine.send(Submit(requests(6)))
     for _ in range(5):
@@ -310,9 +310,7 @@ def test_abort_frees_everything_and_reports_what_there_is(base: EngineSettings) 
 
 
 @pytest.mark.parametrize("name", ["eagle large", "small chunks", "page of 1"])
-def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(
-    name: str, base: EngineSettings
-) -> None:
+def test_scoring_a_prompt_alone_gives_the_same_bits(name: str, base: EngineSettings) -> None:
     others, full = requests(6, "sampled"), requests(4, "reported")
     asked = Sampling(max_tokens=0, prompt_logprobs=2)
     scored = [msgspec.structs.replace(r, id=f"s{i}", sampling=asked) for i, r in enumerate(full)]
@@ -331,7 +329,7 @@ def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(
     assert counts["pages_free"] == counts["pages"]
 
 
-def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSettings) -> None:
+def test_impossible_batch_ends_with_one_typed_error_each(base: EngineSettings) -> None:
     engine, _ = assemble(replace(base, pages=8))
     big = msgspec.structs.replace(requests(1)[0], id="big", sampling=Sampling(max_tokens=500))
     engine.send(Submit([*requests(2), big]))
@@ -341,7 +339,7 @@ def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSett
     assert engine.idle
 
 
-def test_a_policy_that_cannot_be_is_refused_and_nothing_changes(
+def test_impossible_policy_is_refused_and_changes_nothing(
     base: EngineSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine, _ = assemble(replace(base, drafter="history"))
@@ -436,7 +434,7 @@ def test_kernels_are_ready_and_none_is_compiled_in_a_step(
         assert f"policy {name} is in force: all of its kernels are compiled" in said
 
 
-def test_an_engine_says_what_it_chose(base: EngineSettings) -> None:
+def test_engine_reports_its_choices(base: EngineSettings) -> None:
     phases: list[tuple[str, str]] = []
     settings = replace(base, device=None, max_running=None, max_rows=None)
     gpu = Gpu(unusable="torch finds no GPU")

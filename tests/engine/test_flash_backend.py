@@ -183,7 +183,7 @@ def assert_like_the_twin(found: Tensor, step: Step, first: int, tolerance: float
 
 @pytest.mark.parametrize("first", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 180))])
 @pytest.mark.parametrize("shape", [SHAPES[0], pytest.param(SHAPES[1], marks=pytest.mark.long)])
-def test_a_large_step_matches_the_twin_and_reads_nothing_invisible(library, shape, first):
+def test_large_step_matches_the_twin_and_reads_visible_kv_only(library, shape, first):
     step = a_mixed_step(shape, torch.float16)
     assert_like_the_twin(by_flash(step, first), step, first, 1e-3)
     assert library.calls == [(len(PROMPTS), sum(max(known - first, 0) for known, _ in PROMPTS))] * 2
@@ -204,7 +204,7 @@ def test_keys_are_gathered_for_a_few_requests_at_a_time(library, monkeypatch):
     assert library.calls == [(1, 300), (2, 87), (1, 200)] * 2
 
 
-def test_a_rehearsed_step_has_no_live_prompt_row_and_calls_nothing(library):
+def test_rehearsed_step_has_no_prompt_row_and_calls_nothing(library):
     step = a_mixed_step(SHAPES[1], torch.float16, prompts=[], dead=PROMPT_ROWS_HERE)
     assert_like_the_twin(by_flash(step), step, 0, 1e-3)
     assert not library.calls

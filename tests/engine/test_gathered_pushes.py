@@ -23,7 +23,7 @@ from tlt_server.wire.events import WeightReport
 __all__ = ["engine", "root", "settings"]  # fixtures
 
 
-def test_the_part_that_completes_it_makes_it_live(
+def test_completing_part_makes_the_push_live(
     settings: EngineSettings, engine: Pushable, root: Path
 ) -> None:
     before, said = engine.checksums(), speak(engine)
@@ -56,7 +56,7 @@ def test_draining_part_is_refused_while_paused(engine: Pushable, root: Path) -> 
     ]
 
 
-def test_a_part_that_is_refused_ends_the_push(engine: Pushable, root: Path, tmp_path: Path) -> None:
+def test_refused_part_ends_the_push(engine: Pushable, root: Path, tmp_path: Path) -> None:
     before = engine.checksums()
     assert results(engine, root, "new1", range(2)) == ["gathering"] * 2
     spoiled = root / "spoiled"
@@ -135,7 +135,7 @@ def test_tied_head_may_follow_the_completing_part(
     assert Pushable(engine.settings).checksums() == engine.checksums() != live
 
 
-def test_a_sender_that_falls_silent_is_given_up(engine: Pushable, root: Path) -> None:
+def test_silent_sender_is_given_up(engine: Pushable, root: Path) -> None:
     engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.2
     assert part(engine, root, "new1", 0, "v1").result == "gathering"
     engine.until(lambda: "" in engine.reports, "word of it")

@@ -167,7 +167,7 @@ def test_an_eagle1_drafter_changes_no_bit(
 
 
 @pytest.mark.parametrize("arm", ["off", "eagle 7 4 16", "history 12 2 16"])
-def test_asking_for_reports_changes_no_bit_and_every_step_stays_a_captured_one(
+def test_reports_change_no_bit_and_steps_stay_captured(
     arm: str, engine: Pushable, plain: Bits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, *numbers = arm.split()

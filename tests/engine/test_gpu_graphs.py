@@ -15,7 +15,7 @@ from tlt_server.engine.gpu.memory.graphs import DRIVER_BYTES, GraphPool
 GIB = 2**30
 
 
-def test_without_a_stream_work_runs_each_time_and_nothing_is_recorded() -> None:
+def test_work_without_a_stream_runs_and_records_nothing() -> None:
     pool, runs = GraphPool(None), []
     for _ in range(3):
         pool.run("key", lambda: runs.append(1), keep=True)
@@ -153,7 +153,7 @@ def test_recording_ahead_runs_nothing_and_failures_are_dropped(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
-    def test_a_key_is_recorded_behind_its_first_run_and_then_replayed(self) -> None:
+    def test_key_is_recorded_after_its_first_run_then_replayed(self) -> None:
         stream = torch.cuda.Stream()
         calls: list[int] = []
 

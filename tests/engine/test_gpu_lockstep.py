@@ -197,7 +197,7 @@ def check_logits(config: ModelConfig, leaves: int, ranks: int, rows: int, floats
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
-def test_ranks_gather_all_logits_in_pieces_that_rooms_hold() -> None:
+def test_ranks_gather_logits_in_pieces_of_room_size() -> None:
     """The last rank has less than half a block, so nothing of its second part."""
     config = replace(SMALL.config(), vocab_size=BLOCK + 300)
     with patched_once():
@@ -217,7 +217,7 @@ def test_ranks_gather_all_logits_of_a_real_head(
 
 @gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_decoders_in_lockstep_have_the_bits_of_one_in_real_shapes(name: str) -> None:
+def test_lockstep_decoders_of_real_shapes_have_the_bits_of_one(name: str) -> None:
     model = MODELS[name]
     check(model, tuple(width for width in (2, 4, 8) if width <= model.leaves), ROWS)
 

@@ -155,6 +155,6 @@ def test_ranks_that_share_the_head_only_draft_as_one() -> None:
 @gpu
 @pytest.mark.parametrize("rows", [1, 8, 32, 256])
 @pytest.mark.parametrize("name", MODELS)
-def test_drafters_in_lockstep_have_the_bits_of_one_in_real_shapes(name: str, rows: int) -> None:
+def test_lockstep_drafters_of_real_shapes_have_the_bits_of_one(name: str, rows: int) -> None:
     model = MODELS[name]
     check(model, 32_000, tuple(width for width in (2, 4, 8) if width <= model.leaves), rows)

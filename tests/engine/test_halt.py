@@ -26,7 +26,7 @@ def resident_mb() -> float:
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute"])
-def test_what_a_pause_stops_goes_on_with_the_same_bits(
+def test_paused_requests_go_on_with_the_same_bits(
     in_flight: str, engine: Pushable, expected: object
 ) -> None:
     started(engine)
@@ -113,7 +113,7 @@ def test_draining_halt_follows_the_last_running_request(
 
 
 @pytest.mark.parametrize("memory", [["kv_cache"], ["weights"], ["weights", "kv_cache"]])
-def test_what_slept_goes_on_with_the_same_bits(
+def test_sleeping_requests_go_on_with_the_same_bits(
     memory: list[str], engine: Pushable, expected: object
 ) -> None:
     sums = engine.checksums()
@@ -236,7 +236,7 @@ def flushed(engine: Pushable) -> bool:
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute", "abort"])
-def test_a_pause_that_leaves_no_kv_can_be_flushed_in(
+def test_flush_succeeds_in_a_pause_without_kv(
     in_flight: str, engine: Pushable, expected: dict[str, object]
 ) -> None:
     """Waiting sequences, preempted or new, do not prevent the flush."""

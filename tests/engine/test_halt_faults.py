@@ -38,7 +38,7 @@ def one_engine(settings: EngineSettings) -> Pushable:
     return speculating(settings)
 
 
-def test_a_disk_that_is_full_leaves_the_weights_awake(
+def test_full_disk_leaves_the_weights_awake(
     engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started(engine)
@@ -114,7 +114,7 @@ class Counted:
         self._equipment.forget()
 
 
-def test_a_sleep_that_fails_aborts_nothing(engine: Pushable, root: Path, expected: object) -> None:
+def test_failed_sleep_aborts_nothing(engine: Pushable, root: Path, expected: object) -> None:
     started(engine)
     id = engine.send_push(root / "base", "v1", commit=False)
     report = send(engine, Sleep("s", ["weights"], "abort"))

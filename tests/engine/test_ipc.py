@@ -99,7 +99,7 @@ def say(
     return act
 
 
-def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(
+def test_buckets_are_copied_from_any_place_in_shared_memory(
     intake: Intake, memory: SharedMemory
 ) -> None:
     a = torch.tensor([1.0, -2.0, 3.0])

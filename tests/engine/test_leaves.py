@@ -109,7 +109,7 @@ def test_leaves_splitting_a_head_are_refused_naming_valid_ones() -> None:
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_numbers_that_a_model_does_not_have_are_refused_at_once(
+def test_leaves_foreign_to_the_model_are_refused_at_once(
     config: ModelConfig, flags: dict[str, int], why: str, device: str
 ) -> None:
     """Each number that is named works: no second refusal follows."""
@@ -186,7 +186,7 @@ def test_auto_leaves_are_the_ranks_of_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", Fingerprint.__struct_fields__)
-def test_a_difference_of_fingerprints_names_the_field_and_both_values(name: str) -> None:
+def test_fingerprint_difference_names_field_and_both_values(name: str) -> None:
     mine = Fingerprint(2, "float32", "x", "strict 1", "cpu")
     assert mine.difference(mine) == ""
     other = msgspec.structs.replace(mine, **{name: 1})

@@ -38,7 +38,7 @@ from tlt_server.wire.events import WeightReport
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
 
 
-def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+def test_live_version_can_be_named(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
     kept = replace(settings, state_dir=str(tmp_path))
     engine = Pushable(kept)
     started(engine)
@@ -260,7 +260,7 @@ def look_halfway(either: Pushable, monkeypatch: pytest.MonkeyPatch) -> Reader:
     return reader
 
 
-def test_a_commit_waits_for_who_reads(
+def test_commit_waits_for_readers(
     either: Pushable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = either.checksums()
@@ -277,7 +277,7 @@ def test_a_commit_waits_for_who_reads(
     assert either.checksums() == new, "who came while the commit waited sees what it committed"
 
 
-def test_a_rollback_waits_for_who_reads(
+def test_rollback_waits_for_readers(
     either: Pushable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = either.checksums()

@@ -26,7 +26,7 @@ def settings(policy: str = "off", **others: Any) -> EngineSettings:
     return EngineSettings(model=TARGET, drafter=str(DRAFTER), device="cpu", policy=policy, **sizes)
 
 
-def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: Path) -> None:
+def test_steps_are_measured_at_the_first_start_only(tmp_path: Path) -> None:
     details: list[str] = []
     learnt: list[list[LearntRecord]] = []
     for _ in range(2):
@@ -91,7 +91,7 @@ def cached_tokens(engine: Engine, prompt: list[int]) -> int:
     return max(output.cached_tokens for output in outputs)
 
 
-def test_measuring_while_serving_keeps_cached_prefixes_and_judges_no_drafter() -> None:
+def test_measuring_keeps_prefixes_and_judges_no_drafter() -> None:
     engine, prompt = assemble(settings())[0], [*range(3, 67)]
     assert cached_tokens(engine, prompt) == 0
     cached = engine.scheduler.pool.cached

@@ -283,7 +283,7 @@ def test_nothing_is_zero_but_what_must_be():
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_shapes_have_the_real_models_names_shapes_and_dtypes(name):
+def test_padded_tensors_match_the_real_models(name):
     pair = pad(TARGET, DRAFTER, SHAPES[name], torch.bfloat16, device="meta")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(REAL[name], dtype=torch.bfloat16)
@@ -346,7 +346,7 @@ def test_half_precision_without_the_exponent_is_refused():
         pad(TARGET, DRAFTER, MID, torch.float16)
 
 
-def test_other_engines_take_every_tensor_of_the_drafter_for_a_weight(directory):
+def test_other_engines_take_every_drafter_tensor(directory):
     """vLLM and SGLang read all safetensors files of the folder, and vLLM refuses unknown names."""
     names = {
         name

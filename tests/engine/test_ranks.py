@@ -114,7 +114,7 @@ def test_contained_fault_stays_on_rank_0(
     assert shared.run(*asked) == plain
 
 
-def test_sequences_of_two_versions_keep_their_bits_through_a_sleep(
+def test_mixed_version_sequences_keep_their_bits_in_a_sleep(
     one: Pushable, shared: Pushable, root: Path
 ) -> None:
     """KV of two versions is copied out and back on every rank: no version can compute it again."""
@@ -274,7 +274,7 @@ def test_idle_engine_notices_an_ended_rank(doomed: Pushable) -> None:
         doomed.step()
 
 
-def test_rank_that_cannot_start_is_one_error(
+def test_failed_rank_start_is_one_error(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt_server.engine.ranks.ranks.RANK", "tlt_server.engine.no_rank")

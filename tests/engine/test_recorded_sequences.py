@@ -72,7 +72,7 @@ def check_cycles(sample: Sample, asked: GenerateRequest, engine: Pushable) -> No
     assert (rows_C - 1).tolist() == [output.drafted for output in said[1:]]
 
 
-def test_recording_changes_no_bit_and_tells_what_cycles_did(
+def test_recording_changes_no_bit_and_describes_cycles(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     plain, engine = Pushable(settings), Recording(settings, tmp_path / "ring")
@@ -131,7 +131,7 @@ def test_the_version_of_every_token_is_recorded(settings: EngineSettings, tmp_pa
     assert any(len(spans) == 2 for spans in seen)
 
 
-def test_only_what_may_be_recorded_is(settings: EngineSettings, tmp_path: Path) -> None:
+def test_only_permitted_sequences_are_recorded(settings: EngineSettings, tmp_path: Path) -> None:
     engine = Recording(settings, tmp_path / "ring")
     work = asked(0)
     kept_out = msgspec.structs.replace(work[0], train=False)

@@ -131,7 +131,7 @@ def test_what_others_and_drafts_explore_ends_no_sequence(structures: Structures)
 
 
 @pytest.mark.parametrize("grammar", GROWING, ids=lambda grammar: grammar.kind)
-def test_a_structure_fails_at_the_same_token_whatever_was_drafted(
+def test_structure_fails_at_the_same_token_under_any_draft(
     spelled: tuple[Structures, int], grammar: Grammar
 ) -> None:
     structures, letter = spelled
@@ -273,7 +273,7 @@ def ends_in_company(
     return [found[at] for at in range(len(grammars))]
 
 
-def test_lexers_of_sequences_are_bounded_in_sum_and_change_no_end(structures: Structures) -> None:
+def test_lexers_are_bounded_in_sum_and_change_no_end(structures: Structures) -> None:
     """Private ones that grow until their structure fails, and shared ones of many grammars."""
     own = [GROWING[0], GROWING[0], GROWING[1]] * 2
     different = [Grammar(kind="regex", text=f"(a|b{{{i + 1}}}){{1,400}}") for i in range(12)]
@@ -316,9 +316,7 @@ def test_lexer_memory_goes_to_running_sequences_by_turns() -> None:
     assert admitted() == ["d0"], "the last one goes on in any case"
 
 
-def test_many_new_lexers_in_a_step_are_not_each_compared_with_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_new_lexers_cost_less_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     lexers, looks, share_out = Lexers(limit=100 * LEAST_BYTES), [], Lexers._share_out
     monkeypatch.setattr(Lexers, "_share_out", lambda self: looks.append(1) or share_out(self))
     waiting = [Lexer(Future, f"k{i % 3}") for i in range(1000)]
@@ -329,9 +327,7 @@ def test_many_new_lexers_in_a_step_are_not_each_compared_with_all(
     assert len(looks) < 200 and sum(lexer.admitted for lexer in waiting) == 100
 
 
-def test_many_new_grammars_in_a_step_are_not_each_compared_with_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_new_grammars_cost_less_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     lexers, compared = Lexers(limit=100 * LEAST_BYTES), [0]
     fits = Lexers._fits
 
@@ -392,7 +388,7 @@ def test_draft_error_does_not_become_the_error_of_the_sequence(structures: Struc
     assert not mask(other).any() and other.error is not None
 
 
-def test_an_unforeseen_error_of_a_compilation_ends_its_sequences_only(
+def test_compilation_error_ends_its_sequences_only(
     structures: Structures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(grammar: Grammar) -> Any:

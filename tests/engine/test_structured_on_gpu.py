@@ -77,9 +77,7 @@ def bits(engine: Pushable) -> dict[str, tuple[object, ...]]:
     }
 
 
-def test_no_strategy_changes_a_bit_and_every_output_is_a_text_of_its_grammar(
-    engine: Pushable,
-) -> None:
+def test_strategies_change_no_bit_and_outputs_fit_grammars(engine: Pushable) -> None:
     engine.run(*requests())
     plain = bits(engine)
     compiler = Compiler(TARGET, engine.info.vocab_size, engine.info.eos_token_ids)

@@ -222,9 +222,7 @@ def test_a_grammar_is_compiled_once(engine: Pushable, plain: dict[str, Any]) -> 
 
 
 @once
-def test_an_idle_engine_reads_the_tokenizer_before_a_request_waits_for_it(
-    settings: EngineSettings,
-) -> None:
+def test_idle_engine_reads_the_tokenizer_ahead(settings: EngineSettings) -> None:
     idle = Pushable(settings)
     compiler = idle.engine._structures._compiler
     assert "_tokenizer" not in vars(compiler)

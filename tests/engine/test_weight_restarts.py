@@ -204,9 +204,7 @@ def full(*given: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_lost_version_is_named_and_the_model_directory_stands_in(
-    kept: EngineSettings, root: Path
-) -> None:
+def test_lost_version_is_named_and_the_model_stands_in(kept: EngineSettings, root: Path) -> None:
     Pushable(kept).push(root / "new", "v1")
     file = break_spooled(kept, "target")
     again = Pushable(kept)

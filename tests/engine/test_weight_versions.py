@@ -190,7 +190,7 @@ def test_repeated_commit_succeeds_while_its_version_is_live(engine: Pushable, ro
     ]
 
 
-def test_memory_that_is_being_freed_is_waited_for(engine: Pushable, root: Path) -> None:
+def test_push_and_sleep_wait_for_memory_being_freed(engine: Pushable, root: Path) -> None:
     """Push and sleep both wait; an abort ends the wait of a push."""
     freeing, go_on = engine.engine.pushes.transaction.cleanup._freeing, threading.Event()
     freeing.give(lambda: (go_on.wait(60), None)[1])
@@ -219,7 +219,7 @@ def test_replaced_weights_are_freed_before_the_loop_rests(engine: Pushable, root
     assert not engine.engine.pushes.transaction.cleanup.due
 
 
-def test_an_errand_that_fails_keeps_none_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_errand_stops_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     errands, done = Errands("fail"), list[str]()
     for errand in (lambda: done.append("a"), lambda: 1 / 0, lambda: done.append("b")):
         errands.give(errand)  # type: ignore[arg-type]
@@ -252,9 +252,7 @@ def test_every_kind_of_checksum_can_be_declared(kind: str, engine: Pushable, roo
     assert engine.push(root / "new", "v1", tensors=tensors).result == "committed"
 
 
-def test_who_asks_for_sums_is_answered_when_they_cannot_be_made(
-    engine: Pushable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_checksums_are_reported(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: object) -> str:
         raise RuntimeError("no memory")
 

@@ -146,7 +146,7 @@ def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, 
     assert said(engine, "r1") == fresh(settings, root / "base", request(1, 10))["r1"]
 
 
-def test_a_rollback_that_waits_can_be_aborted(engine: Pushable, root: Path) -> None:
+def test_waiting_rollback_can_be_aborted(engine: Pushable, root: Path) -> None:
     engine.push(root / "new", "v1")
     engine.submit(request(0, 500))
     engine.step(3)

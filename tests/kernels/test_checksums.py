@@ -67,7 +67,7 @@ def test_an_infinity_or_a_nan_is_found(dtype, strange, at):
     assert not cpu.mixed_sum(tensor)[1] and not on_gpu.mixed_sum(tensor.to(DEVICE))[1]
 
 
-def test_the_type_of_storage_does_not_matter_where_it_holds_the_values():
+def test_checksum_does_not_depend_on_the_storage_type():
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert (
         mix64(tensor)

@@ -78,7 +78,7 @@ def test_accepted_kv_moves_to_its_pages_in_every_layer(dtype: torch.dtype) -> No
     assert torch.equal(k, expected_k) and torch.equal(v, expected_v)
 
 
-def test_features_of_last_positions_and_of_page_ends_are_remembered() -> None:
+def test_features_of_last_positions_and_page_ends_are_kept() -> None:
     cycle = Cycle(4, requests=6, depth=4, width=2, decode_rows=30)
     cycle.accept()
     kept = numpy_of(cycle.kept)

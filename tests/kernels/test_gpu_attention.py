@@ -184,7 +184,7 @@ def same_in_any_company(step: Step, first: int, chosen: list[int], **options) ->
 
 
 @pytest.mark.parametrize("first", [0, sampled((1,), kept=False)])
-def test_a_row_has_the_same_bits_alone_in_company_and_in_any_chunk(first):
+def test_row_bits_do_not_depend_on_company_or_chunk(first):
     step = a_step((6, 2, 16), [(70, 3), (1, 1), (300, 1), (129, 7), (280, -21), (126, 9, "chain")])
     same_in_any_company(step, first, [0, 2, 3, 4, 11, 20, 32, 33, 35, 36, 41], tile=TILE)
 
@@ -244,7 +244,7 @@ def test_on_the_gpu_attention_matches_its_twin_and_itself(shape, tile):
 
 
 @gpu
-def test_on_the_gpu_attention_without_an_order_of_splits_matches_its_twin():
+def test_unordered_split_attention_on_gpu_matches_its_twin():
     step = a_step((28, 4, 128), BIG, dtype=torch.bfloat16)
     chosen = [0, 7, 31, 32, 33, 41, 300, 741, 742, 871, 876, 883, 891]
     found = step.attend(tile=64, strict=False)[chosen]

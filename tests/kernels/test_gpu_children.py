@@ -122,7 +122,7 @@ def test_best_child_is_the_sample_of_a_target_with_equal_logits():
 
 @gpu
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_a_draft_vocabulary_on_the_gpu_is_ranked_as_the_twin_does(width):
+def test_draft_vocabulary_on_gpu_is_ranked_as_by_the_twin(width):
     check_against_twin(Rows(40, 32_000, width), width)
 
 

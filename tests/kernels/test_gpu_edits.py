@@ -114,7 +114,7 @@ def trees(rng: np.random.Generator, texts: list[Text]) -> tuple[RowTable, list[l
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_row_of_a_tree_has_the_bits_of_the_cpu_samplers_edits(seed: int) -> None:
+def test_tree_rows_have_the_bits_of_the_cpu_samplers_edits(seed: int) -> None:
     rng = np.random.default_rng(seed)
     texts = [text(rng, penalties, int(rng.integers(0, 2)) * 9) for penalties in PENALTIES]
     batch_slots = empty()

@@ -147,14 +147,14 @@ def shared_bytes(tile: Tile) -> int:
 
 
 @pytest.mark.parametrize("tile", list(dict.fromkeys(tile for _, tile in TILES)), ids=str)
-def test_streaming_tiles_fit_shared_memory_and_end_where_leaves_end(tile: Tile) -> None:
+def test_streaming_tiles_fit_shared_memory_and_leaves(tile: Tile) -> None:
     assert LEAF_UNIT % tile.depth == 0 and tile.depth % 64 == 0
     assert tile.rows % tile.pieces == 0 and tile.piece >= 8
     assert shared_bytes(tile) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("rows", [1, 32, 64, 128, 256, 384, 512, 4096])
-def test_portable_tiles_fit_shared_memory_and_end_where_leaves_end(rows: int) -> None:
+def test_portable_tiles_fit_shared_memory_and_leaves(rows: int) -> None:
     tile = portable_tile(rows, torch.bfloat16)
     assert LEAF_UNIT % tile.depth == 0
     assert (tile.rows + 2 * tile.columns) * tile.depth * 2 * tile.stages <= 216 * 1024
@@ -202,7 +202,7 @@ def test_wide_tiles_run_where_they_fill_their_rounds(
 @pytest.mark.parametrize(
     ("columns", "expected"), [(3584, (112, 112)), (5120, (132 + 2 * 28, 132)), (1536, (96, 0))]
 )
-def test_the_last_round_of_64_rows_is_cut_where_it_leaves_programs_idle(
+def test_last_round_of_64_rows_leaves_no_program_idle(
     columns: int, expected: tuple[int, int]
 ) -> None:
     tile = stream_tile(Kind.PARTIALS, 64, columns, 132, 2, PARTS)

@@ -197,7 +197,7 @@ def test_ranks_added_in_another_order_are_noticed() -> None:
 
 @gpu
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8])
-def test_bits_of_a_row_do_not_depend_on_the_leaves_a_program_adds(leaves: int) -> None:
+def test_row_bits_do_not_depend_on_leaves_per_program(leaves: int) -> None:
     """Compare tiles of 16 to 256 rows, which add one, two or four leaves in registers."""
     x, weight = draw(2048, 4096), draw(1008, 4096, seed=1) * 0.02
     whole = summed(partials(x, weight, leaves=leaves))

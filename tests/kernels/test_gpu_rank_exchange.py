@@ -197,7 +197,7 @@ def test_leaves_of_other_ranks_give_other_bits() -> None:
         assert_same_bits("residual", found, expected)
 
 
-def test_matmuls_of_ranks_are_exchanged_from_the_rooms_they_write_to() -> None:
+def test_matmuls_of_ranks_are_exchanged_from_their_rooms() -> None:
     x, weight_HK = draw(ROWS, 512, dtype=DTYPE), draw(HIDDEN, 512, seed=1, dtype=DTYPE)
     norm = draw(HIDDEN, seed=2, dtype=DTYPE)
     expected = torch.zeros(ROWS, HIDDEN, device=DEVICE)
@@ -387,9 +387,7 @@ def for_hopper() -> dict[str, dict[str, str]]:
     return found
 
 
-def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does(
-    for_hopper: dict[str, dict[str, str]],
-) -> None:
+def test_kernels_for_hopper_signal_without_multicast(for_hopper: dict[str, dict[str, str]]) -> None:
     """The order in which a row's squares are added is that of the layout of the reduction."""
     texts = for_hopper
     pull = "pull_add_rms_norm pull"

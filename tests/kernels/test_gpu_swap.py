@@ -60,9 +60,7 @@ def test_several_pairs_are_exchanged() -> None:
 @pytest.mark.skipif(
     DEVICE == "cuda", reason="what a kernel does in turn is seen by the interpreter"
 )
-def test_a_chain_of_kernels_overlaps_neither_earlier_nor_later_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernel_chain_overlaps_no_earlier_or_later_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the order: the first kernel lets the second start only after its own wait, the last
     lets nothing start early, and each ends after the one before.
     """

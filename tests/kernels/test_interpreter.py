@@ -52,7 +52,7 @@ def _mixed(whole_N, real_N, out_2N, N: tl.constexpr, ROWS: tl.constexpr):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="nothing is interpreted on a GPU")
-def test_operations_of_shapes_and_types_give_what_numpy_gives() -> None:
+def test_operations_of_shapes_and_types_equal_numpy() -> None:
     draw = np.random.default_rng(1)
     whole_N = draw.integers(-9, 9, 16, np.int32)
     real_N = np.round(draw.standard_normal(16), 1).astype(np.float32)

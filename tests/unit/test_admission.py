@@ -232,7 +232,7 @@ def test_a_prompt_that_is_only_scored_teaches_nothing() -> None:
     assert len(admission) == 0 and admission.forecast.share == share
 
 
-def test_a_key_may_fill_the_queue_and_then_only_its_own_requests_are_refused() -> None:
+def test_full_queue_of_one_key_refuses_its_requests_alone() -> None:
     admission = experienced(make(max_queue=60, max_queue_tokens=10**6))
     admission.open(sequences(range(60), owner="greedy"))
     admission.admit(Demand(1, owner="small"))
@@ -256,7 +256,7 @@ def test_a_key_may_fill_the_queue_and_then_only_its_own_requests_are_refused() -
         admission.admit(Demand(11, owner="fourth"))  # within its share, and over twice the limit
 
 
-def test_a_key_waits_for_its_own_sequences_and_as_many_of_each_other_key() -> None:
+def test_key_waits_for_an_equal_share_of_each_other_key() -> None:
     admission = experienced(make(max_queue=1000, max_queue_tokens=10**6))
     admission.open(sequences(range(100), owner="greedy"))
     for id in range(8):

@@ -28,7 +28,7 @@ def command(script: str) -> list[str]:
     return [sys.executable, "-c", SAY + script]
 
 
-def test_rows_of_all_sections_and_an_environment_without_multicast() -> None:
+def test_all_sections_report_rows_without_multicast() -> None:
     checks = "".join(f"assert os.environ[{k!r}] == {v!r}\n" for k, v in NO_MULTICAST.items())
     assert measured(command(checks + REPORT + REPORT)) == ([ROW, ROW], "")
 
@@ -55,7 +55,7 @@ class OncePatient(queue.Queue[Any]):
         ("time.sleep(600)", 0.3, "no rank has said anything for 0.3 s"),
     ],
 )
-def test_what_is_there_is_kept(
+def test_reported_rows_are_kept_after_a_failure(
     script: str, silent_s: float, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     show = exchange._shown

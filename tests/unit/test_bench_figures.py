@@ -183,7 +183,7 @@ def test_cells_are_empty_where_a_row_lacks_their_figure() -> None:
     ]
 
 
-def test_delays_are_what_an_interrupted_trainer_adds() -> None:
+def test_delays_exclude_those_of_an_idle_trainer() -> None:
     interrupting = [("training", 0.017), ("evaluating", 0.007), ("training", 0.012)]
     found = Felt([1.0, 1.0], [0.005, 0.007, 0.007], [1.02, 1.0], interrupting).figures()
     assert found["states"] == {"training": 2, "evaluating": 1} and found["requests"] == 3

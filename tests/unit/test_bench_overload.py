@@ -118,7 +118,7 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert percentile([], 99) == 0
 
 
-def test_arrivals_are_seeded_and_of_the_rate_that_was_asked_for() -> None:
+def test_arrivals_are_seeded_and_have_the_given_rate() -> None:
     moments = list(arrivals(50, 100, seed=1))
     assert moments == list(arrivals(50, 100, seed=1)) != list(arrivals(50, 100, seed=2))
     assert len(moments) == pytest.approx(5000, rel=0.06)  # 4 standard deviations

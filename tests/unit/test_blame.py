@@ -184,7 +184,7 @@ BEGUN_BEFORE = [  # one that an earlier engine began ends the one where another 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ASKS | ACTS | ACTS, max_size=40))
 @in_loop
-async def test_no_key_rests_for_what_another_one_did(history: list[tuple[Any, ...]]) -> None:
+async def test_no_key_rests_for_deaths_of_another(history: list[tuple[Any, ...]]) -> None:
     drawn = History()
     for action in history:
         drawn.act(action)
@@ -193,7 +193,7 @@ async def test_no_key_rests_for_what_another_one_did(history: list[tuple[Any, ..
 
 @pytest.mark.parametrize("ends", ["leave", "expire"])
 @in_loop
-async def test_a_client_that_leaves_before_a_death_is_blamed(ends: str) -> None:
+async def test_client_leaving_before_a_death_is_blamed(ends: str) -> None:
     drawn = History()
     for _ in range(2):
         drawn.act(("ask", "a", DEADLY, False))
@@ -222,7 +222,7 @@ def test_a_rest_begins_at_the_second_death_and_doubles() -> None:
     assert found[:4] == [0.0, FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and found[-2:] == [MAX_S] * 2
 
 
-def test_deaths_that_are_far_apart_rest_no_key() -> None:
+def test_distant_deaths_rest_no_key() -> None:
     rests = Rests(window_s=300.0)
     for i in range(5):
         rests.died("a", 301.0 * i)
@@ -250,7 +250,7 @@ def test_without_keys_none_rests_and_memory_is_bounded() -> None:
         (["", "a", "", "a", "", "a", ""], 6),
     ],
 )
-def test_deaths_by_keys_that_rest_end_no_server(owners: list[str], ends: int | None) -> None:
+def test_deaths_by_resting_keys_end_no_server(owners: list[str], ends: int | None) -> None:
     backoff = Backoff(3, window_s=300.0)
     delays = [backoff.death(float(i), owner=owner) for i, owner in enumerate(owners)]
     assert (delays.index(None) if None in delays else None) == ends

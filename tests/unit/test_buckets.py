@@ -87,9 +87,7 @@ def used_by(policy: Policy, shapes: Shapes) -> set[DraftKey | ExtendKey]:
 
 @pytest.mark.parametrize("max_running", [1, 20])
 @pytest.mark.parametrize("name", list(POLICIES))
-def test_whatever_a_policy_can_choose_is_captured_and_nothing_else(
-    name: str, max_running: int
-) -> None:
+def test_exactly_the_choices_of_policies_are_captured(name: str, max_running: int) -> None:
     shapes = Shapes(max_running, DEEPEST)
     policy = policy_of(name, shapes)
     captured = shapes.captured(policy.strategies)
@@ -178,7 +176,7 @@ def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, long
     st.integers(0, 8192),
     st.sampled_from(SHAPES),
 )
-def test_prompt_rows_and_chunks_find_room_and_the_step_ends_with_the_grain(
+def test_prompt_rows_find_room_and_steps_end_with_the_grain(
     decoding: int, arm: Strategy, drafts: bool, chunks: int, more: int, prompts: PromptShape
 ) -> None:
     shapes, rows = Shapes(64, MIN_DEPTH, prompts), chunks + more
@@ -305,7 +303,7 @@ def test_largest_prompts_are_rehearsed_and_only_variants_kept() -> None:
     assert few.prompt_rows == 768 and others == [filters, edits, halves]
 
 
-def test_steps_with_adapters_are_captured_later_and_first_only_where_there_are_any() -> None:
+def test_adapter_steps_are_captured_last() -> None:
     def adapted(shapes: Shapes) -> list[bool]:
         keys = shapes.captured_later(policy_of("goodput", shapes).strategies)
         first = len(shapes.captured(policy_of("goodput", shapes).strategies))

@@ -95,7 +95,7 @@ def observe_slowly(calibration, cells, parents, accepted, hits, trials):
     return (weight * calibration.prior_K + hits) / (weight + trials)
 
 
-def test_observe_counts_what_the_twin_counts():
+def test_observe_counts_as_the_twin_does():
     random = np.random.default_rng(1)
     calibration = Calibration(settings=CalibrationSettings(limit=20))
     hits, trials = np.zeros(256), np.zeros(256)
@@ -148,7 +148,7 @@ def test_discounted_table_nears_its_prior_and_learns_faster():
     assert (calibration.hits_K[5], calibration.trials_K[5]) == (10 // DOUBT, 40 // DOUBT)
 
 
-def test_a_table_that_becomes_another_has_seen_nothing():
+def test_adopted_table_has_seen_nothing():
     calibration, other = taught(), Calibration(CHANCES, np.array(EDGES) * 2)
     calibration.adopt(other)
     assert np.array_equal(calibration.acceptance, other.acceptance) and calibration.drift == 0
@@ -188,7 +188,7 @@ def test_reading_matches_the_host_table_without_waiting() -> None:
     assert abs(drift.value - host.drift) < 1e-6 and host.drift > 0.01
 
 
-def test_a_table_that_has_seen_nothing_has_not_moved() -> None:
+def test_unused_table_has_no_drift() -> None:
     drift = Drift(CalibrationTable.of(torch.full((5,), 0.5)))
     for _ in range(EVERY):
         drift.observed()
@@ -216,7 +216,7 @@ def test_the_newest_tables_are_read_back_by_version(
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x81\xa1a", b"\x93\1\2\3", b"\x81\xa1a\xc4\3abc"])
-def test_a_file_that_is_none_of_tables_has_none(tmp_path: Path, content: bytes | None) -> None:
+def test_foreign_file_has_no_tables(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "tables"
     if content is not None:
         path.write_bytes(content)

@@ -207,7 +207,7 @@ class TestWhatTorchSees:
             == "Card 9000 has compute capability 7.5, and the kernels need 9.0"
         )
 
-    def test_an_old_one_is_left_alone_or_refused_before_a_kernel_is_launched(
+    def test_old_gpu_is_left_alone_or_refused_before_a_launch(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Kernels begin with instructions that only newer ones have."""

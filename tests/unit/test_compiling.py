@@ -37,7 +37,7 @@ def started(tmp_path: Path, script: str, variants: list[Variant] | None = None) 
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_variants_reach_the_compiler_at_once_or_when_they_are_known(
+def test_variants_reach_the_compiler_once_known(
     known: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = "'\\n'.join([sys.argv[1], sys.argv[3], *lines])"
@@ -67,7 +67,7 @@ def test_variants_reach_the_compiler_at_once_or_when_they_are_known(
         ("sys.exit(1)", 0, "status 1"),
     ],
 )
-def test_a_start_goes_on_without_its_compiler_and_says_so_in_one_line(
+def test_start_without_a_compiler_goes_on_with_one_line(
     script: str, compiled: int, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     compiler = started(tmp_path, script, VARIANTS)
@@ -160,7 +160,7 @@ print(json.dumps([len(found), [name for name in found if forwards[name] != backw
 """
 
 
-def test_keys_of_kernels_do_not_depend_on_what_was_hashed_before() -> None:
+def test_kernel_keys_do_not_depend_on_earlier_hashes() -> None:
     """Triton's cache then has a kernel that another process compiled."""
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(

@@ -40,7 +40,7 @@ def codes(outputs: list[StepOutput]) -> list[tuple[str, str | None]]:
     return [(output.id, output.error and output.error[0]) for output in outputs]
 
 
-def test_what_is_not_begun_in_time_ends_with_an_error_of_its_own() -> None:
+def test_sequence_not_begun_in_time_has_its_own_error() -> None:
     now = 0.0
     scheduler = by_deadline(lambda: now, max_running=1)
     scheduler.submit([sequence(i, [i], 9, i, begin_by_s=2.0, deadline_s=5.0) for i in range(2)])

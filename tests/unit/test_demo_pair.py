@@ -146,7 +146,7 @@ def python_value(text: str) -> int:
     return walk(ast.parse(text, mode="eval").body)
 
 
-def test_a_seed_gives_the_same_problem_and_the_splits_are_disjoint():
+def test_problem_is_seeded_and_splits_are_disjoint():
     assert task.problem(7) == task.problem(7)
     assert task.EVAL_SEEDS.stop <= task.TRAIN_SEEDS.start
     assert {task.problem(seed).kind for seed in range(50)} == {"expression", "column", "countdown"}
@@ -203,7 +203,7 @@ def test_only_the_last_answer_counts():
 
 
 @pytest.mark.parametrize("text", ["1+", "a", "(1", "1)", "2**3", "1 + 2", "9" * 300])
-def test_what_is_no_expression_is_refused(text):
+def test_malformed_expression_is_refused(text):
     with pytest.raises(ValueError):
         parse(text)
 

@@ -123,7 +123,7 @@ def test_the_pair_fit_sees_noise_that_is_reused_by_two_positions():
     assert pair_fit(tokens[:, :-1], tokens[:, 1:], probabilities(Sampling())) < P_DETECTED
 
 
-def test_the_fit_sees_shared_noise_under_the_classical_acceptance_rule():
+def test_fit_sees_shared_noise_under_classical_acceptance():
     """Draft with the shared noise, accept if u < p / q with the drafted token's own u, else draw
     from the residual: biased.
     """

@@ -27,7 +27,7 @@ def part(
     return drafter_part(drafter, 32_000, Split(leaves, rank, ranks), asked, 2)
 
 
-def test_a_drafter_is_shared_at_every_width_that_its_heads_allow() -> None:
+def test_drafter_is_shared_at_every_width_of_its_heads() -> None:
     assert [part(ranks).split.of for ranks in (1, 2, 4, 8)] == [1, 2, 4, 1], "28 heads"
     assert [part(ranks, drafter=WIDE).split.of for ranks in (1, 2, 4, 8)] == [1, 2, 4, 8]
     last = part(4, rank=3)

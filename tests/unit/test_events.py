@@ -13,7 +13,7 @@ from tlt_server.wire.records import OFF, Cycle, StepContext, StepOutput
 
 
 @in_loop
-async def test_who_waits_looks_only_when_something_was_told() -> None:
+async def test_waiting_reader_wakes_only_on_an_event() -> None:
     told, state, looks = Changes(), ["ready"], 0
 
     def look() -> str:

@@ -132,7 +132,7 @@ def alone(machine: Machine, attack: str) -> Counter[str]:
 @pytest.mark.parametrize(
     "machine", [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.long)]
 )
-def test_small_requests_of_another_key_take_twice_as_long_at_most(
+def test_small_requests_of_other_keys_are_slowed_twice_at_most(
     machine: Machine, attack: str
 ) -> None:
     """The hostile key keeps about half of what it does alone. Without shares of time the factor is
@@ -146,7 +146,7 @@ def test_small_requests_of_another_key_take_twice_as_long_at_most(
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_nothing_is_left_out_of_the_steps_of_a_key_that_is_alone(attack: str) -> None:
+def test_steps_of_a_lone_key_leave_nothing_out(attack: str) -> None:
     unmeasured = Bench(CPU, ATTACKS[attack])
     unmeasured.scheduler.observe = lambda batch, ms: None  # type: ignore[method-assign]
     measured = Bench(CPU, ATTACKS[attack])

@@ -34,7 +34,7 @@ def test_a_gpus_error_is_named_in_one_line(error: Exception) -> None:
     )
 
 
-def test_an_error_that_followed_a_gpus_error_is_a_gpus_error() -> None:
+def test_error_caused_by_a_gpu_error_is_a_gpu_error() -> None:
     with pytest.raises(KeyError) as caught:
         try:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
@@ -43,7 +43,7 @@ def test_an_error_that_followed_a_gpus_error_is_a_gpus_error() -> None:
     assert "unspecified launch failure" in describe(caught.value, ready=True)
 
 
-def test_memory_that_ran_out_names_what_to_lower() -> None:
+def test_exhausted_memory_names_settings_to_lower() -> None:
     message = describe(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), ready=True
     )

@@ -43,7 +43,7 @@ def test_forecast_refusing_every_wait_can_still_recover() -> None:
     admission.admit(asked)
 
 
-def test_a_wait_is_what_must_end_first_at_the_rate_of_full_steps() -> None:
+def test_wait_is_the_work_ahead_at_the_rate_of_full_steps() -> None:
     admission = experienced(make())
     admission.open(sequences(range(7)))
     assert admission.wait_s() == 0  # the eighth place is free

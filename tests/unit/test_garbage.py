@@ -47,7 +47,7 @@ def test_old_cycles_are_collected_while_few_objects_are_old() -> None:
     assert cycle() is None and gc.get_count()[2] == 0
 
 
-def test_while_many_objects_are_old_cycles_wait_until_most_are_gone() -> None:
+def test_cycles_wait_while_many_objects_are_old() -> None:
     held: list[list[int]] = [[] for _ in range(FEW)]
     cycle = old_cycle()
     look()
@@ -84,7 +84,7 @@ def test_objects_that_are_made_collect_no_old_ones(monkeypatch: pytest.MonkeyPat
     assert gc.get_threshold() == thresholds
 
 
-def test_libraries_load_without_a_collection_and_are_kept_from_later_ones() -> None:
+def test_libraries_load_without_garbage_collections() -> None:
     gc.enable()
     with loading():
         assert not gc.isenabled()

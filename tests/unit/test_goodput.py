@@ -557,7 +557,7 @@ def test_no_more_rows_are_asked_for_than_trees_have_nodes() -> None:
     assert chosen.drafter and chosen.draft_rows(16) <= 16 * 2 * chosen.depth
 
 
-def test_recorded_cycles_of_a_gpu_take_as_long_as_its_profile_predicts() -> None:
+def test_profile_predicts_recorded_cycles_of_a_gpu() -> None:
     """Compare medians over all cycles, and over plain, drafting and mixed ones alone."""
     record = json.loads(MEASURED.read_text())
     cost = CostModel()

@@ -404,7 +404,7 @@ def test_trainers_share_is_set_apart() -> None:
     assert "16.0 GiB to train the drafter" in message and OFF in message
 
 
-def test_weights_that_do_not_fit_are_refused_by_the_same_plan() -> None:
+def test_oversized_weights_are_refused_by_the_same_plan() -> None:
     given = settings(reduction_leaves=4)
     loaded = needs(given).loaded
     with pytest.raises(

@@ -106,7 +106,7 @@ def test_bits_that_move_without_their_fingerprint_are_red() -> None:
     assert moved(golden.gpus, other, on | {"torch": "9"}) == [], "another library adds otherwise"
 
 
-def test_the_known_bits_are_of_the_present_numerics_and_those_recorded() -> None:
+def test_known_bits_are_of_present_and_recorded_numerics() -> None:
     for golden in GOLDEN:
         assert golden.fingerprint.numerics == f"strict {versions.GPU}"
         exact = json.loads(PLANS[golden.gpus].record.read_text())["figures"]["exact"]

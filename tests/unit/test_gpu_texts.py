@@ -71,7 +71,7 @@ def test_the_newest_responses_come_first_and_needed_ones_stay() -> None:
     texts.check()
 
 
-def test_text_is_shared_by_prompt_or_running_group_and_never_between_salts() -> None:
+def test_text_is_shared_by_prompt_or_group_within_a_salt() -> None:
     texts = Texts(4, range(5, 8))
     group = texts.begin(sequence("a", [1, 2], 0)).group
     other = texts.begin(sequence("b", [3], 1, group_id="g")).group

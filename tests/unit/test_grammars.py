@@ -51,7 +51,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gbnf_allows_the_texts_that_it_names(name: str, tmp_path: Path) -> None:
+def test_gbnf_allows_its_texts(name: str, tmp_path: Path) -> None:
     text, right, wrong = CASES[name]
     compiler = Compiler(FAMILIES["no marks"].write(tmp_path), 300, [256])
     start = compiler.compile(grammar_of("grammar", text))
@@ -62,7 +62,7 @@ def test_gbnf_allows_the_texts_that_it_names(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_gbnf_that_cannot_be_read_is_named(text: str) -> None:
+def test_unreadable_gbnf_is_named(text: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         grammar_of("grammar", text)
     assert WRONG[text] in str(refused.value)
@@ -131,7 +131,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize("regex", REFUSED)
-def test_repetitions_that_multiply_are_refused_in_every_form(regex: str) -> None:
+def test_nested_repetitions_are_refused_in_every_form(regex: str) -> None:
     for form, text in (
         ("regex", regex),
         ("grammar", f"start: A\nA: /{regex}/"),
@@ -168,11 +168,11 @@ def test_repetitions_multiply_in_regexes_of_grammars(literal: str) -> None:
 
 
 @pytest.mark.parametrize("lark", TOLD_APART)
-def test_repetitions_that_a_text_tells_apart_are_let_in(lark: str) -> None:
+def test_distinguishable_repetitions_are_let_in(lark: str) -> None:
     grammar_of("grammar", lark)
 
 
-def test_long_lists_in_a_schema_are_let_in_next_to_and_inside_each_other() -> None:
+def test_long_lists_in_a_schema_are_let_in() -> None:
     word = {"type": "string", "pattern": "^[a-z]{1,64}$", "maxLength": 500}
     table = {"type": "array", "maxItems": 1000, "items": {"type": "array", "maxItems": 1000}}
     table["items"] |= {"items": word}
@@ -192,7 +192,7 @@ def test_counts_multiply_to_numbers_of_any_length(kind: str) -> None:
 
 
 @pytest.mark.parametrize("opened", ['"' + r"\"" * 60_000, "/" + r"\/" * 60_000])
-def test_a_text_that_never_closes_is_read_once(opened: str) -> None:
+def test_unclosed_text_is_read_once(opened: str) -> None:
     assert len([*_tokens(f"start: {opened}")]) == 2  # name and colon
 
 
@@ -233,7 +233,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), OBJECTS, ids=lambda case: str(case)[:60])
-def test_objects_that_list_properties_are_closed(
+def test_objects_with_listed_properties_are_closed(
     compiler: Compiler, schema: dict[str, Any], right: list[Any], wrong: list[Any]
 ) -> None:
     tag = json.dumps({"format": {"type": "json_schema", "json_schema": schema}})

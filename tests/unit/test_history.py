@@ -167,7 +167,7 @@ def test_a_running_sibling_and_a_finished_one_are_searched():
     assert proposed(history, {"b": [1, 30, 21, 22, 23]}) == [24, 25, 26]
 
 
-def test_the_same_prompt_in_a_later_rollout_finds_earlier_responses():
+def test_repeated_prompt_finds_responses_of_earlier_rollouts():
     history = History()
     history.finish("old", "step-1", np.array([5, 6, 7, 50, 51, 52, 53]), 3)
     found = proposed(history, {"new": [5, 6, 7, 50]}, group="step-2", prompt_len=3)

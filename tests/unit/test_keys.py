@@ -111,7 +111,7 @@ class Clock:
         return self.now_s
 
 
-def test_files_are_looked_at_once_a_second_and_read_when_they_changed(tmp_path: Path) -> None:
+def test_changed_key_files_are_read_within_a_second(tmp_path: Path) -> None:
     file, clock, told, reads = tmp_path / "file", Clock(), list[str](), list[str]()
 
     def read() -> str:

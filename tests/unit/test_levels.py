@@ -26,7 +26,7 @@ def time_ms(line: StepLine, wanted: list[OwnerRows], level: int) -> float:
     st.floats(0, 20),
     st.floats(0.01, 1),
 )
-def test_owners_below_the_level_are_slowed_down_by_no_more_than_promised(
+def test_owners_below_the_level_slow_down_within_the_promise(
     owners: list[tuple[OwnerRows, float]], fixed: float, per_row: float
 ) -> None:
     wanted, line = [rows for rows, _ in owners], StepLine(per_row, per_row, fixed)

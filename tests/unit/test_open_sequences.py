@@ -40,7 +40,7 @@ def submit(sequences: OpenSequences, batch: list[GenerateRequest], *, resumes: b
 
 
 @in_loop
-async def test_a_large_batch_goes_in_slices_with_other_requests_in_between() -> None:
+async def test_other_requests_go_between_slices_of_a_large_batch() -> None:
     for count, ids in ((1000, 3), (40, 8000), (3, 2 * SLICE_IDS)):
         sequences, sent = opened()
         batch = requests(count, ids)
@@ -157,7 +157,7 @@ async def test_tokens_of_an_earlier_server_reach_every_engine() -> None:
 
 
 @in_loop
-async def test_a_second_death_before_all_is_given_again_sends_nothing_twice() -> None:
+async def test_second_death_during_resubmission_sends_nothing_twice() -> None:
     sequences, sent = opened()
     batch = requests(3 * PIECE, 1)
     submission = submit(sequences, batch, resumes=True)
@@ -175,7 +175,7 @@ async def test_a_second_death_before_all_is_given_again_sends_nothing_twice() ->
 
 
 @in_loop
-async def test_outputs_of_a_sequence_stand_together_in_slices_of_bounded_size() -> None:
+async def test_outputs_of_a_sequence_stay_together_in_small_slices() -> None:
     sequences, _ = opened()
     batch = requests(3, 1)
     submission = submit(sequences, batch)
@@ -242,7 +242,7 @@ async def test_a_key_on_trial_is_blamed_once_others_have_run(
 
 @pytest.mark.parametrize("end", ["leave", "expire"])
 @in_loop
-async def test_what_clients_leave_counts_until_the_engine_ends_it(end: str) -> None:
+async def test_abandoned_sequences_count_until_the_engine_ends_them(end: str) -> None:
     sent: list[Command] = []
     admission = Admission(max_queue=10, max_queue_tokens=10**9, max_page_forecast=1e9)
     sequences = OpenSequences(admission, Metrics(), lambda command: not sent.append(command))

@@ -36,7 +36,7 @@ def test_a_server_ends_with_a_caller_that_is_killed() -> None:
     until(lambda: not processes.command(server))
 
 
-def test_a_bound_command_keeps_its_process_its_arguments_and_its_status() -> None:
+def test_bound_command_keeps_process_arguments_and_status() -> None:
     said = "import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)"
     command = bound([sys.executable, "-c", said, "a b", "--flag"])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

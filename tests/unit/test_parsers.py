@@ -200,7 +200,7 @@ WORDS = st.sampled_from(
     st.sampled_from(["none", *REASONING_PARSERS]),
     st.lists(st.integers(1, 40), min_size=1, max_size=20),
 )
-def test_pieces_do_not_depend_on_how_the_text_is_cut_and_lose_nothing(
+def test_pieces_do_not_depend_on_cuts_and_lose_nothing(
     text: str, tools: str, thinking: str, sizes: list[int]
 ) -> None:
     whole = read(answer(tools, thinking), text)

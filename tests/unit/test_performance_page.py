@@ -228,7 +228,7 @@ def test_the_committed_page_is_what_the_generator_makes() -> None:
     assert PAGE.read_text() == page(results(RESULTS)), "run: python -m benchmarks.report"
 
 
-def test_the_first_screen_has_five_figures_of_the_committed_results() -> None:
+def test_first_screen_has_five_committed_figures() -> None:
     readme = README.read_text()
     assert readme == with_figures(readme, results(RESULTS)), "run: python -m benchmarks.report"
     assert len(BULLETS.findall(readme)) == 1 and readme.count("\n- **") == 5

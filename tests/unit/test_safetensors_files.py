@@ -227,7 +227,7 @@ def test_a_descriptor_is_closed_whatever_happens(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_config_or_an_index_that_means_harm_is_refused_at_once(tmp_path: Path) -> None:
+def test_harmful_config_or_index_is_refused_at_once(tmp_path: Path) -> None:
     lists = b'{"weight_map":{"a":[' + b",".join([b"[]"] * 5_000_000) + b"]}}"
     (tmp_path / "model.safetensors.index.json").write_bytes(lists)
     began = time.process_time()

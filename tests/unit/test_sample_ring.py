@@ -28,7 +28,7 @@ def ring(path: Path, capacity: int = CAPACITY) -> tuple[RingProducer, RingConsum
 
 
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=CAPACITY + 8)), max_size=40))
-def test_what_was_not_dropped_comes_out_whole_and_in_order(
+def test_kept_entries_come_out_whole_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, turns: list[bytes | None]
 ) -> None:
     producer, consumer = ring(tmp_path_factory.getbasetemp() / "ring")
@@ -86,7 +86,7 @@ def test_another_producer_goes_on_where_one_ended(tmp_path: Path) -> None:
     assert [consumer.take(), consumer.take()] == [b"one", b"two"]
 
 
-def test_an_entry_that_is_not_whole_is_never_taken(tmp_path: Path) -> None:
+def test_partial_entry_is_never_taken(tmp_path: Path) -> None:
     producer, consumer = ring(tmp_path / "ring")
     producer.offer(b"entry")
     with open(tmp_path / "ring", "r+b") as file:
@@ -99,7 +99,7 @@ def test_an_entry_that_is_not_whole_is_never_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 64, bytes(1000)])
-def test_a_file_that_is_no_ring_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_foreign_file_is_refused_as_a_ring(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(StartupError, match="ring"):
         RingConsumer(tmp_path / "file")

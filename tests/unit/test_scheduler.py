@@ -348,7 +348,7 @@ def test_a_prompt_half_read_starts_over_under_the_new_version() -> None:
     assert not batch.chunks[0].sequence.mixed_version
 
 
-def test_recompute_also_drops_kv_that_was_saved_from_preemption() -> None:
+def test_recompute_drops_kv_saved_at_preemption() -> None:
     scheduler, kv = make(8, max_running=4)
     sequences = [sequence(i, [i], 24, i) for i in range(4)]
     scheduler.submit(sequences)

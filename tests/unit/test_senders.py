@@ -211,7 +211,7 @@ def test_names_sharing_storage_are_pushed_with_their_own_values(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_trainer_left_is_in_nobodys_way(
+def test_files_of_a_killed_trainer_are_in_nobodys_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as killed:
@@ -251,7 +251,7 @@ class Told:
         return {}
 
 
-def test_parts_are_safetensors_files_and_the_manifest_sums_each_tensor(tmp_path: Path) -> None:
+def test_parts_are_safetensors_and_the_manifest_has_checksums(tmp_path: Path) -> None:
     save_file(LARGE, tmp_path / "model.safetensors")
     by_tensors, by_files = Told(keeps=True), Told(keeps=True)
     HttpSender(by_tensors, max_file_bytes=2**23, chunk_bytes=CHUNK_BYTES).push(LARGE.items(), "v")  # type: ignore[arg-type]
@@ -303,7 +303,7 @@ def test_a_push_takes_the_memory_of_chunks_and_not_of_files(max_file_bytes: int)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
-def test_a_type_that_no_channel_carries_is_named(dtype: torch.dtype) -> None:
+def test_uncarried_dtype_is_named(dtype: torch.dtype) -> None:
     with pytest.raises(
         ContentRefused,
         match=f"tensor 'w' has dtype '{dtype}', which no channel carries; use one of",

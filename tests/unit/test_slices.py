@@ -121,7 +121,7 @@ def test_packed_ids_and_texts_are_lists_and_texts(count: int) -> None:
     assert max(map(len, slices)) < 4 * SLICE_BYTES
 
 
-def test_iterators_stand_for_lists_and_are_read_as_late_as_possible() -> None:
+def test_iterators_stand_for_lists_and_are_read_late() -> None:
     made = 0
 
     def parts() -> Any:

@@ -22,7 +22,7 @@ def log(*pins: Pin) -> SwitchLog:
     return made
 
 
-def test_the_first_strategy_is_a_start_and_the_same_one_no_switch() -> None:
+def test_first_strategy_is_a_start_and_repeats_no_switch() -> None:
     made = SwitchLog(clock=lambda: 7.0)
     for _ in range(3):
         made.chose(step(), CHAIN)

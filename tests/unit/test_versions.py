@@ -89,7 +89,7 @@ def test_a_rollback_is_asked_for() -> None:
     versions.check()
 
 
-def test_a_spool_knows_better_only_while_a_weight_command_was_open() -> None:
+def test_spool_decides_only_if_a_weight_command_was_open() -> None:
     begun(
         info("v0"), info("v1", spooled=True), unanswered=True
     ).check()  # committed, and the answer was lost
