@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from safetensors.torch import load_file
 
-from tests.engine.pushing import Pushable, perturbed, small_request
+from tests.engine.pushing import Pushable, cpu_settings, perturbed, small_request
 from tests.engine.tiny import SMALLEST, write_eagle, write_target
 from tlt_client import ServerError
 from tlt_client.channels import CHANNELS
@@ -21,7 +21,6 @@ from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.errors import ChannelError
 from tlt_client.errors import server_error
-from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError, from_code
 from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.wire.commands import JoinGroup, LeaveGroup, Manifest, PushWeights
@@ -47,11 +46,9 @@ class Server:
         self.new = load_file(root / "new" / "model.safetensors")
         self.new_drafter = load_file(root / "new-drafter" / "model.safetensors")
         self.engine = Pushable(
-            EngineSettings(
-                model=str(root / "base"),
-                device="cpu",
-                drafter=str(root / "drafter"),
-                policy="off",
+            cpu_settings(
+                root / "base",
+                root / "drafter",
                 kv_memory_mb=4,
                 weight_root=str(root / "weights"),
                 threads=1,

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -47,6 +48,12 @@ def perturbed(source: Path, directory: Path, seed: int, scale: float = 0.02) -> 
         directory / "model.safetensors",
     )
     return directory
+
+
+def cpu_settings(model: Path | str, drafter: Path | str = "none", **fields: Any) -> EngineSettings:
+    """Settings of a small engine on the CPU that does not speculate."""
+    given = {"device": "cpu", "policy": "off", "kv_memory_mb": 64, **fields}
+    return EngineSettings(model=str(model), drafter=str(drafter), **given)
 
 
 def small_request(max_tokens: int, id: str = "r") -> GenerateRequest:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.pushing import Pushable, perturbed, why
+from tests.engine.pushing import Pushable, cpu_settings, perturbed, why
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels import broadcast
 from tlt_client.channels.groups import Membership, WeightGroup, host_store
@@ -24,7 +24,6 @@ from tlt_client.channels.ipc import OFFER
 from tlt_client.channels.line import Line, address, entered
 from tlt_client.channels.memory import share
 from tlt_client.channels.tensors import entry
-from tlt_server.engine.settings import EngineSettings
 from tlt_server.weights.staging import Staging
 
 TIMEOUT_S = 90.0  # each wait for a trainer
@@ -43,11 +42,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(root: Path) -> Pushable:
     return Pushable(
-        EngineSettings(
-            model=str(root / "base"),
-            device="cpu",
-            drafter="none",
-            policy="off",
+        cpu_settings(
+            root / "base",
             kv_memory_mb=4,
             weight_root=str(root),
             threads=1,

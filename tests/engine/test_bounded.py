@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.pushing import Pushable, perturbed, small_request
+from tests.engine.pushing import Pushable, cpu_settings, perturbed, small_request
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels.errors import ChannelLost, ContentRefused
 from tlt_client.channels.groups import MAX_GROUPS, Groups, Membership, WeightGroup, host_store
@@ -28,11 +28,8 @@ from tlt_server.wire.commands import CommitWeights, JoinGroup, LookAtWeights, Sl
 def settings(tmp_path: Path) -> EngineSettings:
     write_target(tmp_path / "base", shape=SMALLEST)
     perturbed(tmp_path / "base", tmp_path / "root" / "new", 1)
-    return EngineSettings(
-        model=str(tmp_path / "base"),
-        device="cpu",
-        drafter="none",
-        policy="off",
+    return cpu_settings(
+        tmp_path / "base",
         kv_memory_mb=4,
         threads=1,
         weight_channels="disk,broadcast",

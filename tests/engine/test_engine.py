@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numba.core.event import install_recorder
 
+from tests.engine.pushing import cpu_settings
 from tests.engine.slow_rows import slow_rows
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_kernels.cpu.compiled import kernels
@@ -42,13 +43,7 @@ from tlt_server.wire.records import (
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     root = tmp_path_factory.mktemp("tiny")
-    return EngineSettings(
-        model=str(write_target(root / "target")),
-        device="cpu",
-        drafter=str(write_eagle(root / "drafter")),
-        policy="off",
-        kv_memory_mb=64,
-    )
+    return cpu_settings(write_target(root / "target"), write_eagle(root / "drafter"))
 
 
 def prompt(i: int) -> list[int]:

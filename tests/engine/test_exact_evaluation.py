@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.engine.gpu_engine import checkpoints, drafting, on_cpu
+from tests.engine.pushing import cpu_settings
 from tests.engine.test_recorded_sequences import Recording, asked
 from tests.engine.tiny import SMALLEST, write_eagle, write_eagle1, write_target
 from tlt_server.__main__ import main
@@ -24,7 +25,6 @@ from tlt_server.bench.recording import recorded
 from tlt_server.bench.replaying.names import parse_policy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.record import traces
-from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
@@ -56,9 +56,7 @@ def record() -> Iterator[RolloutRecord]:
     can be compared, too.
     """
     sizes = {"threads": 2, "kv_memory_mb": 256, "max_running": 32, "max_model_len": 256}
-    settings = EngineSettings(
-        model=TARGET, drafter=str(DRAFTER), policy="off", device="cpu", sd_canary=0.0, **sizes
-    )
+    settings = cpu_settings(TARGET, DRAFTER, sd_canary=0.0, **sizes)
     problems = problems_as_requests(TARGET, 16, group=2, seed=3, max_tokens=96)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Calibration, "observe", lambda *arguments: None)
@@ -305,11 +303,9 @@ def test_networks_of_different_layers_share_a_record(
     base = write_target(tmp_path / "target", shape=SMALLEST)
     first = write_eagle1(tmp_path / "first", base, shape=SMALLEST)
     third = write_eagle(tmp_path / "third", shape=SMALLEST)
-    settings = EngineSettings(
-        model=base,
-        drafter=str(first),
-        policy="off",
-        device="cpu",
+    settings = cpu_settings(
+        base,
+        first,
         dtype="float32",
         attention="cpu",
         threads=2,

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from tests.engine.families import EOS, write_pair
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, cpu_settings
 from tests.tokenizers import FAMILIES
-from tlt_server.engine.settings import EngineSettings
 from tlt_server.frontend.dialects.openai.answers import structure
 from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest
 from tlt_server.frontend.generation.requests import StructuredOutputs
@@ -66,9 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module", params=FAMILIES)
 def marked(request: pytest.FixtureRequest, pair: tuple[Path, Path]) -> Marked:
     target, drafter = FAMILIES[request.param].write(pair[0]), pair[1]
-    settings = EngineSettings(
-        model=str(target), device="cpu", drafter=str(drafter), policy="off", kv_memory_mb=64
-    )
+    settings = cpu_settings(target, drafter)
     engine = Pushable(settings)
     engine.engine._structures.prepare()
     return Marked(engine, Text.load(target))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.child import EngineChild
+from tests.engine.pushing import cpu_settings
 from tests.engine.tiny import SMALLEST, Shape, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.commands import ClearCache, Command, LookAtWeights, Pause, Submit
@@ -76,15 +77,7 @@ def test_no_directory_of_sockets(
     monkeypatch.setenv("TMPDIR", str(places))  # the engine's
     monkeypatch.setattr(tempfile, "tempdir", str(places))
     write_target(tmp_path / "base", shape=SMALLEST)
-    settings = EngineSettings(
-        model=str(tmp_path / "base"),
-        device="cpu",
-        drafter="none",
-        policy="off",
-        kv_memory_mb=4,
-        threads=1,
-        weight_channels="ipc",
-    )
+    settings = cpu_settings(tmp_path / "base", kv_memory_mb=4, threads=1, weight_channels="ipc")
     with EngineChild(settings) as child:
         child.send(LookAtWeights("look"))
         sockets = Path(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, cpu_settings
 from tests.engine.two_ranks import one, shared
 from tlt_server.__main__ import main
 from tlt_server.bench import decode
@@ -40,15 +40,7 @@ TINY = Shape(
 def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     folder = tmp_path_factory.mktemp("shape")
     write_config(folder, TINY, "float32")
-    return EngineSettings(
-        model=folder,
-        random_weights=True,
-        device="cpu",
-        drafter="none",
-        policy="off",
-        kv_memory_mb=64,
-        reduction_leaves=2,
-    )
+    return cpu_settings(folder, random_weights=True, reduction_leaves=2)
 
 
 def test_random_weights_are_the_same_over_two_ranks(one: Pushable, shared: Pushable) -> None:

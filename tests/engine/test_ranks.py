@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from tests.engine.halting import EAGLE, done
-from tests.engine.pushing import Pushable, perturbed
+from tests.engine.pushing import Pushable, cpu_settings, perturbed
 from tests.engine.test_engine import bits, requests
 from tests.engine.tiny import write_eagle, write_eagle1, write_target
 from tests.engine.two_ranks import give_up_soon, one, ranks_of, shared, two_ranks
@@ -46,15 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(root: Path) -> EngineSettings:
-    return EngineSettings(
-        model=root / "base",
-        device="cpu",
-        drafter=str(root / "drafter"),
-        policy="off",
-        kv_memory_mb=64,
-        weight_root=root,
-        reduction_leaves=2,
-    )
+    return cpu_settings(root / "base", root / "drafter", weight_root=root, reduction_leaves=2)
 
 
 def target_of(engine: Pushable) -> Decoder:

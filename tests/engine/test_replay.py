@@ -14,6 +14,7 @@ import pytest
 
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints, request
+from tests.engine.pushing import cpu_settings
 from tlt_server.bench.recording import recorded
 from tlt_server.bench.replay import figures, run
 from tlt_server.bench.replaying.names import parse_policy
@@ -32,15 +33,12 @@ GPU_RUNS = ("off", "fixed:eagle:4x1x5", "fixed:eagle:3x2x4")
 
 @pytest.fixture(scope="module")
 def record() -> RolloutRecord:
-    settings = EngineSettings(
-        model=TARGET,
-        drafter=str(DRAFTER),
-        policy="off",
-        device="cpu",
+    settings = cpu_settings(
+        TARGET,
+        DRAFTER,
         dtype="float32",
         attention="cpu",
         threads=2,
-        kv_memory_mb=64,
         max_running=3,
         max_model_len=256,
     )

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.engine.pushing import cpu_settings
 from tests.engine.test_engine import Said, bits, requests, run
 from tests.engine.tiny import EOS, VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
@@ -27,13 +28,7 @@ STRATEGIES = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     root = tmp_path_factory.mktemp("tiny")
-    return EngineSettings(
-        model=str(write_target(root / "target")),
-        device="cpu",
-        drafter=str(write_eagle(root / "drafter")),
-        policy="off",
-        kv_memory_mb=64,
-    )
+    return cpu_settings(write_target(root / "target"), write_eagle(root / "drafter"))
 
 
 def drawn(i: int) -> GenerateRequest:

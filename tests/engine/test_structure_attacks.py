@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, cpu_settings
 from tlt_server.demo.workload import DRAFTER, TARGET
-from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import InvalidRequest
 from tlt_server.grammars.forms import grammar_of
 from tlt_server.process.machine import resident_bytes
@@ -35,16 +34,7 @@ TREE = Strategy("eagle", 4, 2, 9)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Pushable]:
-    yield Pushable(
-        EngineSettings(
-            model=str(TARGET),
-            drafter=str(DRAFTER),
-            device="cpu",
-            policy="off",
-            kv_memory_mb=256,
-            max_running=64,
-        )
-    )
+    yield Pushable(cpu_settings(TARGET, DRAFTER, kv_memory_mb=256, max_running=64))
 
 
 def asked(

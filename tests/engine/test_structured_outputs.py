@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from tests.engine.families import ALPHABET, CASES, write_family
 from tests.engine.gpu_engine import bits as of_tokens
 from tests.engine.gpu_engine import joined
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, cpu_settings
 from tests.engine.schemas import Schemas
 from tests.engine.tiny import EOS
 from tests.mostly_long import mostly_long
@@ -72,9 +72,7 @@ def settings(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> EngineSettings:
     target, drafter = write_family(tmp_path_factory.mktemp("tiny"), request.param)
-    return EngineSettings(
-        model=str(target), device="cpu", drafter=str(drafter), policy="off", kv_memory_mb=64
-    )
+    return cpu_settings(target, drafter)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.pushing import Pushable, why
+from tests.engine.pushing import Pushable, cpu_settings, why
 from tests.engine.test_file_faults import FILE, INDEX, Bench, bench, shard
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
-from tlt_server.engine.settings import EngineSettings
 
 __all__ = ["bench"]  # fixtures
 
@@ -168,16 +167,7 @@ def test_a_directory_that_changes_while_it_is_read(
 
 
 def opened(bench: Bench, **fields: Any) -> Pushable:
-    return Pushable(
-        EngineSettings(
-            model=str(bench.root / "base"),
-            device="cpu",
-            drafter="none",
-            policy="off",
-            kv_memory_mb=4,
-            **fields,
-        )
-    )
+    return Pushable(cpu_settings(bench.root / "base", kv_memory_mb=4, **fields))
 
 
 def test_directory_without_its_marker_is_refused(bench: Bench) -> None:

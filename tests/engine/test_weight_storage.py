@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.pushing import Pushable, perturbed, small_request
+from tests.engine.pushing import Pushable, cpu_settings, perturbed, small_request
 from tests.engine.tiny import SMALLEST, write_target
 from tests.waiting import until
 from tlt_client.channels import Buffers, cuda
@@ -257,11 +257,8 @@ def test_pinned_pages_are_unpinned_while_they_are_dropped(
 def settings(tmp_path: Path) -> EngineSettings:
     write_target(tmp_path / "base", shape=SMALLEST)
     perturbed(tmp_path / "base", tmp_path / "root" / "new", 1)
-    return EngineSettings(
-        model=str(tmp_path / "base"),
-        device="cpu",
-        drafter="none",
-        policy="off",
+    return cpu_settings(
+        tmp_path / "base",
         kv_memory_mb=4,
         threads=1,
         weight_root=str(tmp_path / "root"),

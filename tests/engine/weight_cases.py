@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.engine.pushing import Pushable, perturbed
+from tests.engine.pushing import Pushable, cpu_settings, perturbed
 from tests.engine.tiny import SHALLOW, VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.records import GenerateRequest, Sampling
@@ -25,14 +25,7 @@ def checkpoints(root: Path) -> Path:
 
 
 def serving(root: Path) -> EngineSettings:
-    return EngineSettings(
-        model=str(root / "base"),
-        device="cpu",
-        drafter=str(root / "drafter"),
-        policy="off",
-        kv_memory_mb=16,
-        weight_root=str(root),
-    )
+    return cpu_settings(root / "base", root / "drafter", kv_memory_mb=16, weight_root=str(root))
 
 
 @pytest.fixture(scope="module")
