@@ -50,6 +50,14 @@ def expect(finding: Finding, status: str, *words: str) -> None:
         assert word in finding.found + finding.remedy, f"{word!r} is not in {finding}"
 
 
+def fails(check: Callable[..., Finding], config: Config, *words: str) -> None:
+    expect(found(check, config), "fail", *words)
+
+
+def warns(check: Callable[..., Finding], config: Config, *words: str) -> None:
+    expect(found(check, config), "warn", *words)
+
+
 def expect_ok(finding: Finding, text: str) -> None:
     assert (finding.status, finding.found) == ("ok", text)
 
@@ -110,9 +118,9 @@ def test_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2000))
-    expect(
-        found(host.open_files, configured(max_connections=1024)),
-        "fail",
+    fails(
+        host.open_files,
+        configured(max_connections=1024),
         "may open 2000 files",
         "may need 2880",
         "ulimit -Hn 2880",
@@ -132,18 +140,12 @@ def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert found(host.processors, configured(threads=8)).status == "ok"
     (tmp_path / "cpu.max").write_text("350000 100000\n")
-    expect(
-        found(host.processors, configured(threads=8)),
-        "warn",
-        "8 compute threads",
-        "3.5",
-        "--threads 3",
-    )
+    warns(host.processors, configured(threads=8), "8 compute threads", "3.5", "--threads 3")
 
 
 def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    expect(found(host.libraries, configured()), "warn", "unset OMP_WAIT_POLICY")
+    warns(host.libraries, configured(), "unset OMP_WAIT_POLICY")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     assert found(host.libraries, configured()).status == "ok"
 
@@ -151,19 +153,12 @@ def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_api_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n")
-    expect(
-        found(places.api_keys, configured(api_key_file=keys)),
-        "fail",
-        "holds no key",
-        "one per line",
-    )
+    fails(places.api_keys, configured(api_key_file=keys), "holds no key", "one per line")
     keys.write_text("secret")
     keys.chmod(0o644)
-    expect(found(places.api_keys, configured(api_key_file=keys)), "warn", f"chmod 600 {keys}")
+    warns(places.api_keys, configured(api_key_file=keys), f"chmod 600 {keys}")
     keys.chmod(0o600)
-    expect(
-        found(places.api_keys, configured(api_key_file=keys)), "warn", "all scopes", "scopes=data"
-    )
+    warns(places.api_keys, configured(api_key_file=keys), "all scopes", "scopes=data")
     keys.write_text("secret scopes=data name=trainer")
     expect_ok(found(places.api_keys, configured(api_key_file=keys)), "trainer")
 
@@ -173,7 +168,7 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = configured(otlp_endpoint="http://127.0.0.1:4318")
     expect_ok(found(places.traces, settings), "the OpenTelemetry SDK is installed")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    expect(found(places.traces, settings), "fail", "not installed", "tlt-server[otlp]")
+    fails(places.traces, settings, "not installed", "tlt-server[otlp]")
 
 
 def test_certificates(tmp_path: Path) -> None:
@@ -181,10 +176,10 @@ def test_certificates(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     issued.cert_chain_pems[0].write_to_path(cert)
     settings = configured(tls_cert=cert, tls_key=key)
-    expect(found(places.certificates, settings), "fail", "cannot read tls_key", "PEM file")
+    fails(places.certificates, settings, "cannot read tls_key", "PEM file")
     issued.private_key_pem.write_to_path(key)
     key.chmod(0o644)
-    expect(found(places.certificates, settings), "warn", f"chmod 600 {key}")
+    warns(places.certificates, settings, f"chmod 600 {key}")
     key.chmod(0o600)
     expect_ok(found(places.certificates, settings), str(cert))
     expect_ok(found(places.certificates, configured()), "none: plain HTTP")
@@ -192,17 +187,15 @@ def test_certificates(tmp_path: Path) -> None:
 
 def test_weight_root(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    expect(
-        found(places.weight_root, configured(weight_root=tmp_path)), "warn", f"chmod o-w {tmp_path}"
-    )
+    warns(places.weight_root, configured(weight_root=tmp_path), f"chmod o-w {tmp_path}")
 
 
 def test_state_directory(tmp_path: Path) -> None:
-    expect(found(places.state_directory, configured(weight_root=tmp_path)), "warn", "--state-dir")
+    warns(places.state_directory, configured(weight_root=tmp_path), "--state-dir")
     (tmp_path / "file").write_text("")
-    expect(
-        found(places.state_directory, configured(state_dir=tmp_path / "file" / "state")),
-        "fail",
+    fails(
+        places.state_directory,
+        configured(state_dir=tmp_path / "file" / "state"),
         "another --state-dir",
     )
     assert (
@@ -210,11 +203,7 @@ def test_state_directory(tmp_path: Path) -> None:
         in found(places.state_directory, configured(state_dir=tmp_path / "a" / "b")).found
     )
     tmp_path.chmod(0o770)
-    expect(
-        found(places.state_directory, configured(state_dir=tmp_path)),
-        "warn",
-        f"chmod 700 {tmp_path}",
-    )
+    warns(places.state_directory, configured(state_dir=tmp_path), f"chmod 700 {tmp_path}")
     assert list(tmp_path.iterdir()) == [tmp_path / "file"], "a check changes nothing"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engine.tiny import Shape, write_eagle1
-from tests.unit.test_doctor import CARD, MIB, ROOT, configured, expect, found
+from tests.unit.test_doctor import CARD, MIB, ROOT, configured, expect, fails, found, warns
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import model, places
@@ -90,7 +90,7 @@ def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert part < 0.7 * alone
     assert found(model.device, broken(pair, tensor_parallel=2)).status == "ok"
     uneven = broken(pair, tensor_parallel=2, reduction_leaves=8)
-    expect(found(model.device, uneven), "fail", "reduction_leaves is 8", "use 2")
+    fails(model.device, uneven, "reduction_leaves is 8", "use 2")
 
 
 def step_ms(record: str, batch: int) -> float:
@@ -135,11 +135,11 @@ def test_fitting_width_is_offered_for_a_small_gpu(
 
 def test_tokenizer(pair: Path) -> None:
     (pair / "target" / "tokenizer_config.json").write_text("{}")
-    expect(found(places.tokenizer, broken(pair)), "warn", "no chat template", "chat_template")
+    warns(places.tokenizer, broken(pair), "no chat template", "chat_template")
     (pair / "target" / "tokenizer.json").write_text("{")
-    expect(found(places.tokenizer, broken(pair)), "fail", "tokenizer.json")
+    fails(places.tokenizer, broken(pair), "tokenizer.json")
     (pair / "target" / "tokenizer.json").unlink()
-    expect(found(places.tokenizer, broken(pair)), "warn", "there is no", "save the tokenizer")
+    warns(places.tokenizer, broken(pair), "there is no", "save the tokenizer")
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -151,31 +151,20 @@ def test_model(pair: Path) -> None:
     whole, described = weights.read_bytes(), config.read_text()
     assert found(model.target, broken(pair)).status == "ok"
     weights.write_bytes(whole[:-100])
-    expect(
-        found(model.target, broken(pair)),
-        "fail",
-        "not a whole safetensors file",
-        "download it again",
-    )
+    fails(model.target, broken(pair), "not a whole safetensors file", "download it again")
     weights.unlink()
-    expect(
-        found(model.target, broken(pair)),
-        "fail",
-        "model.safetensors",
-        "is missing",
-        "point to a directory",
-    )
+    fails(model.target, broken(pair), "model.safetensors", "is missing", "point to a directory")
     weights.write_bytes(whole)
     rewrite(config, intermediate_size=32)
-    expect(found(model.target, broken(pair)), "fail", "has shape", "do not belong together")
+    fails(model.target, broken(pair), "has shape", "do not belong together")
     config.write_text(described)
     rewrite(config, num_hidden_layers=99)
-    expect(found(model.target, broken(pair)), "fail", "is missing", "incomplete")
+    fails(model.target, broken(pair), "is missing", "incomplete")
     config.write_text(described)
     rewrite(config, architectures=["MambaForCausalLM"])
-    expect(found(model.target, broken(pair)), "fail", "unknown model family 'MambaForCausalLM'")
+    fails(model.target, broken(pair), "unknown model family 'MambaForCausalLM'")
     rewrite(config, architectures=["LlamaForCausalLMEagle3"])
-    expect(found(model.target, broken(pair)), "fail", "holds a drafter", "give it as --drafter")
+    fails(model.target, broken(pair), "holds a drafter", "give it as --drafter")
 
 
 def test_unsupported_dtype_is_refused(pair: Path) -> None:
@@ -186,15 +175,12 @@ def test_unsupported_dtype_is_refused(pair: Path) -> None:
     save_file(
         {**tensors, "model.norm.weight": tensors["model.norm.weight"].to(torch.float64)}, path
     )
-    expect(found(model.target, broken(pair)), "fail", "torch.float64", "convert the checkpoint")
+    fails(model.target, broken(pair), "torch.float64", "convert the checkpoint")
 
 
 def test_length_beyond_the_model_is_refused() -> None:
-    expect(
-        found(model.target, configured(max_model_len=10**6)),
-        "fail",
-        "max_model_len 1000000 exceeds",
-        "lower it",
+    fails(
+        model.target, configured(max_model_len=10**6), "max_model_len 1000000 exceeds", "lower it"
     )
 
 
@@ -204,18 +190,13 @@ def test_drafter(pair: Path) -> None:
     assert found(model.drafter, broken(pair)).status == "ok"
     assert found(model.drafter, configured(drafter="history")).found == "history"
     rewrite(config, hidden_size=1024)
-    expect(
-        found(model.drafter, broken(pair)),
-        "fail",
-        "'hidden_size' is 1024",
-        "trained for this target",
-    )
+    fails(model.drafter, broken(pair), "'hidden_size' is 1024", "trained for this target")
     config.write_text(described)
     rewrite(config, intermediate_size=32)
-    expect(found(model.drafter, broken(pair)), "fail", "has shape")
+    fails(model.drafter, broken(pair), "has shape")
     config.write_text(described)
     (pair / "drafter" / "model.safetensors").write_bytes(b"short")
-    expect(found(model.drafter, broken(pair)), "fail", "truncated or damaged", "download it again")
+    fails(model.drafter, broken(pair), "truncated or damaged", "download it again")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -234,26 +215,16 @@ def test_numerics_are_tested_on_the_matmuls_of_a_rank(ranks: int) -> None:
 
 
 def test_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
-    expect(
-        found(model.numerics, configured(numerics="fast")),
-        "warn",
-        "exact in distribution",
-        "--numerics strict",
-    )
+    warns(model.numerics, configured(numerics="fast"), "exact in distribution", "--numerics strict")
     monkeypatch.setattr(
         "tlt_server.models.numerics.Numerics._row_invariant",
         lambda self, weight, bias: self.method is BLOCKS,
     )
-    expect(found(model.numerics, configured()), "warn", "padded blocks of 16 rows", "oneDNN")
+    warns(model.numerics, configured(), "padded blocks of 16 rows", "oneDNN")
     monkeypatch.setattr(
         "tlt_server.models.numerics.Numerics._row_invariant", lambda self, weight, bias: False
     )
-    expect(
-        found(model.numerics, configured()),
-        "fail",
-        "depends on the rows around it",
-        "MKL_CBWR=AVX2,STRICT",
-    )
+    fails(model.numerics, configured(), "depends on the rows around it", "MKL_CBWR=AVX2,STRICT")
 
 
 @pytest.mark.parametrize(
@@ -276,9 +247,7 @@ def test_memory(
         "stat": "anon 0\ninactive_file 0",
     }.items():
         (tmp_path / f"memory.{name}").write_text(f"{value}\n")
-    expect(
-        found(model.memory, configured(weight_root=tmp_path)), "fail", "in all", "--kv-memory-mb"
-    )
+    fails(model.memory, configured(weight_root=tmp_path), "in all", "--kv-memory-mb")
 
 
 def test_drafter_training_is_counted() -> None:
@@ -287,9 +256,9 @@ def test_drafter_training_is_counted() -> None:
     assert "to train the drafter" not in without.found  # nothing is trained without features
     given["drafter_feature_mb"] = 64
     assert re.search(r"1\.\d\d GiB to train the", found(model.memory, configured(**given)).found)
-    expect(
-        found(model.memory, configured(**given, drafter_training_mb=1)),
-        "fail",
+    fails(
+        model.memory,
+        configured(**given, drafter_training_mb=1),
         "drafter_training_mb 1 is too little",
         "set drafter_training_mb to",
     )
@@ -308,27 +277,22 @@ def test_a_trainer_on_a_gpu_is_counted_where_it_runs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         model, "look", lambda: CARD._replace(others=(twin._replace(total_bytes=1),))
     )
-    expect(
-        found(model.memory, configured(**given, drafter_training="device")),
-        "fail",
+    fails(
+        model.memory,
+        configured(**given, drafter_training="device"),
         "of cuda:1, which has 0",
         "leave drafter_training off",
     )
-    expect(
-        found(model.device, configured(**given, drafter_training="share")),
-        "fail",
+    fails(
+        model.device,
+        configured(**given, drafter_training="share"),
         "MPS is not on",
         "use drafter_training idle",
     )
 
 
 def test_kv_that_holds_no_sequence() -> None:
-    expect(
-        found(model.memory, configured(kv_memory_mb=1)),
-        "fail",
-        "kv_memory_mb 1 holds",
-        "raise it to",
-    )
+    fails(model.memory, configured(kv_memory_mb=1), "kv_memory_mb 1 holds", "raise it to")
 
 
 def test_committed_weights(tmp_path: Path) -> None:
@@ -338,12 +302,7 @@ def test_committed_weights(tmp_path: Path) -> None:
     (tmp_path / "weights" / "current.json").write_text(
         json.dumps({"model": "/another", "roles": {}})
     )
-    expect(
-        found(model.committed_weights, config),
-        "fail",
-        "belongs to the model /another",
-        "another --state-dir",
-    )
+    fails(model.committed_weights, config, "belongs to the model /another", "another --state-dir")
 
 
 CLEAR = re.compile(r"(\d+) pages")
@@ -358,39 +317,32 @@ def test_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     description = found(model.device, configured()).found
     assert description.startswith("cuda, bfloat16, attention triton, up to 256 sequences")
     assert "torch sees Card 9000" in description
-    expect(
-        found(model.device, configured(attention="flash_attn")),
-        "fail",
-        "numerics is strict",
-        "attention triton",
+    fails(
+        model.device, configured(attention="flash_attn"), "numerics is strict", "attention triton"
     )
     assert (
         found(model.device, configured(device="cpu")).found
         == "cpu, float32, attention cpu, up to 64 sequences"
     )
-    expect(
-        found(model.device, configured(attention="tirton")),
-        "fail",
+    fails(
+        model.device,
+        configured(attention="tirton"),
         "attention is 'tirton', which no device has",
         "use auto, triton",
     )
     on_cpu = configured(device="cpu", attention="flash_attn")
-    expect(
-        found(model.device, on_cpu), "fail", "needs a GPU (device cuda)", "use auto, cpu or torch"
-    )
+    fails(model.device, on_cpu, "needs a GPU (device cuda)", "use auto, cpu or torch")
     monkeypatch.setattr(model, "look", lambda: CARD._replace(unusable="torch finds no GPU"))
     assert "device cpu: torch finds no GPU" in found(model.device, configured()).found
-    expect(
-        found(model.device, configured(device="cuda")), "fail", "torch finds no GPU", "--device cpu"
-    )
+    fails(model.device, configured(device="cuda"), "torch finds no GPU", "--device cpu")
     assert found(model.target, configured(device="cuda")).status == "ok", (
         "a checkpoint is read all the same"
     )
     for check in (model.memory, model.numerics):
         for wrong in ({"device": "cuda"}, {"attention": "foo"}):
-            expect(
-                found(check, configured(**wrong)),
-                "fail",
+            fails(
+                check,
+                configured(**wrong),
                 "not checked, as nothing is chosen that would compute",
                 "the check device",
             )
@@ -406,9 +358,9 @@ def test_what_a_gpu_holds(card: None, tmp_path: Path) -> None:
     less = found(model.memory, configured(max_model_len=4096, memory_fraction=0.16))
     assert less.status == "ok" and int(CLEAR.search(less.found)[1]) < 256 * 256  # type: ignore[index]
     assert "for pushed weights" in found(model.memory, configured(weight_root=tmp_path)).found
-    expect(
-        found(model.memory, configured(memory_fraction=0.13)),
-        "fail",
+    fails(
+        model.memory,
+        configured(memory_fraction=0.13),
         "for one sequence of max_model_len",
         "raise memory_fraction to 0.",
     )
@@ -423,9 +375,9 @@ def test_models_that_a_gpu_refuses(pair: Path, card: None) -> None:
     )
     target, head = pair / "target" / "config.json", pair / "drafter" / "config.json"
     rewrite(head, mlp_bias=True)
-    expect(found(model.drafter, broken(pair)), "fail", "'mlp_bias' true", "--device cpu")
+    fails(model.drafter, broken(pair), "'mlp_bias' true", "--device cpu")
     rewrite(target, head_dim=48)
-    expect(found(model.target, broken(pair)), "fail", "'head_dim' 48", "--device cpu")
-    expect(found(model.target, broken(pair, device="cpu")), "fail", "has shape")
+    fails(model.target, broken(pair), "'head_dim' 48", "--device cpu")
+    fails(model.target, broken(pair, device="cpu"), "has shape")
     rewrite(target, architectures=["LlamaForCausalLM"], attention_bias=True)
-    expect(found(model.target, broken(pair)), "fail", "'attention_bias' true", "--device cpu")
+    fails(model.target, broken(pair), "'attention_bias' true", "--device cpu")
