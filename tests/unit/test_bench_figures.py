@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib.util
 import json
 from pathlib import Path
 
@@ -113,18 +111,6 @@ def arguments(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     BENCHES["decode"].add("decode", parser)
     return parser.parse_args(flags)
-
-
-def test_every_bench_is_a_module_with_run() -> None:
-    for name, bench in BENCHES.items():
-        spec = importlib.util.find_spec(f"tlt_server.bench.{bench.module or name}")
-        assert spec is not None and spec.origin is not None, name
-        functions = {
-            node.name
-            for node in ast.parse(Path(spec.origin).read_text()).body
-            if isinstance(node, ast.FunctionDef)
-        }
-        assert "run" in functions, name
 
 
 def test_a_list_of_batches() -> None:

@@ -50,8 +50,9 @@ def bounds(struct: type[msgspec.Struct]) -> list[tuple[str, float]]:
     return found
 
 
-def draw(request: GenerateRequest) -> int:
+def draw(sampling: Sampling) -> int:
     logits_SV = torch.linspace(-3, 3, VOCAB)[None]
+    request = GenerateRequest(id="a", token_ids=[1, 2], sampling=sampling, seed=MAX_SEED)
     state = SamplingState(request, VOCAB, [VOCAB - 1])
     sampled = sample(
         logits_SV,
@@ -75,20 +76,13 @@ def test_every_number_of_the_sampling_has_both_bounds() -> None:
 @pytest.mark.parametrize(("name", "value"), bounds(SamplingFields))
 def test_the_sampler_takes_every_bound(name: str, value: float) -> None:
     given = parse(SamplingFields, json.dumps({name: value}).encode(), BOUNDS)
-    fields = {name: getattr(given, name)}
-    assert (
-        0
-        <= draw(
-            GenerateRequest(id="a", token_ids=[1, 2], sampling=Sampling(**fields), seed=MAX_SEED)
-        )
-        < VOCAB
-    )
+    assert 0 <= draw(Sampling(**{name: getattr(given, name)})) < VOCAB
 
 
 @pytest.mark.parametrize("bias", [-100.0, 100.0])
 def test_the_sampler_takes_the_largest_biases(bias: float) -> None:
     sampling = Sampling(logit_bias={0: bias, VOCAB - 1: bias})
-    assert 0 <= draw(GenerateRequest(id="a", token_ids=[1, 2], sampling=sampling, seed=0)) < VOCAB
+    assert 0 <= draw(sampling) < VOCAB
 
 
 @pytest.mark.parametrize(
