@@ -53,7 +53,7 @@ def perturbed(source: Path, directory: Path, seed: int, scale: float = 0.02) -> 
 def cpu_settings(model: Path | str, drafter: Path | str = "none", **fields: Any) -> EngineSettings:
     """Settings of a small engine on the CPU that does not speculate."""
     given = {"device": "cpu", "policy": "off", "kv_memory_mb": 64, **fields}
-    return EngineSettings(model=str(model), drafter=str(drafter), **given)
+    return EngineSettings(model=Path(model), drafter=str(drafter), **given)
 
 
 def small_request(max_tokens: int, id: str = "r") -> GenerateRequest:
