@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tlt_server.errors import TltError
 from tlt_server.frontend.http import limits as limits_module
 from tlt_server.frontend.http.auth import ADMITTED, Admitted
-from tlt_server.frontend.http.connections import OVER, PlaceLimit, Places
+from tlt_server.frontend.http.connections import PlaceLimit, Places
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import BodyBudget
+from tlt_server.process.turns import OVER
 
 LIMIT = 6
 

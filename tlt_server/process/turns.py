@@ -1,4 +1,8 @@
-"""Deficit round robin: owners (API keys) take turns at a shared resource.
+"""Shares of owners (API keys) in a limit, and their turns at a resource, by deficit round robin.
+
+An owner may use a limit alone while no other asks. Its share is the limit divided by the owners
+that hold or ask for something; one within its share is admitted alongside greedier ones, until all
+together have `OVER` times the limit.
 
 The first owner of the round is served while it has credit, and each service is charged. Without
 credit it moves to the end of the round with one more quantum. A cost need not be known before the
@@ -10,7 +14,27 @@ thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+OVER = 2  # times a limit: the bound for owners within their shares
+
+
+def fits(asked: float, limit: float, own: float, taken: float, owners: int) -> bool:
+    """Return True if an owner may have this much more. `own`: its part of `taken`; `owners`: those
+    that hold or ask for something.
+    """
+    room = limit if own + asked > limit / owners else OVER * limit
+    return taken + asked <= room
+
+
+def over_share(held: Mapping[str, float], asking: str, asked: float, limit: float) -> str | None:
+    """Return the owner that must make room for `asking`: the one that holds most, if that exceeds
+    its share and `asking` stays within its own. `held`: by owner. A share is the limit divided by
+    the owners that hold or ask for something.
+    """
+    share = limit / len(held.keys() | {asking})
+    owner = max(held, key=held.__getitem__, default=asking)
+    return owner if held.get(asking, 0) + asked <= share < held.get(owner, 0) else None
 
 
 class Turns:

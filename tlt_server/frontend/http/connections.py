@@ -5,10 +5,8 @@ A connection has a request from the last byte of its headers to the last byte of
 times it is silent. Silent connections cost other clients nothing: when a port is full, its longest
 silent connection is closed. Some descriptors are held in reserve for the next engine.
 
-A request has a place from its admission to the last byte of its reply, counted separately for HTTP
-and gRPC. While no other key asks, a key may have all places. Its share is the limit divided by the
-keys that have a place; a key within its share is admitted alongside greedier ones, until all keys
-together have `OVER` times the limit.
+A request has a place from its admission to the last byte of its reply, of HTTP and of gRPC apart;
+keys share them (`process.turns.fits`).
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from tlt_server.frontend.http.access import QUIET
 from tlt_server.frontend.http.arrival import ARRIVE
 from tlt_server.frontend.http.auth import key_of
 from tlt_server.frontend.http.limits import BodyBudget, Refuse
+from tlt_server.process.turns import OVER, fits
 
 PROBES_ONLY = "probes_only"  # key in the scope's state: whether its port is the one for probes
 PROBES = 64  # connections for probes, in addition to all others
@@ -39,7 +38,6 @@ GRPC_SILENT = 3
 # Key in the scope's state: the stack that a transport closes which sends its reply only after the
 # application has ended.
 REPLIED = "replied"
-OVER = 2  # times the limit: the bound for keys within their shares
 
 
 def max_open(max_connections: int) -> int:
@@ -191,8 +189,8 @@ class Places:
 
     def fits(self, owner: str) -> bool:
         """Return True if a key may have one more place."""
-        taken = self._held.total()
-        return taken < self._limit or (taken < OVER * self._limit and self.is_due(owner))
+        owners = len(self._held.keys() | {owner})
+        return fits(1, self._limit, self._held[owner], self._held.total(), owners)
 
     def is_due(self, owner: str) -> bool:
         """Return True if one more place is within a key's share."""

@@ -7,16 +7,14 @@ bound by forecast never refuses a request that is alone. One that does not fit w
 the seconds after which it should succeed). The engine client asks before a prompt is tokenised, so
 a refusal is cheap.
 
-A key may use a bound up to its limit while no other key asks. Its share is the limit divided by the
-keys with open requests; a key within its share is admitted alongside greedier ones, so that only
-those are refused, until all keys together have `OVER` times the limit.
+Keys share each bound (`process.turns.fits`), so that only greedy ones are refused.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 from msgspec import Struct
@@ -24,13 +22,13 @@ from msgspec import Struct
 from tlt_server.errors import DeadlineExceeded, Overloaded, QueueFull, TooLarge
 from tlt_server.frontend.link.forecast import Forecast
 from tlt_server.frontend.link.suspects import Rests
+from tlt_server.process.turns import OVER, fits
 from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import Cycle, GenerateRequest, StepOutput
 
 # Factor on a forecast. Half of all waits are longer than their mean, and work that ends too late is
 # lost, while a refusal costs nothing as long as others wait.
 CAUTION = 1.5
-OVER = 2  # times a limit: the bound for keys within their shares
 
 
 class Demand(NamedTuple):
@@ -148,23 +146,18 @@ class Admission:
                     f"the request has {asked:.0f} {bound.unit} ({bound.made_of}); the limit "
                     f"is {bound.limit:.0f} ({bound.setting}): split it"
                 )
-            if open_ and open_ + asked > bound.limit:
-                own = bound.measure(self._held.get(demand.owner, NOTHING))
-                self._check_share(bound, asked, open_, own, self._owners(demand.owner))
+            own, owners = self._held.get(demand.owner, NOTHING), self._owners(demand.owner)
+            if open_ and not fits(asked, bound.limit, bound.measure(own), open_, owners):
+                raise self._full(bound, asked, open_, bound.measure(own), owners)
         self._check_time(demand)
 
-    def _check_share(
+    def _full(
         self, bound: _Bound, asked: float, open_: float, own: float, owners: int
-    ) -> None:
-        """Refuse a demand over the limit, unless it keeps its key within the key's share."""
-        share = bound.limit / owners
-        within = owners > 1 and own + asked <= share
-        if within and open_ + asked <= OVER * bound.limit:
-            return
+    ) -> QueueFull:
         over = open_ + asked - bound.limit
-        whose = f", {own:.0f} of them this key's, and its share is {share:.0f}"
+        whose = f", {own:.0f} of them this key's, and its share is {bound.limit / owners:.0f}"
         caution = CAUTION if owners > 1 else 1.0  # others come in meanwhile
-        raise QueueFull(
+        return QueueFull(
             f"{open_:.0f} {bound.unit} are open{whose if owners > 1 else ''} and "
             f"{asked:.0f} more are over the limit of {bound.limit:.0f} ({bound.setting}); "
             "wait for some to end",
@@ -324,13 +317,3 @@ class Admission:
                 each.add(1, opened.prompt_tokens, opened.max_tokens, 0 if opened.given else 1)
         assert every == self.all, "the sums leak"
         assert held == self._held, "a key's sums leak"
-
-
-def over_share(held: Mapping[str, float], asking: str, asked: float, limit: float) -> str | None:
-    """Return the owner that must make room for `asking`: the one that holds most, if that exceeds
-    its share and `asking` stays within its own. `held`: by owner. A share is the limit divided by
-    the owners that hold or ask for something.
-    """
-    share = limit / len(held.keys() | {asking})
-    owner = max(held, key=held.__getitem__, default=asking)
-    return owner if held.get(asking, 0) + asked <= share < held.get(owner, 0) else None

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tlt_server.errors import QueueFull, StorageFailed
-from tlt_server.frontend.link.admission import over_share
 from tlt_server.frontend.rollouts.journal import elapsed_s
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.metrics import Metrics
+from tlt_server.process.turns import over_share
 
 if TYPE_CHECKING:
     from tlt_server.config import Config

@@ -26,9 +26,9 @@ from msgspec.structs import replace
 
 from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, StorageFailed
-from tlt_server.frontend.link.admission import over_share
 from tlt_server.process.private import private_directory, private_file
 from tlt_server.process.threads import Errands
+from tlt_server.process.turns import over_share
 
 if TYPE_CHECKING:
     from tlt_server.config import Config
