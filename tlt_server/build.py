@@ -62,7 +62,7 @@ from tlt_server.settings.server import SharedSettings, available_processors
 from tlt_server.settings.sources import log_service_links
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.trainer.process.main import MAX_REPORT
-from tlt_server.trainer.process.modes import MODES
+from tlt_server.trainer.process.schedule import MODES
 from tlt_server.wire.seeds import SeedSource, choice_seed
 from tlt_server.wire.training import TrainerSettings
 

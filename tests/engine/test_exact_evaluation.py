@@ -36,7 +36,7 @@ from tlt_server.samples.segments import SUFFIX, SegmentHeader, append, header_by
 from tlt_server.samples.segments import recorded as framed
 from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.speculation.calibration import Calibration, OnlineTable
-from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.drafters import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.trainer.replaying.evaluate import FeatureSource, ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.replaying.plans import PinnedPlan, RecordedPlan

@@ -26,16 +26,15 @@ from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import Sample, decode_sample, sample_set
 from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.speculation.branches import Proposing
-from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.drafters import find_loader
 from tlt_server.trainer.recording.recorded import CapturedFeatures
 from tlt_server.trainer.recording.state_store import StateStore
 from tlt_server.trainer.replaying import replay
 from tlt_server.trainer.replaying.evaluate import ReplayStage, Task, evaluate
 from tlt_server.trainer.replaying.handed import gpu_frame
 from tlt_server.trainer.replaying.plans import PinnedPlan
-from tlt_server.trainer.replaying.replay import ReplayedDrafter
+from tlt_server.trainer.replaying.replay import ReplayedDrafter, Roots, StagedResponses
 from tlt_server.trainer.replaying.self_check import SelfCheck, self_check
-from tlt_server.trainer.replaying.staged import Roots, StagedResponses
 from tlt_server.wire.records import GenerateRequest, Strategy
 
 gpu = [

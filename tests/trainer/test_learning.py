@@ -11,9 +11,8 @@ from tlt_server.demo.workload import TARGET
 from tlt_server.models.draft_networks import EAGLE3
 from tlt_server.trainer.exporting.initial import write_drafter
 from tlt_server.trainer.learning.attend import Blocks
-from tlt_server.trainer.learning.losses import teacher_probabilities
 from tlt_server.trainer.learning.network import load_trainable
-from tlt_server.trainer.learning.objectives import make_objective
+from tlt_server.trainer.learning.objectives import make_objective, teacher_probabilities
 from tlt_server.trainer.learning.pack import Cursor, Packer
 from tlt_server.trainer.learning.step import AdamWSettings, Trainer
 from tlt_server.trainer.learning.unroll import forward, weights_of

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from tests.trainer.tiny import Documents, document, frozen, network
-from tlt_server.trainer.learning.mixed import gated, linear
+from tlt_server.trainer.learning.network import gated, linear
 from tlt_server.trainer.learning.objectives import make_objective
 from tlt_server.trainer.learning.pack import Cursor, Packer
 from tlt_server.trainer.learning.step import Trainer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tlt_server.errors import StartupError
 from tlt_server.samples.activity import Activity, ActivityReader, make_activity
 from tlt_server.samples.ring import ENTRY, HEAD_BYTES, RingConsumer, RingProducer, make_ring
-from tlt_server.trainer.process.modes import MODES
+from tlt_server.trainer.process.schedule import MODES
 
 CAPACITY = 512
 

@@ -14,7 +14,7 @@ from tlt_server.process import machine
 from tlt_server.process.machine import client_environment, mps_enabled
 from tlt_server.samples.activity import REASONS
 from tlt_server.trainer.process.main import visible
-from tlt_server.trainer.process.modes import MODES
+from tlt_server.trainer.process.schedule import MODES
 
 TWIN, OLDER = OtherGpu(2, CARD.name, 80 * 2**30), OtherGpu(1, "Card 8000", 40 * 2**30)
 BOTH = CARD._replace(others=(OLDER, TWIN))

@@ -32,9 +32,8 @@ from tlt_server.models.split import Split
 from tlt_server.process.machine import host_memory
 from tlt_server.registry import load_object
 from tlt_server.samples.hidden_states import FLOAT32, state_bytes
-from tlt_server.speculation.drafters import DRAFTERS, networked
+from tlt_server.speculation.drafters import DRAFTERS, find_loader, networked
 from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights, Sleeper
-from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import AnySize
 from tlt_server.weights.parts import Changed, Drafter, Live, Target, check_own_head
 from tlt_server.weights.storage import Free, disk_free

@@ -56,7 +56,7 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.loader import eos_token_ids, fill_target
 from tlt_server.models.shards import rank_config
 from tlt_server.process.machine import host_memory
-from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.drafters import find_loader
 from tlt_server.weights.parts import Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free
 from tlt_server.wire.fingerprint import Fingerprint

@@ -60,7 +60,7 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.swapping import swap_networks
 from tlt_server.models.loader import eos_token_ids
-from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.drafters import find_loader
 from tlt_server.weights.parts import Drafter
 
 UPLOADS = 8  # buffers of words that may be on their way

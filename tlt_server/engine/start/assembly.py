@@ -39,7 +39,7 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.models.config import ModelConfig
 from tlt_server.process.machine import processor
 from tlt_server.samples.activity import ActivityReader
-from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.drafters import find_loader
 from tlt_server.speculation.guard import AcceptanceGuard
 from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
 from tlt_server.speculation.policies import POLICIES, Policy, Setup

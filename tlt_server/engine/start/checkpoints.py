@@ -16,7 +16,7 @@ from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.loader import check_files, empty_target, unread
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import WHOLE, Split
-from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.drafters import find_loader
 from tlt_server.weights.parts import DrafterNetwork, check_own_head
 
 

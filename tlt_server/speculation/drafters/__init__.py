@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from tlt_server.models.config import ModelConfig
+from tlt_server.registry import load_object
 
 Rung = tuple[int, int, int]  # depth, children per node, verify rows per request
 
@@ -20,7 +23,7 @@ class Half(NamedTuple):
 
     implementation: str  # "module:Class": a `cpu.CpuDrafter`, or an `engine.gpu.drafts.GpuDrafter`
     rungs: tuple[Rung, ...]  # arms of the policy beg, from the fewest rows to the most
-    loader: str = ""  # "module:Class" of a drafter with weights: a `loading.Loader`
+    loader: str = ""  # "module:Class" of a drafter with weights: a `Loader`
     # What the policy goodput chooses from: lengths of draft paths, and children per node.
     depths: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 10)
     widths: tuple[int, ...] = (1,)
@@ -130,3 +133,36 @@ def to_load(drafter: str) -> tuple[str, ...]:
         return (drafter,)
     own = drafter_in(directory)
     return tuple(name for name, known in DRAFTERS.items() if name == own or known.can_stand_in)
+
+
+class Loader(Protocol):
+    """Loads a drafter's directory. `ModelError` if it cannot be used.
+
+    A network is a `weights.parts.DrafterNetwork`, made for a target: on its device, with its
+    numerics, and without storage if the target has none.
+    """
+
+    def feature_layers(self, directory: Path, target: ModelConfig) -> tuple[int, ...]:
+        """Return the layers of the target whose inputs the drafter reads."""
+
+    def empty(self, directory: Path, target: Any) -> Any:
+        """Make the network of the directory's config with uninitialized storage."""
+
+    def fill(self, network: Any, directory: Path) -> None: ...
+
+    def check(self, network: Any, directory: Path) -> None:
+        """Reject files that `fill` would reject, and shapes without a kernel on the device. Reads
+        no weight.
+        """
+
+    def calibration(self, directory: Path) -> object:
+        """Return the `DraftWeights.calibration` of a directory."""
+
+    def parse_calibration(self, content: bytes, source: str) -> object:
+        """Parse the `calibration.json` of a push; `source` names it in errors."""
+
+
+def find_loader(directory: Path, device: str) -> Loader:
+    """Return the loader of a drafter's directory for a device of `engine.devices.DEVICES`."""
+    loader: Loader = load_object(DRAFTERS[drafter_in(directory)].half(device).loader)()
+    return loader

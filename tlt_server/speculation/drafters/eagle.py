@@ -97,7 +97,7 @@ class RowBuffer:
 
 
 class EagleLoader:
-    """The `drafters.loading.Loader` of the published checkpoint layouts."""
+    """The `drafters.Loader` of the published checkpoint layouts."""
 
     def feature_layers(self, directory: Path, target: ModelConfig) -> tuple[int, ...]:
         return feature_layers(directory, target)

@@ -29,7 +29,7 @@ from tlt_server.models.loader import read_tensor
 from tlt_server.registry import load_object
 from tlt_server.trainer.exporting.export_layouts import EXPORTS, Card, Origin, model_card
 from tlt_server.trainer.replaying.handed import cpu_frame
-from tlt_server.trainer.replaying.staged import PAGE_SIZE
+from tlt_server.trainer.replaying.replay import PAGE_SIZE
 
 CALIBRATION, ROWS = "calibration.json", 40
 

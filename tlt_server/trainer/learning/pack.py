@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.trainer.learning.losses import pair
+from tlt_server.trainer.learning.objectives import pair
 
 CONTEXT = 4  # a window's context is the budget divided by this
 SMALL = ("token_N", "position_N", "root_N", "counted_N", "left_N")  # a pack's tensors but states

@@ -23,9 +23,13 @@ from torch.nn.functional import embedding
 
 from tlt_server.models.training_memory import CHUNK_LOGITS
 from tlt_server.trainer.learning.attend import Trunk, attend, trunk_of
-from tlt_server.trainer.learning.losses import feature_distance, slot_weights, teacher_probabilities
 from tlt_server.trainer.learning.network import Frozen, TrainableDrafter
-from tlt_server.trainer.learning.objectives import Objective
+from tlt_server.trainer.learning.objectives import (
+    Objective,
+    feature_distance,
+    slot_weights,
+    teacher_probabilities,
+)
 from tlt_server.trainer.learning.pack import Pack
 
 

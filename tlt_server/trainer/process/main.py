@@ -1,5 +1,5 @@
 """The trainer process: reads finished sequences from the ring, keeps them, and trains the drafter
-on them when its mode allows (`modes.py`).
+on them when its mode allows (`schedule.py`).
 
 Its settings are one line of JSON on standard input, followed by messages of `training.py`; its own
 messages go to standard output. One thread does everything: between two segments of training it

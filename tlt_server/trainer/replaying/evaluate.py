@@ -22,8 +22,14 @@ from torch import Tensor
 
 from tlt_server.samples.samples import Responses
 from tlt_server.trainer.replaying.plans import PlannedRoots, RootPlan
-from tlt_server.trainer.replaying.replay import MAX_ROOTS, DraftReplay, ReplayedDrafter
-from tlt_server.trainer.replaying.staged import PAGE_SIZE, Roots, StagedResponses
+from tlt_server.trainer.replaying.replay import (
+    MAX_ROOTS,
+    PAGE_SIZE,
+    DraftReplay,
+    ReplayedDrafter,
+    Roots,
+    StagedResponses,
+)
 from tlt_server.wire.records import Strategy
 
 STRIDE = 5  # positions between the roots that a calibration is fitted to

@@ -25,7 +25,7 @@ from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters.cpu import DraftWeights
 from tlt_server.speculation.node_table import candidates_of
-from tlt_server.trainer.replaying.staged import StagedResponses
+from tlt_server.trainer.replaying.replay import StagedResponses
 from tlt_server.wire.records import Strategy
 
 CHUNK = 2048  # tokens whose keys and values are computed at once

@@ -27,8 +27,7 @@ from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split
 from tlt_server.speculation.cost import CostModel, CostRecord
 from tlt_server.trainer.learning.network import TargetShape, TrainableDrafter, load_trainable
-from tlt_server.trainer.replaying.replay import ReplayedDrafter
-from tlt_server.trainer.replaying.staged import PAGE_SIZE
+from tlt_server.trainer.replaying.replay import PAGE_SIZE, ReplayedDrafter
 from tlt_server.weights.checksums import live_sums
 from tlt_server.weights.handover import COSTS, DRAFTER, EMBEDDING, HEAD, TARGET
 

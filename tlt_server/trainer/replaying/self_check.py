@@ -22,8 +22,7 @@ from tlt_server.samples.samples import SampleSet
 from tlt_server.samples.tables import drafter_of
 from tlt_server.trainer.replaying.evaluate import ReplayStage
 from tlt_server.trainer.replaying.plans import own_rows
-from tlt_server.trainer.replaying.replay import DraftReplay, ReplayedDrafter
-from tlt_server.trainer.replaying.staged import Roots
+from tlt_server.trainer.replaying.replay import DraftReplay, ReplayedDrafter, Roots
 
 SHOWN = 100  # differences that are kept
 NO_TABLES: Mapping[str, NDArray[np.float32]] = {}

@@ -35,7 +35,7 @@ from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import room_floats
 from tlt_server.models.shards import most_tokens, tensors_of
 from tlt_server.models.split import Split
-from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.drafters import find_loader
 from tlt_server.weights.parts import DrafterNetwork
 
 
