@@ -11,8 +11,7 @@ import pytest
 
 from tests.processes import completed
 from tests.unit.test_doctor import expect
-from tlt_server.doctor.checks import CHECKS
-from tlt_server.doctor.finding import Finding
+from tlt_server.doctor.checks import CHECKS, Finding
 
 ROOT = Path(__file__).parents[2]
 

@@ -31,7 +31,7 @@ from tests.engine.gpu_engine import (
 )
 from tests.engine.pushing import Pushable
 from tests.engine.tiny import SMALLEST, write_alphabet
-from tlt_server.engine.gpu.steps.drafts import drift
+from tlt_server.engine.gpu.steps.drafts import tables
 from tlt_server.engine.gpu.steps.extend import Extend
 from tlt_server.engine.gpu.steps.reports import best_of
 from tlt_server.engine.settings import EngineSettings
@@ -437,7 +437,7 @@ def test_kernels_of_matmuls_are_named(settings: EngineSettings, engine: Pushable
 def test_the_drift_of_a_table_is_reported(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drift, "EVERY", 1)
+    monkeypatch.setattr(tables, "EVERY", 1)
     choose(engine, TREE)
     engine.run(request(0, 5, 8))
     table = engine.engine.runner.passes.drafters["eagle"].calibration

@@ -13,9 +13,10 @@ import torch
 from tests.engine.test_strict_numerics import CONFIG, TOKENS
 from tests.rows_of_one import Sequence
 from tlt_kernels import versions
+from tlt_server.engine.cpu.device import of_cpu
 from tlt_server.engine.devices.choice import Gpu, ModelFacts, choose
-from tlt_server.engine.devices.fingerprints import of_cpu, of_gpu
 from tlt_server.engine.devices.training import OtherGpu
+from tlt_server.engine.gpu.device import of_gpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig

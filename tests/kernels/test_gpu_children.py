@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
-from tlt_kernels import reference_sampling
-from tlt_kernels.cpu import drafting
+from tlt_kernels import reference
+from tlt_kernels.cpu import growth
 from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
@@ -54,7 +54,7 @@ class Rows:
         z = np.empty((len(self.logits), width), np.float32)
         seeds = self.seed_of_slot[self.batch_slot]
         temperatures = self.temperature_of_slot[self.batch_slot]
-        drafting.children(
+        growth.children(
             self.logits, self.target_ids, seeds, self.position + 1, temperatures, tokens, z
         )
         return tokens, z
@@ -114,7 +114,7 @@ def test_best_child_is_the_sample_of_a_target_with_equal_logits():
     rows.temperature_of_slot[:] = 1
     token_MW, _ = rows.children(2)
     for m in range(20):
-        noise = reference_sampling.gumbel(
+        noise = reference.gumbel(
             int(rows.seed_of_slot[rows.batch_slot[m]]), np.arange(64), int(rows.position[m]) + 1
         )
         assert token_MW[m, 0] == np.argmax(rows.logits[m] + noise)

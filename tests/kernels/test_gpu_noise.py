@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlt_kernels import reference_sampling as twin
+from tlt_kernels import reference as twin
 from tlt_kernels.gpu import noise
 
 SEEDS = [0, 1, 2**31, 2**32 - 1, 2**32, 0x0123456789ABCDEF, 2**63 - 1]

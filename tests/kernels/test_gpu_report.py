@@ -14,7 +14,7 @@ import torch
 from tests.kernels.cycles import Cycle
 from tests.kernels.test_gpu_sampling import NEAR, V_TARGET, Parameters, rows_of
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
-from tlt_kernels import reference_sampling as twin
+from tlt_kernels import reference as twin
 from tlt_kernels.gpu.report import TokenScores, emitted, score
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
-from tlt_kernels import reference_sampling as twin
+from tlt_kernels import reference as twin
 from tlt_kernels.filters import FILTERS, NO_FILTERS, Filters
 from tlt_kernels.gpu import filters, sampling
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable, Samples

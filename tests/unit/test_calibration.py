@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tlt_client.channels.checkpoint import CALIBRATION
-from tlt_kernels.cpu.drafting import calibration_cell
+from tlt_kernels.cpu.growth import calibration_cell
 from tlt_kernels.gpu.tensors import CalibrationTable
-from tlt_server.engine.gpu.steps.drafts.drift import EVERY, Drift
+from tlt_server.engine.gpu.steps.drafts.tables import EVERY, Drift
 from tlt_server.errors import ModelError
 from tlt_server.samples import tables
 from tlt_server.samples.tables import TableFile, drafter_of, read_tables, table_file

@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import compute, host, places
-from tlt_server.doctor.finding import Finding, examine, ok
+from tlt_server.doctor.checks import Finding, examine, ok
 from tlt_server.doctor.settings import read, usable_settings, written
 from tlt_server.engine.devices import choice
 from tlt_server.engine.devices.choice import Gpu

@@ -17,7 +17,7 @@ from tests.unit.test_doctor import CARD, MIB, ROOT, configured, expect, fails, f
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import model, places
-from tlt_server.doctor.finding import Finding
+from tlt_server.doctor.checks import Finding
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.gpu.start import planning
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.fake_eagle import PAGE_SIZE, VOCABULARY, FakeEngine, FakeNetwork
-from tlt_kernels.cpu.drafting import children
+from tlt_kernels.cpu.growth import children
 from tlt_kernels.cpu.noise import gumbel
 from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights

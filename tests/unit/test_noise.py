@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_kernels import reference_sampling
+from tlt_kernels import reference
 from tlt_kernels.cpu.noise import gumbel, gumbel_of_word, philox4x32
 
 # Random123's published known answers (kat_vectors, philox 4x32 10): key, counter, words.
@@ -30,21 +30,21 @@ words_32 = st.integers(0, 2**32 - 1)
 @pytest.mark.parametrize("key, counter, words", KNOWN_ANSWERS)
 def test_philox_gives_the_published_known_answers(key, counter, words):
     assert tuple(int(word) for word in philox4x32(*key, *counter)) == words
-    assert tuple(int(word) for word in reference_sampling.philox4x32(key, counter)) == words
+    assert tuple(int(word) for word in reference.philox4x32(key, counter)) == words
 
 
 @given(words_32, words_32, words_32, words_32)
 @settings(max_examples=200, deadline=None)
 def test_philox_equals_its_twin(k0, k1, c0, c1):
     fast = [int(word) for word in philox4x32(k0, k1, c0, c1)]
-    assert fast == [int(word) for word in reference_sampling.philox4x32((k0, k1), (c0, c1, 0, 0))]
+    assert fast == [int(word) for word in reference.philox4x32((k0, k1), (c0, c1, 0, 0))]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 200_000), st.integers(0, 2**31))
 @settings(max_examples=300, deadline=None)
 def test_gumbel_equals_its_twin(seed, token, position):
     fast = np.float32(gumbel(np.uint64(seed), token, position))
-    slow = reference_sampling.gumbel(seed, np.array([token]), position)[0]
+    slow = reference.gumbel(seed, np.array([token]), position)[0]
     # One libm and numpy's logarithms may differ in the last place of float64: at most one float32
     # ulp after rounding. Near G = 0 the ulp shrinks with G while the error of log does not, hence
     # the absolute term.
@@ -65,7 +65,7 @@ def test_seed_token_and_position_each_change_the_noise():
 
 
 def test_noise_has_the_moments_of_a_standard_gumbel():
-    sample = reference_sampling.gumbel(123, np.arange(100_000), 9).astype(np.float64)
+    sample = reference.gumbel(123, np.arange(100_000), 9).astype(np.float64)
     # Mean: Euler's constant, standard error 1.2825 / sqrt(1e5) = 0.004. Variance: pi^2 / 6,
     # standard error about 0.011 (kurtosis 5.4). Five standard errors each.
     assert abs(sample.mean() - 0.5772157) < 0.021

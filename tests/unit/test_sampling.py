@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tlt_kernels import reference_sampling
+from tlt_kernels import reference
 from tlt_kernels.cpu.noise import gumbel
 from tlt_kernels.cpu.sampling import exp_nonpositive
 from tlt_kernels.filters import FILTERS, Filters
@@ -91,7 +91,7 @@ def expected(row: Row) -> tuple[int, np.ndarray, float]:
     p = row.sampling
     stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(row.eos))
     output = [*row.output, *row.path]
-    edited = reference_sampling.edited(
+    edited = reference.edited(
         row.logits,
         p.logit_bias | {last: -np.inf for *before, last in p.bad_words if ends(output, before)},
         list(row.prompt),
@@ -102,7 +102,7 @@ def expected(row: Row) -> tuple[int, np.ndarray, float]:
         sorted(stops) if len(output) < p.min_tokens else [],
         p.allowed_token_ids,
     )
-    return reference_sampling.sample(edited, p.temperature, Filters.of(p), noise_of(row))
+    return reference.sample(edited, p.temperature, Filters.of(p), noise_of(row))
 
 
 SIZES = st.sampled_from([1, 2, 5, 16, 17, 63, 130, 300])
@@ -177,7 +177,7 @@ def check_against_twin(row: Row) -> None:
     assert result.token_S[0] == token
     np.testing.assert_allclose(result.logprob_S[0], logprobs[token], **LOGPROB_TOLERANCE)
     if row.sampling.raw_logprobs:
-        raw = reference_sampling.log_softmax(row.logits)[token]
+        raw = reference.log_softmax(row.logits)[token]
         np.testing.assert_allclose(result.raw_logprob_S[0], raw, **LOGPROB_TOLERANCE)
     if row.sampling.logprobs:
         ordered = sorted(range(len(logprobs)), key=lambda v: (-logprobs[v], v))
@@ -333,7 +333,7 @@ def test_extreme_logits_stay_finite():
 
 def test_greedy_reports_temperature_one_without_filters():
     one = row([0.0, 1.0, 2.0], temperature=0.0, top_k=1, top_p=0.1, logprobs=3)
-    result, logprobs = sampled(one), reference_sampling.log_softmax(one.logits)
+    result, logprobs = sampled(one), reference.log_softmax(one.logits)
     np.testing.assert_allclose(result.logprob_S[0], logprobs[2], **LOGPROB_TOLERANCE)
     assert result.top[0].token_ids == (2, 1, 0)
 
@@ -363,7 +363,7 @@ def test_prompt_logprobs_give_the_target_then_the_best():
     targets = [0, 7, 32, 7, 1]
     result = prompt_logprobs(torch.from_numpy(logits), targets, 3)
     for row, target, entry in zip(logits, targets, result, strict=True):
-        logprobs = reference_sampling.log_softmax(row)
+        logprobs = reference.log_softmax(row)
         assert entry.token_ids == (target, *np.argsort(-row)[:3])
         expected = logprobs[[*entry.token_ids]]
         np.testing.assert_allclose(entry.logprobs, expected, **LOGPROB_TOLERANCE)

@@ -21,8 +21,7 @@ from rich.text import Text
 from tlt_kernels.parents import bound
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
-from tlt_server.doctor.checks import Check, chosen
-from tlt_server.doctor.finding import Finding, refused
+from tlt_server.doctor.checks import Check, Finding, chosen, refused
 from tlt_server.doctor.settings import usable_settings, written
 from tlt_server.models.environment import library_environment
 from tlt_server.process.faults import exit_of

@@ -9,7 +9,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.doctor.checks import Finding, fail, ok, warn
 
 DRIVER = Path("/proc/driver/nvidia/version")
 

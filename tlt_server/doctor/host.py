@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from tlt_server.config import Config
-from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.doctor.checks import Finding, fail, ok, warn
 from tlt_server.frontend.http.connections import needed, shortage
 from tlt_server.models.environment import library_environment
 

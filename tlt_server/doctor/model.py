@@ -14,7 +14,7 @@ from torch import Tensor
 from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
-from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.doctor.checks import Finding, fail, ok, warn
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, gpu_split, look
 from tlt_server.engine.devices.sizing import training_share
 from tlt_server.engine.gpu.memory.budget import MemoryPlan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tlt_server.build import listening
 from tlt_server.config import Config
-from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.doctor.checks import Finding, fail, ok, warn
 from tlt_server.engine.knowledge_file import profile_in
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.access import OtlpTraces

@@ -3,7 +3,7 @@
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox-4x32 with 10
 rounds. The sampler and the drafter inline these device functions, so both see the same bits in any
 batch: no fast-math, no fused multiply-add, scalar logarithms. G is computed in float64 from the
-Philox word and rounded to float32 once. Slow twin: `tlt_kernels.reference_sampling`.
+Philox word and rounded to float32 once. Slow twin: `tlt_kernels.reference`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ ties to the lowest id; top_p keeps the smallest sorted set whose renormalised ma
 least one token. Each filter sees the distribution renormalised after the one before. token =
 argmax(z + G), ties to the lowest id; its log-prob is z minus the logsumexp of the kept set. T below
 `GREEDY_BELOW` is greedy: no noise, no filters, log-probs at temperature 1. A row with a NaN or
-without a finite maximum reports NaN log-probs. Slow twin: `tlt_kernels.reference_sampling`.
+without a finite maximum reports NaN log-probs. Slow twin: `tlt_kernels.reference`.
 
 Legend: S rows, V vocabulary, E edited rows, D path depth, K alternatives.
 """

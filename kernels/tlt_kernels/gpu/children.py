@@ -5,7 +5,7 @@ reciprocal; a greedy row ranks by its logits. The first launch leaves the best W
 the vocabulary, the second the best W of a row. Each takes W rounds of a maximum over integer keys
 and of a minimum over indices, both of which are single instructions of a warp. Ties stay in the
 order of their indices, so the minimum is the first index of a maximum. CPU twin:
-`tlt_kernels.cpu.drafting.children`.
+`tlt_kernels.cpu.growth.children`.
 
 Ranks that share a draft head each have the logits of neighbouring draft tokens. They exchange the
 best W of their blocks, and each merges all of these in rank order, which is the order of draft

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from tlt_kernels.filters import FILTERS
-from tlt_kernels.gpu.bisection import measured, shorten, tile_of
 from tlt_kernels.gpu.noise import fast_exp, log
 from tlt_kernels.gpu.nucleus import (
     ONE,
@@ -29,7 +28,10 @@ from tlt_kernels.gpu.nucleus import (
     WEIGH_WARPS,
     WEIGHED,
     bracket,
+    measured,
     place_thresholds,
+    shorten,
+    tile_of,
     weigh,
 )
 from tlt_kernels.gpu.nucleus import TILE as WEIGHED_TILE

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
 import torch
+from llvmlite.binding import get_host_cpu_name
 
+from tlt_kernels import versions
 from tlt_kernels.cpu.compiled import MODULES
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.cpu.link import CpuLink, check_numerics
 from tlt_server.engine.cpu.orders import Install
 from tlt_server.engine.cpu.runner import CpuRunner
 from tlt_server.engine.devices import Equipment, Memory, RunnerSetup, compiled
-from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.devices.sizing import kv_pages, training_share
 from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.ranks.orders import NO_RANKS, Allocate, FreePages, RankOrders
@@ -222,3 +225,16 @@ def _draft_weights(live: Live) -> DraftWeights | None:
         return None
     live.drafter.network.follow(live.target.network)
     return DraftWeights(live.drafter.network, deepcopy(live.drafter.calibration))
+
+
+def of_cpu(settings: DecidedSettings, numerics: Numerics) -> Fingerprint:
+    """Return the fingerprint after the self-test, which chooses the library. Kernels are compiled
+    for a processor, whose vectors are the order in which their loops add.
+    """
+    processor = os.environ.get("NUMBA_CPU_NAME") or get_host_cpu_name()
+    library = f"MKL_CBWR {os.environ.get('MKL_CBWR', 'unset')}"
+    architecture = f"{platform.machine()} {processor}, {library}"
+    how = f"{numerics.mode} {versions.CPU}: {numerics.method.name}"
+    return Fingerprint(
+        settings.reduction_leaves, settings.dtype, architecture, how, settings.attention
+    )

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from tlt_kernels import versions
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 from tlt_server.engine.devices import Equipment, Memory, RunnerSetup, compiled
 from tlt_server.engine.devices.choice import gpu_split, wider_settings
-from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
 from tlt_server.engine.gpu.equipment import GpuEquipment, IdleRecorder
 from tlt_server.engine.gpu.link import ALONE, GpuLink, StepWaits
@@ -60,6 +60,12 @@ from tlt_server.speculation.drafters import find_loader
 from tlt_server.weights.parts import Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free
 from tlt_server.wire.fingerprint import Fingerprint
+
+GPU_PROMISES = {  # by numerics
+    "fast": "fast: library matmuls as they come; exact in distribution, not bit for bit",
+    "strict": "strict: kernels that add in an order fixed by the weights' shapes and absolute "
+    "positions",
+}
 
 
 class CudaDevice:
@@ -292,3 +298,14 @@ class Interpreted(CudaDevice):
 
     def _free(self) -> tuple[int, int]:
         return 2**40, 2**40
+
+
+def of_gpu(settings: DecidedSettings, device: torch.device) -> Fingerprint:
+    """`device`: a CPU where Triton's interpreter computes."""
+    architecture = "interpreter"
+    if device.type == "cuda":
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    how = f"{settings.numerics} {versions.GPU}"
+    return Fingerprint(
+        settings.reduction_leaves, settings.dtype, architecture, how, settings.attention
+    )

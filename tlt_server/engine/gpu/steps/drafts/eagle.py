@@ -1,6 +1,10 @@
 """EAGLE on the device: a best-first tree, grown with the noise that the target will sample with;
 all depths in one graph.
 
+Branches of history are grafted as part of its pass, with acceptance probabilities learned from
+verification (CPU twin: `speculation/branches.py`). One calibration table has the drafter's cells,
+then those of branches, so one launch counts a verified pass.
+
 Its KV is always kept: every extend pass also fuses the features of its rows and writes the
 drafter's keys and values to the rows' KV slots, so speculation turns on without catching up.
 Legend: R rows, G gap edges, H hidden, F features.
@@ -14,25 +18,62 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from tlt_kernels.gpu.branches import columns
+from tlt_kernels.gpu.branches import MATCHES, columns, graft
 from tlt_kernels.gpu.calibration import calibrate
 from tlt_kernels.gpu.gather import previous_hints
+from tlt_kernels.gpu.history import workspace
 from tlt_kernels.gpu.kept import commit_kv, store_hints
 from tlt_kernels.gpu.tensors import CalibrationTable, KeptRows, Nodes, RowTable, Trees
 from tlt_server.engine.gpu.steps.drafts import DraftKey, NetworkStorage, index_of
-from tlt_server.engine.gpu.steps.drafts.branches import Branches
-from tlt_server.engine.gpu.steps.drafts.drift import Drift
-from tlt_server.engine.gpu.steps.drafts.tables import DeviceTable
+from tlt_server.engine.gpu.steps.drafts.tables import DeviceTable, Drift
 from tlt_server.engine.gpu.steps.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.models.gpu.draft_tree import DraftTrees
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.swapping import swap_networks
-from tlt_server.speculation.branches import branches_of
+from tlt_server.speculation.branches import FLOOR, LEFTS, SOURCE, branches_of, prior
 from tlt_server.speculation.calibration import Calibration as OnlineTable
 from tlt_server.weights.parts import Drafter
+
+
+class Branches:
+    def __init__(self, state: DeviceState, own_K: NDArray[np.float32]) -> None:
+        """own_K: the drafter's table."""
+        self._state, self._first_cell = state, len(own_K)
+        both_Z = torch.from_numpy(np.concatenate((own_K, prior())))
+        self.table = CalibrationTable.of(both_Z.to(state.upload_U.device))
+        self.own = CalibrationTable._make(t[: self._first_cell] for t in self.table)
+        self.calibration = CalibrationTable._make(t[self._first_cell :] for t in self.table)
+        self._drift = Drift(self.calibration)
+
+    def workspace(self, key: DraftKey) -> Tensor:
+        return workspace(key.batch, MATCHES, self._state.batch_slots)
+
+    def graft(self, key: DraftKey, nodes: Nodes, match_BJW: Tensor) -> None:
+        """Append branches to the trees of a pass. match_BJW: from `workspace`."""
+        graft(
+            self._state.batch_slot_B(key.batch),
+            self._state.batch_slots,
+            nodes,
+            self.table,
+            match_BJW,
+            depth=key.depth,
+            width=key.width,
+            drafters=1 << index_of(key.drafter) | 1 << index_of(SOURCE),
+            first_cell=self._first_cell,
+            lefts=LEFTS,
+            floor=FLOOR,
+        )
+
+    def observed(self) -> None:
+        """Note that the table has just learned from a pass."""
+        self._drift.observed()
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"branch_table_drift": self._drift.value}
 
 
 class EagleDrafts:

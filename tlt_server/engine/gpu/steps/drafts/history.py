@@ -14,8 +14,7 @@ from tlt_kernels.gpu.calibration import calibrate
 from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.tensors import CalibrationTable, KeptRows, Nodes, RowTable, Trees
 from tlt_server.engine.gpu.steps.drafts import DraftKey, NetworkStorage, index_of
-from tlt_server.engine.gpu.steps.drafts.drift import Drift
-from tlt_server.engine.gpu.steps.drafts.tables import DeviceTable
+from tlt_server.engine.gpu.steps.drafts.tables import DeviceTable, Drift
 from tlt_server.engine.gpu.steps.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.speculation.drafters.history import prior
