@@ -17,7 +17,7 @@ from tlt_server.bench.padding.shapes import Shape
 from tlt_server.engine.devices.choice import SAMPLED_BLOCK
 from tlt_server.errors import StartupError
 from tlt_server.models.gpu.matmuls import Room, StrictMatmuls
-from tlt_server.models.gpu.sums import ATTENTION, MLP, LayerSums, OwnSums
+from tlt_server.models.gpu.sums import ATTENTION, MLP, LayerSums
 
 EPS = 1e-6
 SAMPLED = 1024  # rows with logits, at most: a long prefill needs few
@@ -102,7 +102,7 @@ class Inputs:
         self.residual = torch.randn(rows, widths.hidden, device="cuda")
 
 
-class LoneRank(OwnSums):
+class LoneRank(LayerSums):
     """The sums of a rank without its peers: it sends them the same parts and gets none."""
 
     def __init__(self, ranks: int, leaves: int, rows: int, hidden: int) -> None:

@@ -161,8 +161,12 @@ def whole(stored: Stored) -> Tensor:
 def pieces_of(
     shards: Sequence[Mapping[str, Tensor]], config: ModelConfig, splits: Sequence[Split]
 ) -> dict[str, Stored]:
-    """Return the checkpoint's tensors, from the parameters of every rank's shard."""
+    """Return the checkpoint's tensors, from the parameters of every rank's shard; of one shard, its
+    own.
+    """
     split, made = splits[0], dict[str, Stored]()
+    if len(shards) == 1:
+        return {**shards[0]}
     for name in shards[0]:
         *_, layer, kind = name.split(".")
         dim = None if split.of == 1 or layer in split.whole else DIMS.get(layer)

@@ -195,8 +195,6 @@ class GpuDecoder:
         """Return a view [out, in] of the live storage, including the shards of `peers`, for each
         Hugging Face name. A tied `lm_head.weight` is not listed.
         """
-        if not self.peers:
-            return self.own_parameters()
         shards = [model.own_parameters() for model in (self, *self.peers)]
         return pieces_of(shards, self.config, self.split.all)
 

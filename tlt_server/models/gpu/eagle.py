@@ -166,8 +166,6 @@ class GpuEagleNetwork:
         """Return views [out, in] of the live storage, including those of `peers`, by published
         names; `target_ids_C` is `d2t`.
         """
-        if not self.peers:
-            return self.own_parameters()
         shards = [network.own_parameters() for network in (self, *self.peers)]
         splits = [network.part.split for network in (self, *self.peers)]
         return pieces_of(shards, self.part.head, splits)

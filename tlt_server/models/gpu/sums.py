@@ -10,9 +10,6 @@ Legend: P partial sums, R rows, H hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -24,13 +21,14 @@ from tlt_server.models.gpu.matmuls import Room
 ATTENTION, MLP = 0, 1  # turns
 
 
-class LayerSums(Protocol):
-    @property
-    def peers(self) -> RankPeers | None:
-        """Return the ranks whose partial sums are added; None with one rank."""
+class LayerSums:
+    """The sums of one rank, which adds its own partial sums."""
+
+    peers: RankPeers | None = None  # the ranks whose partial sums are added; None with one rank
 
     def room(self, turn: int, rows: int) -> Room | None:
-        """Return the memory for the partial sums of this turn; None: anywhere."""
+        """Return where this turn's partial sums are to be written; None: anywhere."""
+        return None
 
     def add_rms_norm(
         self,
@@ -42,20 +40,14 @@ class LayerSums(Protocol):
         out_RH: Tensor | None = None,
     ) -> Tensor:
         """Add the sum of the partial sums to the residual, in place; return its norm."""
+        return add_rms_norm(part_PRH, residual_RH, weight_H, eps, out_RH=out_RH)
 
 
-class OwnSums:
-    peers = None
-
-    def room(self, turn: int, rows: int) -> Room | None:
-        return None
-
-    add_rms_norm = staticmethod(add_rms_norm)
-
-
-@dataclass(frozen=True)
-class RankSums:
+class RankSums(LayerSums):
     peers: RankPeers
+
+    def __init__(self, peers: RankPeers) -> None:
+        self.peers = peers
 
     def room(self, turn: int, rows: int) -> Room:
         return Room(self.peers.room(turn), self.peers.parts(rows))
@@ -74,7 +66,7 @@ class RankSums:
         return self.peers.add_rms_norm(part_PRH, residual_RH, weight_H, eps, out_RH=out_RH)
 
 
-OWN_SUMS = OwnSums()
+OWN_SUMS = LayerSums()
 
 
 def room_floats(leaves: int, rows: int, hidden: int) -> int:
