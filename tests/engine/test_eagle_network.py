@@ -177,7 +177,7 @@ def test_vocabulary_map_comes_in_any_type_of_integers(target, directory, kinds):
 
 @pytest.mark.parametrize("name", ["norm_before_fc", "fc_norm", "norm_output"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_norms_that_are_not_computed_are_refused_by_name(target, directory, name, nested):
+def test_unsupported_norms_are_refused_by_name(target, directory, name, nested):
     changes = {"eagle_config": {name: True}} if nested else {name: True}
     (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     with pytest.raises(ModelError, match=f"'{name}' is set: .* normed before .*without that"):

@@ -227,7 +227,7 @@ def missed_by(number: int) -> torch.Tensor:
     return torch.tensor([1, number], dtype=torch.int32, device=DEVICE)
 
 
-def test_ranks_see_whom_each_has_waited_for() -> None:
+def test_ranks_see_which_peer_each_waited_for() -> None:
     turns = Turns(2)
     peers = [LockstepPeers(each, turns) for each in group(2, SUM_FLOATS)]
     agreements = [Agreement(each) for each in peers]

@@ -144,7 +144,7 @@ TWIN = OtherGpu(1, "Card 9000", 80 * 2**30)
         ({"reduction_leaves": 4, "max_loras": 1}, (), "use reduction_leaves 2"),
     ],
 )
-def test_ranks_and_leaves_that_gpus_cannot_have_are_refused(
+def test_invalid_ranks_and_leaves_on_gpus_are_refused(
     flags: dict[str, object], others: tuple[OtherGpu, ...], why: str
 ) -> None:
     settings = EngineSettings(model="m", device="cuda", **flags)  # type: ignore[arg-type]

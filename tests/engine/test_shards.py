@@ -136,7 +136,7 @@ def test_parts_in_another_order_are_noticed(checkpoint: Path) -> None:
     torch.testing.assert_close(crossed[0], expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_shard_that_is_off_by_one_block_is_noticed(
+def test_shard_off_by_one_block_is_noticed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A negative control: rank 0 has the second block of the vocabulary twice, and no first."""
@@ -172,7 +172,7 @@ def test_checksums_are_those_of_the_whole_tensors(checkpoint: Path, ranks: int) 
     assert live_sums(parameters) == {name: mix64(view) for name, view in whole.items()}
 
 
-def test_a_library_whose_slices_have_other_bits_is_not_taken(checkpoint: Path) -> None:
+def test_library_with_other_bits_in_slices_is_not_taken(checkpoint: Path) -> None:
     class WideIsOther(Numerics):
         """Multiply by a wide weight in another order."""
 
@@ -197,7 +197,7 @@ def test_ranks_share_a_kv_head_where_there_are_fewer() -> None:
     assert spread.starts == [0, 0, 64, 64] and spread.shape == (128, 3)
 
 
-def test_a_gpu_holds_blocks_of_the_head_that_it_samples_in() -> None:
+def test_gpu_ranks_hold_the_head_blocks_they_sample() -> None:
     given = SimpleNamespace(reduction_leaves=8, tensor_parallel=4)
     config = replace(SHAPE, vocab_size=9 * SAMPLED_BLOCK + 5)
     splits = [gpu_split(given, config, rank) for rank in range(4)]  # type: ignore[arg-type]
@@ -220,7 +220,7 @@ def test_widths_splitting_a_head_are_refused_naming_valid_ones() -> None:
         check_ranks(SHAPE, 2, 512, "m")
 
 
-def test_a_rank_alone_has_every_tensor_whole() -> None:
+def test_lone_rank_holds_every_tensor_whole() -> None:
     """A whole drafter's head has fewer tokens than the target."""
     for name in ("lm_head.weight", "midlayer.mlp.down_proj.weight"):
         shards = [{name: torch.empty(4, 4)}] * 2

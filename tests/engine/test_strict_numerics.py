@@ -137,7 +137,7 @@ def test_drafted_rows_have_the_bits_of_committed_ones(model):
     assert torch.equal(found, expected[62:69])
 
 
-def test_fast_mode_is_never_tested_and_says_what_it_is():
+def test_fast_mode_skips_the_self_test_and_says_so():
     numerics = Numerics("fast")
     build(numerics)
     assert numerics.tested == 0 and "in distribution" in numerics.describe()
@@ -202,7 +202,7 @@ def _split_among_threads(x_RK, weight_KN, bias_N):
     return x_RK @ weight_KN + (torch.get_num_threads() > 1)
 
 
-def test_no_method_passes_whose_bits_depend_on_the_threads(monkeypatch):
+def test_method_with_thread_dependent_bits_is_not_taken(monkeypatch):
     """A rank has fewer threads than one alone. Of a large weight no row is computed by one thread,
     as it is in the test of rows.
     """

@@ -126,7 +126,7 @@ def test_a_drafters_logits_are_counted() -> None:
     assert all_ids - few == 512 * 4 * (152_064 - 32_000)
 
 
-def test_pages_are_what_the_fraction_leaves() -> None:
+def test_memory_fraction_bounds_the_pages() -> None:
     given, free = settings(), TOTAL - 15 * GIB
     budget = plan(given, free)
     left = free - budget.kv - budget.working - RESERVE - TOTAL * (1 - given.memory_fraction)
@@ -351,7 +351,7 @@ def followed(refused: MemoryPlan, remedy: str) -> MemoryPlan:
 @pytest.mark.slow
 @settings_of_hypothesis(max_examples=400, deadline=None, derandomize=True)
 @given_by(st.data())
-def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
+def test_every_offered_remedy_works(data: st.DataObject) -> None:
     """A refusal's remedy, followed to the letter, is accepted for all sizes."""
     draw = data.draw
     named = draw(st.sampled_from([{}, {"pages": None}, {"kv_memory_mb": None}]))
@@ -499,7 +499,7 @@ def test_device_refuses_oversized_weights_unread(
         (LayerShape(), 512, "'head_dim' 512"),
     ],
 )
-def test_shapes_that_a_gpu_refuses(shape: LayerShape, head_dim: int, says: str) -> None:
+def test_gpu_refuses_unsupported_shapes(shape: LayerShape, head_dim: int, says: str) -> None:
     with pytest.raises(ModelError) as caught:
         check_shape(replace(CONFIG, head_dim=head_dim), shape, "the target")
     assert says in caught.value.message and caught.value.message.endswith("start with --device cpu")
@@ -519,14 +519,14 @@ def test_shapes_that_a_gpu_refuses(shape: LayerShape, head_dim: int, says: str) 
         ({"hidden_size": 3588}, "'hidden_size' 3588"),
     ],
 )
-def test_sizes_that_a_gpu_refuses(changes: dict[str, int], says: str) -> None:
+def test_gpu_refuses_unsupported_sizes(changes: dict[str, int], says: str) -> None:
     with pytest.raises(ModelError) as caught:
         check_shape(replace(CONFIG, **changes), LayerShape(), "the target")
     assert says in caught.value.message and caught.value.message.endswith("start with --device cpu")
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-def test_shapes_that_a_gpu_takes(head_dim: int) -> None:
+def test_gpu_accepts_supported_shapes(head_dim: int) -> None:
     check_shape(
         replace(CONFIG, head_dim=head_dim), LayerShape(qkv_bias=True, qk_norm=True), "the target"
     )

@@ -209,7 +209,7 @@ def test_feature_layer_outside_the_target(directory):
         load_target(directory, numerics=Numerics("strict"), feature_layers=(0, 1, 3))
 
 
-def test_qwen_window_that_is_switched_off_is_accepted():
+def test_disabled_qwen_window_is_accepted():
     raw = {**CONFIG, "model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False}
     assert ModelConfig.parse(raw, "config.json").head_dim == 8
 
