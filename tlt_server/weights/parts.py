@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.checksums import digest
-from tlt_server.errors import StartupError
 from tlt_server.models.adapters import AdapterWeights
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.draft_part import DrafterPart
@@ -68,15 +67,6 @@ class DrafterNetwork(Protocol):
         """
 
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None: ...
-
-
-def check_own_head(network: DrafterNetwork, directory: Path) -> None:
-    """Raise `StartupError` for a drafter on several ranks that reads the target's head."""
-    if not network.own_head:
-        raise StartupError(
-            f"the drafter {directory} reads the target's head, which several ranks share; use an "
-            "EAGLE-3 drafter, or tensor_parallel 1"
-        )
 
 
 Network = TargetNetwork | DrafterNetwork | AdapterWeights

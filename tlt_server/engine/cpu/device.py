@@ -29,7 +29,7 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.adapted import AdapterSlots
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.loader import empty_target, load_target
+from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split
 from tlt_server.process.machine import host_memory
@@ -38,7 +38,7 @@ from tlt_server.samples.hidden_states import FLOAT32, state_bytes
 from tlt_server.speculation.drafters import DRAFTERS, find_loader, networked
 from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.sizes import AnySize
-from tlt_server.weights.parts import Changed, Drafter, Live, Target, check_own_head
+from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free
 from tlt_server.wire.fingerprint import Fingerprint
 
@@ -70,28 +70,23 @@ class CpuDevice:
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, self._settings.drafter_directory
-        split = Split(settings.reduction_leaves)
         loader = find_loader(directory, self.name) if directory else None
-        make = partial(
-            load_target,
+        split, ranks = Split(settings.reduction_leaves), None
+        if settings.tensor_parallel > 1:
+            ranks = self._ranks = Ranks(settings, CpuLink)
+            split = share(ranks, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
+        target = load_target(
             settings.model,
             config=config,
             numerics=self._numerics,
             attention=settings.attention,
             page_size=settings.page_size,
             feature_layers=loader.feature_layers(directory, config) if loader and directory else (),
+            split=split,
+            random=settings.random_weights,
         )
-        if settings.tensor_parallel > 1:
-            if loader is not None and directory is not None:
-                with torch.device("meta"):
-                    empty = loader.empty(directory, empty_target(*make.args, **make.keywords))
-                check_own_head(empty, directory)
-            ranks = self._ranks = Ranks(settings, CpuLink)
-            split = share(ranks, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
-            target = make(split=split, random=settings.random_weights)
+        if ranks is not None:
             check_numerics(ranks, target)
-        else:
-            target = make(split=split, random=settings.random_weights)
         version = settings.weight_version
         live = Live(Target.loaded(version, target, settings.checkpoint))
         if loader is None or directory is None:

@@ -10,6 +10,7 @@ import torch
 
 from tlt_server.engine.devices.sizing import kv_pages
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
+from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.gpu.limits import check_shape
@@ -17,7 +18,7 @@ from tlt_server.models.loader import check_files, empty_target, unread
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import WHOLE, Split
 from tlt_server.speculation.drafters import find_loader
-from tlt_server.weights.parts import DrafterNetwork, check_own_head
+from tlt_server.weights.parts import DrafterNetwork
 
 
 def check_checkpoints(settings: DecidedSettings) -> None:
@@ -67,7 +68,7 @@ def check_drafter(settings: EngineSettings, network: DrafterNetwork, device: str
     loader.check(network, directory)
     loader.calibration(directory)
     if device == "cpu" and settings.tensor_parallel > 1:
-        check_own_head(network, directory)
+        _check_own_head(network, directory)
 
 
 def kv_bytes(settings: DecidedSettings) -> int:
@@ -75,3 +76,12 @@ def kv_bytes(settings: DecidedSettings) -> int:
     of_rank = empty_model(settings, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
     per_page = of_rank.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
     return per_page * kv_pages(settings, per_page, of_rank.max_position)
+
+
+def _check_own_head(network: DrafterNetwork, directory: Path) -> None:
+    """Raise `StartupError` for a drafter on several ranks that reads the target's head."""
+    if not network.own_head:
+        raise StartupError(
+            f"the drafter {directory} reads the target's head, which several ranks share; use an "
+            "EAGLE-3 drafter, or tensor_parallel 1"
+        )
