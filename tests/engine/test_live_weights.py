@@ -214,7 +214,7 @@ def test_weights_changing_in_place_or_asleep_are_not_read(
         # It is about to write.
         patched.setattr(engine.engine.pushes.transaction, "start", lambda: None)
         id = engine.send_push(root / "new", "v1")
-        refused("about to change")
+        refused("are changing")
     assert engine.report(id).result == "committed" and read(engine, name, 4).result == "looked"
     torn = load_file(shutil.copytree(root / "base", tmp_path / "torn") / "model.safetensors")
     torn["model.norm.weight"][3] = float("nan")
