@@ -117,10 +117,7 @@ def train(asked: argparse.Namespace) -> None:
             "use --speculation adaptive"
         )
     run = RunDirectory(asked.out, {n: getattr(asked, n) for n in FIXED}, resume=asked.resume)
-    policy = Qwen2ForCausalLM.from_pretrained(asked.model, dtype=torch.float32)
-    tokenizer = load_tokenizer(asked.model)
-    for name, parameter in policy.named_parameters():
-        parameter.requires_grad_(asked.train == "all" or "norm" in name)
+    policy, tokenizer = load_policy(asked.model, asked.train), load_tokenizer(asked.model)
     optimizer = optimizer_of(policy, asked.lr)
     run.restore(policy, optimizer)
     if asked.start == "none":
@@ -166,6 +163,14 @@ def train(asked: argparse.Namespace) -> None:
             if run.steps % asked.keep_every == 0 or run.steps == asked.steps:
                 run.keep_weights(policy, asked.model)
             print(said(line, asked.steps), flush=True)
+
+
+def load_policy(model: Path, trained: str) -> Qwen2ForCausalLM:
+    """Return the model in float32; `trained` says which weights get gradients: all or norms."""
+    policy = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(trained == "all" or "norm" in name)
+    return policy
 
 
 def started(stack: ExitStack, asked: argparse.Namespace, drafter: Path) -> str:
