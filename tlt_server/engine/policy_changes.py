@@ -135,7 +135,7 @@ class PolicyChanges:
 
     def _replace(self, change: Change) -> None:
         """Answer a change that was replaced before it took effect."""
-        if change.preparation is None:  # it would have been in force for no step
+        if change.preparation is None:  # it would have been active for no step
             self._report(change.ids)
             return
         change.preparation.stop()

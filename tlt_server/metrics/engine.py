@@ -188,7 +188,7 @@ class EngineMetrics:
                     self._others[name] = self._other.labels(name)
                 self._others[name].set(value)
         for name in [name for name in self._others if name not in message.gauges]:
-            self._other.remove(name)  # the policy that reported it is no longer in force
+            self._other.remove(name)  # the policy that reported it is no longer active
             del self._others[name]
         if message.cycle is not None:
             self._steps.count(message.cycle)

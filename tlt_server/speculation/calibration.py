@@ -89,8 +89,8 @@ class OnlineTable:
     ) -> None:
         self.settings = settings
         self.prior_K = np.array(prior_K, np.float32)
-        self.acceptance_K = self.prior_K.copy()  # in force; updated in place
-        self._learnt_K = self.acceptance_K  # what observations give; in force at once, unless held
+        self.acceptance_K = self.prior_K.copy()  # active; updated in place
+        self._learnt_K = self.acceptance_K  # learned from observations; active at once, unless held
         self.hits_K = np.zeros(len(self.prior_K))
         self.trials_K = np.zeros(len(self.prior_K))
         self.observed = 0

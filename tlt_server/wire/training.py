@@ -54,7 +54,7 @@ class Judged(Struct, frozen=True, kw_only=True):
     candidate: int  # counted from 1 over the run
     version: str = ""  # under which it is pushed
     target_version: str
-    drafter_version: str  # the drafter in force
+    drafter_version: str  # the active drafter
     outcome: str  # adopted, offered, or why not
     groups: int = 0  # held-out prompts
     gain: float = 0.0  # mean of (before - after) / max(before, after), in cycles
@@ -79,7 +79,7 @@ class Facts(Struct, kw_only=True):
     loss: float | None = None
     loss_at_depth: list[float | None] = []  # by unrolled step; None: not finite
     undone_steps: int = 0  # as loss or gradient was not finite
-    without_features: int = 0  # sequences that were drawn and have no features in force
+    without_features: int = 0  # drawn sequences without features of the active weights
     compared_cycles: int = 0  # by the self-check
     different_cycles: int = 0
     memory_bytes: int = 0

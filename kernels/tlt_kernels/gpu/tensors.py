@@ -314,7 +314,7 @@ class CalibrationTable(NamedTuple):
     """
 
     prior_Z: Tensor  # float32
-    acceptance_Z: Tensor  # float32, in force
+    acceptance_Z: Tensor  # float32, active
     hits_Z: Tensor
     trials_Z: Tensor
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tlt_server.engine.settings import EngineSettings
 
 KEPT = 4096  # strategies with limits that are remembered
-TURN = 4096  # steps for which a calibration table is in force
+TURN = 4096  # steps for which a calibration table is active
 
 
 class HeldTable(Protocol):

@@ -56,7 +56,7 @@ from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.events import CHECKED, EngineInfo
 from tlt_server.wire.records import Arms, GenerateRequest, Strategy
 
-KEPT_POLICIES = 8  # policies whose memory is kept while others are in force
+KEPT_POLICIES = 8  # policies whose memory is kept while others are active
 PROFILE_S = 2.0  # time for the steps that are measured at start
 
 

@@ -264,11 +264,11 @@ class PolicyState:
         self._command_id, self._send = command_id, send
         self.answers = Answers[ControlReport](self._sent)
         self._asked: dict[str, SetPolicy] = {}  # sent and without an answer, the newest last
-        self._kept: SetPolicy | None = None  # the last one in force, of any epoch
-        self._next: SetPolicy | None = None  # to be sent once the one in force is there again
+        self._kept: SetPolicy | None = None  # the last active one, of any epoch
+        self._next: SetPolicy | None = None  # to be sent once the active one is set again
         self._suspect: SetPolicy | None = None  # the last one being prepared at a death
         self.in_force: SetPolicy | None = None  # None: the one that the engine was started with
-        self.prepared = ""  # what the policy in force found prepared
+        self.prepared = ""  # what the active policy found prepared
 
     @property
     def preparing(self) -> SetPolicy | None:
@@ -364,7 +364,7 @@ def _equal(command: SetPolicy, other: SetPolicy | None) -> bool:
 
 
 def _cut_off(reason: str, dropped: str) -> EngineFailed:
-    then = "GET /strategy says which policy is in force once the engine is back"
+    then = "GET /strategy says which policy is active once the engine is back"
     if dropped:
         then = (
             f"policy {dropped} was being prepared at 2 deaths of the engine and is dropped; {then}"

@@ -290,7 +290,7 @@ class SpotTrainer:
     def _no_room_for_weights(self, error: MemoryError) -> None:
         if self._made is not None:
             self._made.release()
-        reason = f"memory ran out as weights in force were taken over ({error})"
+        reason = f"memory ran out as the active weights were taken over ({error})"
         self.phases.pause(f"{reason}; give the trainer more, then POST /drafter/resume")
 
     def _abandon(self, reason: str) -> None:

@@ -371,7 +371,7 @@ class DrafterWork:
         trial.write(trainer.network)
         outcome = yield from trial.run(drawn[:FITTED], groups)
         self._candidate = trial.digest
-        if outcome.refused == "worse":  # trained away: begin again from the drafter in force
+        if outcome.refused == "worse":  # got worse: begin again from the active drafter
             self._saved.forget()
             self._trainer, self._candidate = None, ""
         return outcome

@@ -65,7 +65,7 @@ class NetworkStorage:
     attention: GpuAttention
     # The hint after each page's last position, for sequences that find the page by its prefix.
     page_hint_PH: Tensor
-    held: bool  # what its table learns is put in force by `DeviceTable.renew` alone
+    held: bool  # what its table learns is activated by `DeviceTable.renew` alone
 
 
 class RowReader(Protocol):

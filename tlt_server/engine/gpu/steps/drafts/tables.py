@@ -39,7 +39,7 @@ class DeviceTable:
         """
         self._table, self._stream, self._gap_edge_G = table, stream, gap_edge_G
         self._in_force_Z = in_force_Z
-        # Tell other ranks what is written or put in force, before it is.
+        # Other ranks learn first what is about to be written or activated.
         self.on_write: OnWrite = lambda *values: None
         self.on_renew: Callable[[], None] = lambda: None
 
