@@ -200,7 +200,7 @@ def test_rank_answers_a_refusal_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_order_before_what_it_needs_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     early = Lacking(False)
     early.handlers.clear()
-    with pytest.raises(EngineFailed, match=r"\(LoadKernels\): LoadKernels came before what it"):
+    with pytest.raises(EngineFailed, match=r"\(LoadKernels\): LoadKernels came before the objects"):
         served(early, monkeypatch)
 
 

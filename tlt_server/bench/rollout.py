@@ -53,7 +53,7 @@ WORKLOADS = {"cpu": ("64",), "cuda": ("64", "256", "512", "full 64", "full 256")
 SEEDS = (21, 22, 23, 24, 25)  # not those that anything was tuned on
 DEFAULT, FAST = "goodput", "off, fast"
 SHARED_KV_MB = 16384  # on a GPU that two servers share
-PREPARING_S = 0.2  # between two looks whether a policy is in force
+PREPARING_S = 0.2  # between two checks whether a policy is active
 COUNTERS = {  # metric and label, by figure of a row
     "step_s": ("tlt_measured_step_seconds_total", "kind"),
     "predicted_s": ("tlt_predicted_step_seconds_total", "kind"),

@@ -22,7 +22,7 @@ RECEIVERS = Registry(
     {name: channel.receiver for name, channel in CHANNELS.items()}
     | {TRAINED: "tlt_client.channels.disk:TrainedReceiver"},
 )
-LOOK_S = 0.05  # between two looks whether a push that waits was aborted
+LOOK_S = 0.05  # between two checks whether a push that waits was aborted
 
 
 class _Aborted(Exception):

@@ -24,7 +24,7 @@ from tlt_server.errors import EngineFailed, TltError
 
 BLOCKING = 1
 POLL_S = 0.02
-LOOK_S = 0.1  # between two looks whether all ranks live
+LOOK_S = 0.1  # between two checks whether all ranks live
 # Buffers of graphs would be registered with all ranks while one captures.
 ENVIRONMENT = {"NCCL_GRAPH_REGISTER": "0"}
 

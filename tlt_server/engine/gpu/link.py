@@ -27,7 +27,7 @@ from tlt_server.models.split import Alone
 from tlt_server.settings.server import ExchangeName
 
 SLEEP_S = 20e-6  # while a step is awaited; a newer one keeps the GPU busy
-LOOK_S = 0.1  # between two looks whether the ranks live meanwhile
+LOOK_S = 0.1  # between two checks whether the ranks live meanwhile
 # For a step, at most: longer than kernels that signal wait, because a library's gather has no end.
 STEP_S = 14.0
 

@@ -39,7 +39,7 @@ from tlt_server.models.split import RankExchange
 Taken = TypeVar("Taken")
 RANK = "tlt_server.engine.ranks.rank"
 SEND_S = 10.0  # for room in a rank's socket
-BEAT_S = 3.0  # between two looks whether idle ranks live
+BEAT_S = 3.0  # between two checks whether idle ranks live
 
 
 class RankLink(Protocol):
