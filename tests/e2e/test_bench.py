@@ -208,7 +208,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_impossible_measurements_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, remedy in (
         (["decode", "--against", "fast"], "--device cuda"),
-        (["cycle", "--drafter", "history"], "EAGLE-3"),
+        (["cycle", "--drafter", "history"], "name its directory"),
         (["decode", "--context", "16000"], "max_model_len 16400 exceeds the model's 4096"),
         (["rollout", "--numerics", "fast"], "leave the flag out"),
         (["rollout", "--against", "fast", "--tensor-parallel", "2"], "leave --against out"),
