@@ -94,7 +94,7 @@ def test_the_command_pushes_shows_and_rolls_back(
     status, out, _ = tlt("rollback")
     assert status == 0 and "rolled_back" in out and trainer.weight_checksums() == before
     status, _, err = tlt("rollback")
-    assert status == 1 and "no version is kept to go back to" in err
+    assert status == 1 and "no version is kept for a rollback" in err
     status, _, err = tlt("push", str(root / "new"), "--version", "v")
     assert status == 1 and "outside the weight root" in err
     status, _, err = tlt("push", str(root / "new" / "model.safetensors"), "--version", "v")

@@ -101,7 +101,7 @@ def test_a_poll_ends_when_its_time_is_up(server: LiveServer) -> None:
         started = time.monotonic()
         assert rollout.fetch(wait_s=0.2).status == "running"
         assert 0.19 < time.monotonic() - started < 20
-        with pytest.raises(TimeoutError, match="it goes on"):
+        with pytest.raises(TimeoutError, match="it continues"):
             rollout.result(0.1)
         rollout.delete()
 
