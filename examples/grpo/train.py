@@ -108,14 +108,7 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
 def train(asked: argparse.Namespace) -> None:
     torch.set_num_threads(asked.threads)
     torch.use_deterministic_algorithms(True)
-    kinds = asked.kinds.split(",")
-    if not set(kinds) <= {*KINDS}:
-        raise ValueError(f"kinds are {asked.kinds}; there are {', '.join(KINDS)}")
-    if asked.padded and asked.speculation == "spot":
-        raise ValueError(
-            "a server trains the drafter that it has, and here its padding, too; with --padded "
-            "use --speculation adaptive"
-        )
+    kinds = _checked_kinds(asked)
     run = RunDirectory(asked.out, {n: getattr(asked, n) for n in FIXED}, resume=asked.resume)
     policy, tokenizer = load_policy(asked.model, asked.train), load_tokenizer(asked.model)
     optimizer = optimizer_of(policy, asked.lr)
@@ -163,6 +156,19 @@ def train(asked: argparse.Namespace) -> None:
             if run.steps % asked.keep_every == 0 or run.steps == asked.steps:
                 run.keep_weights(policy, asked.model)
             print(said(line, asked.steps), flush=True)
+
+
+def _checked_kinds(asked: argparse.Namespace) -> list[str]:
+    """Return the kinds of exercises; `ValueError` names what cannot be asked for."""
+    kinds: list[str] = asked.kinds.split(",")
+    if not set(kinds) <= {*KINDS}:
+        raise ValueError(f"kinds are {asked.kinds}; there are {', '.join(KINDS)}")
+    if asked.padded and asked.speculation == "spot":
+        raise ValueError(
+            "a server trains the drafter that it has, and here its padding, too; with --padded "
+            "use --speculation adaptive"
+        )
+    return kinds
 
 
 def load_policy(model: Path, trained: str) -> Qwen2ForCausalLM:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.fake_kv import alone, collect, make, run, sequence
+from tests.unit.fake_kv import EOS, PAGE, VOCAB, alone, collect, make, run, sequence
+from tlt_server.engine.sampling.sampler import SamplingState
 from tlt_server.engine.schedule.scheduler import Scheduler
+from tlt_server.engine.schedule.sequence import Sequence
 from tlt_server.frontend.generation.choice import FinishedChoice, GrowingChoice
 from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.link.submission import Route, Submission
+from tlt_server.frontend.link.suspects import Suspects
 from tlt_server.wire.records import CHUNK_TOKENS, StepOutput
 
 STEP_S = 0.01
@@ -123,3 +128,26 @@ def test_resumed_sequence_sends_its_first_tokens_at_once() -> None:
     assert batch is not None
     [first] = scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
     assert first.token_ids
+
+
+@pytest.mark.parametrize("last", [1, 7, 40, 64, 100])
+def test_request_that_ends_each_engine_is_soon_refused(last: int) -> None:
+    """Each engine dies before it has told of the token at this place."""
+    request = sequence(0, [1, 2, 3], 150, _endless(0, 150), patient=True).request
+    route = Route(Submission([request.id], lambda submission: None, resumes=True), request)
+    suspects, deaths = Suspects(), 0
+    while not suspects.sort([request], float(deaths)).refused:
+        deaths += 1
+        asked = route.rest()
+        scheduler, kv = make(200)
+        made = Sequence(asked, SamplingState(asked, VOCAB, [EOS]), PAGE)
+        scheduler.submit([made])
+        while made.output_len < last and (batch := scheduler.next_batch()):
+            emissions = run(scheduler, batch, kv, random.Random(deaths))
+            if made.output_len + sum(len(each.tokens) for each in emissions) < last:
+                for output in scheduler.commit(batch, emissions):
+                    route.take(output)
+            else:
+                break
+        suspects.crashed([(request, route.tokens)], request, float(deaths))
+        assert deaths <= 4

@@ -107,11 +107,15 @@ class Route(Struct, gc=False):
             self.generated += output.token_ids
 
     def rest(self) -> GenerateRequest:
-        """Return the request by which an engine starts or continues the sequence."""
+        """Return the request by which an engine starts or continues the sequence. A continued one
+        is not patient: if it ends the engine again, its tokens up to there have come.
+        """
         if not self.generated:
             return self.request
         generated = [*self.request.generated, *self.generated]
-        return msgspec.structs.replace(self.request, generated=generated, begin_by_s=None)
+        return msgspec.structs.replace(
+            self.request, generated=generated, begin_by_s=None, patient=False
+        )
 
 
 # Limits on what is sent to the engine at once; on a slow core it takes up to 2 ms.

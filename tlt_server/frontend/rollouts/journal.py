@@ -25,7 +25,7 @@ from tlt_server.frontend.generation.requests import RequestItem
 from tlt_server.process.private import private_file
 from tlt_server.wire.fingerprint import Fingerprint
 from tlt_server.wire.packed import PackedIds
-from tlt_server.wire.records import DraftLimits, GenerateRequest, Sampling, StepOutput
+from tlt_server.wire.records import GenerateRequest, StepOutput
 
 # Times that the next process can read, on two clocks. The wall clock may jump, between processes
 # too; the time since boot does not. So a duration is that of the boot's clock where both times are
@@ -126,8 +126,7 @@ class RolloutEnd(Struct, frozen=True, tag="end"):
 Record = Header | Grown | RolloutEnd
 # A field that a reader does not know is read over, so each further field makes a later format. It
 # has a default that means what servers did before it. Formats before are read.
-_RECORDS = (Header, KeptItem, GenerateRequest, Sampling, DraftLimits, Grown, StepOutput, RolloutEnd)
-FORMAT = sum(len(kind.__struct_fields__) for kind in _RECORDS) - 71
+FORMAT = 5
 _DECODER = msgspec.msgpack.Decoder(Record)
 # How every end begins after the count of its fields, and no other record.
 _END = msgspec.msgpack.encode(RolloutEnd(0.0, 0))[1:10]

@@ -207,14 +207,9 @@ class Eagle:
         table_BP = np.ascontiguousarray(batch.page_table_BP)
         page_table_BP = torch.from_numpy(table_BP)
         h_RH = self._run_roots(batch, root_B, limit_B, base_B, table_BP, page_table_BP)
-        if self.hidden_RH is None:
-            self.hidden_RH = torch.empty(
-                self.max_requests + self.max_rows, h_RH.shape[1], dtype=h_RH.dtype
-            )
         seen = drafted = 0
         for level in range(depth):
-            ran = len(h_RH)
-            self.hidden_RH[seen : seen + ran] = h_RH
+            hidden_RH = self._keep(h_RH, seen)
             rows = grow(
                 self.network.logits(h_RH).numpy(),
                 self.target_ids,
@@ -244,8 +239,8 @@ class Eagle:
             )
             if not rows:
                 break
-            seen, drafted = seen + ran, drafted + rows
-            g_RH = self.hidden_RH.index_select(0, buffer.source_R[:rows])
+            seen, drafted = seen + len(h_RH), drafted + rows
+            g_RH = hidden_RH.index_select(0, buffer.source_R[:rows])
             h_RH = self.network.forward(
                 buffer.rows(rows, base_B, page_table_BP, path_length), g_RH, self.cache
             )
@@ -253,6 +248,14 @@ class Eagle:
         candidates = Candidates(*harvest(node_BCI, acceptance_BC, count_B))
         self._proposed += len(candidates)
         return candidates
+
+    def _keep(self, h_RH: Tensor, seen: int) -> Tensor:
+        """Store a level's hidden states after the `seen` rows before; return the buffer of all."""
+        if self.hidden_RH is None:
+            rows = self.max_requests + self.max_rows
+            self.hidden_RH = torch.empty(rows, h_RH.shape[1], dtype=h_RH.dtype)
+        self.hidden_RH[seen : seen + len(h_RH)] = h_RH
+        return self.hidden_RH
 
     def _limits(
         self, batch: DraftBatch, strategy: Strategy
