@@ -2,13 +2,14 @@
 and the engine gets nothing that it could not have been asked for.
 """
 
+import hashlib
 import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import httpx
 import msgspec
@@ -16,7 +17,7 @@ import pytest
 
 from tests.frontend.live_server import live_server
 from tests.unit.test_journal import HEADER, OUTPUTS
-from tlt_server.frontend.rollouts.journal import FORMAT, RolloutEnd, past
+from tlt_server.frontend.rollouts.journal import FORMAT, Record, RolloutEnd, past
 from tlt_server.frontend.rollouts.rollout import flaw
 from tlt_server.wire.packed import PackedIds
 from tlt_server.wire.records import Grammar, TokenLogprobs
@@ -135,6 +136,23 @@ def test_a_forged_journal_ends_with_a_named_reason(
 def test_the_reason_names_the_impossible_record(change: dict[str, Any], reason: str) -> None:
     assert flaw(HEADER, OUTPUTS) == ""
     assert reason in flaw(HEADER, [msgspec.structs.replace(OUTPUTS[0], **change)])
+
+
+def test_records_of_a_journal_have_the_fields_of_its_format() -> None:
+    """Raise FORMAT together with the digest."""
+    found: dict[str, str] = {}
+    kinds: list[Any] = [Record]
+    while kinds:
+        kind = kinds.pop()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            if kind.__name__ not in found:
+                fields = get_type_hints(kind)
+                found[kind.__name__] = " ".join(sorted(kind.__struct_encode_fields__))
+                kinds += [fields[name] for name in kind.__struct_fields__]
+        kinds += get_args(kind)
+    fields = "\n".join(f"{name}: {found[name]}" for name in sorted(found))
+    assert {"Grammar", "TokenLogprobs", "Fingerprint", "PackedIds"} <= found.keys()
+    assert (FORMAT, hashlib.sha256(fields.encode()).hexdigest()[:8]) == (5, "88c3a6e5"), fields
 
 
 def test_journal_of_a_later_format_is_refused_by_number() -> None:
