@@ -99,8 +99,8 @@ def sender(
 @pytest.mark.parametrize(
     "given, says",
     [
-        (list, "there are no tensors; push a state dict .*, and an iterator only once"),
-        (lambda: iter(()), "there are no tensors; push a state dict .*, and an iterator only once"),
+        (list, "there are no tensors; push a state dict .* new iterator for each push"),
+        (lambda: iter(()), "there are no tensors; push a state dict .* new iterator for each push"),
         (dict, "there are no tensors"),
         (
             lambda: [*TENSORS.items(), ("a", torch.ones(1))],

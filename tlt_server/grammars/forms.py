@@ -37,7 +37,7 @@ def grammar_of(form: str, text: str, specials: Specials = NO_SPECIALS) -> Gramma
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Refuse a grammar that `grammar_of` would not return, or that may cost too much."""
+    """Raise `InvalidRequest` for a grammar that is invalid or may cost too much."""
     (_grammar if grammar.kind == "lark" else FORMS[grammar.kind])(_bounded(grammar).text)
 
 

@@ -46,8 +46,8 @@ class DraftBatch:
         page_table_BP: NDArray[np.int32],
         capacity_B: NDArray[np.int64] | None = None,
     ) -> DraftBatch:
-        """Return the batch of recorded responses, by number, at these roots. `capacity_B`: tokens
-        that fit in their pages; None: all of them.
+        """Return the batch of recorded responses, by number, at these roots. `capacity_B`: how many
+        tokens of each response fit in its pages; None: the pages bound no response.
         """
         # As in serving: the last token that max_tokens permits is never a draft.
         longest_B = responses.max_tokens_N[number_B].astype(np.int64)

@@ -238,8 +238,8 @@ def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
                 )
     if not names:
         raise ContentRefused(
-            "there are no tensors; push a state dict (model.state_dict()), or its items, and an "
-            "iterator only once"
+            "there are no tensors; push a state dict (model.state_dict()) or its items, and make a "
+            "new iterator for each push"
         )
 
 

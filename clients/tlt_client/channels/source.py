@@ -130,8 +130,8 @@ class Source:
         except OSError as error:
             os.close(descriptor)
             raise ContentRefused(
-                f"{path} cannot be opened ({error.strerror}); make it readable, and change no link "
-                "meanwhile"
+                f"{path} cannot be opened ({error.strerror}); make it readable, and keep its "
+                "links unchanged during a push"
             ) from None
 
 

@@ -301,9 +301,9 @@ def _check_gpus(ranks: int, gpu: Gpu, works: Sequence[int]) -> None:
     for other in others:
         if (other.name, other.total_bytes) != (gpu.name, gpu.total_bytes):
             raise StartupError(
-                f"tensor_parallel is {ranks}, and {other.device} is {other.name} with "
-                f"{other.total_bytes // MIB} MiB, cuda:0 {gpu.description}; name GPUs of one kind "
-                "in CUDA_VISIBLE_DEVICES"
+                f"tensor_parallel is {ranks}, and its GPUs differ: cuda:0 is "
+                f"{gpu.description}, and {other.device} is {other.name} with "
+                f"{other.total_bytes // MIB} MiB; name GPUs of one kind in CUDA_VISIBLE_DEVICES"
             )
 
 

@@ -68,8 +68,8 @@ class Passes:
         return self.extend(key) if isinstance(key, ExtendKey) else self.draft(key)
 
     def extend(self, key: ExtendKey) -> Extend:
-        """Return the pass of this key. A pass that is never captured is made for one step: the
-        sizes are too many to keep their buffers.
+        """Return the pass of this key. The buffers of a pass that is never captured last for one
+        step, since such passes come in too many sizes to keep.
         """
         extend = self.extends.get(key)
         if extend is None:

@@ -259,7 +259,7 @@ class WeightSession:
             )
 
     def check_takes(self, update: Update) -> None:
-        """Raise `Conflict` if a push of this update would belong to another."""
+        """Raise `Conflict` unless `update` is still the open one and is not being ended."""
         if update is not self._update:
             raise Conflict(
                 "a weight update has started or ended since this push was asked for, and the push "

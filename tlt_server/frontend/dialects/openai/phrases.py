@@ -185,7 +185,9 @@ class CompletionPhrase(Phrase):
     async def part(
         self, prompt: int, delta: Delta, ended: FinishedChoice | None, cached: int, turn: Turn
     ) -> CompletionChoice:
-        """Return the part for a delta of a choice of that prompt; with `ended`, the last part."""
+        """Return what to send for one delta of a choice. `prompt`: the number of the choice's
+        prompt. `ended`: given with the last delta.
+        """
         asked, index = self._asked, prompt * self._asked.n + delta.index
         part = CompletionChoice(index=index, text=delta.text or "")
         tokens = scored(delta) if asked.alternatives() is not None else []

@@ -1,4 +1,4 @@
-"""The dialect's routes except responses: models, completions, and texts as token ids."""
+"""The dialect's routes for models, completions and tokenization; `/v1/responses` is elsewhere."""
 
 from __future__ import annotations
 

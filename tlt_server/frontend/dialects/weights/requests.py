@@ -215,9 +215,10 @@ def manifest_of(
         adapted = _holds_adapter(config.weight_root, asked.weight_dir)
         if adapted and not is_adapter(config.served_model_name):
             raise InvalidRequest(
-                f"served_model_name is {shown(config.served_model_name)}, which an adapter by "
-                f"weight_dir has for its name; it must {ADAPTER_MUST}: start the server with "
-                "another, or give the adapter a name by POST /load_lora_adapter"
+                f"served_model_name is {shown(config.served_model_name)}, and an adapter pushed "
+                f"by weight_dir takes this name; an adapter's name must {ADAPTER_MUST}: start the "
+                "server with another served_model_name, or load the adapter under its own name "
+                "with POST /load_lora_adapter"
             )
         return Manifest(
             role="adapter" if adapted else role,
