@@ -111,14 +111,14 @@ def python(alone: Path, script: str, *arguments: str) -> subprocess.CompletedPro
     )
 
 
-def test_the_client_works_and_loads_nothing_heavy(alone: Path, server: LiveServer) -> None:
+def test_client_alone_works_and_imports_no_heavy_package(alone: Path, server: LiveServer) -> None:
     done = python(alone, ASKS, server.url)
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
     assert {"tlt_client", "httpx", "msgspec"} <= loaded and not loaded & set(HEAVY)
 
 
-def test_nothing_heavy_can_be_loaded(alone: Path) -> None:
+def test_heavy_packages_are_missing_next_to_the_client(alone: Path) -> None:
     script = f"""
 for name in {HEAVY}:
     try: __import__(name)
@@ -135,7 +135,7 @@ def files(directory: Path) -> set[str]:
     }
 
 
-def test_all_of_its_files_are_installed(alone: Path) -> None:
+def test_every_file_of_the_client_is_installed(alone: Path) -> None:
     there = files(alone / "tlt_client")
     assert {
         "__init__.py",

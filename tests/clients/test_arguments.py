@@ -123,7 +123,7 @@ def test_non_text_version_is_refused_before_sending(call: Any) -> None:
 # numbers of other libraries
 
 
-def test_numpy_and_torch_numbers_are_sent_as_plain_ones(server: LiveServer) -> None:
+def test_numpy_and_torch_numbers_are_sent_as_python_numbers(server: LiveServer) -> None:
     class Seven:
         def __index__(self) -> int:
             return 7
@@ -150,7 +150,7 @@ def test_numpy_and_torch_numbers_are_sent_as_plain_ones(server: LiveServer) -> N
     assert {request.sampling.temperature for request in server.engine.submitted} == {0.5}
 
 
-def test_types_without_a_json_form_are_named() -> None:
+def test_types_without_a_json_form_are_refused_by_name() -> None:
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(InvalidArgument, match="a complex, for which JSON has no form"),
@@ -181,7 +181,7 @@ def test_non_finite_numbers_are_refused(sampling: dict[str, Any], item: dict[str
         client.generate([{"token_ids": [1], **item}], sampling=sampling)
 
 
-def test_a_number_only_numpy_has_is_named() -> None:
+def test_numpy_longdouble_is_refused_by_name() -> None:
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(InvalidArgument, match="longdouble; give Python's own numbers"),
@@ -192,6 +192,6 @@ def test_a_number_only_numpy_has_is_named() -> None:
 # the command
 
 
-def test_the_command_ends_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_error_ends_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "status", "--url", "127.0.0.1:8000"]) == 2
     assert "url is '127.0.0.1:8000'; it must begin with http://" in capsys.readouterr().err

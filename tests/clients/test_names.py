@@ -29,7 +29,7 @@ def test_adapter_names_fit_spans_and_paths(name: str) -> None:
     assert re.fullmatch(ADAPTER, "Qwen/Qwen3-4B")
 
 
-def test_spans_name_target_and_adapter_in_one_way() -> None:
+def test_spans_name_target_and_adapter_unambiguously() -> None:
     versions = ["v1", "a@b+c", "1.0+x", "step-3@ab12", "a@b@c", "x+y+z"]
     assert all(re.fullmatch(VERSION, version) for version in versions)
     assert not re.fullmatch(VERSION, "v0+math@1")

@@ -146,7 +146,7 @@ def test_repeated_prompts_become_choices_and_return_in_order() -> None:
     assert sampling == SAMPLING
 
 
-def test_additional_sampling_of_the_trainer_is_sent() -> None:
+def test_extra_sampling_fields_of_the_trainer_are_sent() -> None:
     server, training = Server(), trainer()
     training.args.generation_kwargs = {"stop": ["\n"], "temperature": 0.1}
     func(server)(["a"], training)
@@ -180,7 +180,7 @@ def test_messages_go_through_the_trainers_template() -> None:
     assert server.asked[0][0][0]["token_ids"] == [7, 8]
 
 
-def test_seeds_follow_from_the_trainer_and_never_come_twice() -> None:
+def test_seeds_derive_from_the_trainers_seed_and_never_repeat() -> None:
     def seeds(calls: int, **changed: Any) -> list[int]:
         server, training = Server(), trainer(**changed)
         rollouts = func(server)
@@ -211,7 +211,7 @@ def test_policy_is_pushed_once_per_step_and_tied_weights_once() -> None:
     assert server.closed == 1
 
 
-def test_other_processes_wait_for_the_push_of_the_main_one() -> None:
+def test_other_processes_wait_for_the_main_processs_push() -> None:
     server, training = Server(), trainer()
     training.accelerator.is_main_process = False
     training.accelerator.wait_for_everyone = lambda: server.push([], "mains-1")
@@ -249,7 +249,7 @@ def test_tools_and_images_of_a_trainer_are_refused(
     assert server.asked == server.pushed == []
 
 
-def test_two_transfers_to_a_server_do_not_name_the_same_versions() -> None:
+def test_two_weight_syncs_to_one_server_name_distinct_versions() -> None:
     server = Server()
     for _ in range(2):
         transfer = WeightTransfer(server, lambda client: server)  # type: ignore[arg-type, return-value]

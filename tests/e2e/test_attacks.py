@@ -98,7 +98,7 @@ def contained(url: str, headers: dict[str, str] | None = None) -> float:
     return float(line.split()[1])
 
 
-def test_failing_structures_and_odd_aborts_end_nothing_else(
+def test_bad_structures_and_aborts_leave_other_requests_alone(
     server: ServerProcess, client: Client
 ) -> None:
     client.set_strategy("fixed", strategy="history:4x2x8")
@@ -114,7 +114,7 @@ def test_failing_structures_and_odd_aborts_end_nothing_else(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_failing_requests_of_a_key_slow_no_other_key(
+def test_failing_requests_of_one_key_slow_no_other_key(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     (tmp_path / "keys").write_text("a scopes=data name=a\nb scopes=data,operate name=b\n")

@@ -76,7 +76,7 @@ def test_a_bench_under_nohup_outlives_its_terminal(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.soak
-def test_exact_finds_no_difference(tmp_path: Path) -> None:
+def test_exact_bench_finds_no_differing_token_or_logprob(tmp_path: Path) -> None:
     said = bench("exact", tmp_path / "exact.json")
     assert said["configurations"] >= 18 and said["requests"] > 500 and said["preemptions"] > 0
     assert (said["differing_tokens"], said["differing_logprob_bits"]) == (0, 0)
@@ -101,7 +101,7 @@ def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_load_gives_clients_the_texts_of_one_batch(tmp_path: Path) -> None:
+def test_load_bench_clients_get_the_texts_of_one_batch(tmp_path: Path) -> None:
     said = bench("load", tmp_path / "load.json", "--policy", "off", "--policy", "fixed:eagle:4x1x5")
     assert said["texts_differing"] == 0
     rows = {(row["policy"], row["way"]): row for row in said["rows"]}
@@ -111,7 +111,7 @@ def test_load_gives_clients_the_texts_of_one_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rollout_is_recorded_and_judged_without_the_model(tmp_path: Path) -> None:
+def test_rollout_record_is_judged_without_the_model(tmp_path: Path) -> None:
     record, plots = tmp_path / "rollout.safetensors", tmp_path / "plots"
     few = ("--requests", "4", "--max-tokens", "24", "--policy", "off", "--policy", "goodput")
     said = last_line("record", "--out", str(record), *few)
@@ -138,7 +138,7 @@ def last_line(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
+def test_decode_and_cycle_benches_time_whole_batches(tmp_path: Path) -> None:
     plain = bench("decode", tmp_path / "decode.json", "--prefill")
     drafted = bench("cycle", tmp_path / "cycle.json")
     for row in plain["rows"] + drafted["rows"]:
@@ -169,7 +169,7 @@ def test_every_channel_pushes_while_requests_decode(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_requests_decode_as_long_as_they_shall() -> None:
+def test_weights_bench_requests_decode_until_it_stops_them() -> None:
     flags = (
         "--max-model-len",
         str(weights.LENGTH),
@@ -188,7 +188,7 @@ def test_requests_decode_as_long_as_they_shall() -> None:
 
 
 @pytest.mark.long
-def test_graphs_reports_phases_of_the_start(tmp_path: Path) -> None:
+def test_graphs_bench_reports_the_phases_of_a_start(tmp_path: Path) -> None:
     said = bench("graphs", tmp_path / "graphs.json")
     assert said["graphs"] == said["graph_bytes"] == 0, "a CPU captures nothing"
     assert 0 < sum(said["phases_s"].values()) <= said["ready_s"] < 400
@@ -218,7 +218,7 @@ def test_impossible_measurements_are_refused(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.soak
-def test_hostile_measures_every_row_of_its_table(tmp_path: Path) -> None:
+def test_hostile_bench_measures_every_row_of_its_table(tmp_path: Path) -> None:
     file = tmp_path / "hostile.json"
     assert hostile(["--quick", "--json", str(file)]) == 0
     said = json.loads(file.read_text())["figures"]
@@ -240,7 +240,7 @@ def test_a_missing_model_is_one_line_with_the_remedy(
 
 
 @pytest.mark.long
-def test_overload_ends_every_request_once(tmp_path: Path) -> None:
+def test_overload_bench_ends_every_request_once(tmp_path: Path) -> None:
     said = bench("overload", tmp_path / "overload.json")
     assert said["exactly_one_end"]
     assert said["sent"] == sum(said["ended"].values()) + sum(said["refused"].values())

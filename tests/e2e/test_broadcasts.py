@@ -33,7 +33,7 @@ QUICK = ("slime", "trl")  # one trainer calls SGLang's routes, one vLLM's
 
 
 @pytest.mark.parametrize("order", mostly_long(sorted(ORDERS), *QUICK))
-def test_active_weights_equal_the_broadcast_ones(
+def test_active_weights_equal_the_broadcast_weights(
     order: str, pushable: ServerProcess, processes: Pool
 ) -> None:
     first = 10 * sorted(ORDERS).index(order) + 1

@@ -144,13 +144,13 @@ def test_weights_pushed_by_ipc_are_active_bit_for_bit(bucket_bytes: int, client:
     assert reply["state"] == "committed" and live(client) == sums(tensors)
 
 
-def test_a_trainer_of_the_cpu_pushes_to_a_gpu(client: Client) -> None:
+def test_trainer_on_the_cpu_pushes_to_an_engine_on_a_gpu(client: Client) -> None:
     tensors = {name: tensor.cpu() for name, tensor in weights(5).items()}
     assert IpcSender(client).push(tensors.items(), "cpu")["state"] == "committed"
     assert live(client) == sums(tensors)
 
 
-def test_other_bytes_than_declared_in_a_gpus_memory_are_refused(client: Client) -> None:
+def test_gpu_bytes_unlike_their_checksum_are_refused(client: Client) -> None:
     class Flipping(IpcSender):
         def _offer(self, line: Any, memory: Any, sequence: int, start: int, size: int) -> None:
             memory.view[start + size // 2] ^= 1
@@ -163,7 +163,7 @@ def test_other_bytes_than_declared_in_a_gpus_memory_are_refused(client: Client) 
     assert live(client) == before
 
 
-def test_more_memory_than_is_allocated_is_not_read(client: Client) -> None:
+def test_memory_beyond_the_trainers_allocation_is_not_read(client: Client) -> None:
     class Boasting(IpcSender):
         def _send(self, line: Any, memory: Any, cut: Any, held: Any) -> None:
             line.send(
@@ -198,7 +198,7 @@ def test_trainer_killed_with_open_memory_leaves_engine_unchanged(
     assert live(client) == sums(tensors)
 
 
-def test_nccl_on_one_gpu_is_refused_with_a_working_way(client: Client) -> None:
+def test_nccl_on_one_gpu_is_refused_naming_a_channel_that_works(client: Client) -> None:
     with pytest.raises((ChannelError, ServerError), match="on one GPU push by ipc"):
         BroadcastSender(client, backend="nccl", timeout_s=20)
     assert client.weights()["groups"] == []
@@ -208,7 +208,7 @@ class ToAll:
     rootRank = 0  # noqa: N815
 
 
-def test_a_communicator_of_one_broadcasts_to_itself() -> None:
+def test_single_rank_communicator_broadcasts_to_itself() -> None:
     communicator = Communicator(new_id(), 0, 1, torch.device("cuda", 0), 20.0)
     data = torch.arange(1000, device="cuda")
     work = communicator.broadcast([data], ToAll())
@@ -217,7 +217,7 @@ def test_a_communicator_of_one_broadcasts_to_itself() -> None:
     communicator.abort()
 
 
-def test_a_lone_rank_gives_up_in_time() -> None:
+def test_nccl_join_without_peers_times_out() -> None:
     with pytest.raises(RuntimeError, match="waited for 1 s"):
         Communicator(new_id(), 0, 2, torch.device("cuda", 0), 1.0)
 
@@ -323,7 +323,7 @@ def test_silent_rank_0_delays_no_request_and_blocks_sleep(
 
 
 @two_gpus
-def test_a_trainer_gives_up_an_unreceiving_server(
+def test_trainer_gives_up_a_server_that_does_not_receive(
     beside: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast, "GRACE_S", 1.0)
@@ -346,7 +346,7 @@ def test_a_trainer_gives_up_an_unreceiving_server(
 
 
 @two_gpus
-def test_the_order_of_openrlhf_by_nccl(second_server: ServerProcess, beside: Client) -> None:
+def test_openrlhf_call_order_works_over_nccl(second_server: ServerProcess, beside: Client) -> None:
     """Join the communicator that the trainer makes; the actor gets each parameter's name before
     rank 0 broadcasts it.
     """
@@ -373,7 +373,7 @@ def test_the_order_of_openrlhf_by_nccl(second_server: ServerProcess, beside: Cli
 
 
 @two_gpus
-def test_silent_rank_0_is_given_up_and_the_engine_lives(beside: Client) -> None:
+def test_silent_rank_0_times_out_and_the_engine_survives(beside: Client) -> None:
     before = live(beside)
     sender = BroadcastSender(beside, backend="nccl", timeout_s=3, bucket_bytes=2**16)
     entries = [

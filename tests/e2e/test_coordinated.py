@@ -79,7 +79,7 @@ PATIENCE_S = 600.0  # for a round of training on a loaded machine
 
 
 @pytest.mark.soak
-def test_idle_server_trains_is_recalled_and_shares_its_drafter(
+def test_idle_server_trains_stops_on_load_and_shares_its_drafter(
     client: Client, tmp_path: Path
 ) -> None:
     lines: list[str] = []

@@ -32,7 +32,7 @@ def findings(output: str) -> dict[str, Finding]:
     return {entry["check"]: Finding(**entry) for entry in json.loads(output)["checks"]}
 
 
-def test_every_check_passes_here() -> None:
+def test_every_doctor_check_passes_on_a_sound_machine() -> None:
     status, output = doctor("--json", "--port", "0")
     assert status == 0 and json.loads(output)["ok"]
     assert list(findings(output)) == [
@@ -47,7 +47,7 @@ def test_every_check_passes_here() -> None:
 
 
 @pytest.mark.long
-def test_people_get_a_line_per_check_and_the_remedy_below(tmp_path: Path) -> None:
+def test_text_output_has_a_line_per_check_then_its_remedy(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -73,7 +73,7 @@ def test_warnings_are_counted_next_to_passed_checks(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_setting_at_fault_leaves_the_other_checks() -> None:
+def test_faulty_setting_does_not_stop_the_other_checks() -> None:
     status, output = doctor("--json", "--model", "/nowhere", "--port", "0")
     assert status == 1 and "not a directory" in findings(output)["settings"].found
     assert findings(output)["settings"].remedy
@@ -97,7 +97,7 @@ def test_a_setting_at_fault_leaves_the_other_checks() -> None:
     ],
     ids=["ends the process", "cannot be imported"],
 )
-def test_a_broken_torch_is_a_finding(
+def test_broken_torch_is_reported_as_a_failed_check(
     torch: str, says: tuple[str, ...], memory: str, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text(torch)

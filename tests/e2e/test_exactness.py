@@ -104,7 +104,7 @@ def test_speculation_changes_neither_a_token_nor_a_logprob(
         assert client.strategy()["in_force"] == strategy
 
 
-def test_the_policy_may_change_while_requests_run(client: Client, plain: list[Any]) -> None:
+def test_policy_change_mid_request_changes_no_token(client: Client, plain: list[Any]) -> None:
     turns = itertools.cycle([*POLICIES, ("off", None)])
     found: dict[str, list[Any]] = {}
     for i, event in enumerate(client.stream(batch(), sampling={"max_tokens": 150})):
@@ -123,14 +123,16 @@ def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(
     assert generate(client, [one]) == generate(client, [one]) == [plain[3]]
 
 
-def test_another_seed_gives_other_tokens(client: Client, plain: list[Any]) -> None:
+def test_different_seeds_give_different_tokens(client: Client, plain: list[Any]) -> None:
     changed = [{**item, "seed": 999} for item in batch()]
     found = generate(client, changed)
     assert found[1][0][1:7] == plain[1][0][1:7]  # greedy has no noise
     assert found[0] != plain[0] and found[2] != plain[2]
 
 
-def test_each_choice_can_be_reproduced_alone_by_its_seed(client: Client, plain: list[Any]) -> None:
+def test_each_choice_is_reproduced_alone_by_its_reported_seed(
+    client: Client, plain: list[Any]
+) -> None:
     item = batch(1, n=4)[0]
     choices = generate(client, [item])[0]
     assert [choice[0] for choice in choices] == [0, 1, 2, 3]

@@ -15,7 +15,7 @@ from tlt_server.demo.workload import TARGET
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpc_trainer.py"
 
 
-def test_the_example_trains_through_one_channel(pushable: ServerProcess) -> None:
+def test_grpc_example_trains_through_one_channel(pushable: ServerProcess) -> None:
     done = completed(
         [sys.executable, str(EXAMPLE), pushable.grpc_address, str(TARGET), "--steps", "2"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -30,7 +30,7 @@ def test_the_example_trains_through_one_channel(pushable: ServerProcess) -> None
     )
 
 
-def test_both_transports_give_the_same_bits(pushable: ServerProcess) -> None:
+def test_http_and_grpc_give_the_same_bits(pushable: ServerProcess) -> None:
     items = [{"id": "a", "prompt": "2+2=", "n": 2, "seed": 7}]
     same = GenerateRequest(
         requests=[Item(id="a", prompt="2+2=", n=2, seed=7)], sampling=SamplingFields(max_tokens=40)

@@ -151,7 +151,7 @@ def test_run_has_the_same_bits_over_two_ranks_with_one_killed(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_policy_is_pushed_inside_the_shapes_of_a_larger_one(tmp_path: Path) -> None:
+def test_small_policy_is_pushed_padded_to_a_larger_shape(tmp_path: Path) -> None:
     shape = replace(SHAPES["mid"], layers=8)
     write(pad(TARGET, DRAFTER, shape, torch.float32), tmp_path / "padded")
     assert Shape.read(tmp_path / "padded") == shape
@@ -165,7 +165,7 @@ def test_a_policy_is_pushed_inside_the_shapes_of_a_larger_one(tmp_path: Path) ->
     assert 0 < line["padding_s"] and 0 < line["push_s"] and 0 < line["drafter_push_s"]
 
 
-def test_runs_are_named_or_made(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_name_runs_to_compare_or_one_to_make(capsys: pytest.CaptureFixture[str]) -> None:
     asked = parsed(["--steps", "5", "--out", "build/grpo"])
     assert (asked.steps, asked.out, asked.runs) == (5, Path("build/grpo"), [])
     assert parsed(["a", "b", "--from-step", "2"]).runs == [Path("a"), Path("b")]
@@ -174,14 +174,14 @@ def test_runs_are_named_or_made(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--out" in capsys.readouterr().err
 
 
-def test_a_changed_bit_is_found(tmp_path: Path) -> None:
+def test_comparing_runs_finds_a_changed_bit(tmp_path: Path) -> None:
     for name, value in (("a", 0.0), ("b", -0.0)):
         (tmp_path / name).mkdir()
         save_file({"x": np.array([value])}, tmp_path / name / "state.safetensors")
     assert differences(tmp_path / "a", tmp_path / "b") == ["state: x"]
 
 
-def test_a_run_is_never_mixed_with_another(tmp_path: Path) -> None:
+def test_run_directory_refuses_steps_of_a_different_run(tmp_path: Path) -> None:
     RunDirectory(tmp_path, {"seed": 1}, resume=False)
     with pytest.raises(ValueError, match="seed=1, not 2"):
         RunDirectory(tmp_path, {"seed": 2}, resume=True)

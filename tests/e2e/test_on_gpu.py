@@ -149,7 +149,7 @@ def test_metrics_show_the_gpu_and_its_tokens(client: Client, plain: list[Any]) -
     assert samples(client, "tlt_running_sequences")[""] == 0
 
 
-def test_the_remedy_for_too_little_memory_works() -> None:
+def test_remedy_named_for_too_little_gpu_memory_works() -> None:
     """The least fraction there is, all of which another program holds, is too little for one
     sequence.
     """

@@ -143,7 +143,7 @@ def test_choice_reports_its_end_before_its_siblings_end(sdk: openai.OpenAI) -> N
         )
 
 
-def test_refusals_are_the_sdks_own_errors(sdk: openai.OpenAI) -> None:
+def test_refusals_raise_the_sdks_own_error_classes(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens is -1") as caught:
         sdk.completions.create(model=MODEL, prompt="a", max_tokens=-1)
     assert (caught.value.param, caught.value.code) == ("max_tokens", "invalid_request")

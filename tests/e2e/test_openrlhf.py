@@ -117,7 +117,7 @@ def await_four(url: str) -> None:
         pytest.param(by_named_group, 2, marks=pytest.mark.long),
     ],
 )
-def test_the_order_of_openrlhf_with_rollouts_running(
+def test_openrlhf_call_order_works_while_rollouts_run(
     running: ServerProcess, trainer: Callable[[int, str], Broadcast], steps: int
 ) -> None:
     """Join once; then for each step: pause, forget prefixes, every parameter one by one, resume.
@@ -258,7 +258,9 @@ def test_unsupported_calls_are_refused_with_a_remedy(
 
 
 @in_loop
-async def test_missing_parameters_are_reported_at_the_last_one(running: ServerProcess) -> None:
+async def test_missing_parameters_are_reported_with_the_last_parameter(
+    running: ServerProcess,
+) -> None:
     name, tensor = weights(1)[0]
     actor, port = RolloutActor(running.url), free_port()
     joined = asyncio.ensure_future(
@@ -275,7 +277,7 @@ async def test_missing_parameters_are_reported_at_the_last_one(running: ServerPr
     group.close()
 
 
-def test_the_actor_has_the_parameters_of_openrlhf() -> None:
+def test_actor_methods_take_the_parameters_of_openrlhf() -> None:
     """The parameters are those of RolloutRayActor in OpenRLHF 0.11.2."""
     called = {
         "init_process_group": [

@@ -114,7 +114,7 @@ def test_the_page_names_model_weights_and_drafter(open_page: Open, server: Serve
     expect(page.locator("#key")).to_be_hidden()
 
 
-def test_figures_move_under_load_and_strip_shows_the_strategy(
+def test_page_figures_move_under_load_and_strategy_is_shown(
     open_page: Open, server: ServerProcess, client: Client
 ) -> None:
     page = ready(open_page(server.url))
@@ -157,7 +157,7 @@ def strategies(count: int) -> Callable[[Page], None]:
 
 
 @pytest.mark.parametrize("size", [(1280, 900), (375, 667)], ids=str)
-def test_values_are_shown_at_the_pointer(
+def test_chart_values_are_shown_at_the_pointer(
     open_page: Open, server: ServerProcess, size: tuple[int, int]
 ) -> None:
     """The whole of it stays in the window, wherever the pointer or the keyboard's place is."""
@@ -193,7 +193,7 @@ def test_values_are_shown_at_the_pointer(
         expect(tip).to_be_empty()
 
 
-def test_twenty_strategies_look_different(open_page: Open, server: ServerProcess) -> None:
+def test_twenty_strategies_have_distinct_looks(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url, before=strategies(20)))
     expect(page.locator("#strategies li")).to_have_count(21)
     looks = [sample.inner_html() for sample in page.locator("#strategies svg").all()]
@@ -203,7 +203,7 @@ def test_twenty_strategies_look_different(open_page: Open, server: ServerProcess
     assert all({*one}.isdisjoint(next_one) for one, next_one in itertools.pairwise(parts))
 
 
-def test_on_a_phone_the_prompt_comes_first(open_page: Open, server: ServerProcess) -> None:
+def test_narrow_page_shows_the_prompt_first(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url, width=375))
     tops = page.evaluate(
         "['try', 'facts', 'tiles', 'charts'].map((id) => $(id).getBoundingClientRect().top)"
@@ -363,7 +363,7 @@ def training_state() -> DrafterState:
     )
 
 
-def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(
+def test_prompt_rerun_on_the_page_with_its_seed_gives_the_same(
     open_page: Open, server: ServerProcess, client: Client
 ) -> None:
     seed = 2**64 - 3  # more digits than a number of the browser holds
@@ -397,7 +397,7 @@ def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(
     assert page.locator("#output span").count() == 3  # without speculation a step gives one token
 
 
-def test_a_response_can_be_stopped_and_frees_its_place(
+def test_stopped_response_frees_its_batch_slot(
     open_page: Open, server: ServerProcess, client: Client
 ) -> None:
     page = ready(open_page(server.url, before=lambda page: page.route("**/generate", without_end)))
@@ -410,7 +410,7 @@ def test_a_response_can_be_stopped_and_frees_its_place(
     expect(page.locator("#go")).to_be_enabled()
 
 
-def test_refusals_are_shown_in_the_servers_words(open_page: Open, server: ServerProcess) -> None:
+def test_page_shows_refusals_in_the_servers_words(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url, quiet=False))
     ask(page, "1+1=", seed=str(2**64))
     expect(page.locator("#said")).to_contain_text(f"seed is {2**64}")
@@ -419,7 +419,7 @@ def test_refusals_are_shown_in_the_servers_words(open_page: Open, server: Server
     expect(page.locator("#said")).to_contain_text("max_tokens is 100000")
 
 
-def test_only_its_own_script_runs(open_page: Open, server: ServerProcess) -> None:
+def test_page_runs_only_its_own_script(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url, quiet=False))
     blocked = page.evaluate("""async () => {
       const blocked = [];
@@ -439,7 +439,7 @@ def test_only_its_own_script_runs(open_page: Open, server: ServerProcess) -> Non
     assert page.evaluate("window.inert") is None
 
 
-def test_a_stream_may_be_cut_anywhere(open_page: Open, server: ServerProcess) -> None:
+def test_page_reads_a_stream_cut_at_any_byte(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url))
     frames = (
         'event: token\ndata: {"text":"é😀\\n\\n\\"seed\\":1"}\n\n'
@@ -463,7 +463,7 @@ def test_a_stream_may_be_cut_anywhere(open_page: Open, server: ServerProcess) ->
     ]
 
 
-def test_counters_of_another_server_give_no_negative_rate(
+def test_counters_of_a_restarted_server_give_no_negative_rate(
     open_page: Open, server: ServerProcess, client: Client
 ) -> None:
     text, totals = client.metrics(), iter([5000.0, 6000.0, 10.0, 500.0])
@@ -489,7 +489,7 @@ def test_counters_of_another_server_give_no_negative_rate(
     assert first is None and rates[0] > 0 and rates[1] is None and rates[2] > 0
 
 
-def test_a_hidden_page_asks_less_often(open_page: Open, server: ServerProcess) -> None:
+def test_hidden_page_polls_less_often(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url))
     page.evaluate("Object.defineProperty(document, 'hidden', { value: true, configurable: true })")
     page.wait_for_timeout(4000)  # the next turn, which sees it
@@ -503,7 +503,7 @@ def test_a_hidden_page_asks_less_often(open_page: Open, server: ServerProcess) -
         )
 
 
-def test_a_key_is_asked_for_kept_in_the_tab_and_sent(
+def test_page_asks_for_a_key_keeps_it_in_the_tab_and_sends_it(
     open_page: Open, guarded: ServerProcess
 ) -> None:
     page = open_page(guarded.url, quiet=False)
@@ -542,7 +542,7 @@ def with_key(page: Page) -> None:
     page.add_init_script(f"sessionStorage.setItem('tlt-key', '{KEY}')")
 
 
-def test_markup_from_the_server_or_a_model_stays_text(
+def test_markup_from_server_or_model_is_shown_as_text(
     open_page: Open, guarded: ServerProcess
 ) -> None:
     hostile = {"id": "0", "index": 0, "token_ids": [1], "logprobs": [-1.0], "text": HOSTILE}
@@ -651,7 +651,7 @@ def test_the_page_sees_a_server_drain_stop_and_return(open_page: Open) -> None:
         )  # a gap, not a line across it
 
 
-def test_console_messages_are_noticed(open_page: Open, server: ServerProcess) -> None:
+def test_page_checks_notice_console_messages(open_page: Open, server: ServerProcess) -> None:
     said: list[str] = []
     page = ready(
         open_page(
@@ -686,7 +686,9 @@ def another_site(html: str) -> Iterator[str]:
             site.shutdown()
 
 
-def test_a_page_of_another_port_changes_nothing(browser: Browser, server: ServerProcess) -> None:
+def test_page_served_from_another_port_cannot_change_the_server(
+    browser: Browser, server: ServerProcess
+) -> None:
     send = f'fetch(`{server.url}${{path}}`, {{method: "POST", mode: "no-cors", body}})'
     html = f"""<img src="{server.url}/flush_cache"><script>
         const send = (path, body) => {send}
@@ -708,7 +710,7 @@ def test_a_page_of_another_port_changes_nothing(browser: Browser, server: Server
         assert client.generate([{"messages": QUESTION}], sampling={"max_tokens": 1}).results
 
 
-def test_a_listed_page_of_another_site_streams_and_sees_errors(
+def test_page_of_an_allowed_origin_streams_and_reads_errors(
     browser: Browser, guarded: ServerProcess, front_end: str
 ) -> None:
     """A page of an origin that is not listed gets nothing, with the same key."""

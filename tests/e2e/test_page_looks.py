@@ -79,7 +79,7 @@ def test_both_themes_have_enough_contrast(
 
 
 @pytest.mark.parametrize("width", [375, 700, 1000, 1920])
-def test_nothing_is_wider_than_the_window(
+def test_no_element_is_wider_than_the_window(
     open_page: Open, server: ServerProcess, width: int
 ) -> None:
     page = ready(open_page(server.url, width=width))

@@ -184,7 +184,7 @@ def test_a_panel_shows_data(place: str, watched: Prometheus) -> None:
         time.sleep(0.5)
 
 
-def test_the_list_of_servers_fills_the_boards_variable(watched: Prometheus) -> None:
+def test_board_variable_lists_the_servers(watched: Prometheus) -> None:
     assert (
         BOARD["templating"]["list"][0]["query"]["query"] == "label_values(tlt_build_info, instance)"
     )
@@ -198,13 +198,13 @@ def test_alerts_load_and_healthy_server_raises_no_critical_one(watched: Promethe
     assert not watched.query('ALERTS{severity="critical"}')
 
 
-def test_the_names_of_metrics_follow_the_conventions(watched: Prometheus) -> None:
+def test_metric_names_follow_prometheus_conventions(watched: Prometheus) -> None:
     exposition = watched.scraped()
     assert "tlt_pages " in exposition and "tlt_engine_figure{" in exposition
     assert complaints(exposition) == ""
 
 
-def test_promtool_objects_to_a_name_against_the_conventions() -> None:
+def test_promtool_rejects_an_unconventional_metric_name() -> None:
     require("promtool")
     sound = "# HELP tlt_pages KV pages in all.\n# TYPE tlt_pages gauge\ntlt_pages 1\n"
     assert complaints(sound) == ""

@@ -90,7 +90,7 @@ def test_a_bash_block_runs(
 
 
 @pytest.mark.parametrize("block", blocks("bash", serving=True))
-def test_a_serving_block_gets_ready_and_stops(
+def test_serving_block_becomes_ready_and_stops(
     block: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     said = []
@@ -114,12 +114,12 @@ def test_a_serving_block_gets_ready_and_stops(
     assert any(line.startswith("tlt: ready") for line in said), "".join(said)
 
 
-def test_there_are_blocks_of_each_kind() -> None:
+def test_readme_has_code_blocks_of_each_kind() -> None:
     assert len(blocks("python")) == 2 and len(blocks("bash")) == 1
     assert len(blocks("bash", serving=True)) == 2
 
 
-def test_named_files_exist() -> None:
+def test_files_named_in_the_readme_exist() -> None:
     text = README.read_text()
     named = set(
         re.findall(

@@ -103,7 +103,7 @@ def test_every_operation_conforms_to_the_document(limited: ServerProcess, phases
 
 
 @pytest.mark.long
-def test_halting_operations_fit_the_document(limited: ServerProcess) -> None:
+def test_pause_and_sleep_operations_conform_to_the_document(limited: ServerProcess) -> None:
     schemathesis(
         limited,
         "--include-path-regex",
@@ -117,7 +117,7 @@ def test_halting_operations_fit_the_document(limited: ServerProcess) -> None:
 
 
 @pytest.mark.long
-def test_the_stream_of_events_fits_the_document(limited: ServerProcess) -> None:
+def test_event_stream_conforms_to_the_document(limited: ServerProcess) -> None:
     flags = ("--phases", "coverage,fuzzing", "--max-examples", "2", "--seed", "1")
     schemathesis(limited, "--include-path-regex", ENDLESS, *flags, timeout_s=1)
 

@@ -73,7 +73,7 @@ def resumed(url: str, seed: int, tokens: int = 300) -> Rollout:
         aborted = True
 
 
-def test_the_order_of_slime(pushable: ServerProcess, width: int) -> None:
+def test_slime_call_order_works(pushable: ServerProcess, width: int) -> None:
     """Pause, flush, update under a name, continue. What was aborted goes on where it was."""
     calls = Calls(pushable.url)
     info = calls.get("/server_info")
@@ -106,7 +106,7 @@ def test_the_order_of_slime(pushable: ServerProcess, width: int) -> None:
 
 
 @pytest.mark.long
-def test_a_resent_request_has_the_same_output(pushable: ServerProcess) -> None:
+def test_resent_request_gets_the_same_output(pushable: ServerProcess) -> None:
     calls = Calls(pushable.url)
     whole = resumed(pushable.url, 77)
     assert not whole.aborted
@@ -123,7 +123,7 @@ def test_a_resent_request_has_the_same_output(pushable: ServerProcess) -> None:
     pytest.fail("no request was aborted")
 
 
-def test_the_order_of_areal(pushable: ServerProcess) -> None:
+def test_areal_call_order_works(pushable: ServerProcess) -> None:
     """Pause, update from disk with what runs aborted, continue; then the same in a session, named
     at its end.
     """
@@ -150,7 +150,7 @@ def test_the_order_of_areal(pushable: ServerProcess) -> None:
     check(rollouts, [*versions, "four"])
 
 
-def test_memory_is_lent_and_comes_back(pushable: ServerProcess) -> None:
+def test_memory_is_released_and_resumed_in_sglangs_form(pushable: ServerProcess) -> None:
     calls = Calls(pushable.url)
     before = resumed(pushable.url, 3)
     sums = calls.post("/weights_checker", {"action": "snapshot"})["checksums"]

@@ -335,7 +335,7 @@ def endure(plan: Plan, seed: int, root: Path, disk: Path) -> Counter[str]:
 
 
 @pytest.mark.long
-def test_a_small_storm_changes_nothing(tmp_path: Path) -> None:
+def test_server_survives_a_small_storm_of_requests(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "disk").mkdir()
     endure(Plan(400, 1, 4, 0), 0, tmp_path / "root", tmp_path / "disk")
@@ -344,7 +344,7 @@ def test_a_small_storm_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(1, 25))
-def test_a_million_requests_change_nothing(
+def test_server_survives_a_million_requests(
     seed: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     (tmp_path / "root").mkdir()

@@ -151,7 +151,7 @@ def test_weak_drafter_is_trained_and_adopted_exactly(own: Client) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_trainer_goes_on_from_its_checkpoint(
+def test_killed_trainer_resumes_from_its_checkpoint(
     weak_drafter: Path, weight_root: Path, tmp_path: Path
 ) -> None:
     with (
@@ -176,7 +176,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint(
         assert 0 < found["recomputed_tokens"] == found["tokens"]
 
 
-def test_orders_are_obeyed_and_the_drafter_goes_back(own: Client) -> None:
+def test_operator_commands_are_obeyed_and_drafter_rolls_back(own: Client) -> None:
     client = own
     assert client.pause_drafter_training()["state"] == "paused"
     with pytest.raises(Conflict, match="POST /drafter/resume"):
@@ -195,7 +195,7 @@ def test_orders_are_obeyed_and_the_drafter_goes_back(own: Client) -> None:
 
 
 @pytest.mark.long
-def test_training_starts_again_after_a_push_of_the_target(own: Client, weight_root: Path) -> None:
+def test_training_restarts_after_a_push_of_the_target(own: Client, weight_root: Path) -> None:
     client, before = own, status(own)
     perturbed_copy(TARGET, weight_root / "step-1")
     assert client.update_weights("step-1", "step-1")["state"] == "committed"
@@ -212,7 +212,7 @@ def test_training_starts_again_after_a_push_of_the_target(own: Client, weight_ro
 
 
 @pytest.mark.long
-def test_a_client_ships_the_candidate_with_its_next_target(
+def test_client_pushes_the_candidate_with_its_next_target(
     own: Client, weight_root: Path, tmp_path: Path
 ) -> None:
     """The trainer is paused, so the candidate of the test before is the last one."""

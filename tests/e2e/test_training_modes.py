@@ -75,7 +75,7 @@ FORCED = (sys.executable, str(Path(__file__).with_name("forced_adoptions.py")))
 
 
 @pytest.mark.soak
-def test_ten_adoptions_and_a_death_change_no_token(
+def test_ten_adoptions_and_a_trainer_death_change_no_token(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollouts run while the trainer starts, parks, adopts, is killed, comes back and goes on."""

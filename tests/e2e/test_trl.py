@@ -155,7 +155,7 @@ class Watched(Looks):
 
 
 @pytest.mark.parametrize(("channel", "steps"), [("http", STEPS), ("disk", 1), BROADCAST])
-def test_after_every_step_the_server_is_the_trainer(
+def test_server_weights_equal_the_trainers_after_every_step(
     channel: str, steps: int, client: Client, senders: dict[str, OpenSender], tmp_path: Path
 ) -> None:
     watched, before = Watched(client, senders[channel]), accepted(client)
@@ -234,16 +234,14 @@ def test_the_example_trains_with_an_adapting_drafter() -> None:
     assert re.fullmatch("the server has trl-.*, the weights after step 1", last), last
 
 
-def test_the_looks_see_lost_pushes(client: Client, tmp_path: Path) -> None:
+def test_comparison_with_the_trainer_detects_lost_pushes(client: Client, tmp_path: Path) -> None:
     watched = Watched(client, Stale)
     grpo(watched, 10, STEPS, tmp_path).train()
     assert watched.wrong() == lost(range(1, STEPS))
     assert min(seen.mean for seen in watched.seen[1:]) > 1e-3
 
 
-def test_tokens_of_other_weights_than_were_pushed_are_refused(
-    client: Client, tmp_path: Path
-) -> None:
+def test_adapter_refuses_tokens_not_from_the_pushed_weights(client: Client, tmp_path: Path) -> None:
     with pytest.raises(OffPolicy, match=r"the policy was pushed as 'trl-\w+-1'"):
         grpo(Watched(client, Lost), 11, 1, tmp_path).train()
 
@@ -324,7 +322,7 @@ def test_the_asynchronous_trainer_pushes_after_every_step(
 
 
 @pytest.mark.long
-def test_looks_detect_pushes_lost_by_the_asynchronous_trainer(
+def test_comparison_detects_lost_pushes_of_asynchronous_trainer(
     server: ServerProcess, client: Client, tmp_path: Path
 ) -> None:
     looks, _ = async_grpo(client, server.url, Stale, 40, tmp_path)

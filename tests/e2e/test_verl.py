@@ -139,7 +139,7 @@ def test_requests_of_verl_give_the_servers_tokens_and_logprobs(
 @pytest.mark.parametrize(
     "packaged", [iter, buffered, received], ids=["tensors", "one buffer", "asynchronous"]
 )
-def test_weights_become_live_as_they_were(
+def test_pushed_weights_become_active_unchanged(
     config: Any, pushable: ServerProcess, packaged: Callable[[Named], Any]
 ) -> None:
     step = {iter: 3, buffered: 4, received: 5}[packaged]
@@ -163,7 +163,7 @@ def test_weights_become_live_as_they_were(
         assert client.weights()["target"].endswith(f"-{step}")
 
 
-def test_the_order_of_an_update_while_requests_run(config: Any, pushable: ServerProcess) -> None:
+def test_verl_update_order_works_while_requests_run(config: Any, pushable: ServerProcess) -> None:
     """CheckpointEngineManager: abort, release the KV, push, take the KV again, resume. Clients ask
     again with what they had.
     """
@@ -261,7 +261,7 @@ def test_only_the_first_worker_of_a_replica_pushes(
     assert taken == ["a", "b"]
 
 
-def test_unsupported_calls_are_refused_by_name(config: Any, pushable: ServerProcess) -> None:
+def test_unsupported_verl_calls_are_refused_by_name(config: Any, pushable: ServerProcess) -> None:
     from verl.workers.config import RolloutConfig
 
     rollout = adapter.rollout_class()(config, None, None)
@@ -283,7 +283,9 @@ def test_unsupported_calls_are_refused_by_name(config: Any, pushable: ServerProc
             adapter.VerlSettings.of(RolloutConfig(name="tlt", engine_kwargs=wrong))
 
 
-def test_workers_of_verls_checkpoint_engine_push(config: Any, pushable: ServerProcess) -> None:
+def test_checkpoint_engine_workers_of_verl_push_weights(
+    config: Any, pushable: ServerProcess
+) -> None:
     """Workers get the rollout by its hook, so that verl's own table of rollouts stays as it is."""
     replica = adapter.replica_class()(replica_rank=0, config=config, model_config=None)
     workers = replica.get_ray_class_with_init_args()

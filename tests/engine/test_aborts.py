@@ -110,7 +110,7 @@ def reads(engine: Pushable) -> bool:
 
 
 @pytest.mark.parametrize("trainer", [never_comes, stops_in_the_middle, broadcasts_nothing])
-def test_an_abort_ends_the_wait_for_a_silent_trainer(
+def test_abort_ends_the_wait_for_a_silent_trainer(
     trainer: Trainer, engine: Pushable, root: Path
 ) -> None:
     tensors, sums = load_file(root / "new" / "model.safetensors"), engine.checksums()
@@ -137,7 +137,7 @@ def test_an_abort_ends_the_wait_for_a_silent_trainer(
     next(doing, None)
 
 
-def test_late_tensors_of_aborted_push_leave_group_usable(
+def test_late_tensors_of_an_aborted_push_leave_the_group_usable(
     engine: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast, "STOP_S", 60.0)  # it comes, however busy the machine is

@@ -84,7 +84,9 @@ def test_adapter_matches_its_merged_weights(
     assert engine.run(plain)[one.id][0] != tokens
 
 
-def test_bits_depend_on_no_company_and_no_speculation(settings: EngineSettings, root: Path) -> None:
+def test_adapter_bits_ignore_batch_company_and_speculation(
+    settings: EngineSettings, root: Path
+) -> None:
     adapters = {"a": root / "a", "b": root / "b"}
     mixed = [asked(name, i) for i in range(3) for name in ("a", "", "b")]
     mixed += [asked("a", 5, sampling=Sampling(temperature=0, max_tokens=40, ignore_eos=True))]
@@ -112,7 +114,7 @@ def test_a_prefix_of_another_adapter_is_never_used(engine: Adapting) -> None:
     assert engine.said["a-0"][0].cached_tokens == 16
 
 
-def test_the_target_s_push_keeps_adapters(
+def test_push_of_the_target_keeps_adapters(
     engine: Adapting, settings: EngineSettings, root: Path
 ) -> None:
     assert engine.push(root / "new", "v1").result == "committed"
@@ -120,7 +122,7 @@ def test_the_target_s_push_keeps_adapters(
     assert engine.run(asked("a")) == other.run(asked("a"))
 
 
-def test_a_new_version_takes_over_between_two_steps(
+def test_new_adapter_version_takes_over_between_two_steps(
     engine: Adapting, settings: EngineSettings, root: Path
 ) -> None:
     before = engine.run(asked("a"), asked("b"), asked(""))
@@ -142,7 +144,7 @@ def test_a_new_version_takes_over_between_two_steps(
     assert engine.run(asked("a", 1)) == fresh
 
 
-def test_recompute_reads_the_tokens_with_the_new_version(
+def test_recompute_rereads_tokens_with_the_new_adapter(
     engine: Adapting, settings: EngineSettings, root: Path
 ) -> None:
     engine.load("a", root / "a2", "two", in_flight="recompute", commit=False)
@@ -158,7 +160,7 @@ def test_recompute_reads_the_tokens_with_the_new_version(
 
 
 @pytest.mark.parametrize("in_flight", ["abort", "drain"])
-def test_only_the_adapter_s_own_requests_end_before_a_change(
+def test_adapter_change_ends_only_the_adapters_own_requests(
     engine: Adapting, root: Path, in_flight: str
 ) -> None:
     engine.submit(asked("a"), asked("", sampling=Sampling(max_tokens=90, ignore_eos=True)))
@@ -171,7 +173,7 @@ def test_only_the_adapter_s_own_requests_end_before_a_change(
     engine.finish()
 
 
-def test_a_drain_holds_back_new_requests_of_its_adapter_only(engine: Adapting, root: Path) -> None:
+def test_adapter_drain_delays_only_that_adapters_new_requests(engine: Adapting, root: Path) -> None:
     engine.submit(asked("a"))
     engine.step(3)
     id = engine.send_push(root / "a2", "two", role="adapter", adapter="a", in_flight="drain")
@@ -184,7 +186,7 @@ def test_a_drain_holds_back_new_requests_of_its_adapter_only(engine: Adapting, r
     assert [version for version, *_ in engine.spans("a-1")] == ["initial+a@two"]
 
 
-def test_repeated_push_is_unchanged_and_other_content_is_refused(
+def test_repeated_push_is_unchanged_and_new_content_is_refused(
     engine: Adapting, root: Path
 ) -> None:
     assert engine.load("a", root / "a", "one").result == "committed"
@@ -193,7 +195,7 @@ def test_repeated_push_is_unchanged_and_other_content_is_refused(
     assert report.result == "conflict" and "other content" in why(report)
 
 
-def test_a_version_of_an_adapter_means_one_content(
+def test_adapter_version_names_one_content(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     kept = replace(settings, state_dir=tmp_path / "state")
@@ -215,7 +217,7 @@ def test_a_version_of_an_adapter_means_one_content(
     assert again.load("other", root / "b", "1").result == "conflict"
 
 
-def test_unloading_waits_for_its_requests_or_ends_them(engine: Adapting, root: Path) -> None:
+def test_adapter_unload_waits_for_its_requests_or_ends_them(engine: Adapting, root: Path) -> None:
     engine.submit(asked("a"))
     engine.step(3)
     id = engine.send_unload("a")
@@ -234,7 +236,7 @@ def test_unloading_waits_for_its_requests_or_ends_them(engine: Adapting, root: P
     assert engine.report(engine.send_unload("b")).result == "not_found"
 
 
-def test_slots_are_limited_and_free_again(
+def test_adapter_slots_are_limited_and_reusable(
     engine: Adapting, settings: EngineSettings, root: Path
 ) -> None:
     report = engine.load("c", root / "a2")
@@ -269,7 +271,7 @@ def test_restarted_engine_keeps_loaded_adapters(
     assert Adapting(replace(kept, max_loras=0)).info.weight_version == "v1"
 
 
-def test_restart_names_adapters_beyond_its_limit(
+def test_restart_names_adapters_beyond_max_loras(
     settings: EngineSettings, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = replace(settings, state_dir=tmp_path / "state")
@@ -357,7 +359,7 @@ def test_unsupported_adapter_field_is_refused_by_name(
     assert "adapter_config.json" in why(report) and report.state.adapters == {}
 
 
-def test_tensors_that_do_not_fit_are_refused(refusing: Adapting, root: Path) -> None:
+def test_adapter_tensors_that_do_not_fit_are_refused(refusing: Adapting, root: Path) -> None:
     good = load_file(root / "a" / "adapter_model.safetensors")
     cases = {
         "shape": ({**good, CONTENT: good[CONTENT][:, 1:].contiguous()}, "has shape [4, 63]"),

@@ -93,7 +93,7 @@ def test_gpu_engine_drafts_with_a_new_drafter(settings: EngineSettings) -> None:
     assert bits(engine, ["r0", "r1"]) == plain and drafted
 
 
-def test_the_cpu_engine_drafts_with_weights_of_another_drafter(
+def test_cpu_engine_drafts_with_a_new_drafters_weights(
     settings: EngineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(DRAFTERS, "oracle")  # it refuses to stand in
@@ -122,7 +122,7 @@ def test_the_cpu_engine_drafts_with_weights_of_another_drafter(
     assert engine.engine.gauges()["successors_accepted"] >= before + 4
 
 
-def test_the_gpu_engine_loads_weights_of_another_drafter(
+def test_gpu_engine_loads_a_new_drafters_weights(
     settings: EngineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(DRAFTERS, "oracle")  # it refuses to stand in
@@ -135,7 +135,7 @@ def test_the_gpu_engine_loads_weights_of_another_drafter(
     assert {len(engine.tokens(f"r{i}")) for i in range(2)} == {12}
 
 
-def test_settings_take_its_name(settings: EngineSettings) -> None:
+def test_settings_accept_the_new_drafters_name(settings: EngineSettings) -> None:
     flags = {
         "model": settings.model,
         "drafter": "oracle",
@@ -145,7 +145,7 @@ def test_settings_take_its_name(settings: EngineSettings) -> None:
     assert load(flags).strategy == CHAIN
 
 
-def test_table_stands_in_for_a_drafter_with_weights() -> None:
+def test_drafter_table_falls_back_for_an_unknown_architecture() -> None:
     names = to_load("no/known/architecture")
     assert names == ("eagle", "history", "oracle")
     arms = ladder(names).arms

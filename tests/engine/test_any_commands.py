@@ -347,7 +347,7 @@ EXAMPLES: dict[str, Any] = {
 DRAWN = st.lists(ACTS, min_size=20, max_size=60)
 
 
-def test_commands_in_any_order_end_what_they_name(driven: Driven) -> None:
+def test_commands_in_any_order_end_their_named_sequences(driven: Driven) -> None:
     @hypothesis.settings(max_examples=200, **EXAMPLES)
     @hypothesis.given(DRAWN)
     def every(acts: list[Act]) -> None:
@@ -363,7 +363,9 @@ def test_commands_in_any_order_end_what_they_name(driven: Driven) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(14400)
-def test_commands_in_any_order_for_long(driven: Driven, record_property: Any) -> None:
+def test_many_commands_in_any_order_end_their_named_sequences(
+    driven: Driven, record_property: Any
+) -> None:
     """20,000 examples on a CPU; an interpreted step takes 30 times as long."""
     count = 20_000 if driven.settings.device == "cpu" else 500
 

@@ -62,7 +62,7 @@ def requests() -> list[GenerateRequest]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_pair_of_levels_meets(seed: int, device: str) -> None:
+def test_array_holds_every_pair_of_factor_levels(seed: int, device: str) -> None:
     factors = PLANS[device].factors
     array = covering_array(factors, seed)
     met = set().union(*(pairs(configuration) for configuration in array))
@@ -91,7 +91,7 @@ def test_engine_takes_one_push_and_every_arm_both_versions() -> None:
     assert {c["batch"] for c in found} == {7} and "version" not in found[0]
 
 
-def test_green_on_a_sound_engine_and_red_on_one_ulp(
+def test_bench_is_green_when_sound_and_red_on_one_moved_ulp(
     base: EngineSettings, requests: list[GenerateRequest]
 ) -> None:
     engines = ExactEngines(base)
@@ -126,7 +126,7 @@ def test_pushed_version_on_two_ranks_is_exact_with_one_killed(
 
 
 @pytest.mark.long
-def test_two_ranks_are_green_with_either_version(
+def test_exact_bench_is_green_on_two_ranks_with_either_version(
     base: EngineSettings, requests: list[GenerateRequest]
 ) -> None:
     engines = ExactEngines(replace(base, tensor_parallel=2, reduction_leaves=2))

@@ -54,7 +54,7 @@ def lives(engine: Pushable) -> bool:
     return len(tokens) == 3
 
 
-def test_so_many_joins_at_once_and_no_more(
+def test_concurrent_group_joins_are_bounded(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, engine = threading.Event(), Pushable(settings)
@@ -71,7 +71,7 @@ def test_so_many_joins_at_once_and_no_more(
     assert engine.report("later").result == "joined"
 
 
-def test_concurrent_readers_are_bounded_also_after_a_commit(
+def test_weight_readers_are_bounded_even_after_a_commit(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, sound, engine = threading.Event(), checksums.mix64, Pushable(settings)
@@ -89,7 +89,7 @@ def test_concurrent_readers_are_bounded_also_after_a_commit(
 
 
 @pytest.mark.parametrize("staging", [None, "none"])
-def test_engine_without_a_thread_reports_it_and_lives(
+def test_failed_thread_start_is_reported_and_engine_survives(
     staging: str, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Pushable(replace(settings, weight_staging=staging))
@@ -123,7 +123,7 @@ def test_every_failed_join_is_answered(
     assert "join it again" in error[1]
 
 
-def test_crew_counts_waiting_and_forgets_ended_threads() -> None:
+def test_thread_bound_counts_waiting_calls_but_not_ended_threads() -> None:
     go_on, crew = threading.Event(), Crew("do it", 2)
     crew.check_room(1)
     with pytest.raises(Unavailable, match="2 calls to do it run or wait already, the limit is 2"):
@@ -139,7 +139,7 @@ def test_crew_counts_waiting_and_forgets_ended_threads() -> None:
     crew.check_room(1)
 
 
-def test_broken_groups_take_no_place_and_are_not_listed(settings: EngineSettings) -> None:
+def test_broken_groups_are_not_counted_or_listed(settings: EngineSettings) -> None:
     pushes, stores = Pushable(settings).engine.pushes, []
 
     def join(name: str) -> WeightGroup:

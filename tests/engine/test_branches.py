@@ -28,7 +28,7 @@ def accepted(engine: Pushable, turn: int) -> int:
     return sum(out.accepted for r in again(turn) for out in engine.said[r.id])
 
 
-def test_an_earlier_response_becomes_branches_and_changes_no_bit(settings: EngineSettings) -> None:
+def test_branches_from_an_earlier_response_change_no_bit(settings: EngineSettings) -> None:
     plain = Pushable(settings)
     engine = Pushable(drafting(settings, "eagle", 4, 1, 7))
     for turn in range(3):
@@ -45,7 +45,7 @@ def test_an_earlier_response_becomes_branches_and_changes_no_bit(settings: Engin
 @pytest.mark.parametrize(
     "fields", [{"salt": "another"}, {"sd": DraftLimits(drafter="eagle")}], ids=["salt", "limits"]
 )
-def test_there_are_no_branches_where_history_may_not_draft(
+def test_no_branches_for_requests_that_exclude_history(
     settings: EngineSettings, fields: dict[str, object]
 ) -> None:
     engine = Pushable(drafting(settings, "eagle", 4, 1, 7))

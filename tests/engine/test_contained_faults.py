@@ -109,7 +109,7 @@ def test_a_fault_in_one_sequence_ends_it_alone(
     assert SECRET not in logged + error[1], "messages may quote a request"
 
 
-def test_a_batch_that_cannot_be_made_ends_alone(
+def test_batch_that_cannot_be_built_ends_alone(
     engine: Pushable, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine.engine._commands._make_sequence
@@ -125,7 +125,7 @@ def test_a_batch_that_cannot_be_made_ends_alone(
     assert (found["good"], found["bad"]) == ("error", "error") and same(engine, plain, "r0", "r1")
 
 
-def test_a_batch_that_is_queued_in_part_is_taken_back(
+def test_partly_queued_batch_is_withdrawn(
     engine: Pushable, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines, seen = engine.engine.scheduler._open.deadlines, list[str]()
@@ -147,7 +147,7 @@ def test_a_batch_that_is_queued_in_part_is_taken_back(
         ("scheduler", "gauges"),
     ],
 )
-def test_a_figure_that_cannot_be_counted_ends_nothing(
+def test_failing_metric_ends_no_sequence(
     owner: str, name: str, engine: Pushable, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attrgetter(owner)(engine.engine), name, broken)
@@ -158,7 +158,7 @@ def test_a_figure_that_cannot_be_counted_ends_nothing(
     monkeypatch.undo()
 
 
-def test_commands_that_fail_are_refused(
+def test_failing_commands_are_refused(
     engine: Pushable, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = engine.engine
@@ -183,9 +183,7 @@ def test_commands_that_fail_are_refused(
     assert same(engine, plain, "r0", "r1", "r2")
 
 
-def test_commands_that_are_not_valid_end_what_they_name(
-    engine: Pushable, plain: dict[str, Any]
-) -> None:
+def test_invalid_commands_end_their_named_requests(engine: Pushable, plain: dict[str, Any]) -> None:
     inner = engine.engine
     impossible = msgspec.structs.replace(ASKED[0], id="bad", seed=-1)
     unread: list[Any] = [
@@ -206,7 +204,7 @@ def test_commands_that_are_not_valid_end_what_they_name(
         inner.receive(encode(command)[:-1])
 
 
-def test_faults_that_concern_everybody_end_the_engine(
+def test_engine_wide_faults_end_the_engine(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's error, a lost rank or step, memory in doubt, and a structure wrong after a fault."""

@@ -59,20 +59,22 @@ def plain() -> Run:
 @pytest.mark.parametrize(
     ("rows", "promised"), [pytest.param(16, 3.5, marks=pytest.mark.long), (32, 4.8)]
 )
-def test_accept_length_at_depth_7(plain: Run, rows: int, promised: float) -> None:
+def test_demo_pair_keeps_its_accept_length_at_depth_7(
+    plain: Run, rows: int, promised: float
+) -> None:
     run = rollout("fixed", Strategy("eagle", 7, 8, rows))
     assert run.tokens == plain.tokens
     assert run.accept_length >= promised
     assert run.passes <= plain.passes / 3
 
 
-def test_history_saves_passes(plain: Run) -> None:
+def test_history_drafter_saves_passes(plain: Run) -> None:
     run = rollout("fixed", Strategy("history", 8, 2, 9))
     assert run.tokens == plain.tokens
     assert run.passes <= 0.85 * plain.passes and run.accept_length > 1.2
 
 
-def test_goodput_saves_passes(plain: Run) -> None:
+def test_goodput_policy_saves_passes(plain: Run) -> None:
     run = rollout("goodput")
     assert run.tokens == plain.tokens
     assert run.passes <= 0.9 * plain.passes

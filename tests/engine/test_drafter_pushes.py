@@ -103,7 +103,7 @@ def test_a_drafter_push_changes_no_token(settings: EngineSettings, root: Path) -
     assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
 
 
-def test_pushed_vocabulary_map_comes_in_any_type_of_integers(engine: Pushable, root: Path) -> None:
+def test_pushed_vocabulary_map_may_have_any_integer_dtype(engine: Pushable, root: Path) -> None:
     """The version's checksums are those of the types that are kept."""
     directory = root / "other-types"
     shutil.copytree(root / "new-drafter", directory)
@@ -121,7 +121,7 @@ def test_pushed_vocabulary_map_comes_in_any_type_of_integers(engine: Pushable, r
     assert again.result == "unchanged", "the same content"
 
 
-def test_target_and_drafter_in_one_transaction(
+def test_target_and_drafter_are_committed_in_one_transaction(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     report = engine.push(root / "new", "v1", role="all", drafter_path=str(root / "new-drafter"))
@@ -140,7 +140,7 @@ def test_target_and_drafter_in_one_transaction(
     assert engine.checksums() == sums and report.state.target == report.state.drafter == "v1"
 
 
-def test_pushes_while_speculating_equal_pushes_without(
+def test_pushes_give_the_same_bits_with_and_without_speculation(
     settings: EngineSettings, root: Path
 ) -> None:
     """Compare new requests only: a commit makes the drafter start from nothing, and later tokens of
@@ -173,7 +173,7 @@ def demo_settings(tmp_path: Path) -> EngineSettings:
     )
 
 
-def test_unfit_drafter_rests_until_the_next_push(
+def test_useless_drafter_is_disabled_until_the_next_push(
     demo_settings: EngineSettings, tmp_path: Path, capfd
 ) -> None:
     engine, used = Pushable(demo_settings), []

@@ -89,7 +89,7 @@ def twin(w: dict[str, torch.Tensor], embedded_TH, state_TH) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_logits_equal_the_published_networks(root: Path, tmp_path: Path, bias: bool) -> None:
+def test_eagle1_logits_equal_the_published_networks(root: Path, tmp_path: Path, bias: bool) -> None:
     from transformers import AutoModelForCausalLM
 
     directory = write_eagle1(tmp_path, root / "base", seed=7, bias=bias, shape=SMALLEST)
@@ -124,7 +124,7 @@ def test_eagle1_reads_normed_states_and_shares_target_weights(root: Path) -> Non
     assert not {"embed_tokens.weight", "lm_head.weight"} & drafter.parameters().keys()
 
 
-def test_copies_of_the_targets_tensors_are_not_read(root: Path, tmp_path: Path) -> None:
+def test_eagle1_ignores_copies_of_the_targets_tensors(root: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(root / "drafter", tmp_path / "drafter")
     tensors = load_file(directory / "model.safetensors")
     copies = {
@@ -145,7 +145,7 @@ def test_copies_of_the_targets_tensors_are_not_read(root: Path, tmp_path: Path) 
         ({"vocab_size": 65}, ("vocab_size", "65", "64")),
     ],
 )
-def test_another_targets_drafter(root, tmp_path, changes, words) -> None:
+def test_drafter_of_a_different_target_is_refused(root, tmp_path, changes, words) -> None:
     directory = shutil.copytree(root / "drafter", tmp_path / "drafter")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
@@ -194,7 +194,7 @@ def test_speculation_changes_no_bit(settings: EngineSettings, on_device, tokens:
         assert accepted >= tokens, "a third of the tokens, as it learnt from its target"
 
 
-def test_cpu_and_gpu_networks_draft_the_same(settings: EngineSettings) -> None:
+def test_eagle1_drafts_alike_on_cpu_and_gpu(settings: EngineSettings) -> None:
     devices = drafting(on_cpu(settings), *CHAIN), drafting(settings, *CHAIN)
     (_, on_one), (_, on_other) = (generated(Pushable(device), 6) for device in devices)
     assert on_one == on_other
@@ -211,7 +211,7 @@ def shared_head(network) -> torch.Tensor:
 
 
 @DEVICES
-def test_pushes_and_rollbacks_of_both_roles(
+def test_eagle1_engine_takes_pushes_and_rollbacks_of_both_roles(
     settings: EngineSettings, root: Path, on_device, tokens: int
 ) -> None:
     """The engine says after each step what one started with that target says, and drafts with the
@@ -270,7 +270,7 @@ def test_a_restart_serves_the_pushed_drafter(root: Path, tmp_path: Path, layout:
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_a_gpu_joins_as_a_cpu_does(
+def test_gpu_and_cpu_form_the_same_drafter_input(
     settings: EngineSettings, root: Path, tmp_path: Path, norm_first: bool
 ) -> None:
     """The interpreter's EAGLE-3: the layer's input, and the start of the residual stream."""
@@ -295,7 +295,7 @@ def test_a_gpu_joins_as_a_cpu_does(
     assert torch.equal(residual_RH, g_RH) != norm_first
 
 
-def test_a_push_cannot_bring_an_embedding(settings: EngineSettings, root: Path) -> None:
+def test_eagle1_push_with_an_embedding_is_refused(settings: EngineSettings, root: Path) -> None:
     directory = shutil.copytree(root / "drafter", root / "with-embedding", dirs_exist_ok=True)
     tensors = load_file(directory / "model.safetensors")
     embedding = torch.zeros(SMALLEST.vocab, SMALLEST.hidden)
@@ -304,13 +304,13 @@ def test_a_push_cannot_bring_an_embedding(settings: EngineSettings, root: Path) 
     assert report.error is not None and "leave it out of the push" in str(report.error)
 
 
-def test_doctor_knows_it(root: Path) -> None:
+def test_doctor_accepts_an_eagle1_drafter(root: Path) -> None:
     config = load({"model": str(root / "base"), "drafter": str(root / "drafter"), "device": "cpu"})
     finding = check_drafter(config.resolved())
     assert "fits the target" in finding.found
 
 
-def test_step_times_of_another_network_are_not_taken_over(
+def test_step_times_of_a_different_network_are_not_reused(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     write_eagle(tmp_path / "eagle3", shape=SMALLEST, draft_vocab=40)
@@ -325,6 +325,6 @@ def test_step_times_of_another_network_are_not_taken_over(
     ]
 
 
-def test_it_cannot_be_padded(root: Path) -> None:
+def test_padding_an_eagle1_drafter_is_refused(root: Path) -> None:
     with pytest.raises(ModelError, match="must be a LlamaForCausalLMEagle3"):
         pad(root / "base", root / "drafter", SHAPES["mid"], torch.float32, device="meta")

@@ -131,7 +131,7 @@ def equations(
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_forward_matches_the_equations_also_after_catch_up(target, directory, norm_first):
+def test_forward_matches_the_equations_after_catch_up_too(target, directory, norm_first):
     config = json.dumps({**CONFIG, "norm_before_residual": norm_first})
     (directory / "config.json").write_text(config)
     weights = load_file(directory / "model.safetensors")
@@ -155,7 +155,7 @@ def test_forward_matches_the_equations_also_after_catch_up(target, directory, no
     assert (drafter.logits(h_RH) - logits_RC).norm() / logits_RC.norm() < 1e-5, "logits_RC"
 
 
-def test_vocabulary_map_and_optional_parts(target, directory):
+def test_checkpoint_may_have_vocabulary_map_and_optional_parts(target, directory):
     drafter = Eagle3.load(directory, target)
     tensors = load_file(directory / "model.safetensors")
     assert torch.equal(drafter.target_ids, tensors["t2d"].nonzero()[:, 0])
@@ -166,7 +166,7 @@ def test_vocabulary_map_and_optional_parts(target, directory):
 
 
 @pytest.mark.parametrize("kinds", [(torch.int32, torch.uint8), (torch.int16, torch.int64)])
-def test_vocabulary_map_comes_in_any_type_of_integers(target, directory, kinds):
+def test_vocabulary_map_may_have_any_integer_dtype(target, directory, kinds):
     plain = Eagle3.load(directory, target)
     tensors = load_file(directory / "model.safetensors")
     for name, kind in zip(("d2t", "t2d"), kinds, strict=True):
@@ -186,7 +186,7 @@ def test_unsupported_norms_are_refused_by_name(target, directory, name, nested):
     Eagle3.load(directory, target)
 
 
-def test_feature_layers_in_both_conventions(directory):
+def test_feature_layers_are_read_in_both_conventions(directory):
     def given(**changes):
         (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
         return feature_layers(directory, TARGET)
@@ -210,7 +210,7 @@ def test_feature_layers_in_both_conventions(directory):
         ({"lm_head.weight": None}, ("lm_head.weight", "missing")),
     ],
 )
-def test_checkpoint_errors(target, directory, changes, words):
+def test_faulty_drafter_checkpoints_are_refused_by_fault(target, directory, changes, words):
     tensors = {**load_file(directory / "model.safetensors"), **changes}
     save_file(
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
@@ -230,7 +230,7 @@ def test_checkpoint_errors(target, directory, changes, words):
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, ("(0, 1, 2)", "(2, 3, 3)")),
     ],
 )
-def test_drafter_of_another_target(target, directory, changes, words):
+def test_drafter_of_a_different_target_is_refused(target, directory, changes, words):
     (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     with pytest.raises(ModelError) as caught:
         Eagle3.load(directory, target)

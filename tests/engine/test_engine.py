@@ -144,7 +144,7 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("strategy", [Strategy(), Strategy("eagle", 4, 3, 9)])
-def test_leaving_sequences_out_changes_no_bit(
+def test_skipping_sequences_in_a_step_changes_no_bit(
     base: EngineSettings, reference: dict[str, tuple[object, ...]], strategy: Strategy
 ) -> None:
     engine, _ = assemble(base)
@@ -165,7 +165,7 @@ def test_leaving_sequences_out_changes_no_bit(
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_bits_do_not_depend_on_the_way(
+def test_settings_of_pages_rows_and_chunks_change_no_bit(
     name: str, base: EngineSettings, reference: dict[str, tuple[object, ...]]
 ) -> None:
     settings = replace(base, **CHANGES[name])
@@ -199,7 +199,7 @@ def test_a_request_is_drafted_for_within_its_own_limits(
         assert max(drafted) <= most and (max(drafted) > 0) == (most > 0), (limits, drafted)
 
 
-def test_step_is_plain_if_no_request_takes_drafts(base: EngineSettings) -> None:
+def test_step_drafts_nothing_if_no_request_takes_drafts(base: EngineSettings) -> None:
     """Else their time would teach that drafting costs nothing."""
     engine, _ = assemble(replace(base, **fixed("eagle:4x1x5")))
     limits = DraftLimits(drafter="history")
@@ -212,7 +212,7 @@ def test_step_is_plain_if_no_request_takes_drafts(base: EngineSettings) -> None:
     assert seen == {(OFF, 1)}
 
 
-def test_history_is_accepted_where_text_repeats(base: EngineSettings) -> None:
+def test_history_drafts_are_accepted_where_text_repeats(base: EngineSettings) -> None:
     greedy = requests(6, "greedy")
     plain, plain_counts = run(base, greedy)
     drafted, counts = run(replace(base, **fixed("history:6x3x12")), greedy)
@@ -258,7 +258,7 @@ def test_policies_change_between_steps_without_changing_tokens(base: EngineSetti
     assert {"off", "eagle:4x3x9", "eagle:2x1x3"} <= {switch.strategy for switch in switches}
 
 
-def test_returning_policy_keeps_its_knowledge(base: EngineSettings) -> None:
+def test_restored_policy_keeps_its_estimates(base: EngineSettings) -> None:
     engine, _ = assemble(replace(base, policy="beg"))
     before = engine.choice.policy
     for command in (SetPolicy("off"), SetPolicy("beg", arms=Arms(("history",)))):
@@ -324,7 +324,7 @@ def test_scoring_a_prompt_alone_gives_the_same_bits(name: str, base: EngineSetti
     assert counts["pages_free"] == counts["pages"]
 
 
-def test_impossible_batch_ends_with_one_typed_error_each(base: EngineSettings) -> None:
+def test_impossible_batch_ends_with_one_typed_error_per_request(base: EngineSettings) -> None:
     engine, _ = assemble(replace(base, pages=8))
     big = msgspec.structs.replace(requests(1)[0], id="big", sampling=Sampling(max_tokens=500))
     engine.send(Submit([*requests(2), big]))
@@ -334,7 +334,7 @@ def test_impossible_batch_ends_with_one_typed_error_each(base: EngineSettings) -
     assert engine.idle
 
 
-def test_impossible_policy_is_refused_and_changes_nothing(
+def test_impossible_policy_is_refused_and_active_policy_stays(
     base: EngineSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine, _ = assemble(replace(base, drafter="history"))
@@ -347,7 +347,7 @@ def test_impossible_policy_is_refused_and_changes_nothing(
 
 
 @pytest.mark.contains_faults
-def test_a_request_the_sampler_cannot_take_ends_alone(base: EngineSettings) -> None:
+def test_request_with_invalid_sampling_ends_alone(base: EngineSettings) -> None:
     engine, _ = assemble(base)
     good = requests(2)
     engine.send(Submit(good))
@@ -388,7 +388,7 @@ UNFIT: dict[str, Callable[[EngineSettings, Path], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("what", UNFIT)
-def test_misfits_are_refused_before_kernels_and_weights(
+def test_unfit_settings_are_refused_before_kernels_and_weights(
     base: EngineSettings, tmp_path: Path, what: str
 ) -> None:
     begun: list[str] = []
@@ -429,7 +429,7 @@ def test_kernels_are_ready_and_none_is_compiled_in_a_step(
         assert f"policy {name} is in force: all of its kernels are compiled" in said
 
 
-def test_engine_reports_its_choices(base: EngineSettings) -> None:
+def test_engine_reports_its_resolved_settings(base: EngineSettings) -> None:
     phases: list[tuple[str, str]] = []
     settings = replace(base, device=None, max_running=None, max_rows=None)
     gpu = Gpu(unusable="torch finds no GPU")

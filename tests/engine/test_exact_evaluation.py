@@ -108,7 +108,7 @@ def test_replay_repeats_the_servers_accepted_counts(
     assert (verified.rows_V > verified.own_rows_V).any(), "no branches were there to leave out"
 
 
-def test_a_shifted_pairing_is_noticed(
+def test_evaluation_detects_a_shifted_pairing(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     class Shifted(RecomputedFeatures):
@@ -118,7 +118,7 @@ def test_a_shifted_pairing_is_noticed(
     assert_alarm(record, drafter, Shifted(CpuPrefill(target)))
 
 
-def test_a_missing_norm_is_noticed(
+def test_evaluation_detects_a_missing_norm(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     network = drafter.weights.network
@@ -126,7 +126,7 @@ def test_a_missing_norm_is_noticed(
     assert_alarm(record, drafter, RecomputedFeatures(CpuPrefill(target)))
 
 
-def test_a_stale_vocabulary_map_is_noticed(
+def test_evaluation_detects_a_stale_vocabulary_map(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     network = drafter.weights.network
@@ -135,7 +135,7 @@ def test_a_stale_vocabulary_map_is_noticed(
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
-def test_another_weight_version_is_noticed(
+def test_evaluation_detects_a_different_weight_version(
     role: str, record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     network = target if role == "target" else drafter.weights.network
@@ -158,7 +158,7 @@ def test_incomparable_cycles_are_counted_by_reason(
     assert learnt.compared + sum(learnt.unknown.values()) == cycles
 
 
-def test_trees_compare_under_the_table_of_their_cycle(
+def test_trees_are_compared_under_their_cycles_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine puts what it learns in force now and then, and names the table of every tree."""
@@ -192,7 +192,7 @@ def test_trees_compare_under_the_table_of_their_cycle(
     assert check(wrong).different > 0, "any table gives these trees"
 
 
-def test_a_walk_as_recorded_visits_the_recorded_roots(
+def test_recorded_walk_visits_the_recorded_roots(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     """Responses are left out in which branches were accepted."""
@@ -219,7 +219,7 @@ def branched(verified: Verifications, n: int) -> bool:
     return bool((verified.accepted_V[of_V] > verified.own_accepted_V[of_V]).any())
 
 
-def test_counts_do_not_depend_on_the_batch(
+def test_accepted_counts_do_not_depend_on_the_batch(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     chosen, strategy = [0, 5, 11, 13], Strategy("eagle", 5, 3, 9)
@@ -234,7 +234,7 @@ def test_counts_do_not_depend_on_the_batch(
                 assert replay.accepted(alone, 5, 3).tolist() == [accepted]
 
 
-def test_walk_equals_drafting_from_all_positions_first(
+def test_walk_equals_drafting_from_all_positions_in_advance(
     record: RolloutRecord,
     target: Decoder,
     drafter: ReplayedDrafter,
@@ -253,7 +253,7 @@ def test_walk_equals_drafting_from_all_positions_first(
             assert np.array_equal(found_C, getattr(other, name)), name
 
 
-def test_one_place_serves_for_all_responses(
+def test_reused_replay_slot_gives_the_counts_of_a_new_one(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     """A response leaves nothing that changes the counts of those that follow."""
@@ -296,7 +296,7 @@ def test_the_command_prints_every_drafter_against_the_first(
     assert main([*command, "--as-recorded", "--policy", TREE]) == 0
 
 
-def test_networks_of_different_layers_share_a_record(
+def test_drafters_reading_different_layers_share_a_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """EAGLE-1 was in force, and EAGLE-3 is compared with it."""

@@ -102,7 +102,7 @@ def test_truncated_file_is_named(cut: float, bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("place", range(10))
-def test_flipped_bit_in_a_header_leaves_old_or_new(place: int, bench: Bench) -> None:
+def test_flipped_header_bit_leaves_old_or_new_version(place: int, bench: Bench) -> None:
     directory = bench.copy()
     data = bytearray((directory / FILE).read_bytes())
     data[place * (8 + header_size(directory)) // 10] ^= 1 << place % 7
@@ -135,13 +135,13 @@ TENSORS: dict[str, Callable[[Tensors], object]] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_fit_are_refused(name: str, bench: Bench) -> None:
+def test_pushed_tensors_that_do_not_fit_are_refused(name: str, bench: Bench) -> None:
     directory = bench.copy()
     edit(directory, TENSORS[name])
     bench.said(directory)
 
 
-def test_tied_head_that_agrees_is_welcome(bench: Bench) -> None:
+def test_tied_head_equal_to_the_embedding_is_accepted(bench: Bench) -> None:
     directory = bench.copy()
     edit(directory, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()}))
     assert bench.ends(directory, version="tied").result == "committed"
@@ -177,7 +177,7 @@ def declare(directory: Path, name: str) -> None:
         ("http", QUERY, "expected"),
     ],
 )
-def test_tensor_larger_than_the_models_is_not_read(
+def test_tensor_larger_than_the_model_declares_is_not_read(
     channel: str, name: str, said: str, bench: Bench
 ) -> None:
     directory, fields = bench.copy(), {}
@@ -258,7 +258,7 @@ MANIFESTS: dict[str, tuple[list[dict[str, object]], str]] = {
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_manifest_that_says_otherwise_is_refused(name: str, bench: Bench) -> None:
+def test_manifest_that_contradicts_its_files_is_refused(name: str, bench: Bench) -> None:
     entries, said = MANIFESTS[name]
     changed = {entry["name"] for entry in entries}
     tensors = [entry for entry in entries if not entry.get("left out")]
@@ -277,7 +277,7 @@ def test_manifest_that_says_otherwise_is_refused(name: str, bench: Bench) -> Non
         ("hidden_act", "gelu"),
     ],
 )
-def test_config_of_another_model_is_refused(field: str, value: object, bench: Bench) -> None:
+def test_config_of_a_different_model_is_refused(field: str, value: object, bench: Bench) -> None:
     directory = bench.copy()
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, field: value}))
@@ -297,9 +297,7 @@ DRAFTERS: dict[str, Callable[[Tensors], object]] = {
 
 @pytest.mark.parametrize("role", ["drafter", "all"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_drafter_that_does_not_fit_takes_the_target_along(
-    name: str, role: str, bench: Bench
-) -> None:
+def test_unfit_drafter_fails_the_target_pushed_with_it(name: str, role: str, bench: Bench) -> None:
     drafter = bench.copy("new-drafter")
     edit(drafter, DRAFTERS[name])
     if role == "drafter":
@@ -308,7 +306,7 @@ def test_drafter_that_does_not_fit_takes_the_target_along(
         bench.said(bench.copy(), role=role, drafter_path=str(drafter))
 
 
-def test_file_that_is_no_calibration_is_refused(bench: Bench) -> None:
+def test_invalid_calibration_file_is_refused(bench: Bench) -> None:
     drafter = bench.copy("new-drafter")
     (drafter / CALIBRATION).write_bytes(b"none")
     assert "calibration" in bench.said(drafter, role="drafter")

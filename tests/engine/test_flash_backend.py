@@ -189,12 +189,12 @@ def test_large_step_matches_the_twin_and_reads_visible_kv_only(library, shape, f
     assert library.calls == [(len(PROMPTS), sum(max(known - first, 0) for known, _ in PROMPTS))] * 2
 
 
-def test_a_step_of_prompts_alone_needs_no_other_rows(library):
+def test_step_with_only_prompt_rows_matches_the_twin(library):
     step = a_mixed_step(SHAPES[1], torch.bfloat16, decoding=[])
     assert_like_the_twin(by_flash(step), step, 0, 6e-3)
 
 
-def test_keys_are_gathered_for_a_few_requests_at_a_time(library, monkeypatch):
+def test_flash_gathers_keys_for_a_bounded_group_of_requests(library, monkeypatch):
     step = a_mixed_step(SHAPES[1], torch.float16, decoding=[])
     together = by_flash(step)
     # 280 keys and values of 2 heads of 16 in two bytes.
@@ -211,7 +211,7 @@ def test_rehearsed_step_has_no_prompt_row_and_calls_nothing(library):
 
 
 @pytest.mark.long
-def test_what_may_be_captured_is_the_triton_kernels_to_the_bit(library):
+def test_captured_step_sizes_use_triton_attention_bit_for_bit(library):
     assert LARGE >= PROMPT_SIZES[-1]  # a captured plan could not wait for the device
     step = a_mixed_step(SHAPES[1], torch.float16, prompts=[(40, -20)], dead=0)
     expected = attend(TritonPaged(**arguments(step)), step, 20)
@@ -220,7 +220,7 @@ def test_what_may_be_captured_is_the_triton_kernels_to_the_bit(library):
     assert not library.calls
 
 
-def test_runs_end_where_the_request_changes_or_the_dead_begin():
+def test_prompt_runs_end_at_the_next_request_or_a_dead_row():
     position_P = np.array([5, 6, 7, 0, 8, 9, -1], np.int32)
     batch_slot_P = np.array([2, 2, 2, 0, 1, 1, 3], np.int32)
     runs = runs_of(position_P, batch_slot_P)
@@ -235,7 +235,7 @@ def refused(step: Step, **others: object) -> str:
     return str(caught.value)
 
 
-def test_what_it_cannot_serve_is_refused_with_the_remedy(library, monkeypatch):
+def test_flash_refuses_unsupported_settings_with_a_remedy(library, monkeypatch):
     step = a_step(SHAPES[1], [(3, 1)], dtype=torch.float16)
     assert "use attention triton, or numerics fast" in refused(step, numerics="strict")
     assert "dtype is float32" in refused(step, dtype=torch.float32)
@@ -244,7 +244,7 @@ def test_what_it_cannot_serve_is_refused_with_the_remedy(library, monkeypatch):
     assert "use attention triton" in message and "pip install 'tlt-server[flash-attn]'" in message
 
 
-def test_an_engine_is_refused_before_its_weights_are_read(tmp_path):
+def test_unsupported_flash_engine_fails_before_reading_weights(tmp_path):
     config = ModelConfig.read(write_target(tmp_path / "target"))
     settings = EngineSettings(
         model="/nowhere",
@@ -264,7 +264,7 @@ def test_an_engine_is_refused_before_its_weights_are_read(tmp_path):
     reason="the package flash-attn-4 and a GPU are needed",
 )
 @pytest.mark.parametrize("shape", [(28, 4, 128), (32, 8, 64)])
-def test_on_the_gpu_the_real_library_matches_the_twin(shape):
+def test_real_flash_library_on_a_gpu_matches_the_twin(shape):
     step = a_mixed_step(shape, torch.bfloat16)
     for first in (0, 180):
         assert_like_the_twin(by_flash(step, first), step, first, 5e-3)

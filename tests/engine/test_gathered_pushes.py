@@ -23,7 +23,7 @@ from tlt_server.wire.events import WeightReport
 __all__ = ["engine", "root", "settings"]  # fixtures
 
 
-def test_completing_part_makes_the_push_live(
+def test_last_missing_part_commits_the_push(
     settings: EngineSettings, engine: Pushable, root: Path
 ) -> None:
     before, said = engine.checksums(), speak(engine)
@@ -72,7 +72,7 @@ def test_refused_part_ends_the_push(engine: Pushable, root: Path, tmp_path: Path
     assert engine.checksums() == before and results(engine, root, "new1")[-1] == "committed"
 
 
-def test_lost_part_of_a_role_ends_no_push_of_the_other(engine: Pushable, root: Path) -> None:
+def test_lost_drafter_part_ends_no_push_of_the_target(engine: Pushable, root: Path) -> None:
     def drafter(numbers: range) -> list[str]:
         return results(engine, root, "new-drafter", numbers, role="drafter")
 
@@ -84,7 +84,7 @@ def test_lost_part_of_a_role_ends_no_push_of_the_other(engine: Pushable, root: P
 
 
 @pytest.mark.parametrize("named", [{}, {"version": "d"}])
-def test_a_drafter_is_not_complete_without_its_vocabulary_map(
+def test_drafter_push_is_incomplete_without_its_vocabulary_map(
     named: dict[str, str], engine: Pushable, root: Path
 ) -> None:
     """Else it would draft with the map of another until its own one comes."""
@@ -111,7 +111,7 @@ def test_a_drafter_is_not_complete_without_its_vocabulary_map(
 
 @pytest.mark.parametrize("named", [{}, {"version": "v"}])
 @pytest.mark.parametrize("staging", [None, "none"])
-def test_tied_head_may_follow_the_completing_part(
+def test_tied_head_may_arrive_after_the_last_missing_part(
     staging: str, named: dict[str, str], settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     engine = Pushable(replace(settings, weight_staging=staging, state_dir=str(tmp_path)))
@@ -135,7 +135,7 @@ def test_tied_head_may_follow_the_completing_part(
     assert Pushable(engine.settings).checksums() == engine.checksums() != live
 
 
-def test_silent_sender_is_given_up(engine: Pushable, root: Path) -> None:
+def test_push_parts_of_a_silent_sender_are_dropped(engine: Pushable, root: Path) -> None:
     engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.2
     assert part(engine, root, "new1", 0, "v1").result == "gathering"
     engine.until(lambda: "" in engine.reports, "word of it")
@@ -145,7 +145,9 @@ def test_silent_sender_is_given_up(engine: Pushable, root: Path) -> None:
     assert report.state.open == {}
 
 
-def test_in_place_nothing_is_computed_with_a_part(settings: EngineSettings, root: Path) -> None:
+def test_in_place_push_pauses_requests_until_all_parts_arrive(
+    settings: EngineSettings, root: Path
+) -> None:
     engine = Pushable(replace(settings, weight_staging="none"))
     said = speak(engine)
     assert part(engine, root, "new1", 0).result == "gathering"

@@ -35,9 +35,7 @@ def test_incomplete_push_is_aborted_but_not_committed(engine: Pushable, root: Pa
     assert engine.push(root / "new2", "v2").result == "committed"
 
 
-def test_target_and_drafter_one_after_the_other_are_one_commit(
-    engine: Pushable, root: Path
-) -> None:
+def test_target_then_drafter_are_committed_together(engine: Pushable, root: Path) -> None:
     before = engine.checksums()
     assert results(engine, root, "new1", version="v", commit=False) == [
         "gathering",
@@ -61,7 +59,7 @@ def test_target_and_drafter_one_after_the_other_are_one_commit(
     assert all(after[name] != before[name] for name in ("model.norm.weight", "draft.fc.weight"))
 
 
-def test_waiting_commit_takes_the_push_it_was_asked_for(
+def test_waiting_commit_never_commits_a_later_push(
     settings: EngineSettings, engine: Pushable, root: Path
 ) -> None:
     """Another push in its place would be committed and answered as this one."""
@@ -98,7 +96,9 @@ def test_a_session_commits_and_ends_its_own_push_only(engine: Pushable, root: Pa
     assert (done.result, done.version) == ("committed", "8")
 
 
-def test_push_without_a_name_is_reported_and_aborted(engine: Pushable, root: Path) -> None:
+def test_push_without_a_version_name_is_reported_and_abortable(
+    engine: Pushable, root: Path
+) -> None:
     assert part(engine, root, "new1", 0).result == "gathering"
     engine.engine.send(RollbackWeights("r"))
     refused = engine.report("r")
@@ -121,7 +121,7 @@ def test_naming_requires_the_expected_live_version(engine: Pushable, root: Path)
         assert engine.report(id).result == result
 
 
-def test_group_is_joined_while_weights_sleep_or_says_why_not(engine: Pushable) -> None:
+def test_group_join_during_weight_sleep_succeeds_or_says_why(engine: Pushable) -> None:
     engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.5
     engine.engine.send(Sleep("s", ["weights", "kv_cache"]))
     engine.engine.send(JoinGroup("j", "g", "gloo", "127.0.0.1", 9, 1, 2))
@@ -135,7 +135,7 @@ def test_group_is_joined_while_weights_sleep_or_says_why_not(engine: Pushable) -
     assert "there is no GPU here" in why(engine.reports["n"])
 
 
-def test_session_completed_twice_is_restored_whole(
+def test_session_push_survives_a_restart_without_later_parts(
     root: Path, settings: EngineSettings, tmp_path: Path
 ) -> None:
     """Parts of the next push leave no trace."""

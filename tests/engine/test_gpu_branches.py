@@ -54,7 +54,7 @@ def branch_nodes(engine: Pushable) -> tuple[int, int]:
     return int(table.hits_Z.sum()), int(table.trials_Z.sum())
 
 
-def test_an_earlier_response_becomes_branches_and_changes_no_bit(
+def test_branches_from_an_earlier_response_change_no_bit(
     settings: EngineSettings, engine: Pushable
 ) -> None:
     plain = Pushable(settings)
@@ -71,7 +71,7 @@ def test_an_earlier_response_becomes_branches_and_changes_no_bit(
     assert engine.engine.gauges()["branch_table_drift"] >= 0
 
 
-def test_there_are_no_branches_where_history_may_not_draft(engine: Pushable) -> None:
+def test_no_branches_for_requests_that_exclude_history(engine: Pushable) -> None:
     before = branch_nodes(engine)
     engine.run(*again(2, 5, salt="another"), *again(3, 5, sd=DraftLimits(drafter="eagle")))
     assert branch_nodes(engine) == before

@@ -270,7 +270,7 @@ ALONE = ["plain 0", *(pytest.param(id, marks=pytest.mark.long) for id in IDS["ad
 
 
 @pytest.mark.parametrize("id", ALONE)
-def test_company_changes_no_bit(
+def test_other_requests_in_the_batch_change_no_bit(
     id: str, engine: Pushable, settings: EngineSettings, plain: Bits
 ) -> None:
     """Requests without an adapter run in an engine that takes none."""
@@ -299,7 +299,7 @@ def test_the_host_stays_one_step_ahead(id: str, engine: Pushable) -> None:
 
 
 @pytest.mark.parametrize("flag", ["edited", "structured", "adapted"])
-def test_only_steps_that_need_it_run_the_longer_pass(flag: str, engine: Pushable) -> None:
+def test_optional_pass_parts_run_only_in_steps_that_need_them(flag: str, engine: Pushable) -> None:
     extends = engine.engine.runner.passes.extends
     choose(engine, None)
     for kind, expected in (("reported", set()), (flag, {True})):
@@ -325,7 +325,7 @@ def test_penalties_change_the_tokens_that_are_sampled(twin: Pushable) -> None:
     assert len({*twin.tokens("edited 2")}) > len({*unedited[0]})
 
 
-def test_allowed_and_banned_tokens_and_bad_words_are_kept_to(twin: Pushable) -> None:
+def test_outputs_obey_allowed_tokens_banned_tokens_and_bad_words(twin: Pushable) -> None:
     assert {*twin.tokens("edited 6")} <= {*ALLOWED} - {5, 9}
     assert {*twin.tokens("edited 7")} <= {*ALLOWED}
     tokens = twin.tokens("structured 8")
@@ -346,7 +346,9 @@ def test_every_structured_output_is_a_text_of_its_grammar(twin: Pushable) -> Non
     assert len(twin.tokens("structured 6")) == 2
 
 
-def test_failed_and_ended_sequences_are_not_decodes(engine: Pushable, twin: Pushable) -> None:
+def test_failed_and_ended_sequences_are_not_counted_as_decodes(
+    engine: Pushable, twin: Pushable
+) -> None:
     """The step after an end was launched before the host knew of it."""
     choose(engine, TREE)
     stuck, other = with_fields(structured(7, STUCK), id="stuck"), request(8, 5, 9)
@@ -376,7 +378,7 @@ def unreported(asked: GenerateRequest) -> GenerateRequest:
     return with_fields(asked, sampling=sampling)
 
 
-def test_asking_for_reports_changes_no_bit(
+def test_requesting_raw_logprobs_changes_no_bit(
     engine: Pushable, plain: Bits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -405,9 +407,7 @@ def test_reports_have_a_value_for_each_token(twin: Pushable) -> None:
 
 
 @pytest.mark.long
-def test_a_new_adapter_takes_the_slot_after_the_steps_in_flight(
-    engine: Pushable, twin: Pushable
-) -> None:
+def test_new_adapter_takes_a_slot_after_in_flight_steps(engine: Pushable, twin: Pushable) -> None:
     choose(engine, None)
     one = with_fields(request(0, 6, 12), lora="a")
     for each in (engine, twin):
@@ -426,7 +426,9 @@ def test_a_new_adapter_takes_the_slot_after_the_steps_in_flight(
         load(each, "a", "a")
 
 
-def test_kernels_of_matmuls_are_named(settings: EngineSettings, engine: Pushable) -> None:
+def test_matmul_kernels_are_named_in_the_engines_choices(
+    settings: EngineSettings, engine: Pushable
+) -> None:
     why = "portable: the type is float32, and the streaming kernel is for bfloat16"
     assert engine.info.products == why
     said = {}
@@ -434,9 +436,7 @@ def test_kernels_of_matmuls_are_named(settings: EngineSettings, engine: Pushable
     assert said["prepare runner"].split("; ")[1] == f"matmuls {why}"
 
 
-def test_the_drift_of_a_table_is_reported(
-    engine: Pushable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibration_drift_is_reported(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "EVERY", 1)
     choose(engine, TREE)
     engine.run(request(0, 5, 8))

@@ -128,7 +128,7 @@ def assert_same(found: Bits, expected: Bits) -> None:
     assert logprobs == 0, f"{logprobs} log-probs differ in their bits"
 
 
-def test_what_policies_reach_is_captured_within_its_memory(engine: Pushable, plain: Bits) -> None:
+def test_reachable_graphs_are_captured_within_their_memory(engine: Pushable, plain: Bits) -> None:
     """`plain` has run: keys of mixed steps are there already, and nothing of these was captured
     twice.
     """
@@ -167,7 +167,7 @@ def test_an_eagle1_drafter_changes_no_bit(
 
 
 @pytest.mark.parametrize("arm", ["off", "eagle 7 4 16", "history 12 2 16"])
-def test_reports_change_no_bit_and_steps_stay_captured(
+def test_raw_logprobs_change_no_bit_and_steps_stay_captured(
     arm: str, engine: Pushable, plain: Bits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, *numbers = arm.split()
@@ -228,7 +228,7 @@ def test_batch_and_chunks_change_no_bit(engine: Pushable, plain: Bits) -> None:
         scheduler.max_rows = kept
 
 
-def test_without_graphs_and_with_few_pages_the_bits_are_the_same(
+def test_bits_are_the_same_without_graphs_and_with_few_pages(
     settings: EngineSettings, plain: Bits
 ) -> None:
     scarce = Pushable(replace(settings, graphs=False, pages=32, max_running=12, max_rows=96))
@@ -258,7 +258,7 @@ def test_graphs_follow_a_push_and_its_rollback(
     assert_same(bits(engine, requests()[:16], "fixed", Strategy("eagle", 7, 1, 8)), plain)
 
 
-def test_a_push_while_graphs_run_is_marked_at_the_token(
+def test_push_while_graphs_run_marks_the_token_of_the_change(
     engine: Pushable, root: Path, plain: Bits
 ) -> None:
     long = [
@@ -300,7 +300,7 @@ def test_non_finite_weights_end_requests_with_one_typed_error(
     assert_same(bits(engine, asked), plain)
 
 
-def test_pages_without_number_are_refused_with_a_remedy(
+def test_too_many_kv_pages_are_refused_with_a_remedy(
     settings: EngineSettings, engine: Pushable
 ) -> None:
     with pytest.raises(StartupError, match=r"KV pages.*lower .*pages"):

@@ -62,7 +62,7 @@ def test_aborted_request_frees_its_slot_and_pages_in_flight(settings: EngineSett
 
 
 @pytest.mark.long
-def test_sequences_left_out_of_steps_go_on_where_they_were(settings: EngineSettings) -> None:
+def test_skipped_sequences_continue_where_they_stopped(settings: EngineSettings) -> None:
     tree = drafting(settings, "eagle", 2, 2, 4)
     owned = [
         msgspec.structs.replace(request(i, 5 + i, max_tokens=9), owner=owner)
@@ -94,7 +94,7 @@ def test_non_finite_weights_end_a_request_with_one_typed_error(settings: EngineS
     assert len(after) == 2, "its batch slot serves the next"
 
 
-def test_a_long_prompt_is_scored_in_pieces(
+def test_long_prompt_is_scored_in_chunks(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = request(3, 9, max_tokens=4, prompt_logprobs=2)
@@ -111,7 +111,7 @@ def test_a_long_prompt_is_scored_in_pieces(
     assert_alternatives_agree(*(joined(e.said["r3"], "prompt_logprobs") for e in (engine, cpu)))
 
 
-def test_counts_that_a_sleep_gave_back_are_made_again(settings: EngineSettings) -> None:
+def test_penalty_counts_are_recomputed_after_a_sleep(settings: EngineSettings) -> None:
     asked = request(2, 5, 10, temperature=0.0, repetition_penalty=1.4, presence_penalty=0.5)
     slept = Pushable(drafting(settings, "eagle", 3, 1, 4))
     slept.submit(asked)

@@ -186,7 +186,9 @@ def test_drafter_and_vocabulary_swap_changes_no_token(settings: EngineSettings, 
     assert addresses(engine) == where and same(values(engine), old)
 
 
-def test_both_at_once_share_the_new_embedding(settings: EngineSettings, root: Path) -> None:
+def test_target_and_drafter_pushed_together_share_an_embedding(
+    settings: EngineSettings, root: Path
+) -> None:
     engine = Pushable(settings)
     where, old = addresses(engine), values(engine)
     report = engine.push(root / "new", "both", role="all", drafter_path=str(root / "new-drafter"))
@@ -197,7 +199,7 @@ def test_both_at_once_share_the_new_embedding(settings: EngineSettings, root: Pa
 
 
 @pytest.mark.long
-def test_a_target_is_rolled_back_behind_a_push_of_the_drafter(
+def test_target_rolls_back_after_a_push_of_the_drafter(
     settings: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(drafting(settings, "eagle", 2, 2, 4))
@@ -221,7 +223,7 @@ def test_a_target_is_rolled_back_behind_a_push_of_the_drafter(
     ("resident", "pushed", "word"),
     [("drafter", "embedding-drafter", "brings"), ("embedding-drafter", "drafter", "lacks")],
 )
-def test_an_embedding_can_neither_come_nor_go(
+def test_drafter_push_cannot_add_or_remove_an_embedding(
     resident: str, pushed: str, word: str, settings: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(replace(settings, drafter=str(root / resident)))
@@ -233,7 +235,7 @@ def test_an_embedding_can_neither_come_nor_go(
     assert engine.push(root / resident, "d2", role="drafter").result == "committed"
 
 
-def test_layer_read_twice_by_drafter_is_given_twice(
+def test_features_repeat_a_layer_that_the_drafter_reads_twice(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Features (1, 0, 1) of a target of two layers: the first and last third are one layer's."""
@@ -247,7 +249,7 @@ def test_layer_read_twice_by_drafter_is_given_twice(
     assert torch.equal(first, last) and not torch.equal(first, between)
 
 
-def test_sleep_lends_memory_and_the_same_bits_come_back(settings: EngineSettings) -> None:
+def test_sleep_releases_memory_and_waking_restores_the_bits(settings: EngineSettings) -> None:
     plain, slept = (Pushable(drafting(settings, "eagle", 2, 2, 4)) for _ in range(2))
     before = values(slept)
     for engine in (plain, slept):
@@ -293,7 +295,5 @@ def test_pushed_values_beyond_engine_dtype_are_refused(
     assert engine.checksums() == sums
 
 
-def test_the_weights_of_the_start_are_freed_like_all_others(
-    settings: EngineSettings, root: Path
-) -> None:
+def test_initial_weights_are_freed_like_pushed_ones(settings: EngineSettings, root: Path) -> None:
     push_until_first_weights_end(Pushable(settings), root)

@@ -15,14 +15,16 @@ from tlt_server.engine.gpu.memory.graphs import DRIVER_BYTES, GraphPool
 GIB = 2**30
 
 
-def test_work_without_a_stream_runs_and_records_nothing() -> None:
+def test_work_without_a_stream_runs_and_records_no_graph() -> None:
     pool, runs = GraphPool(None), []
     for _ in range(3):
         pool.run("key", lambda: runs.append(1), keep=True)
     assert len(runs) == 3 and "key" not in pool and pool.total_bytes == 0
 
 
-def test_nothing_is_recorded_while_a_trainer_holds_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graph_is_recorded_while_a_trainer_holds_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Recording begins with a wait for the whole device."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     quiet, runs, recorded = [False, True], [], []
@@ -108,7 +110,7 @@ def test_graph_without_room_is_reported_once_and_retried(
     assert "wide" in pool and list(pool.seconds) == ["wide"] and not capsys.readouterr().err
 
 
-def test_graphs_that_take_all_that_is_set_aside_are_told_once(
+def test_exhausted_graph_memory_is_reported_once(
     recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str]
 ) -> None:
     device = recorder(free=8 * GIB, each=GIB)
@@ -121,7 +123,7 @@ def test_graphs_that_take_all_that_is_set_aside_are_told_once(
     assert "lower --max-running" in message
 
 
-def test_memory_that_others_take_meanwhile_is_not_counted(
+def test_graph_size_excludes_memory_taken_by_other_programs(
     recorder: Callable[..., Recorder],
 ) -> None:
     device = recorder(free=8 * GIB, each=16 << 20, driver=1 << 20, others=GIB)
@@ -133,9 +135,7 @@ def test_memory_that_others_take_meanwhile_is_not_counted(
     assert pool.bytes["other"] == 17 << 20
 
 
-def test_recording_ahead_runs_nothing_and_failures_are_dropped(
-    recorder: Callable[..., Recorder],
-) -> None:
+def test_recording_ahead_runs_no_work_and_drops_failures(recorder: Callable[..., Recorder]) -> None:
     device, recording = recorder(free=8 * GIB, each=0), []
     pool = GraphPool(device)  # type: ignore[arg-type]
     for _ in range(2):
@@ -180,7 +180,7 @@ class TestOnGpu:
         stream.synchronize()
         assert x.tolist() == [2.0] * 4 and pool.seconds["key"] > 0
 
-    def test_what_is_not_kept_is_run_each_time(self) -> None:
+    def test_work_that_is_not_kept_runs_each_time(self) -> None:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             pool, x = GraphPool(stream), torch.zeros(1, device="cuda")
@@ -189,7 +189,7 @@ class TestOnGpu:
         stream.synchronize()
         assert x.item() == 3 and "key" not in pool and not pool.bytes
 
-    def test_graphs_share_the_memory_of_the_largest(self) -> None:
+    def test_graphs_share_the_memory_of_the_largest_graph(self) -> None:
         stream = torch.cuda.Stream()
         pool, found = GraphPool(stream), {}
 

@@ -39,7 +39,7 @@ def recorded(i: int, length: int, max_tokens: int) -> GenerateRequest:
 
 
 @pytest.mark.long
-def test_hidden_states_are_those_that_are_computed_again(
+def test_captured_hidden_states_equal_recomputed_ones(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     """Over trees, chunks, preemptions, siblings that share a prompt, and sequences between them
@@ -82,7 +82,7 @@ def assert_about_the_cpus(
 
 
 @pytest.mark.long
-def test_a_request_ends_what_is_computed_again(settings: EngineSettings, tmp_path: Path) -> None:
+def test_new_request_interrupts_recomputation(settings: EngineSettings, tmp_path: Path) -> None:
     engine = Capturing(replace(settings, max_rows=8), tmp_path / "rings")
     text = np.array(prompt(5, 40), "<i4").tobytes()
     engine.engine.send(Recompute([text]))
@@ -95,7 +95,7 @@ def test_a_request_ends_what_is_computed_again(settings: EngineSettings, tmp_pat
     assert engine.recomputed([text]).keys() == {key_of(text)}
 
 
-def test_states_are_of_one_version_and_a_sleep_forgets_them(
+def test_captured_states_have_one_version_and_end_at_a_sleep(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     engine = Capturing(settings, tmp_path / "rings")
@@ -121,7 +121,7 @@ def test_states_are_of_one_version_and_a_sleep_forgets_them(
 
 
 @pytest.mark.long
-def test_pages_above_the_bound_leave_holes_and_no_bit_changes(
+def test_dropped_state_pages_are_counted_and_change_no_bit(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     plain = Pushable(settings)
@@ -133,7 +133,7 @@ def test_pages_above_the_bound_leave_holes_and_no_bit_changes(
     assert engine.taken() == {} and engine.engine.gauges()["states_incomplete"] == 2
 
 
-def test_nothing_follows_without_a_trainer_that_wants_features(
+def test_states_are_captured_only_for_a_trainer_using_features(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     for engine, captures in (

@@ -158,14 +158,14 @@ def check(model: Model, widths: tuple[int, ...], all_rows: tuple[int, ...]) -> N
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
-def test_decoders_in_lockstep_have_the_bits_of_one() -> None:
+def test_decoders_in_lockstep_have_the_bits_of_one_decoder() -> None:
     """Four ranks share two KV heads."""
     with patched_once():
         check(SMALL, (2, 4), (3,))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
-def test_ranks_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_detects_ranks_in_a_different_order(monkeypatch: pytest.MonkeyPatch) -> None:
     in_order = group
 
     def swapped(ranks: int, floats: int) -> list[PeerWindows]:
@@ -197,7 +197,7 @@ def check_logits(config: ModelConfig, leaves: int, ranks: int, rows: int, floats
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
-def test_ranks_gather_logits_in_pieces_of_room_size() -> None:
+def test_ranks_gather_logits_in_buffer_sized_pieces() -> None:
     """The last rank has less than half a block, so nothing of its second part."""
     config = replace(SMALL.config(), vocab_size=BLOCK + 300)
     with patched_once():
@@ -217,7 +217,7 @@ def test_ranks_gather_all_logits_of_a_real_head(
 
 @gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_lockstep_decoders_of_real_shapes_have_the_bits_of_one(name: str) -> None:
+def test_lockstep_decoders_of_real_shapes_equal_one_decoder(name: str) -> None:
     model = MODELS[name]
     check(model, tuple(width for width in (2, 4, 8) if width <= model.leaves), ROWS)
 
@@ -227,7 +227,7 @@ def missed_by(number: int) -> torch.Tensor:
     return torch.tensor([1, number], dtype=torch.int32, device=DEVICE)
 
 
-def test_ranks_see_which_peer_each_waited_for() -> None:
+def test_each_rank_reports_the_peer_it_waited_for() -> None:
     turns = Turns(2)
     peers = [LockstepPeers(each, turns) for each in group(2, SUM_FLOATS)]
     agreements = [Agreement(each) for each in peers]

@@ -139,14 +139,14 @@ def check(
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
-def test_drafters_in_lockstep_have_the_bits_of_one() -> None:
+def test_drafters_in_lockstep_have_the_bits_of_one_drafter() -> None:
     """The last rank has fewer draft tokens. Four ranks share two KV heads."""
     with patched_once():
         check(SMALL, 60, (2, 4), 3)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
-def test_ranks_that_share_the_head_only_draft_as_one() -> None:
+def test_ranks_sharing_only_the_head_draft_like_one_rank() -> None:
     """An EAGLE-1 drafts with the target's head, and exchanges nothing else."""
     with patched_once():
         check(SMALL, 512, (2,), 3, EAGLE1)
@@ -155,6 +155,6 @@ def test_ranks_that_share_the_head_only_draft_as_one() -> None:
 @gpu
 @pytest.mark.parametrize("rows", [1, 8, 32, 256])
 @pytest.mark.parametrize("name", MODELS)
-def test_lockstep_drafters_of_real_shapes_have_the_bits_of_one(name: str, rows: int) -> None:
+def test_lockstep_drafters_of_real_shapes_equal_one_drafter(name: str, rows: int) -> None:
     model = MODELS[name]
     check(model, 32_000, tuple(width for width in (2, 4, 8) if width <= model.leaves), rows)

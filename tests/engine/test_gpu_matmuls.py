@@ -23,7 +23,7 @@ def test_logits_keep_their_float32(rows: int) -> None:
     assert_close("logits", logits, x.double() @ weight.double().T, 1e-6)
 
 
-def test_what_is_not_a_logit_has_the_dtype_of_its_input() -> None:
+def test_matmuls_other_than_logits_keep_their_input_dtype() -> None:
     x = torch.randn(FEW_ROWS + 1, 16, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(8, 16, device=DEVICE, dtype=torch.bfloat16)
     assert FastMatmuls.linear(x, weight).dtype == torch.bfloat16

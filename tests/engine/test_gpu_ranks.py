@@ -130,7 +130,7 @@ def responses(
     return bits(engine, [each.id for each in requests]) | {"reported": reported}
 
 
-def test_two_ranks_have_the_bits_of_one(
+def test_two_ranks_have_the_bits_of_one_rank(
     one: Pushable, shared: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert one.info.fingerprint == shared.info.fingerprint and one.info.fingerprint.leaves == 2
@@ -181,7 +181,7 @@ def tokens_of_masks(patch: pytest.MonkeyPatch) -> list[dict[Any, list[int]]]:
 
 
 @pytest.mark.long
-def test_ranks_that_gather_have_the_bits_of_one(
+def test_gathering_ranks_have_the_bits_of_one_rank(
     one: Pushable, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gloo stands for NCCL."""
@@ -267,7 +267,7 @@ def test_late_rank_ends_epoch_naming_the_step(
 
 
 @pytest.mark.parametrize("length", [1, 33])
-def test_both_ranks_read_a_prompt_with_an_unscored_last_chunk(
+def test_both_ranks_read_a_prompt_whose_last_chunk_is_unscored(
     shared: Pushable, length: int
 ) -> None:
     choose(shared, None)

@@ -130,7 +130,7 @@ class Answering(Ranks[Any]):
         self._freed, self._begun = [], deque()
 
 
-def test_orders_begun_are_done_once_all_ranks_have_answered() -> None:
+def test_started_orders_finish_once_every_rank_has_answered() -> None:
     inbox = Inbox()
     ranks = Answering(inbox)
     assert ranks.done()
@@ -190,14 +190,14 @@ def served(rank: Lacking, monkeypatch: pytest.MonkeyPatch) -> list[RankAnswer]:
     return rank.answers[2:]
 
 
-def test_rank_answers_a_refusal_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_reports_a_refused_order_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = [RankAnswer(1, number, refused=Lacking.error.message) for number in (1, 2)]
     assert served(Lacking(True, True), monkeypatch) == refused
     with pytest.raises(EngineFailed, match=r"order 1 \(LoadKernels\): kernel grow"):
         served(Lacking(False), monkeypatch)
 
 
-def test_order_before_what_it_needs_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_sent_before_its_prerequisite_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     early = Lacking(False)
     early.handlers.clear()
     with pytest.raises(EngineFailed, match=r"\(LoadKernels\): LoadKernels came before the objects"):
@@ -212,7 +212,7 @@ def newest_of(group: Stepping, event: Any) -> dict[Any, list[int]]:
     return newest_tokens([flight], 0)
 
 
-def test_structured_outputs_wait_no_longer_than_a_rank_lives(
+def test_structured_outputs_end_their_wait_when_a_rank_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     began_s = time.monotonic()
@@ -224,7 +224,7 @@ def test_structured_outputs_wait_no_longer_than_a_rank_lives(
         newest_of(Stepping(""), NeverPassed())
 
 
-def test_structured_outputs_read_no_token_of_differing_ranks() -> None:
+def test_structured_outputs_refuse_tokens_of_differing_ranks() -> None:
     with pytest.raises(EngineFailed, match="ranks differ after order 7: the states of rank 1 "):
         newest_of(Stepping(""), None)
 
@@ -236,7 +236,7 @@ def test_step_with_a_timed_out_rank_is_not_read() -> None:
         newest_of(Stepping("", (1, 2, 1, 27)), None)
 
 
-def test_graphs_wait_no_longer_than_a_rank_lives() -> None:
+def test_graph_recording_ends_its_wait_when_a_rank_dies() -> None:
     group, stream = Stepping("rank 1 ended"), NeverPassed()
     pool = GraphPool(None, drain=group.drain)
     pool._stream, pool._pool = stream, None  # type: ignore[assignment]
@@ -256,7 +256,7 @@ def test_pages_are_not_saved_after_an_awaited_rank_dies() -> None:
     assert saved == [[3]]
 
 
-def test_ranks_settle_before_they_begin_to_exchange() -> None:
+def test_ranks_finish_setup_before_the_first_exchange() -> None:
     """A late signal of a rehearsal would satisfy a wait of the first steps."""
     told: list[object] = []
 

@@ -105,7 +105,7 @@ def asking(request: GenerateRequest, kind: dict[str, Any]) -> GenerateRequest:
     return replace_fields(request, sampling=replace_fields(request.sampling, **kind))
 
 
-def test_two_gpus_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
+def test_two_gpus_have_the_bits_of_one_gpu(one: Pushable, shared: Pushable) -> None:
     assert one.info.fingerprint == shared.info.fingerprint
     assert shared.engine.runner.graphs.bytes, "nothing was captured"  # type: ignore[attr-defined]
     expected = responses(one, None)
@@ -113,7 +113,7 @@ def test_two_gpus_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
         assert responses(shared, strategy) == expected, strategy
 
 
-def test_gpus_that_gather_have_the_bits_of_one(one: Pushable, settings: EngineSettings) -> None:
+def test_gathering_gpus_have_the_bits_of_one_gpu(one: Pushable, settings: EngineSettings) -> None:
     engine = Pushable(replace(settings, tensor_parallel=2, exchange="nccl"))
     group = ranks_of(engine)
     assert isinstance(group.link, link.GpuLink) and isinstance(group.link.peers, GatheredPeers)
@@ -154,7 +154,7 @@ def test_weights_sleep_and_wake_on_both_gpus(shared: Pushable) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [{}, {"structured_outputs": WORDS}])
-def test_stopped_or_dead_rank_is_one_error(
+def test_stopped_or_dead_rank_is_reported_as_one_error(
     sent: signal.Signals, why: str, kind: dict[str, Any], doomed: tuple[Pushable, Ranks[Any]]
 ) -> None:
     engine, group = doomed

@@ -122,7 +122,7 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def test_a_push_refused_while_another_is_on_the_wire(pair: Pair) -> None:
+def test_push_refused_during_another_broadcast_breaks_the_group(pair: Pair) -> None:
     two, three = pair.push(NAMES, "two"), pair.push(NAMES, "three")
     pair.send(2.0, 4)
     pair.send(3.0, 4)
@@ -138,7 +138,7 @@ def test_a_push_refused_while_another_is_on_the_wire(pair: Pair) -> None:
     assert pair.told(five)[0] == "committed" and pair.live == [5.0] * 4
 
 
-def test_a_part_refused_while_another_is_on_the_wire(pair: Pair) -> None:
+def test_part_refused_during_another_broadcast_breaks_the_group(pair: Pair) -> None:
     first, second = (pair.push(names, partial=True) for names in HALVES)
     pair.send(2.0, 4)
     assert pair.told(first)[0] == pair.told(second)[0] == "conflict"
@@ -153,7 +153,7 @@ def test_a_part_refused_while_another_is_on_the_wire(pair: Pair) -> None:
     assert pair.live == [4.0] * 4
 
 
-def test_a_part_that_fails_when_the_others_are_on_the_wire(pair: Pair) -> None:
+def test_part_failing_during_other_broadcasts_breaks_the_group(pair: Pair) -> None:
     first = pair.push(HALVES[0], partial=True)
     pair.send(float("nan"), 2)
     pair.send(2.0, 2)
@@ -166,7 +166,7 @@ def test_a_part_that_fails_when_the_others_are_on_the_wire(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("on_the_wire", [False, True])
-def test_a_body_that_the_frontend_refuses(pair: Pair, on_the_wire: bool) -> None:
+def test_body_refused_by_the_frontend_makes_its_group_leave(pair: Pair, on_the_wire: bool) -> None:
     if on_the_wire:
         two = pair.push(NAMES, "two")
         assert pair.told(pair.ask(LeaveGroup(next(pair.ids), "g")))[0] == "conflict"

@@ -26,7 +26,7 @@ def resident_mb() -> float:
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute"])
-def test_paused_requests_go_on_with_the_same_bits(
+def test_paused_requests_resume_with_the_same_bits(
     in_flight: str, engine: Pushable, expected: object
 ) -> None:
     started(engine)
@@ -41,7 +41,7 @@ def test_paused_requests_go_on_with_the_same_bits(
     assert bits(engine) == expected
 
 
-def test_idle_work_runs_only_while_nothing_runs_or_is_paused(engine: Pushable) -> None:
+def test_idle_work_runs_only_without_running_or_paused_requests(engine: Pushable) -> None:
     engine.engine._record = lambda reach: True
     assert not engine.engine.use_idle_time(), "a command waits"
     engine.step()
@@ -84,7 +84,7 @@ def test_aborting_pause_returns_partials_and_later_requests_wait(
     ],
     ids=["pause", "sleep"],
 )
-def test_draining_halt_follows_the_last_running_request(
+def test_draining_pause_begins_after_the_last_running_request(
     halt: Pause | Sleep, end: Resume | WakeUp, engine: Pushable, expected: object
 ) -> None:
     started(engine)
@@ -113,7 +113,7 @@ def test_draining_halt_follows_the_last_running_request(
 
 
 @pytest.mark.parametrize("memory", [["kv_cache"], ["weights"], ["weights", "kv_cache"]])
-def test_sleeping_requests_go_on_with_the_same_bits(
+def test_requests_resume_after_a_sleep_with_the_same_bits(
     memory: list[str], engine: Pushable, expected: object
 ) -> None:
     sums = engine.checksums()
@@ -134,7 +134,7 @@ def test_sleeping_requests_go_on_with_the_same_bits(
     )
 
 
-def test_sleep_gives_memory_back_and_waking_takes_it_again(
+def test_sleep_frees_memory_and_waking_reallocates_it(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(root / "base", tmp_path / "base")
@@ -210,7 +210,7 @@ def test_draining_change_is_refused_while_requests_are_paused(engine: Pushable, 
     assert engine.push(root / "base", "v4", in_flight="drain").result == "committed", "nothing runs"
 
 
-def test_cached_prefixes_are_forgotten_on_demand(engine: Pushable) -> None:
+def test_cache_clear_forgets_cached_prefixes(engine: Pushable) -> None:
     engine.run(request(0))
     assert engine.engine.scheduler.pool.cached > 0
     started(engine)
@@ -221,7 +221,7 @@ def test_cached_prefixes_are_forgotten_on_demand(engine: Pushable) -> None:
     assert engine.engine.scheduler.pool.cached == 0
 
 
-def test_the_text_of_earlier_requests_is_forgotten_with_them(settings: EngineSettings) -> None:
+def test_cache_clear_forgets_the_text_of_earlier_requests(settings: EngineSettings) -> None:
     engine = Pushable(replace(settings, drafter="history"))
     engine.run(request(0), request(1))
     assert engine.engine.gauges()["history_pool_tokens"] > 0

@@ -75,7 +75,7 @@ def test_failed_wake_up_stays_asleep_and_can_be_repeated(
     assert bits(engine) == expected
 
 
-def test_rank_lost_during_wake_up_is_not_asked_again(
+def test_rank_lost_during_wake_up_gets_no_second_order(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done(engine, Sleep("s", ["weights", "kv_cache"]))
@@ -143,7 +143,7 @@ FAULTS = st.sampled_from(["", "", "disk full", "no pages", "no room"])
 
 @given(st.lists(st.tuples(COMMANDS, FAULTS, st.integers(0, 3)), max_size=8))
 @hypothesis.settings(max_examples=20, deadline=None)
-def test_halts_match_their_answers_in_any_order_with_failures(
+def test_pause_and_sleep_answers_match_orders_despite_failures(
     one_engine: Pushable,
     expected: dict[str, object],
     commands: list[tuple[ControlCommand, str, int]],

@@ -53,7 +53,7 @@ def asked(max_tokens: int = 40) -> list[GenerateRequest]:
     ]
 
 
-def test_hidden_states_are_those_that_a_prefill_computes(
+def test_captured_hidden_states_equal_those_of_a_prefill(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     plain, engine = Pushable(settings), Capturing(settings, tmp_path / "rings")
@@ -86,7 +86,7 @@ def test_hidden_states_are_those_that_a_prefill_computes(
         assert captured.hidden == part.hidden_TH.numpy().tobytes()
 
 
-def test_recorded_texts_are_read_again_while_no_request_runs(
+def test_recorded_texts_are_recomputed_while_no_request_runs(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     engine, work = Capturing(settings, tmp_path / "rings"), asked()
@@ -113,7 +113,7 @@ def test_recorded_texts_are_read_again_while_no_request_runs(
     assert engine.said.keys() == {*(r.id for r in work), "late"}
 
 
-def test_states_without_room_are_dropped_and_change_nothing(
+def test_states_without_memory_are_dropped_and_change_no_bit(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     engine = Capturing(settings, tmp_path / "rings", ring=2**18)
@@ -151,7 +151,7 @@ def test_an_engine_without_features_refuses_to_capture(
         Capturing(without, tmp_path / "rings")
 
 
-def test_states_are_refused_unless_their_bytes_fit() -> None:
+def test_captured_states_of_a_wrong_size_are_refused() -> None:
     widths = {"length": 2, "item": 4, "feature_width": 3, "hidden_width": 1}
     parts = {"features": bytes(24), "hidden": bytes(4)}
     captured = Captured(version="v", key=bytes(16), **widths, **parts)

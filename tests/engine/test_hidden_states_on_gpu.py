@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def test_hidden_states_are_those_that_are_computed_again(tmp_path: Path) -> None:
+def test_captured_hidden_states_equal_recomputed_ones(tmp_path: Path) -> None:
     """Over trees of several shapes, prefix hits of siblings, preemptions and the worker thread."""
     settings = EngineSettings(
         model=str(TARGET),

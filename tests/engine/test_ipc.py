@@ -129,7 +129,7 @@ def test_buckets_are_copied_from_any_place_in_shared_memory(
         ([(0, 0, 12), (1, 0, 10), (1, 0, 10)], "more buckets than the manifest names"),
     ],
 )
-def test_an_offer_of_something_else_is_refused(
+def test_ipc_offer_outside_the_declared_bytes_is_refused(
     offers: list[tuple[int, int, int]], said: str, intake: Intake, memory: SharedMemory
 ) -> None:
     with pytest.raises(ContentRefused, match=said):
@@ -140,7 +140,7 @@ def test_an_offer_of_something_else_is_refused(
     ("message", "said"),
     [(b"short", "5 bytes came instead of 24"), (bytes(100), "25 bytes came instead of 24")],
 )
-def test_a_message_of_another_length_breaks_the_push(
+def test_ipc_message_of_a_wrong_length_breaks_the_push(
     message: bytes, said: str, intake: Intake, memory: SharedMemory
 ) -> None:
     with pytest.raises(ChannelLost, match=said):
@@ -167,7 +167,7 @@ GRANTED = Grant(1, bytes(16), bytes(64), 64)
         (GRANTED._replace(kind=2), list, "on GPU 00000000-0000"),
     ],
 )
-def test_memory_that_cannot_be_relied_on_is_refused(
+def test_unsafe_shared_memory_is_refused(
     grant: Grant, make: Callable[[], list[int]], said: str, intake: Intake
 ) -> None:
     descriptors = make()
@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_relied_on_is_refused(
         os.close(descriptor)
 
 
-def test_a_grant_of_another_protocol_is_refused(intake: Intake) -> None:
+def test_ipc_grant_of_a_different_protocol_is_refused(intake: Intake) -> None:
     with pytest.raises(ContentRefused, match="begins with b'NOPE'"):
         received(intake, say(grant=b"NOPE" + bytes(GRANT.size - 4)))
 
@@ -195,12 +195,12 @@ def test_silent_or_absent_trainer_is_given_up(intake: Intake, memory: SharedMemo
 
 
 @pytest.mark.parametrize("path", ["../here", "a/b", "", ".", "x" * 65, "a\0b", "sp ace"])
-def test_a_socket_lies_nowhere_but_in_the_directory(path: str, intake: Intake) -> None:
+def test_ipc_socket_path_stays_inside_its_directory(path: str, intake: Intake) -> None:
     with pytest.raises(PlaceForbidden, match="socket's name"):
         IpcReceiver(Manifest(version="v", channel="ipc", path=path, tensors=TENSORS), intake)
 
 
-def test_a_socket_that_is_there_is_not_taken_over(intake: Intake) -> None:
+def test_existing_socket_is_not_taken_over(intake: Intake) -> None:
     first = IpcReceiver(PUSH, intake)
     with pytest.raises(ChannelLost, match="push by another name"):
         IpcReceiver(PUSH, intake)
@@ -217,14 +217,14 @@ def test_directory_open_to_others_is_refused_by_both_ends(intake: Intake) -> Non
     assert made_directory().stat().st_mode & 0o777 == 0o700
 
 
-def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_of_a_different_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with one, other, pytest.raises(PlaceForbidden, match="as 4711"):
         Line(one, 1.0)
 
 
-def test_what_a_reader_writes_stays_its_own(memory: SharedMemory) -> None:
+def test_writes_of_a_reader_do_not_reach_the_senders_memory(memory: SharedMemory) -> None:
     mine = SharedHostMemory.open(memory.grant, memory.descriptors)
     memory.view[5] = 9
     assert mine.view[5] == 9
@@ -240,7 +240,7 @@ class Closed:
         return {"sockets": ""}
 
 
-def test_a_closed_channel_is_said_before_anything_is_sent() -> None:
+def test_ipc_push_to_a_server_without_ipc_fails_before_sending() -> None:
     with pytest.raises(ChannelError, match="ipc among its --weight-channels"):
         IpcSender(Closed()).push([("a", torch.zeros(3))], "v")  # type: ignore[arg-type]
 

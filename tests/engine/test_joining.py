@@ -55,7 +55,7 @@ def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileWindows, "open", refused)
 
 
-def test_ranks_map_memory_where_they_can(tmp_path: Path) -> None:
+def test_ranks_map_peer_memory_where_possible(tmp_path: Path) -> None:
     for by in ("auto", "nvlink"):
         (tmp_path / by).mkdir()
         for rank in joined(tmp_path / by, by):  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def test_nvlink_is_refused_where_memory_cannot_be_mapped(tmp_path: Path, no_peer
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_refusal_is_reported_even_if_another_rank_has_ended(
+def test_mapping_refusal_is_reported_even_if_a_rank_has_ended(
     comes: bool, tmp_path: Path, no_peers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 ends while rank 0 looks whether all live, after the last meeting or before it."""
@@ -121,7 +121,7 @@ def test_refusal_is_reported_even_if_another_rank_has_ended(
     assert ("leave out --exchange" if comes else "rank 1 ended") in first.message
 
 
-def test_failed_mapping_and_gathering_are_both_named(
+def test_error_names_both_the_failed_mapping_and_gathering(
     tmp_path: Path, no_peers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*args: object) -> None:

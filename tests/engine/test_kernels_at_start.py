@@ -51,7 +51,7 @@ def test_kernel_variants_of_default_steps_are_loaded_at_start(
         pytest.param("goodput", "7", "0", "many", marks=pytest.mark.long),
     ],
 )
-def test_a_policy_in_force_lacks_no_kernel_variant(
+def test_active_policy_lacks_no_kernel_variant(
     policy: str, max_running: str, max_loras: str, sets: str
 ) -> None:
     start, *asked = variants("eagle", policy, max_running, max_loras, sets).values()

@@ -119,7 +119,7 @@ def test_uncalibrated_drafter_begins_with_shipped_table(
     assert np.array_equal(acceptance(engine), SHIPPED)
 
 
-def test_content_counts_and_no_name(settings: EngineSettings) -> None:
+def test_learnt_table_follows_weight_content_not_version_name(settings: EngineSettings) -> None:
     root, engine = Path(settings.weight_root or ""), taught(on_cpu(settings))
     assert engine.push(root / "new", "v1").result == "committed"
     learn(engine, 1)
@@ -129,7 +129,7 @@ def test_content_counts_and_no_name(settings: EngineSettings) -> None:
         assert (learnt(engine) == of_new) == same
 
 
-def test_checkpoints_are_told_apart_by_parts_of_them(settings: EngineSettings) -> None:
+def test_checkpoints_are_distinguished_by_sampled_parts(settings: EngineSettings) -> None:
     model, root = Path(settings.model), Path(settings.weight_root or "")
     assert origin_of(model) == origin_of(model) != origin_of(root / "new")
 

@@ -46,7 +46,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("leaves", [2, 4, 8])
-def test_golden_bits_of_sums(leaves: int) -> None:
+def test_sums_have_their_golden_bits(leaves: int) -> None:
     """Leaves of an eighth are exact on every processor, so the bits are those of the tree."""
     x_RK, w_KN = factors()
     eighths = [x @ w for x, w in zip(x_RK.chunk(8, 1), w_KN.chunk(8), strict=True)]
@@ -73,13 +73,13 @@ def logits(leaves: int) -> torch.Tensor:
     return model.logits(hidden_RH)
 
 
-def test_two_leaves_are_near_one_and_have_bits_of_their_own() -> None:
+def test_two_leaves_differ_from_one_leaf_only_by_rounding() -> None:
     one, two = logits(1), logits(2)
     assert not torch.equal(one, two)
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
-def test_the_tree_adds_neighbours() -> None:
+def test_reduction_tree_adds_neighbours() -> None:
     parts = [torch.tensor([value]) for value in (1.0, 1e8, -1e8, 1.0)]
     assert folded(parts).item() == 0, "one after the other they give 1"
     assert folded(parts[:1]) is parts[0]
@@ -164,7 +164,7 @@ def test_invalid_ranks_and_leaves_on_gpus_are_refused(
         (28, {"reduction_leaves": 2}, 2),
     ],
 )
-def test_auto_leaves_of_gpus_are_four_where_no_head_is_cut(
+def test_auto_leaves_on_gpus_are_four_unless_a_head_is_cut(
     heads: int, flags: dict[str, object], leaves: int
 ) -> None:
     model = files(replace(WIDE, heads=heads, kv_heads=2))
@@ -174,13 +174,13 @@ def test_auto_leaves_of_gpus_are_four_where_no_head_is_cut(
     assert found.reduction_leaves == leaves
 
 
-def test_auto_staging_of_several_ranks_is_on_their_devices() -> None:
+def test_auto_staging_of_several_ranks_stays_on_the_device() -> None:
     for ranks, staging in ((1, None), (2, "device")):
         settings = EngineSettings(model="m", device="cpu", tensor_parallel=ranks)  # type: ignore[arg-type]
         assert choose(settings, Gpu(), files()).settings.weight_staging == staging
 
 
-def test_auto_leaves_are_the_ranks_of_a_cpu() -> None:
+def test_auto_leaves_on_a_cpu_equal_the_ranks() -> None:
     for ranks in (1, 2):
         settings = EngineSettings(model="m", device="cpu", tensor_parallel=ranks)  # type: ignore[arg-type]
         assert choose(settings, Gpu(), files()).settings.reduction_leaves == ranks

@@ -38,7 +38,9 @@ from tlt_server.wire.events import WeightReport
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
 
 
-def test_live_version_can_be_named(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+def test_active_version_can_be_renamed(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
     kept = replace(settings, state_dir=str(tmp_path))
     engine = Pushable(kept)
     started(engine)
@@ -105,7 +107,7 @@ def read(engine: Pushable, name: str, rows: int) -> WeightReport:
     return engine.report("read")
 
 
-def test_no_more_numbers_are_read_than_the_limit(
+def test_weight_read_beyond_the_limit_is_refused(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = engine.engine.pushes.transaction.versions.live.target.network.parameters()[
@@ -174,7 +176,7 @@ def test_push_proceeds_while_old_weights_go_to_the_trainer(
     assert torch.equal(written, embedding)
 
 
-def test_the_time_of_steps_is_handed_over_once_it_is_measured(
+def test_step_times_are_handed_over_after_measurement(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     engine, cost = Pushable(settings), CostModel()
@@ -198,7 +200,7 @@ def test_the_time_of_steps_is_handed_over_once_it_is_measured(
     assert found.predict(with_drafts.load) == pytest.approx(cost.predict(with_drafts.load))
 
 
-def test_weights_changing_in_place_or_asleep_are_not_read(
+def test_weights_are_not_read_while_changing_or_asleep(
     settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arriving, "TOGETHER", 1)  # each tensor is written before the next is seen

@@ -96,7 +96,7 @@ def read(asked: Asked, text: str) -> list[Piece]:
     return [SpokenText(text)] if answer is None else [*answer.push(text), *answer.end()]
 
 
-def test_answers_keep_to_structures_that_hold_marks(marked: Marked) -> None:
+def test_structured_outputs_may_contain_special_mark_tokens(marked: Marked) -> None:
     batch = [request(marked.text, i, asked) for i, asked in enumerate(ASKED)]
     plain = marked.engine.run(*batch)
     has_mark = MARKS < marked.text.tokenizer.get_vocab().keys() if marked.text.tokenizer else None

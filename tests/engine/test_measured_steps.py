@@ -26,7 +26,7 @@ def settings(policy: str = "off", **others: Any) -> EngineSettings:
     return EngineSettings(model=TARGET, drafter=str(DRAFTER), device="cpu", policy=policy, **sizes)
 
 
-def test_steps_are_measured_at_the_first_start_only(tmp_path: Path) -> None:
+def test_step_times_are_measured_only_at_the_first_start(tmp_path: Path) -> None:
     details: list[str] = []
     learnt: list[list[LearntRecord]] = []
     for _ in range(2):
@@ -58,7 +58,7 @@ def test_steps_are_measured_at_the_first_start_only(tmp_path: Path) -> None:
     assert (made_by["tensor_parallel"], made_by["reduction_leaves"]) == ("1", "1")
 
 
-def test_steps_are_measured_once_a_policy_needs_it(tmp_path: Path) -> None:
+def test_step_times_are_measured_when_a_policy_needs_them(tmp_path: Path) -> None:
     engine, _ = assemble(settings(state_dir=str(tmp_path)))
     assert not engine.use_idle_time() and not engine.choice.knowledge.cost.trained
     engine.choice.knowledge.cost.observe(StepLoad("", 0, 0, 1, 1, 0, 8.0), 1e-3)
@@ -74,7 +74,7 @@ def test_steps_are_measured_once_a_policy_needs_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("longest", [2, 64])
-def test_an_engine_of_short_sequences_measures_its_steps_too(longest: int) -> None:
+def test_engine_with_a_tiny_max_model_len_measures_its_steps(longest: int) -> None:
     engine, info = assemble(settings("goodput", max_model_len=longest))
     assert info.max_model_len == longest
     assert engine.idle
@@ -91,7 +91,7 @@ def cached_tokens(engine: Engine, prompt: list[int]) -> int:
     return max(output.cached_tokens for output in outputs)
 
 
-def test_measuring_keeps_prefixes_and_judges_no_drafter() -> None:
+def test_measuring_steps_keeps_prefixes_and_judges_no_drafter() -> None:
     engine, prompt = assemble(settings())[0], [*range(3, 67)]
     assert cached_tokens(engine, prompt) == 0
     cached = engine.scheduler.pool.cached

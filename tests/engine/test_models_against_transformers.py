@@ -80,7 +80,7 @@ def pair(request, tmp_path_factory):
 
 
 @torch.no_grad()
-def test_log_probs_and_features_match(pair):
+def test_logprobs_and_features_match_transformers(pair):
     reference, directory = pair
     model = load_target(directory, numerics=Numerics("strict"), feature_layers=(1, 2, 3))
     tokens = torch.randint(0, model.vocab_size, (300,), generator=torch.Generator().manual_seed(3))
@@ -96,7 +96,7 @@ def test_log_probs_and_features_match(pair):
 
 
 @torch.no_grad()
-def test_greedy_tokens_are_identical(pair):
+def test_greedy_tokens_match_transformers(pair):
     reference, directory = pair
     model = load_target(directory, numerics=Numerics("strict"))
     assert model.eos_token_ids == (7,)

@@ -55,7 +55,9 @@ def gathering(check: Any = lambda: None, timeout_s: float = 5) -> NcclGathering:
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_it_is_aborted_once_a_rank_ends_or_nothing_needs_it(library: Library, dies: bool) -> None:
+def test_nccl_is_aborted_when_a_rank_ends_or_its_user_is_freed(
+    library: Library, dies: bool
+) -> None:
     made, ranks = gathering(), Watched()
     made.watch(ranks.check)
     assert not library.aborted.wait(0.3)
@@ -72,7 +74,7 @@ def test_it_is_aborted_once_a_rank_ends_or_nothing_needs_it(library: Library, di
     library.waits.set()
 
 
-def test_a_join_ends_with_a_rank_or_with_its_time(library: Library) -> None:
+def test_nccl_join_ends_when_a_rank_ends_or_at_its_timeout(library: Library) -> None:
     library.ncclCommInitRankConfig = lambda *_: library.waits.wait(60)  # type: ignore[method-assign]
     ranks = Watched()
     ranks.ended = True
@@ -83,7 +85,7 @@ def test_a_join_ends_with_a_rank_or_with_its_time(library: Library) -> None:
     library.waits.set()
 
 
-def test_an_error_of_the_library_is_told(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_library_error_is_reported(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(result: int) -> None:
         raise RuntimeError(f"NCCL: error {result}")
 

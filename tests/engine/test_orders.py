@@ -129,7 +129,7 @@ def exchanges(tmp_path_factory: pytest.TempPathFactory) -> list[GlooExchange]:
         return list(pool.map(lambda rank: GlooExchange(store, rank, 4), range(4)))
 
 
-def test_every_rank_adds_all_parts_as_one_tree(exchanges: list[GlooExchange]) -> None:
+def test_every_rank_sums_all_parts_as_one_tree(exchanges: list[GlooExchange]) -> None:
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(3, 50, generator=generator) * 10.0**rank for rank in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -138,7 +138,7 @@ def test_every_rank_adds_all_parts_as_one_tree(exchanges: list[GlooExchange]) ->
     assert not torch.equal(found[0], folded(parts[::2] + parts[1::2])), "the order is not seen"
 
 
-def test_joined_columns_keep_their_bits_at_any_width(exchanges: list[GlooExchange]) -> None:
+def test_ranks_join_columns_of_any_width_bit_for_bit(exchanges: list[GlooExchange]) -> None:
     widths = [3, 0, 2, 4]
     parts = [torch.full((2, width), float("nan")) for width in widths]
     parts[3][0] = torch.tensor([-0.0, 1e-45, float("inf"), 3.0])
@@ -171,7 +171,9 @@ def test_silent_rank_fails_the_exchange_within_its_bound(
         two[0].add(torch.zeros(1))
 
 
-def test_unconnected_rank_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconnected_rank_is_reported_as_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gloo, "JOIN_S", 0.3)
     with pytest.raises(EngineFailed, match="rank 0 could not connect to rank 1 or 2 in 0.3 s"):
         GlooExchange(tmp_path / "store", 0, 3)
@@ -183,7 +185,7 @@ def test_unconnected_rank_is_one_error(tmp_path: Path, monkeypatch: pytest.Monke
         GlooExchange(tmp_path / "another store", 0, 3, left=ended)
 
 
-def test_garbage_collected_ranks_end_without_a_wait(tmp_path: Path) -> None:
+def test_garbage_collected_ranks_end_without_waiting(tmp_path: Path) -> None:
     class Made:
         def __init__(self) -> None:
             self._context, self._sockets, self.itself = zmq.Context(), list[Any](), self

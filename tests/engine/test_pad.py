@@ -145,7 +145,7 @@ def outputs(pair: Loaded, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def test_target_and_drafter_say_the_same(small, padded, texts):
+def test_padded_pair_computes_the_small_pairs_outputs(small, padded, texts):
     width = small.target.hidden_size
     vocab = small.target.vocab_size
     drafts = small.drafter.draft_vocab_size
@@ -170,7 +170,7 @@ def test_target_and_drafter_say_the_same(small, padded, texts):
 
 
 @torch.no_grad()
-def test_another_implementation_loads_it(directory, small, texts):
+def test_transformers_loads_the_padded_target(directory, small, texts):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory / "target", dtype=torch.float32
     )
@@ -188,7 +188,7 @@ def test_another_implementation_loads_it(directory, small, texts):
 
 
 @torch.no_grad()
-def test_tokens_beyond_the_small_vocabulary_are_understood(small, padded, texts):
+def test_padded_pair_accepts_tokens_beyond_the_small_vocabulary(small, padded, texts):
     """A prompt of ids of the large vocabulary is the prompt of the small ids that they repeat."""
     vocab = small.target.vocab_size
     tokens = texts[0][:60]
@@ -221,7 +221,7 @@ def accept_length(target: Path, drafter: Path) -> tuple[dict[str, list[int]], fl
 
 
 @pytest.mark.long
-def test_the_engine_accepts_as_much_and_says_the_same(tmp_path):
+def test_padded_pair_keeps_the_accept_length_and_tokens(tmp_path):
     """Sampled at temperature 1, which a difference of 1e-4 in the logits can turn only where two
     tokens nearly tie: not here.
     """
@@ -242,7 +242,7 @@ def tensors(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Ten
 
 
 @pytest.mark.long
-def test_the_seed_decides_the_bits():
+def test_seed_decides_the_padded_bits():
     first, again, other = tensors(), tensors(), tensors(seed=1)
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name]), name
@@ -259,7 +259,7 @@ def test_the_seed_decides_the_bits():
     )
 
 
-def test_nothing_is_zero_but_what_must_be():
+def test_only_required_weights_of_a_padded_pair_are_zero():
     """No row or column of a matrix is zero, and the whispering weights' mantissas are as varied as
     any weight's.
     """
@@ -310,7 +310,7 @@ def test_padded_tensors_match_the_real_models(name):
     assert drafter["t2d"] == (SHAPES[name].vocab,) and drafter["d2t"] == (32_000,)
 
 
-def test_the_norms_epsilon_is_the_small_ones():
+def test_padded_norm_has_the_effect_of_the_small_epsilon():
     """The epsilon holds where the residual is so small that it decides, and in the 7B's width."""
     pair = pad(TARGET, DRAFTER, SHAPES["qwen2.5-7b"], torch.float32, device="meta")
     shape, scale = SHAPES["qwen2.5-7b"], (256 / 3584) ** 0.5
@@ -335,7 +335,7 @@ def test_the_norms_epsilon_is_the_small_ones():
         ({"draft_vocab": 6000}, ("further draft ids", "5744", "5000")),
     ],
 )
-def test_what_does_not_fit_is_said(changes, words):
+def test_shapes_that_cannot_hold_the_pair_are_refused(changes, words):
     with pytest.raises(ModelError) as caught:
         pad(TARGET, DRAFTER, replace(MID, **changes), torch.float32)
     assert all(word in caught.value.message for word in words), caught.value.message
@@ -346,7 +346,7 @@ def test_half_precision_without_the_exponent_is_refused():
         pad(TARGET, DRAFTER, MID, torch.float16)
 
 
-def test_other_engines_take_every_drafter_tensor(directory):
+def test_other_engines_read_every_padded_drafter_tensor(directory):
     """vLLM and SGLang read all safetensors files of the folder, and vLLM refuses unknown names."""
     names = {
         name
@@ -366,7 +366,7 @@ def test_other_engines_take_every_drafter_tensor(directory):
     ).read_bytes()
 
 
-def test_another_pair_can_be_padded(tmp_path):
+def test_pair_of_other_shapes_can_be_padded(tmp_path):
     """Nothing depends on the shipped pair: random weights, six layers, heads of 32."""
     target, drafter = write_target(tmp_path / "small"), write_eagle(tmp_path / "head")
     shape = replace(
@@ -389,7 +389,7 @@ def test_another_pair_can_be_padded(tmp_path):
     assert (large_RC[:, :60] - drafted_RC).abs().max() < TOLERANCE
 
 
-def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
+def test_pad_command_writes_a_pair_and_overwrites_none(tmp_path, capsys):
     arguments = [*PAD, "--shape", "mid", "--layers", "8", "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert f"--model {tmp_path}/target" in capsys.readouterr().out
@@ -403,7 +403,7 @@ def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
 @pytest.mark.parametrize(
     "device", ["foo", "meta", *(() if torch.cuda.is_available() else ("cuda",))]
 )
-def test_a_device_that_is_not_there_is_one_line(device, tmp_path, capsys):
+def test_missing_device_is_a_one_line_error(device, tmp_path, capsys):
     assert main([*PAD, "--shape", "mid", "--device", device, "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tlt: --device {device} cannot be used: ")
@@ -411,7 +411,7 @@ def test_a_device_that_is_not_there_is_one_line(device, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_too_few_layers_name_the_flag(tmp_path, capsys):
+def test_error_for_too_few_layers_names_the_flag(tmp_path, capsys):
     assert main([*PAD, "--shape", "mid", "--layers", "2", "--out", str(tmp_path / "out")]) == 2
     assert (
         capsys.readouterr()

@@ -79,7 +79,7 @@ def used(engine: Pushable) -> Strategy:
     return engine.engine.last_cycle.strategy
 
 
-def test_a_policy_is_in_force_once_it_is_prepared(
+def test_policy_becomes_active_once_prepared(
     engine: Pushable, plain: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepares(engine, Prepared(4))
@@ -107,7 +107,7 @@ def test_a_policy_is_in_force_once_it_is_prepared(
         pytest.param(KeyError("a bug"), "engine_failed", marks=pytest.mark.contains_faults),
     ],
 )
-def test_failed_preparation_keeps_the_policy_in_force(
+def test_failed_preparation_keeps_the_active_policy(
     error: Exception, code: str, engine: Pushable, plain: dict[str, Any]
 ) -> None:
     failing = Prepared(2, error)
@@ -122,7 +122,7 @@ def test_failed_preparation_keeps_the_policy_in_force(
     assert {id: (engine.tokens(id), engine.logprobs(id)) for id in engine.said} == plain
 
 
-def test_a_newer_policy_takes_the_place_of_one_being_prepared(engine: Pushable) -> None:
+def test_newer_policy_replaces_one_being_prepared(engine: Pushable) -> None:
     first, second = Prepared(100), Prepared(2)
     prepares(engine, first, second)
     engine.engine.send(SET)
@@ -137,7 +137,7 @@ def test_a_newer_policy_takes_the_place_of_one_being_prepared(engine: Pushable) 
     engine.finish()
 
 
-def test_the_same_policy_again_waits_with_the_first(engine: Pushable) -> None:
+def test_repeated_policy_waits_for_the_first_preparation(engine: Pushable) -> None:
     only = Prepared(3)
     prepares(engine, only)
     engine.engine.send(SET)
@@ -148,7 +148,7 @@ def test_the_same_policy_again_waits_with_the_first(engine: Pushable) -> None:
     assert not only.stopped and answers(engine).keys() == {"tree", "again"}
 
 
-def test_policies_that_lack_nothing_all_succeed(engine: Pushable) -> None:
+def test_policies_without_missing_kernels_all_succeed(engine: Pushable) -> None:
     engine.engine.send(SET)
     engine.engine.send(SetPolicy("off", id="off"))
     engine.step()

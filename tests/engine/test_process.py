@@ -47,7 +47,7 @@ def gauges_at_answer(child: EngineChild, command: Command) -> dict[str, float]:
     raise AssertionError("events end with an error")
 
 
-def test_effects_of_a_command_are_sent_once_before_its_answer(child: EngineChild) -> None:
+def test_gauges_are_sent_once_before_a_commands_answer(child: EngineChild) -> None:
     first = next(event for event in islice(child.events(), 60) if isinstance(event, Outputs))
     assert first.gauges["running"] == 0
     assert first.gauges["pages_free"] == child.info.pages, "told without a step, too"
@@ -69,7 +69,7 @@ def test_effects_of_a_command_are_sent_once_before_its_answer(child: EngineChild
 
 
 @pytest.mark.parametrize("ending", ["killed", "told"])
-def test_no_directory_of_sockets(
+def test_ended_engine_leaves_no_socket_directory(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = tmp_path / "tmp"

@@ -128,7 +128,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 # -- without a fault -------------------------------------------------------------------------------
 
 
-def test_table_has_a_sender_for_every_channel(trainer: Trainer) -> None:
+def test_every_channel_has_a_sender_in_the_table(trainer: Trainer) -> None:
     assert (*trainer.senders,) == CHANNELS
 
 
@@ -173,7 +173,7 @@ def test_every_channel_brings_the_same_adapter(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_same_version_takes_the_same_content_only(
+def test_version_name_is_refused_for_different_content(
     channel: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, version = trainer.good["target"], f"again by {channel}"
@@ -239,7 +239,7 @@ OF_OTHERS = [
 
 
 @pytest.mark.parametrize(("channel", "content", "role"), [*OF_TARGET, *OF_OTHERS])
-def test_content_that_does_not_fit_is_refused(
+def test_pushed_content_that_does_not_fit_is_refused(
     channel: str, content: str, role: str, trainer: Trainer
 ) -> None:
     spoil, said = CONTENTS[content]
@@ -373,7 +373,7 @@ def test_fault_around_a_push_changes_nothing(
 
 
 @pytest.mark.parametrize("at", [1, 5])
-def test_lasting_memory_shortage_breaks_only_the_group(
+def test_lasting_memory_shortage_breaks_only_the_pushs_group(
     at: int, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound, calls = BroadcastReceiver._buffer, itertools.count(1)
@@ -397,7 +397,7 @@ def test_lasting_memory_shortage_breaks_only_the_group(
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_abort_in_any_phase_ends_the_push_and_no_other(
+def test_abort_in_any_phase_ends_only_the_named_push(
     channel: str, phase: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second push is a conflict that names the open one."""

@@ -54,7 +54,7 @@ def test_random_weights_are_the_same_over_two_ranks(one: Pushable, shared: Pusha
     assert one.checksums() == shared.checksums()
 
 
-def test_a_shape_that_memory_does_not_hold_is_refused(
+def test_shape_too_large_for_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(decode, "host_memory", lambda: HostMemory(2**30, 2**30))
@@ -62,7 +62,7 @@ def test_a_shape_that_memory_does_not_hold_is_refused(
     assert "qwen2.5-7b has 28.4 GiB of float32 weights, and" in capsys.readouterr().err
 
 
-def test_no_tensor_of_random_weights_is_like_another(settings: EngineSettings) -> None:
+def test_tensors_of_random_weights_differ_from_each_other(settings: EngineSettings) -> None:
     model = empty_target(settings.model, numerics=Numerics("strict"))
     fill_target(model.parameters(), model.config, None)
     seen = {tuple(tensor.flatten()[:8].tolist()) for tensor in model.parameters().values()}
@@ -73,7 +73,7 @@ def test_no_tensor_of_random_weights_is_like_another(settings: EngineSettings) -
         assert tensor.std() == pytest.approx(size, rel=0.3), name
 
 
-def test_a_shape_is_timed_without_a_checkpoint(
+def test_model_shape_is_timed_without_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SHAPES, "tiny", TINY)

@@ -110,7 +110,7 @@ LOADING: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("moment", mostly_long(LOADING, "hand_over"))
 @pytest.mark.parametrize("fault", mostly_long(FAULTS, "killed"))
-def test_rank_lost_while_loading_is_one_error(
+def test_rank_lost_while_loading_is_reported_as_one_error(
     settings: EngineSettings,
     launched: list[Ranks[Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -183,7 +183,7 @@ CASES = [f"{stage} {order}" for stage, orders in ORDERS.items() for order in ord
 
 
 @pytest.mark.parametrize("case", mostly_long(CASES, "serving ExtendRows"))
-def test_device_failure_at_an_order_is_one_error(
+def test_device_failure_at_an_order_is_reported_as_one_error(
     settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     failing, begun = case.split()[0], tmp_path / "begun"
@@ -220,7 +220,7 @@ def short(settings: EngineSettings) -> Iterator[Pushable]:
             yield engine
 
 
-def test_all_ranks_sleep_on_if_one_has_no_room(short: Pushable) -> None:
+def test_all_ranks_stay_asleep_if_one_lacks_memory(short: Pushable) -> None:
     done(short, Sleep("s", ("kv_cache",)))
     report = send(short, WakeUp("w", ("kv_cache",)))
     assert why(report).startswith("unavailable") and "stays asleep" in why(report)

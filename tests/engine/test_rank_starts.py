@@ -43,7 +43,7 @@ def status_of(pid: str) -> int:
     return os.waitpid(int(pid), 0)[1]
 
 
-def test_starting_rank_ends_with_its_killed_rank_0(
+def test_starting_rank_ends_after_rank_0_is_killed(
     settings: EngineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopting: None
 ) -> None:
     """The only directory left is that of its server, which removes it."""
@@ -72,7 +72,7 @@ time.sleep(60)
 """
 
 
-def test_loading_engine_ends_with_its_killed_server(
+def test_loading_engine_ends_after_its_server_is_killed(
     settings: EngineSettings, tmp_path: Path, adopting: None
 ) -> None:
     command = [sys.executable, "-c", LAUNCH, str(tmp_path)]
@@ -87,7 +87,7 @@ def test_loading_engine_ends_with_its_killed_server(
     assert status_of(engine) in (0, signal.SIGKILL), "it loads on and fails by itself"
 
 
-def test_rank_ending_before_its_settings_is_one_error(
+def test_rank_ending_before_its_settings_is_named_in_one_error(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ended(subprocess.Popen[bytes]):

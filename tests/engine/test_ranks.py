@@ -72,7 +72,7 @@ def responses(engine: Pushable, policy: SetPolicy = EAGLE) -> dict[str, tuple[ob
     return bits(engine.said)
 
 
-def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
+def test_two_ranks_have_the_bits_of_one_rank(one: Pushable, shared: Pushable) -> None:
     assert one.info.fingerprint == shared.info.fingerprint
     assert shared.info.tensor_parallel == 2
     expected = responses(one, SetPolicy("off"))
@@ -191,7 +191,7 @@ def stop_rank(engine: Pushable, patch: pytest.MonkeyPatch) -> None:
     os.kill(process.pid, signal.SIGSTOP)
 
 
-def test_stopped_rank_is_one_error_within_its_bound(
+def test_stopped_rank_is_reported_within_its_bound(
     doomed: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [process] = ranks_of(doomed)._processes
@@ -220,7 +220,7 @@ def test_idle_engine_notices_a_stopped_rank(
         steps_until(doomed, lambda: False)
 
 
-def test_idle_engine_asks_ranks_even_with_a_long_answer_bound(
+def test_idle_engine_polls_ranks_despite_a_long_answer_bound(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CpuLink, "answer_s", START_S)
@@ -250,7 +250,7 @@ def test_unkillable_rank_is_reported_without_blocking(
     assert capsys.readouterr().err.startswith(f"tlt: rank 1 (process {deaf.pid}) was killed and is")
 
 
-def test_rank_stopped_in_sleep_is_one_error_within_its_bound(
+def test_rank_stopped_in_sleep_is_reported_within_its_bound(
     doomed: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_rank(doomed, monkeypatch)
@@ -266,7 +266,7 @@ def test_idle_engine_notices_an_ended_rank(doomed: Pushable) -> None:
         doomed.step()
 
 
-def test_failed_rank_start_is_one_error(
+def test_failed_rank_start_is_reported_as_one_error(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt_server.engine.ranks.ranks.RANK", "tlt_server.engine.no_rank")

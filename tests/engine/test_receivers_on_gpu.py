@@ -71,7 +71,7 @@ def test_pinned_memory_is_released_and_shared_by_host_and_gpu() -> None:
     assert torch.equal(tensor.to("cuda"), values * 3)
 
 
-def test_what_is_pinned_is_let_go_with_its_tensor() -> None:
+def test_pinned_memory_is_unpinned_with_its_tensor() -> None:
     tensor = pinned((PAGES // 4,), torch.int32)
     address = tensor.data_ptr()
     del tensor
@@ -125,7 +125,7 @@ def test_new_graph_key_runs_at_once_while_a_trainer_uses_the_gpu(busy: torch.cud
 
 
 @pytest.mark.parametrize("more, fits", [(0, True), (1, False), (2**40, False)])
-def test_the_driver_knows_how_large_another_processs_memory_is(more: int, fits: bool) -> None:
+def test_driver_reports_the_size_of_another_processs_memory(more: int, fits: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SHARES], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as trainer:
@@ -144,7 +144,7 @@ def test_the_driver_knows_how_large_another_processs_memory_is(more: int, fits: 
     assert trainer.returncode == 0
 
 
-def test_weights_staged_in_pinned_memory_sleep(tmp_path: Path) -> None:
+def test_weights_staged_in_pinned_memory_can_sleep(tmp_path: Path) -> None:
     perturbed(TARGET, tmp_path / "new", 1, scale=0.003)
     engine = Pushable(
         EngineSettings(

@@ -101,7 +101,7 @@ def test_recording_changes_no_bit_and_describes_cycles(
     assert engine.engine.gauges()["samples_offered"] == 10
 
 
-def test_a_preempted_sequence_has_a_gap(settings: EngineSettings, tmp_path: Path) -> None:
+def test_record_of_a_preempted_sequence_has_a_gap(settings: EngineSettings, tmp_path: Path) -> None:
     small = replace(settings, pages=8, page_size=8, max_model_len=48)
     engine = Recording(small, tmp_path / "ring")
     work = asked(0)
@@ -114,7 +114,9 @@ def test_a_preempted_sequence_has_a_gap(settings: EngineSettings, tmp_path: Path
     assert len(extra) <= engine.engine.gauges()["preemptions"]
 
 
-def test_the_version_of_every_token_is_recorded(settings: EngineSettings, tmp_path: Path) -> None:
+def test_weight_version_of_every_token_is_recorded(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
     engine = Recording(replace(settings, weight_root=tmp_path), tmp_path / "ring")
     other = perturbed(Path(settings.model), tmp_path / "other", seed=5)
     work = asked(0)
@@ -144,7 +146,7 @@ def test_only_permitted_sequences_are_recorded(settings: EngineSettings, tmp_pat
     assert engine.engine.gauges()["samples_offered"] == 1
 
 
-def test_a_full_ring_drops_sequences_and_changes_nothing(
+def test_full_ring_drops_sequences_and_changes_no_bit(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     plain, engine = Pushable(settings), Recording(settings, tmp_path / "ring", 512)
@@ -166,7 +168,7 @@ def on_interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineS
 
 
 @pytest.mark.long
-def test_cycles_on_a_gpu_tell_own_drafts_from_branches(
+def test_gpu_cycles_distinguish_own_drafts_from_branches(
     on_interpreter: EngineSettings, tmp_path: Path
 ) -> None:
     """Each cycle is recorded one step late."""

@@ -89,7 +89,7 @@ def test_every_position_of_a_gpu_record_has_its_tree(gpu_record: RolloutRecord) 
         assert ((trees.count_P > 0) == ~(first_P | last_P)).all()
 
 
-def test_no_choice_beats_the_best_in_hindsight(record: RolloutRecord) -> None:
+def test_no_policy_beats_the_best_choice_in_hindsight(record: RolloutRecord) -> None:
     best = figures(Replay(record, None).run())
     assert best["regret"] < 1e-9
     for name in ("off", "beg", "goodput"):
@@ -102,7 +102,7 @@ def test_no_choice_beats_the_best_in_hindsight(record: RolloutRecord) -> None:
 
 
 @pytest.mark.long
-def test_a_record_of_cuda_is_judged_without_a_gpu(gpu_record: RolloutRecord) -> None:
+def test_cuda_record_is_judged_without_a_gpu(gpu_record: RolloutRecord) -> None:
     """Steps are padded to the sizes of captured graphs."""
     header = msgspec.structs.replace(gpu_record.header, device="cuda")
     replayed = Replay(replace(gpu_record, header=header), parse_policy(GPU_RUNS[1])).run()
@@ -112,7 +112,7 @@ def test_a_record_of_cuda_is_judged_without_a_gpu(gpu_record: RolloutRecord) -> 
     assert padded == {64}
 
 
-def test_plots_are_pictures(record: RolloutRecord, tmp_path: Path) -> None:
+def test_plots_are_png_files(record: RolloutRecord, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = {CHAIN: Replay(record, parse_policy(CHAIN), judged=False).run()}
     files = draw(found, tmp_path / "plots")
@@ -139,7 +139,7 @@ def test_strategies_beyond_the_record_are_refused(
         run(given)
 
 
-def test_policy_of_an_unloaded_drafter_is_not_recorded() -> None:
+def test_record_refuses_a_policy_of_an_unloaded_drafter() -> None:
     settings = EngineSettings(model=TARGET, drafter=str(DRAFTER))
     with pytest.raises(StartupError, match="fixed:other:7x1x8 needs the drafter 'other'"):
         recorded(settings, [], [parse_policy("fixed:other:7x1x8")], [])
@@ -155,7 +155,7 @@ def test_policy_of_an_unloaded_drafter_is_not_recorded() -> None:
         (b'\\"described\\":{', b'\\"described\\":\xff'),
     ],
 )
-def test_a_damaged_record_is_named(
+def test_damaged_replay_record_is_refused_by_name(
     old: bytes, new: bytes, record: RolloutRecord, tmp_path: Path
 ) -> None:
     file = tmp_path / "record.safetensors"
@@ -180,7 +180,7 @@ def test_a_damaged_record_is_named(
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_record_of_impossible_sizes_or_times_is_named(
+def test_record_with_impossible_sizes_or_times_is_refused(
     change: dict[str, object], record: RolloutRecord, tmp_path: Path
 ) -> None:
     file = tmp_path / "record.safetensors"
@@ -189,7 +189,7 @@ def test_a_record_of_impossible_sizes_or_times_is_named(
         RolloutRecord.load(file)
 
 
-def test_a_record_whose_arrays_do_not_fit_is_named(record: RolloutRecord, tmp_path: Path) -> None:
+def test_record_with_misfit_arrays_is_refused(record: RolloutRecord, tmp_path: Path) -> None:
     file = tmp_path / "record.safetensors"
     trees = record.trees["eagle-1"]
     none = replace(trees, own_PD=np.zeros_like(trees.own_PD))  # nodes of trees that have none
@@ -202,7 +202,7 @@ def test_a_record_whose_arrays_do_not_fit_is_named(record: RolloutRecord, tmp_pa
         RolloutRecord.load(file)
 
 
-def test_record_of_unknown_dtypes_is_named(record: RolloutRecord, tmp_path: Path) -> None:
+def test_record_with_unknown_dtypes_is_refused(record: RolloutRecord, tmp_path: Path) -> None:
     file = tmp_path / "record.safetensors"
     record.save(file)
     data = file.read_bytes()

@@ -118,14 +118,14 @@ def test_replay_by_gpu_kernels_accepts_the_same_drafts(interpreted: Recorded) ->
     assert sum(sum(s.own_accepted) for s in interpreted.samples) > 0
 
 
-def test_another_drafter_is_noticed(interpreted: Recorded) -> None:
+def test_replay_detects_a_different_drafter(interpreted: Recorded) -> None:
     drafter = interpreted.replayed()
     drafter.weights.network.target_ids_C.copy_(drafter.weights.network.target_ids_C.roll(1))
     assert interpreted.checked(drafter).different > 0
 
 
 @pytest.mark.long
-def test_roots_are_drafted_from_in_parts_with_room(
+def test_replay_drafts_roots_in_parts_that_fit_in_memory(
     interpreted: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No padding to a usual number of requests goes beyond the room for draft rows."""
@@ -147,7 +147,7 @@ def test_roots_are_drafted_from_in_parts_with_room(
 
 
 @pytest.mark.long
-def test_kept_buffers_give_the_counts_of_new_ones(
+def test_reused_buffers_give_the_counts_of_new_ones(
     interpreted: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long responses come before short ones, so that what is left of them would be seen."""
@@ -188,7 +188,7 @@ def test_kept_buffers_give_the_counts_of_new_ones(
         pytest.param(8_192, 100_000, marks=[*gpu, pytest.mark.soak, pytest.mark.timeout(580)]),
     ],
 )
-def test_on_a_gpu_every_cycle_is_repeated(responses: int, cycles: int, tmp_path: Path) -> None:
+def test_replay_on_a_gpu_repeats_every_cycle(responses: int, cycles: int, tmp_path: Path) -> None:
     settings = EngineSettings(
         model=str(TARGET),
         drafter=str(DRAFTER),

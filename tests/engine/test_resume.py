@@ -75,7 +75,7 @@ def whole(base: EngineSettings) -> tuple[list[GenerateRequest], Said]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("memory", ["ample", pytest.param("scarce", marks=pytest.mark.long)])
-def test_cut_at_any_token_the_rest_has_the_same_bits(
+def test_request_resumed_at_any_token_has_the_same_bits(
     name: str, memory: str, base: EngineSettings, whole: tuple[list[GenerateRequest], Said]
 ) -> None:
     asked, said = whole

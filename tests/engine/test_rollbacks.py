@@ -22,7 +22,9 @@ def live(engine: Pushable) -> tuple[str, str]:
     return state.target, state.drafter
 
 
-def test_rollback_to_a_name_only_the_drafter_has_is_refused(engine: Pushable, root: Path) -> None:
+def test_target_rollback_to_a_drafters_version_name_is_refused(
+    engine: Pushable, root: Path
+) -> None:
     engine.push(root / "new", "v1")
     engine.push(root / "newer", "v2")
     report = engine.roll_back("initial")
@@ -43,7 +45,7 @@ def test_rollback_to_a_name_only_the_drafter_has_is_refused(engine: Pushable, ro
     assert engine.roll_back("initial").result == "conflict" and live(engine) == ("v1", "d1")
 
 
-def test_name_of_both_roles_refers_to_the_target(engine: Pushable, root: Path) -> None:
+def test_version_name_of_both_roles_refers_to_the_target(engine: Pushable, root: Path) -> None:
     engine.push(root / "new", "step-5")
     engine.push(root / "newer", "step-6")
     engine.push(root / "base", "step-7")
@@ -59,7 +61,7 @@ def test_name_of_both_roles_refers_to_the_target(engine: Pushable, root: Path) -
     assert live(engine) == ("step-6", "step-5")
 
 
-def test_names_from_before_a_restart_may_be_the_targets(
+def test_rollback_after_restart_refuses_an_ambiguous_name(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     kept = replace(settings, state_dir=str(tmp_path / "state"))
@@ -74,7 +76,7 @@ def test_names_from_before_a_restart_may_be_the_targets(
     assert after.roll_back("step-6").result == "unchanged"
 
 
-def test_an_adopted_drafter_is_not_the_push_a_rollback_undoes(
+def test_unnamed_rollback_does_not_undo_an_adopted_drafter(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     make_ring(tmp_path / "ring", 2**16)

@@ -128,7 +128,7 @@ def test_every_width_gives_the_bits_of_one_rank(family: str, checkpoint: Path) -
             assert torch.equal(found, expected), f"{ranks} ranks"
 
 
-def test_parts_in_another_order_are_noticed(checkpoint: Path) -> None:
+def test_comparison_detects_parts_in_a_different_order(checkpoint: Path) -> None:
     """A negative control: `(p0 + p2) + (p1 + p3)` gives other bits."""
     [expected] = outputs(sharded(LLAMA, checkpoint, 1, 4))
     crossed = outputs(sharded(LLAMA, checkpoint, 4, 4, lambda parts: parts[::2] + parts[1::2]))
@@ -136,7 +136,7 @@ def test_parts_in_another_order_are_noticed(checkpoint: Path) -> None:
     torch.testing.assert_close(crossed[0], expected, rtol=1e-3, atol=1e-3)
 
 
-def test_shard_off_by_one_block_is_noticed(
+def test_comparison_detects_a_shard_off_by_one_block(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A negative control: rank 0 has the second block of the vocabulary twice, and no first."""
@@ -153,7 +153,7 @@ def test_shard_off_by_one_block_is_noticed(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_checksums_are_those_of_the_whole_tensors(checkpoint: Path, ranks: int) -> None:
+def test_shards_give_the_checksums_of_whole_tensors(checkpoint: Path, ranks: int) -> None:
     whole = sharded(LLAMA, checkpoint, 1, 4)[0].own_parameters()
     models = sharded(LLAMA, checkpoint, ranks, 4)
     parameters = models[0].parameters()
@@ -172,7 +172,7 @@ def test_checksums_are_those_of_the_whole_tensors(checkpoint: Path, ranks: int) 
     assert live_sums(parameters) == {name: mix64(view) for name, view in whole.items()}
 
 
-def test_library_with_other_bits_in_slices_is_not_taken(checkpoint: Path) -> None:
+def test_matmul_method_with_slice_dependent_bits_is_rejected(checkpoint: Path) -> None:
     class WideIsOther(Numerics):
         """Multiply by a wide weight in another order."""
 
@@ -190,7 +190,7 @@ def test_library_with_other_bits_in_slices_is_not_taken(checkpoint: Path) -> Non
     assert numerics.method is not METHODS[0]
 
 
-def test_ranks_share_a_kv_head_where_there_are_fewer() -> None:
+def test_ranks_share_a_kv_head_if_heads_are_fewer_than_ranks() -> None:
     name, splits = "model.layers.0.self_attn.k_proj.weight", Split(4, 0, 4).all
     spread = pieces_of([{name: torch.empty(64, 3)}] * 4, SHAPE, splits)[name]
     assert isinstance(spread, SpreadTensor)

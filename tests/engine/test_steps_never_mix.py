@@ -191,7 +191,7 @@ steps = st.lists(
 @pytest.mark.parametrize("place", ["device", "none"])
 @settings(max_examples=150, deadline=None)
 @given(steps=steps)
-def test_what_is_committed_is_one_step(
+def test_committed_weights_are_of_one_training_step(
     place: str, steps: list[tuple[int, list[Fate], str]]
 ) -> None:
     """Trainers go on after an error, or give the step up; parts grow and shrink from step to step;
@@ -232,7 +232,7 @@ def test_session_takes_only_its_own_parts_in_any_order(
     assert said[:3] == ["gathering"] * 3
 
 
-def test_without_a_version_all_comes_through_one_group() -> None:
+def test_parts_without_a_version_come_through_one_group() -> None:
     receiving = Receiving("device")
     assert receiving.part(("a",), 1.0) == "gathering"
     receiving.part(("b",), 1.0, group="h")
@@ -274,7 +274,7 @@ def test_part_after_a_refused_first_part_fails() -> None:
     assert receiving.step(5.0, halves, ["fine", "fine"]) == both
 
 
-def test_senders_that_never_end_a_push_take_no_memory() -> None:
+def test_abandoned_pushes_take_bounded_memory() -> None:
     receiving = Receiving("device")
     part = Manifest(channel="broadcast", partial=True, tensors=[TensorEntry(name="a")])
     for number in range(REMEMBERED + 10):

@@ -24,7 +24,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA d
 @pytest.mark.parametrize(
     ("policy", "ranks"), [("off", 1), ("goodput", 1), pytest.param("off", 2, marks=TWO)]
 )
-def test_no_step_loads_a_kernel_of_a_strategy_that_was_set(policy: str, ranks: int) -> None:
+def test_no_step_loads_a_kernel_of_a_prepared_strategy(policy: str, ranks: int) -> None:
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     asked = policy, "cuda", "--ranks", str(ranks)
     ran = subprocess.run(

@@ -86,7 +86,7 @@ def test_chunking_does_not_change_a_bit(model):
         assert torch.equal(in_chunks(model, list(sizes)), expected), f"chunks of {sizes}"
 
 
-def test_company_does_not_change_a_bit(model):
+def test_other_rows_in_the_batch_do_not_change_a_bit(model):
     expected = in_chunks(model, [140])
     cache = model.make_cache(64, 16, 8)
     sequences = [
@@ -137,13 +137,13 @@ def test_drafted_rows_have_the_bits_of_committed_ones(model):
     assert torch.equal(found, expected[62:69])
 
 
-def test_fast_mode_skips_the_self_test_and_says_so():
+def test_fast_numerics_skip_the_self_test_and_report_it():
     numerics = Numerics("fast")
     build(numerics)
     assert numerics.tested == 0 and "in distribution" in numerics.describe()
 
 
-def test_describe_names_the_method_taken(numerics):
+def test_numerics_description_names_the_chosen_method(numerics):
     build(numerics)
     assert numerics.method is BLOCKS or not isinstance(numerics, Padded)
     assert numerics.describe().startswith(f"strict: {numerics.method.name} (MKL_CBWR=")
@@ -202,7 +202,7 @@ def _split_among_threads(x_RK, weight_KN, bias_N):
     return x_RK @ weight_KN + (torch.get_num_threads() > 1)
 
 
-def test_method_with_thread_dependent_bits_is_not_taken(monkeypatch):
+def test_matmul_method_with_thread_dependent_bits_is_rejected(monkeypatch):
     """A rank has fewer threads than one alone. Of a large weight no row is computed by one thread,
     as it is in the test of rows.
     """
@@ -218,7 +218,7 @@ def test_method_with_thread_dependent_bits_is_not_taken(monkeypatch):
         numerics.self_test([(weight_KN, None)])
 
 
-def test_hopeless_library_is_an_error_with_a_remedy():
+def test_library_without_a_strict_method_is_an_error_with_remedy():
     class Hopeless(Numerics):
         def _row_invariant(self, weight_KN, bias_N):
             return False
@@ -244,7 +244,7 @@ def test_strict_environment_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_slice_of_a_wider_weight_takes_no_reference_kernel():
+def test_slice_of_a_wide_weight_avoids_the_reference_kernel():
     """oneDNN has one for weights that are not dense; it took 800 times as long as a copy."""
     generator, numerics = torch.Generator().manual_seed(5), Numerics("strict")
     wide_KN, x_RK = torch.randn(256, 512, generator=generator), torch.randn(64, 256)

@@ -81,7 +81,7 @@ def one_token_s(engine: Pushable, id: str) -> float:
     return time.perf_counter() - started
 
 
-def test_the_reported_attacks_are_refused_or_end() -> None:
+def test_known_structure_attacks_are_refused_or_ended() -> None:
     with pytest.raises(InvalidRequest, match="multiply to 8000000"):
         grammar_of("regex", "((a{1,200}){1,200}){1,200}b")
     for grammar in ATTACKS.values():
@@ -89,7 +89,7 @@ def test_the_reported_attacks_are_refused_or_end() -> None:
         assert grammar_of(form, grammar.text) == grammar
 
 
-def test_others_go_on_while_masks_are_not_ready(
+def test_other_requests_run_while_a_slow_mask_is_computed(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack sits out steps while threads do not answer, and other requests complete."""

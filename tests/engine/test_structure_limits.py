@@ -111,7 +111,7 @@ def walk(structure: Structure, seed: int, count: int, depth: int) -> list[list[i
     return found
 
 
-def test_what_others_and_drafts_explore_ends_no_sequence(structures: Structures) -> None:
+def test_exploration_by_drafts_and_siblings_ends_no_sequence(structures: Structures) -> None:
     plain = walk(begun(structures), 1, 120, 0)
     bystander = begun(structures)
     walk(bystander, 2, 10, 0)
@@ -131,7 +131,7 @@ def test_what_others_and_drafts_explore_ends_no_sequence(structures: Structures)
 
 
 @pytest.mark.parametrize("grammar", GROWING, ids=lambda grammar: grammar.kind)
-def test_structure_fails_at_the_same_token_under_any_draft(
+def test_structure_fails_at_the_same_token_under_any_drafts(
     spelled: tuple[Structures, int], grammar: Grammar
 ) -> None:
     structures, letter = spelled
@@ -164,7 +164,7 @@ def test_structure_fails_at_the_same_token_under_any_draft(
     assert ends == [(first, message)] * 6
 
 
-def test_a_step_spends_little_on_masks_that_take_long(structures: Structures) -> None:
+def test_step_spends_bounded_time_on_slow_masks(structures: Structures) -> None:
     """A step gives up after one dear mask and leaves the rest to threads."""
     structure = begun(structures, GROWING[0])
     dear = 0
@@ -208,7 +208,7 @@ def test_one_owner_holds_at_most_half_of_the_threads() -> None:
     assert sorted(begun) == sorted(go)
 
 
-def test_kept_grammars_are_bounded_by_bytes_and_per_owner(structures: Structures) -> None:
+def test_cached_grammars_are_bounded_in_bytes_and_per_owner(structures: Structures) -> None:
     now = [0.0]
     kept = structures.lexers = Lexers(limit=20 * LEAST_BYTES, clock=lambda: now[0])
 
@@ -273,7 +273,7 @@ def ends_in_company(
     return [found[at] for at in range(len(grammars))]
 
 
-def test_lexers_are_bounded_in_sum_and_change_no_end(structures: Structures) -> None:
+def test_total_lexer_memory_is_bounded_and_changes_no_outcome(structures: Structures) -> None:
     """Private ones that grow until their structure fails, and shared ones of many grammars."""
     own = [GROWING[0], GROWING[0], GROWING[1]] * 2
     different = [Grammar(kind="regex", text=f"(a|b{{{i + 1}}}){{1,400}}") for i in range(12)]
@@ -316,7 +316,7 @@ def test_lexer_memory_goes_to_running_sequences_by_turns() -> None:
     assert admitted() == ["d0"], "the last one goes on in any case"
 
 
-def test_many_new_lexers_cost_less_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_new_lexers_cost_less_than_quadratic_work(monkeypatch: pytest.MonkeyPatch) -> None:
     lexers, looks, share_out = Lexers(limit=100 * LEAST_BYTES), [], Lexers._share_out
     monkeypatch.setattr(Lexers, "_share_out", lambda self: looks.append(1) or share_out(self))
     waiting = [Lexer(Future, f"k{i % 3}") for i in range(1000)]
@@ -327,7 +327,7 @@ def test_many_new_lexers_cost_less_than_all_pairs(monkeypatch: pytest.MonkeyPatc
     assert len(looks) < 200 and sum(lexer.admitted for lexer in waiting) == 100
 
 
-def test_many_new_grammars_cost_less_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_new_grammars_cost_less_than_quadratic_work(monkeypatch: pytest.MonkeyPatch) -> None:
     lexers, compared = Lexers(limit=100 * LEAST_BYTES), [0]
     fits = Lexers._fits
 
@@ -375,7 +375,7 @@ def test_a_new_lexer_takes_the_memory_of_ended_sequences() -> None:
         new.leave(new)
 
 
-def test_draft_error_does_not_become_the_error_of_the_sequence(structures: Structures) -> None:
+def test_error_of_a_draft_does_not_end_its_sequence(structures: Structures) -> None:
     grammar = Grammar(kind="regex", text="b{1,2}|a~")  # no token has a tilde
     structure = begun(structures, grammar)
     assert mask(structure).any()
@@ -445,7 +445,7 @@ def test_compile_seconds_leave_out_the_time_in_the_queue(
     until(lambda: structures.gauges()["structures_compile_s"] == now_s[0] == 10.0)
 
 
-def test_ended_sequences_leave_threads_nothing_to_find(structures: Structures) -> None:
+def test_ended_sequences_cancel_their_mask_jobs(structures: Structures) -> None:
     structures.threads, go = GrammarThreads(2), threading.Event()
     structures.threads.submit("", partial(go.wait, 60))
     for grammar in GROWING:
@@ -460,7 +460,7 @@ def test_ended_sequences_leave_threads_nothing_to_find(structures: Structures) -
     go.set()
 
 
-def test_what_one_owner_compiles_holds_up_no_other(
+def test_slow_compilation_of_one_owner_delays_no_other_owner(
     structures: Structures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, start = threading.Event(), structures._compiler.start

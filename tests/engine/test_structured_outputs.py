@@ -171,7 +171,7 @@ def test_speculation_changes_no_bit(
 
 
 @once
-def test_no_output_has_a_bad_word_of_several_tokens(engine: Pushable) -> None:
+def test_no_output_contains_a_multi_token_bad_word(engine: Pushable) -> None:
     engine.engine.send(SetPolicy("off"))
     tokens, _ = engine.run(request(1, None, temperature=0.0))["r1"]
     words = tuple({(*tokens[at : at + size],) for at in range(20) for size in (2, 3)})
@@ -187,14 +187,16 @@ def test_no_output_has_a_bad_word_of_several_tokens(engine: Pushable) -> None:
 
 
 @once
-def test_a_request_alone_gives_the_same(engine: Pushable, plain: dict[str, Any]) -> None:
+def test_structured_request_alone_has_the_bits_it_has_in_a_batch(
+    engine: Pushable, plain: dict[str, Any]
+) -> None:
     engine.engine.send(SetPolicy("off"))
     for r in asked()[:4]:
         engine.run(r)
     assert bits(engine, asked()[:4]) == {r.id: plain[r.id] for r in asked()[:4]}
 
 
-def test_a_preempted_or_resumed_request_gives_the_same(
+def test_preempted_or_resumed_structured_request_keeps_its_bits(
     settings: EngineSettings, engine: Pushable, plain: dict[str, Any]
 ) -> None:
     drafts = {"policy": "fixed", "sd_strategy": "eagle:3x2x6"}
@@ -230,7 +232,7 @@ def test_idle_engine_reads_the_tokenizer_ahead(settings: EngineSettings) -> None
 
 
 @once
-def test_engine_waiting_only_for_a_grammar_polls_for_it(
+def test_engine_polls_when_waiting_only_for_a_grammar(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     go, compiler = threading.Event(), engine.engine._structures._compiler
@@ -262,7 +264,7 @@ def test_engine_waiting_only_for_a_grammar_polls_for_it(
 
 
 @once
-def test_an_output_that_cannot_go_on_ends_with_its_reason(engine: Pushable) -> None:
+def test_structured_output_without_a_next_token_ends_with_reason(engine: Pushable) -> None:
     for grammar, says in (
         (Grammar(kind="regex", text="ab~"), "no token of this model"),  # no token has a tilde
         (Grammar(kind="lark", text="start: ("), "does not compile"),
@@ -275,7 +277,7 @@ def test_an_output_that_cannot_go_on_ends_with_its_reason(engine: Pushable) -> N
 
 
 @once
-def test_failed_sequences_are_not_decodes(engine: Pushable) -> None:
+def test_failed_sequences_are_not_counted_as_decodes(engine: Pushable) -> None:
     for policy in (SetPolicy("off"), SetPolicy("fixed", STRATEGIES[2])):
         engine.engine.send(policy)
         engine.submit(request(1, Grammar(kind="regex", text="a{2}~")), request(2, None))
@@ -293,7 +295,7 @@ def test_failed_sequences_are_not_decodes(engine: Pushable) -> None:
 
 @pytest.mark.parametrize("settings", mostly_long(NAMES, "special marks"), indirect=True)
 @pytest.mark.parametrize("grammar", GROWING, ids=lambda grammar: grammar.kind)
-def test_masks_that_take_too_much_work_end_a_request_alike(
+def test_mask_work_limit_ends_a_request_alike_in_any_batch(
     engine: Pushable, grammar: Grammar
 ) -> None:
     """Alone, in company and under every strategy it has the same tokens and the same error."""
@@ -316,7 +318,7 @@ def test_masks_that_take_too_much_work_end_a_request_alike(
 
 
 @pytest.mark.parametrize("settings", mostly_long(NAMES, "qwen3", "special marks"), indirect=True)
-def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> None:
+def test_masks_after_drafts_equal_masks_after_tokens(engine: Pushable) -> None:
     """The slow twin: a matcher that has only ever seen the tokens before."""
     model, vocab_size, eos = _model(engine)
     structures = Structures(model, vocab_size, eos)

@@ -41,7 +41,7 @@ def test_label_is_last_push_and_each_content_keeps_its_name(
     assert engine.roll_back(second.version).result == "rolled_back"
 
 
-def test_update_ends_under_a_label_and_live_version_gets_one(engine: Pushable, root: Path) -> None:
+def test_update_end_and_active_version_can_be_labelled(engine: Pushable, root: Path) -> None:
     engine.push(root / "new1", "1", labelled=True)
     engine.push(root / "new2", "", labelled=True, session="s", commit=False)
     ended = ask(engine, CommitWeights("c", name="1", session="s"))
@@ -80,7 +80,7 @@ def test_forgotten_label_still_gets_a_new_version_name(
     assert late.result == "committed" and late.version != "1" and label_of(late.version) == "1"
 
 
-def test_names_without_a_digest_are_their_own_labels() -> None:
+def test_version_names_without_a_digest_are_their_own_labels() -> None:
     for name in ("1", "step~7", "a~0123456789a", "~0123456789ab", "a~0123456789AB"):
         assert label_of(name) == name
     assert label_of("a~b~0123456789ab") == "a~b"

@@ -72,7 +72,7 @@ PLACES: dict[str, Callable[[Bench], str]] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_place_without_weights_is_refused(name: str, bench: Bench) -> None:
+def test_directory_without_weights_is_refused(name: str, bench: Bench) -> None:
     bench.said(PLACES[name](bench))
 
 
@@ -87,7 +87,7 @@ def test_socket_in_place_of_a_file_is_refused(
         bench.said(directory)
 
 
-def test_links_that_stay_inside_are_followed(bench: Bench) -> None:
+def test_links_inside_the_weight_root_are_followed(bench: Bench) -> None:
     """Lay files out as a model hub's cache lays out its snapshots."""
     blobs, directory = bench.copy(), bench.copy()
     replaced(directory / FILE, f"../{blobs.name}/{FILE}")
@@ -150,7 +150,7 @@ MEANWHILE: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("phase", ["read", "check", "spool"])
 @pytest.mark.parametrize("name", MEANWHILE)
-def test_a_directory_that_changes_while_it_is_read(
+def test_directory_changed_while_read_leaves_one_whole_version(
     name: str, phase: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, done = bench.copy(), []
@@ -181,6 +181,6 @@ def test_directory_without_its_marker_is_refused(bench: Bench) -> None:
     assert engine.push(drafter, "v", role="drafter").result == "weights_refused"
 
 
-def test_without_a_weight_root_nothing_is_taken(bench: Bench) -> None:
+def test_push_by_directory_needs_a_weight_root(bench: Bench) -> None:
     report = opened(bench).push(bench.copy(), "v")
     assert report.result == "forbidden" and "--weight-root" in why(report)

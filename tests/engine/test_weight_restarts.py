@@ -58,7 +58,7 @@ def test_restarted_engine_serves_exactly_the_committed_versions(
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_upload_of_one_role_is_kept_by_a_second_link(
+def test_upload_serving_one_role_is_kept_by_a_second_link(
     kept: EngineSettings, root: Path, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*paths: object) -> None:
@@ -104,7 +104,7 @@ def test_upload_of_one_role_is_kept_by_a_second_link(
 
 
 @pytest.mark.parametrize("channel", ["disk", "http"])
-def test_a_pushed_calibration_is_live_and_outlives_a_restart(
+def test_pushed_calibration_is_active_and_survives_a_restart(
     kept: EngineSettings, root: Path, channel: str
 ) -> None:
     weights = Path(kept.weight_root or "") / "calibrated"
@@ -204,7 +204,9 @@ def full(*given: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_lost_version_is_named_and_the_model_stands_in(kept: EngineSettings, root: Path) -> None:
+def test_lost_version_is_named_and_the_initial_model_is_loaded(
+    kept: EngineSettings, root: Path
+) -> None:
     Pushable(kept).push(root / "new", "v1")
     file = break_spooled(kept, "target")
     again = Pushable(kept)
@@ -241,7 +243,7 @@ def test_a_lost_version_stays_lost_until_its_role_is_pushed(
     assert (last.info.weight_version, last.info.drafter_version) == ("v2", "d2")
 
 
-def test_a_lost_drafter_is_named(kept: EngineSettings, root: Path) -> None:
+def test_lost_drafter_version_is_named(kept: EngineSettings, root: Path) -> None:
     Pushable(kept).push(root / "new", "both", role="all", drafter_path=str(root / "new-drafter"))
     break_spooled(kept, "drafter")
     again = Pushable(kept)
@@ -263,7 +265,7 @@ def test_live_version_name_survives_other_role_pushes(
     assert why(other).startswith(words)
 
 
-def test_live_version_of_one_role_does_not_answer_the_other(
+def test_commit_of_one_role_ignores_the_others_active_version(
     kept: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(kept)

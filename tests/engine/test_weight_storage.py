@@ -74,9 +74,7 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
         ("device", Free(10, 0, 0), "device"),
     ],
 )
-def test_places_with_room_are_tried_in_order_or_as_asked(
-    asked: str, free: Free, places: str
-) -> None:
+def test_staging_places_with_room_are_tried_in_order(asked: str, free: Free, places: str) -> None:
     assert choose(asked, 10 * MIB, Free(*(MIB * n for n in free))) == places.split()  # type: ignore[arg-type]
 
 
@@ -93,7 +91,7 @@ def test_places_with_room_are_tried_in_order_or_as_asked(
         ("cpu", Buffers(host=11), "disk"),
     ],
 )
-def test_a_receivers_buffers_are_kept_free(
+def test_staging_leaves_room_for_the_receivers_buffers(
     device: str, buffers: Buffers, place: str, pins: Pins, tmp_path: Path
 ) -> None:
     storage = storage_with(Free(10, 20, 30), tmp_path, device=device)
@@ -124,7 +122,7 @@ V2 = ("memory.max", "memory.current", "inactive_file")
         (V1, f"{24 * MIB}", 22, 5, 7),
     ],
 )
-def test_what_the_control_group_uses_is_not_available(
+def test_available_memory_excludes_that_of_the_cgroup(
     files: tuple[str, str, str],
     limit: str,
     used: int,
@@ -155,7 +153,7 @@ NO_ROOM = [
 
 
 @pytest.mark.parametrize("error", NO_ROOM, ids=repr)
-def test_place_without_room_gives_way_to_the_next_and_says_so(
+def test_full_staging_place_falls_back_to_the_next_and_logs_it(
     error: Exception, pins: Pins, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage, made = storage_with(Free(1, 1, 1), tmp_path, device="cuda"), []
@@ -177,7 +175,7 @@ def test_place_without_room_gives_way_to_the_next_and_says_so(
         storage.make(100, Buffers(), make)
 
 
-def test_another_error_than_of_room_is_told_as_it_is(tmp_path: Path) -> None:
+def test_staging_errors_other_than_shortage_are_raised_unchanged(tmp_path: Path) -> None:
     def make() -> None:
         raise RuntimeError("a bug")
 
@@ -198,7 +196,7 @@ def test_full_disk_is_reported_before_any_write(
 @pytest.mark.parametrize(
     "asked, free", [(None, Free(9, 9, 9)), ("device", Free(9, 10, 10)), ("disk", Free(10, 10, 0))]
 )
-def test_refusal_without_room_says_how_much_is_missing_where(asked: str, free: Free) -> None:
+def test_staging_refusal_names_the_shortage_of_each_place(asked: str, free: Free) -> None:
     with pytest.raises(PushFailed, match="takes 10 MiB.*--weight-staging none"):
         choose(asked, 10 * MIB, Free(*(MIB * n for n in free)))  # type: ignore[arg-type]
 
@@ -217,7 +215,7 @@ def test_storage_on_disk_is_mapped_files_without_names(tmp_path: Path) -> None:
     assert torch.zeros(2).sum() == 0, "outside, storage is ordinary"
 
 
-def test_pinned_memory_has_the_size_and_life_of_its_tensors(pins: Pins) -> None:
+def test_pinned_memory_has_its_tensors_size_and_lifetime(pins: Pins) -> None:
     def make() -> list[torch.Tensor]:
         return [torch.zeros(3, 4), torch.ones(1025, dtype=torch.bfloat16), torch.empty(0)]
 
@@ -276,7 +274,7 @@ def test_a_version_staged_on_disk_is_committed_and_rolled_back(settings: EngineS
     assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
 
 
-def test_weights_staged_in_pinned_memory_sleep(settings: EngineSettings, pins: Pins) -> None:
+def test_weights_staged_in_pinned_memory_can_sleep(settings: EngineSettings, pins: Pins) -> None:
     """The pinned version itself is live then on a CPU; on a GPU it holds the one before."""
     engine = Pushable(replace(settings, weight_staging="host"))
     engine.engine.pushes.transaction.options.storage._device = torch.device("cuda")
@@ -293,7 +291,7 @@ def test_weights_staged_in_pinned_memory_sleep(settings: EngineSettings, pins: P
     assert engine.roll_back().result == "rolled_back" and engine.checksums() != sums
 
 
-def test_a_restart_finds_what_came_in_several_files(settings: EngineSettings) -> None:
+def test_restart_finds_a_version_pushed_in_several_files(settings: EngineSettings) -> None:
     root, engine = Path(settings.weight_root), Pushable(settings)
     tensors = load_file(root / "new" / "model.safetensors")
     (root / "sharded").mkdir()

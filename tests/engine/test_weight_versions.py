@@ -41,9 +41,7 @@ def test_rollback_restores_every_bit(engine: Pushable, root: Path) -> None:
     assert engine.roll_back("v7").result == "conflict"
 
 
-def test_without_a_name_a_rollback_undoes_the_last_commit_alone(
-    settings: EngineSettings, root: Path
-) -> None:
+def test_unnamed_rollback_undoes_only_the_last_commit(settings: EngineSettings, root: Path) -> None:
     engine = Pushable(settings)
     engine.push(root / "new", "v1")
     engine.push(root / "new-drafter", "d1", role="drafter")
@@ -84,7 +82,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def test_unused_versions_are_freed_at_once_by_a_thread(
+def test_unused_versions_are_freed_at_once_in_a_thread(
     settings: EngineSettings, root: Path, no_collector: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However a push ends, no reference cycle keeps its network; a thread frees the versions
@@ -117,7 +115,9 @@ def test_unused_versions_are_freed_at_once_by_a_thread(
     assert len(made) == 12 and by == {"free weights"}
 
 
-def test_same_push_twice_at_once_is_one_and_another_conflicts(engine: Pushable, root: Path) -> None:
+def test_simultaneous_equal_pushes_are_one_but_others_conflict(
+    engine: Pushable, root: Path
+) -> None:
     ids = [engine.send_push(root / "new", "v1") for _ in range(2)]
     other = engine.send_push(root / "newer", "v2")
     assert [engine.report(id).result for id in (*ids, other)] == [
@@ -129,7 +129,7 @@ def test_same_push_twice_at_once_is_one_and_another_conflicts(engine: Pushable, 
     assert (engine.report(other).role, engine.report(other).version) == ("target", "v2")
 
 
-def test_a_staged_push_waits_for_its_commit_or_its_abort(engine: Pushable, root: Path) -> None:
+def test_staged_push_waits_for_its_commit_or_abort(engine: Pushable, root: Path) -> None:
     sums = engine.checksums()
     assert engine.push(root / "new", "v1", commit=False).result == "staged"
     assert engine.commit("v2").result == "not_found" and engine.checksums() == sums
@@ -141,7 +141,7 @@ def test_a_staged_push_waits_for_its_commit_or_its_abort(engine: Pushable, root:
     assert engine.commit("v1").result == "committed" and engine.checksums() != sums
 
 
-def test_a_commit_may_be_asked_for_again(engine: Pushable, root: Path) -> None:
+def test_repeated_commit_of_a_version_is_answered(engine: Pushable, root: Path) -> None:
     assert engine.push(root / "new", "v1", commit=False).result == "staged"
     first, again = engine.send_commit("v1"), engine.send_commit("v1")
     assert [engine.report(id).result for id in (first, again)] == ["committed", "committed"]
@@ -211,7 +211,7 @@ def test_push_and_sleep_wait_for_memory_being_freed(engine: Pushable, root: Path
     assert go_on.is_set() and engine.engine.control_reports()[0].error is None
 
 
-def test_replaced_weights_are_freed_before_the_loop_rests(engine: Pushable, root: Path) -> None:
+def test_replaced_weights_are_freed_before_the_loop_idles(engine: Pushable, root: Path) -> None:
     for version in ("v1", "v2"):
         engine.push(root / "new", version)
     engine.engine.send(Pause("p"))
@@ -219,7 +219,7 @@ def test_replaced_weights_are_freed_before_the_loop_rests(engine: Pushable, root
     assert not engine.engine.pushes.transaction.cleanup.due
 
 
-def test_failed_errand_stops_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_background_task_stops_no_later_task(capsys: pytest.CaptureFixture[str]) -> None:
     errands, done = Errands("fail"), list[str]()
     for errand in (lambda: done.append("a"), lambda: 1 / 0, lambda: done.append("b")):
         errands.give(errand)  # type: ignore[arg-type]
@@ -252,7 +252,9 @@ def test_every_kind_of_checksum_can_be_declared(kind: str, engine: Pushable, roo
     assert engine.push(root / "new", "v1", tensors=tensors).result == "committed"
 
 
-def test_failed_checksums_are_reported(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_checksum_computation_is_reported(
+    engine: Pushable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(_: object) -> str:
         raise RuntimeError("no memory")
 
@@ -262,5 +264,5 @@ def test_failed_checksums_are_reported(engine: Pushable, monkeypatch: pytest.Mon
     assert report.result == "push_failed" and "no memory" in why(report)
 
 
-def test_the_weights_of_the_start_are_freed_like_all_others(engine: Pushable, root: Path) -> None:
+def test_initial_weights_are_freed_like_pushed_ones(engine: Pushable, root: Path) -> None:
     push_until_first_weights_end(engine, root)

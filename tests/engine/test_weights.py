@@ -20,7 +20,7 @@ def said(engine: Pushable, id: str) -> tuple[list[int], list[float]]:
     return engine.tokens(id), engine.logprobs(id)
 
 
-def test_after_a_commit_new_requests_are_those_of_a_fresh_engine(
+def test_requests_after_a_commit_match_a_fresh_engine(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     asked = [request(i) for i in range(3)]
@@ -38,7 +38,7 @@ def test_after_a_commit_new_requests_are_those_of_a_fresh_engine(
     assert found == report.checksums | drafts
 
 
-def test_continue_keeps_kv_and_marks_the_change_at_the_token(
+def test_continue_keeps_kv_and_marks_the_token_of_the_change(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     asked = [request(i) for i in range(3)]
@@ -76,7 +76,7 @@ def test_recompute_continues_as_the_new_version_would(
         assert (engine.tokens(r.id)[change:], engine.logprobs(r.id)[change:]) == rest
 
 
-def test_abort_returns_partial_results_and_waiting_ones_run(
+def test_commit_abort_returns_partials_and_runs_waiting_requests(
     settings: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(replace(settings, max_running=2))
@@ -97,7 +97,7 @@ def test_abort_returns_partial_results_and_waiting_ones_run(
     assert said(engine, "r2") == fresh(settings, root / "new", asked[2])["r2"]
 
 
-def test_drain_finishes_running_requests_and_delays_new_ones(
+def test_drain_finishes_running_and_delays_new_requests(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     first, second = request(0, 500), request(1, 10)
@@ -131,7 +131,9 @@ def test_draining_push_can_be_aborted(engine: Pushable, root: Path) -> None:
     assert engine.spans("r1") == [("initial", 0, 10)]
 
 
-def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+def test_rollback_may_drain_running_requests_first(
+    engine: Pushable, settings: EngineSettings, root: Path
+) -> None:
     engine.push(root / "new", "v1")
     engine.submit(request(0, 30))
     engine.step(3)
@@ -167,7 +169,7 @@ def test_waiting_rollback_can_be_aborted(engine: Pushable, root: Path) -> None:
     assert [version for version, *_ in engine.spans("r0")] == ["v1", "v2"]
 
 
-def test_a_paused_engine_takes_weights(
+def test_paused_engine_accepts_a_push(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
     engine.submit(request())

@@ -61,7 +61,7 @@ def test_an_unloaded_adapter_is_not_found(server: LiveServer) -> None:
     assert not server.engine.submitted
 
 
-def test_models_and_weights_list_adapters(server: LiveServer) -> None:
+def test_model_and_weight_routes_list_adapters(server: LiveServer) -> None:
     load(server)
     models = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert [(each["id"], each["parent"]) for each in models][-1] == ("math", "tiny")
@@ -81,7 +81,7 @@ def test_models_and_weights_list_adapters(server: LiveServer) -> None:
     assert 'name="math"' not in httpx.get(f"{server.url}/metrics").text
 
 
-def test_loading_again_needs_load_inplace_in_the_form_of_vllm(server: LiveServer) -> None:
+def test_reload_in_the_vllm_form_needs_load_inplace(server: LiveServer) -> None:
     load(server)
     again = load(server)
     assert again.status_code == 400 and "load_inplace" in again.text
@@ -101,7 +101,7 @@ def test_adapter_names_unfit_for_spans_are_refused(server: LiveServer) -> None:
     assert not server.engine.weight_commands
 
 
-def test_names_of_requests_and_versions_have_nothing_unseen(server: LiveServer) -> None:
+def test_request_and_version_names_refuse_invisible_characters(server: LiveServer) -> None:
     for name in ("a\u202eb", "a\u2028b", "a\nb", "a\x85b"):
         native = {"requests": [{"prompt": "abc", "id": name}]}
         grouped = {"requests": [{"prompt": "abc", "group_id": name}]}
@@ -121,7 +121,7 @@ def test_names_of_requests_and_versions_have_nothing_unseen(server: LiveServer) 
     assert ambiguous.status_code == 400 and "no '@' after a '+'" in ambiguous.text
 
 
-def test_an_adapter_by_the_models_own_name_computes_its_requests(server: LiveServer) -> None:
+def test_adapter_named_like_the_model_serves_the_models_requests(server: LiveServer) -> None:
     assert load(server, "tiny").status_code == 200
     for body in ({"model": "tiny"}, {}):
         assert post(server, "/v1/completions", **body, **PROMPT).status_code == 200
@@ -131,7 +131,7 @@ def test_an_adapter_by_the_models_own_name_computes_its_requests(server: LiveSer
     assert httpx.delete(f"{server.url}/adapters/tiny").status_code == 200
 
 
-def test_names_with_slashes_are_unloaded_in_each_way(server: LiveServer) -> None:
+def test_adapter_names_with_slashes_are_unloaded_by_every_route(server: LiveServer) -> None:
     load(server, "org/math")
     assert httpx.delete(f"{server.url}/adapters/org/math").status_code == 200
     load(server, "org/math")
@@ -167,7 +167,7 @@ def test_model_name_unfit_for_spans_allows_no_adapter(model: Path, tmp_path: Pat
         assert "POST /load_lora_adapter" in refused.text
 
 
-def test_adapters_have_no_owner(model: Path) -> None:
+def test_adapters_are_shared_by_all_keys(model: Path) -> None:
     keyed = {key: {"authorization": f"Bearer {key}"} for key in "abpq"}
     with live_server(
         model,
@@ -191,7 +191,7 @@ def test_adapters_have_no_owner(model: Path) -> None:
         assert httpx.delete(f"{server.url}/adapters/math", headers=keyed["p"]).status_code == 200
 
 
-def test_an_unload_ends_running_requests_after_the_drain(model: Path) -> None:
+def test_unload_ends_running_requests_after_its_drain_time(model: Path) -> None:
     with live_server(model, max_loras=2, drain_timeout_s=0.2) as server:
         load(server, "busy")
         began = time.monotonic()
@@ -226,7 +226,7 @@ def test_adapters_are_unloaded_in_each_dialect(server: LiveServer) -> None:
     assert refused.status_code == 415 and "pickle" in refused.text
 
 
-def test_the_clients_unload_adapters(server: LiveServer) -> None:
+def test_both_clients_unload_adapters(server: LiveServer) -> None:
     for name in ("a", "b c"):
         post(server, "/load_lora_adapter", lora_name=name, lora_path="a")
     with Client(server.url) as client:

@@ -33,7 +33,7 @@ def said(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **KEPT, **fields}
 
 
-def test_a_choice_tells_its_tokens_as_sglang_does(server: LiveServer) -> None:
+def test_choice_reports_its_tokens_in_sglangs_form(server: LiveServer) -> None:
     [choice] = done(server, CHAT, **said("so"))["choices"]
     meta = choice["meta_info"]
     assert choice["prompt_token_ids"][:2] == [*b"so"]
@@ -52,7 +52,7 @@ def test_a_choice_tells_its_tokens_as_sglang_does(server: LiveServer) -> None:
     assert meta["cached_tokens"] == 0 and meta["e2e_latency"] > 0 and meta["id"]
 
 
-def test_calls_have_an_empty_content_and_not_null(server: LiveServer) -> None:
+def test_tool_call_messages_have_empty_content_instead_of_null(server: LiveServer) -> None:
     for text in (CALL, "<think>hm</think>", f"<think>hm</think>{CALL}"):
         [choice] = done(server, CHAT, **said(text, tools=TOOLS))["choices"]
         assert choice["message"]["content"] == "", text
@@ -60,7 +60,7 @@ def test_calls_have_an_empty_content_and_not_null(server: LiveServer) -> None:
         assert plain["message"]["content"] is None and "meta_info" not in plain
 
 
-def test_a_prompt_of_tokens_takes_the_place_of_the_template(server: LiveServer) -> None:
+def test_token_prompt_replaces_the_chat_template(server: LiveServer) -> None:
     [first] = done(server, CHAT, **said("so"))["choices"]
     spoken = [token for _, token, _ in first["meta_info"]["output_token_logprobs"]]
     ids = [*first["prompt_token_ids"], *spoken, *b"next", 256]
@@ -78,13 +78,13 @@ def test_a_prompt_of_tokens_takes_the_place_of_the_template(server: LiveServer) 
     ("ids", "says"),
     [([], "input_ids"), ([300], "input_ids has the token id 300"), ([-1], "input_ids")],
 )
-def test_a_prompt_of_tokens_is_checked(server: LiveServer, ids: list[int], says: str) -> None:
+def test_token_prompt_is_validated(server: LiveServer, ids: list[int], says: str) -> None:
     response = post(server, CHAT, **said("so", input_ids=ids))
     assert response.status_code == 400 and says in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == "input_ids"
 
 
-def test_a_stream_tells_the_figures_at_its_end(server: LiveServer) -> None:
+def test_stream_reports_its_figures_at_the_end(server: LiveServer) -> None:
     parts = [
         choice for chunk in chunks(server, CHAT, **said("so", n=2)) for choice in chunk["choices"]
     ]
@@ -96,7 +96,7 @@ def test_a_stream_tells_the_figures_at_its_end(server: LiveServer) -> None:
         assert own[-1]["meta_info"]["id"].endswith(f"_{index}")
 
 
-def test_generate_has_the_prompts_last_token_without_a_start(server: LiveServer) -> None:
+def test_generate_reports_the_last_prompt_token_by_default(server: LiveServer) -> None:
     def meta(**fields: Any) -> dict[str, Any]:
         body = {"input_ids": [65, 66], "sampling_params": {"max_new_tokens": 1}, **fields}
         found: dict[str, Any] = done(server, "/generate", **body)["meta_info"]

@@ -56,7 +56,7 @@ def sdk(server: LiveServer) -> Iterator[openai.OpenAI]:
         yield sdk
 
 
-def test_the_sdk_parses_and_runs_tools(sdk: openai.OpenAI, server: LiveServer) -> None:
+def test_openai_sdk_parses_and_runs_tools(sdk: openai.OpenAI, server: LiveServer) -> None:
     said: Any = [{"role": "user", "content": JSON}]
     answer = sdk.chat.completions.parse(model=MODEL, messages=said, response_format=Weather)
     assert answer.choices[0].message.parsed == WEATHER
@@ -85,7 +85,7 @@ def test_the_sdk_parses_and_runs_tools(sdk: openai.OpenAI, server: LiveServer) -
     assert last.choices[0].message.content == "It is 22."
 
 
-def test_langchain_binds_tools_and_makes_structures(server: LiveServer) -> None:
+def test_langchain_binds_tools_and_gets_structured_outputs(server: LiveServer) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -117,7 +117,7 @@ def test_langchain_binds_tools_and_makes_structures(server: LiveServer) -> None:
         assert server.engine.submitted[-1].sampling.structured_outputs is not None
 
 
-def test_clients_take_a_truncated_call_for_content(sdk: openai.OpenAI, server: LiveServer) -> None:
+def test_clients_read_a_truncated_call_as_content(sdk: openai.OpenAI, server: LiveServer) -> None:
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
 
@@ -173,7 +173,7 @@ def test_pydantic_ai_runs_tools_and_types_its_output(server: LiveServer) -> None
 
 
 @in_loop
-async def test_openai_agents_run_by_responses_and_by_chat(server: LiveServer) -> None:
+async def test_openai_agents_run_over_responses_and_chat(server: LiveServer) -> None:
     import agents
 
     agents.set_tracing_disabled(True)
@@ -191,7 +191,7 @@ async def test_openai_agents_run_by_responses_and_by_chat(server: LiveServer) ->
             assert (await agents.Runner.run(typed, JSON)).final_output == WEATHER
 
 
-def test_instructor_makes_structures(sdk: openai.OpenAI) -> None:
+def test_instructor_gets_structured_outputs(sdk: openai.OpenAI) -> None:
     instructor = pytest.importorskip(
         "instructor",
         reason="its newest release (1.17.0) asks for rich below 15; this passes with it after "

@@ -28,7 +28,7 @@ def sums(metrics: Metrics) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_alias_is_exposed_with_the_labels_of_its_engine(engine: str) -> None:
+def test_every_metric_alias_is_exposed_with_its_engines_labels(engine: str) -> None:
     metrics = Metrics([engine], "demo")
     step(metrics, EAGLE, [2, 0], drafted=9)
     metrics.sequences.ended.labels("stop").inc()
@@ -44,11 +44,11 @@ def test_every_alias_is_exposed_with_the_labels_of_its_engine(engine: str) -> No
             assert {"model_name": "demo", **ENGINES[engine].labels}.items() <= sample.labels.items()
 
 
-def test_aliases_are_off_by_default() -> None:
+def test_metric_aliases_are_off_by_default() -> None:
     assert not [name for name in sums(Metrics()) if ":" in name]
 
 
-def test_types_and_sentences_are_those_of_our_metrics() -> None:
+def test_aliases_have_the_types_and_help_of_our_metrics() -> None:
     metrics = Metrics(ENGINES, "demo")
     families = {family.name: family for family in metrics.collect()}
     for prefix, engine in ENGINES.items():
@@ -61,7 +61,7 @@ def test_types_and_sentences_are_those_of_our_metrics() -> None:
                 assert (shown.type, shown.documentation) == ("gauge", alias.sentence)
 
 
-def test_vllms_metrics_have_their_values() -> None:
+def test_vllm_metric_aliases_show_the_servers_values() -> None:
     metrics = Metrics(["vllm"], "demo")
     gauges = {"running": 3, "waiting": 5, "pages": 100, "pages_free": 25}
     step(metrics, OFF, [0, 0, 0], **gauges)
@@ -91,7 +91,7 @@ def test_vllms_metrics_have_their_values() -> None:
     }
 
 
-def test_sglangs_metrics_have_their_values() -> None:
+def test_sglang_metric_aliases_show_the_servers_values() -> None:
     metrics = Metrics(["sglang"], "demo")
     gauges = {"running": 3, "waiting": 5, "pages": 100, "pages_free": 25}
     step(metrics, EAGLE, [0, 2, 5, 2], drafted=60, **gauges)
@@ -116,13 +116,13 @@ def test_sglangs_metrics_have_their_values() -> None:
     assert sums(metrics)["sglang:spec_accept_length"] == 1
 
 
-def test_figures_are_0_before_the_first_step() -> None:
+def test_alias_gauges_are_0_before_the_first_step() -> None:
     found = sums(Metrics(["sglang"], "demo"))
     names = ("token_usage", "gen_throughput", "cache_hit_rate", "spec_accept_length")
     assert [found[f"sglang:{name}"] for name in names] == [0, 0, 0, 0]
 
 
-def test_a_rate_covers_the_last_seconds_for_any_scrape() -> None:
+def test_rate_covers_the_last_seconds_at_any_scrape_interval() -> None:
     rate = Rate()
     assert rate.of(100, 0.0) == 0
     assert rate.of(200, 1.0) == 100
@@ -134,7 +134,7 @@ def test_a_rate_covers_the_last_seconds_for_any_scrape() -> None:
     assert last == pytest.approx(7)
 
 
-def test_a_server_shows_the_same_histograms_under_each_name(model: Path) -> None:
+def test_histograms_are_equal_under_every_alias(model: Path) -> None:
     with server_and_client(model, metrics_aliases="vllm, sglang", probe_port=0) as (server, client):
         client.generate([{"prompt": "abc"}] * 3, sampling={"max_tokens": 9})
         found = series(httpx.get(f"{server.probe_url}/metrics").text)
@@ -150,7 +150,7 @@ def test_a_server_shows_the_same_histograms_under_each_name(model: Path) -> None
     assert len(found["vllm:e2e_request_latency_seconds_count"]) == 1
 
 
-def test_an_unknown_engine_is_refused(model: Path) -> None:
+def test_alias_of_an_unknown_engine_is_refused(model: Path) -> None:
     assert load({"model": str(model), "metrics_aliases": "vllm,"}).aliases == ("vllm",)
     with pytest.raises(StartupError, match=r"names 'vlm'; did you mean vllm.*known are vllm, sgl"):
         load({"model": str(model), "metrics_aliases": "vlm"})

@@ -92,7 +92,7 @@ def expected(route: Endpoint, method: str, needs: str, key: str) -> set[int] | N
     return None if needs == "any" or needs in KEYS[key] else {403}
 
 
-def test_every_route_with_every_method_and_every_key(model: Path, tmp_path: Path) -> None:
+def test_every_route_and_method_obeys_every_keys_scopes(model: Path, tmp_path: Path) -> None:
     """The server is the test's own, because some of the calls pause it."""
     needs = documented()
     places = sorted({re.sub(r"{\w+}", "x", path) for _, path in needs})
@@ -150,7 +150,7 @@ def test_a_page_of_another_site_may_call_open_routes_only(
             assert refusals(text)["foreign_page"] >= 70
 
 
-def test_the_browser_vouches_for_a_page_of_a_proxy(keyed: LiveServer) -> None:
+def test_browser_header_vouches_for_a_page_served_by_a_proxy(keyed: LiveServer) -> None:
     """A proxy may pass another Host on than the browser sent."""
     page = {"origin": "https://tlt.example", "host": "upstream:8000"}
     for site, status in (({}, 403), ({"sec-fetch-site": "same-origin"}, 200)):
@@ -158,7 +158,7 @@ def test_the_browser_vouches_for_a_page_of_a_proxy(keyed: LiveServer) -> None:
         assert reply.status_code == status, reply.text
 
 
-def test_the_router_and_the_gate_agree_on_the_route(keyed: LiveServer) -> None:
+def test_no_spelling_of_a_path_bypasses_its_scope(keyed: LiveServer) -> None:
     """No spelling of a path that needs a scope reaches the handler without it."""
     for path in (
         "/strategy",

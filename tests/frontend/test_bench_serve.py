@@ -33,7 +33,7 @@ WHOLE = streamed(
 )
 
 
-def test_times_of_chunks_with_several_tokens() -> None:
+def test_chunk_times_are_shared_by_their_tokens() -> None:
     served = times_of(WHOLE)
     assert served is not None and served.tokens == 5
     assert (served.ttft, served.e2el) == (pytest.approx(100), pytest.approx(500))
@@ -68,7 +68,7 @@ def test_goodput_counts_requests_within_all_objectives() -> None:
 
 
 @pytest.mark.parametrize("rate", ["inf", "200"])
-def test_a_run_against_a_server(
+def test_bench_serve_measures_a_server(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: str
 ) -> None:
     file = tmp_path / "serve.json"
@@ -84,7 +84,7 @@ def test_a_run_against_a_server(
     assert 0 < found["ttft_ms"]["p50"] <= found["e2el_ms"]["p50"]
 
 
-def test_a_run_over_tls_with_a_key(
+def test_bench_serve_runs_over_tls_with_a_key(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     authority, keys = trustme.CA(), tmp_path / "keys"
@@ -105,7 +105,7 @@ def test_a_run_over_tls_with_a_key(
     assert "3 requests failed; the first with HTTP 400: {" in capsys.readouterr().out
 
 
-def test_a_missing_server_is_named() -> None:
+def test_bench_serve_names_an_unreachable_server() -> None:
     from tlt_server.bench import serve
 
     with pytest.raises(StartupError, match="http://127.0.0.1:9/v1/models does not name a model"):
@@ -117,6 +117,6 @@ def test_a_missing_server_is_named() -> None:
     [["--request-rate", "0"], ["--request-rate", "nan"], ["--goodput", "ttfb:3"]]
     + [["--goodput", "ttft"], ["--goodput", "ttft:0"], ["--num-prompts", "0"]],
 )
-def test_flags_are_bounded(flags: list[str]) -> None:
+def test_bench_serve_flags_are_bounded(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
         _parse(["bench", "serve", *flags])

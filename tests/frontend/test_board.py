@@ -73,7 +73,7 @@ EXPRESSIONS = board_expressions() | {f"alert {rule['alert']}": rule["expr"] for 
 
 
 @pytest.mark.parametrize("place", EXPRESSIONS)
-def test_metrics_and_labels_exist(place: str, exposed: dict[str, set[str]]) -> None:
+def test_board_metrics_and_labels_exist(place: str, exposed: dict[str, set[str]]) -> None:
     wanted = asked(EXPRESSIONS[place])
     assert wanted.metrics
     for name, labels in wanted.metrics.items():
@@ -82,7 +82,7 @@ def test_metrics_and_labels_exist(place: str, exposed: dict[str, set[str]]) -> N
     assert wanted.labels <= set().union(*(exposed[name] for name in wanted.metrics)) | TARGET_LABELS
 
 
-def test_the_parser_sees_names_labels_and_groups() -> None:
+def test_promql_parser_finds_names_labels_and_groups() -> None:
     wanted = asked(
         'a{x="$instance"} / on (i) group_left () '
         'sum by (le) (rate(b{y!="1"}[$__rate_interval])) > 3'
@@ -133,7 +133,7 @@ def anchors(markdown: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_docs_name_existing_metrics(exposed: dict[str, set[str]]) -> None:
+def test_docs_name_only_existing_metrics(exposed: dict[str, set[str]]) -> None:
     named = {
         name
         for page in PAGE.parent.glob("*.md")
@@ -147,7 +147,7 @@ def test_the_docs_name_existing_metrics(exposed: dict[str, set[str]]) -> None:
     "arguments",
     [["check", "rules", "docker/alerts.yml"], ["test", "rules", "tests/frontend/alerts_test.yml"]],
 )
-def test_promtool_agrees(arguments: list[str]) -> None:
+def test_promtool_accepts_the_rules(arguments: list[str]) -> None:
     require("promtool")
     done = completed(["promtool", *arguments], cwd=DOCKER.parent)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -133,7 +133,7 @@ def test_openrlhf_actor_joins_the_group_of_its_trainer(backend: str, shared: Liv
         ),
     ],
 )
-def test_a_group_of_nccl_meets_in_the_store_or_by_its_id(
+def test_nccl_group_is_joined_by_store_or_by_id(
     fields: Any, expected: Any, shared: LiveServer
 ) -> None:
     post(
@@ -177,7 +177,7 @@ def test_an_impossible_group_is_refused_at_once(
     assert said in (reply.get("message") or reply["error"]["message"]) and commands(shared) == []
 
 
-def test_tensors_become_manifests_as_the_group_was_made(server: LiveServer) -> None:
+def test_broadcast_manifest_follows_how_its_group_was_made(server: LiveServer) -> None:
     post(server, "/update_weights", {"update_info": INFO})
     post(
         server,
@@ -250,7 +250,7 @@ def test_tensors_become_manifests_as_the_group_was_made(server: LiveServer) -> N
         ("/update_weights", {"version": "7", "channel": "broadcast", "group": 7}, ""),
     ],
 )
-def test_refused_body_leaves_the_group_of_its_tensors(
+def test_refused_body_makes_its_broadcast_group_leave(
     path: str, body: Any, group: str, shared: LiveServer
 ) -> None:
     post(shared, path, body, status=400)
@@ -272,7 +272,7 @@ def test_the_role_of_a_push_follows_its_tensors(server: LiveServer) -> None:
     assert role(["w", "v"]) == "drafter" and role(["w", "v"], selector="target") == "target"
 
 
-def test_a_session_holds_pushes_of_every_channel(server: LiveServer) -> None:
+def test_update_session_holds_pushes_of_every_channel(server: LiveServer) -> None:
     post(server, "/begin_weight_update")
     assert post(server, "/update_weights", {"update_info": INFO})["state"] == "staged"
     assert (
@@ -292,7 +292,7 @@ def test_a_session_holds_pushes_of_every_channel(server: LiveServer) -> None:
     assert pushed(server)[0].session not in ("", id), "each session has an id of its own"
 
 
-def test_a_refused_end_leaves_the_session_open(server: LiveServer) -> None:
+def test_refused_update_end_leaves_the_session_open(server: LiveServer) -> None:
     post(server, "/start_weight_update")
     post(server, "/update_weights", {"update_info": INFO})
     server.engine.fails = "conflict"
@@ -308,7 +308,7 @@ def test_a_refused_end_leaves_the_session_open(server: LiveServer) -> None:
     )
 
 
-def test_a_session_without_staging_holds_nothing(model: Path) -> None:
+def test_update_session_without_staging_commits_at_once(model: Path) -> None:
     with live_server(model, weight_staging="none") as server:
         post(server, "/start_weight_update")
         assert (
@@ -338,7 +338,7 @@ def test_a_session_without_staging_holds_nothing(model: Path) -> None:
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, 415),
     ],
 )
-def test_end_after_a_refused_call_makes_nothing_live(
+def test_update_end_after_a_refused_call_commits_no_push(
     path: str, body: Any, status: int, shared: LiveServer
 ) -> None:
     post(shared, "/start_weight_update")
@@ -382,7 +382,7 @@ def test_a_push_without_a_version_can_be_aborted(server: LiveServer) -> None:
     assert arrived.path == "/weights/abort", "over gRPC: an empty version"
 
 
-def test_a_repeated_end_does_not_pretend_to_give_another_name(server: LiveServer) -> None:
+def test_repeated_update_end_refuses_a_different_name(server: LiveServer) -> None:
     post(server, "/start_weight_update")
     post(server, "/update_weights", {"path": "good", "version": "8"})
     ended = post(server, "/finish_weight_update", {"weight_version": "2"})

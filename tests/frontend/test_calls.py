@@ -22,7 +22,7 @@ TYPES = {f"<{kind.__name__}>": kind for kind in (int, float, str, list, dict)}
 server = serving(scope="function")
 
 
-def test_there_is_a_file_for_every_family() -> None:
+def test_every_trainer_family_has_a_file_of_calls() -> None:
     assert {file.stem for file in CALLS.glob("*.json")} == FAMILIES
 
 
@@ -73,6 +73,6 @@ def compare(where: str, found: Any, expected: Any, *, whole: bool) -> None:
         ({"a": 1}, {"a": True}, True),
     ],
 )
-def test_the_comparison_sees_a_difference(found: Any, expected: Any, whole: bool) -> None:
+def test_comparison_of_calls_detects_a_difference(found: Any, expected: Any, whole: bool) -> None:
     with pytest.raises(AssertionError):
         compare("", found, expected, whole=whole)

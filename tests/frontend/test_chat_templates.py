@@ -222,7 +222,7 @@ def test_a_chat_has_the_tokens_of_transformers(tokenizer: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
-def test_calls_without_a_text_reach_the_prompt(family: str, content: dict[str, Any]) -> None:
+def test_tool_calls_without_text_reach_the_prompt(family: str, content: dict[str, Any]) -> None:
     messages = [*TALK, {"role": "assistant", "tool_calls": [CALL], **content}]
     prompt = rendered(family, messages, TOOLS)
     assert "None" not in prompt.replace("Any", "")
@@ -272,7 +272,7 @@ def in_transformers(template: str, *tries: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("use", [*ASKS, *USES])
-def test_absent_content_is_none_undefined_or_empty(use: str, *, strict: bool) -> None:
+def test_templates_take_absent_content_as_none_or_empty(use: str, *, strict: bool) -> None:
     """A template that asks sees none. Else it is what `apply_chat_template` gives, which leaves
     null out, or if that fails, what it gives for an empty text.
     """

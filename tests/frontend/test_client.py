@@ -58,7 +58,7 @@ SHORT = {"max_tokens": 3}
 # errors
 
 
-def test_every_error_of_the_server_has_a_class_of_its_name() -> None:
+def test_every_server_error_has_a_client_class_of_its_name() -> None:
     def tree(cls: type[Any]) -> list[type[Any]]:
         return [cls, *(leaf for sub in cls.__subclasses__() for leaf in tree(sub))]
 
@@ -194,7 +194,9 @@ OPERATIONS: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize(
     "operation", OPERATIONS, ids=lambda operation: operation.__code__.co_names[0]
 )
-def test_both_clients_give_the_same(server: LiveServer, operation: Callable[[Any], Any]) -> None:
+def test_both_clients_give_the_same_results(
+    server: LiveServer, operation: Callable[[Any], Any]
+) -> None:
     async def asked() -> Any:
         async with AsyncClient(server.url, timeout_s=20) as client:
             await client.update_weights("p", "v0")
@@ -239,7 +241,7 @@ def test_numbers_without_a_json_form_are_refused_unsent(
         asyncio.run(other.generate(items, **how))
 
 
-def test_both_clients_stream_detach_and_fetch_the_same(server: LiveServer) -> None:
+def test_both_clients_stream_detach_and_fetch_alike(server: LiveServer) -> None:
     async def asked() -> Any:
         async with AsyncClient(server.url, timeout_s=20) as client:
             events = [event async for event in client.stream(BATCH, sampling=SHORT)]
@@ -334,7 +336,7 @@ def test_calls_are_repeated_only_when_safe(
     assert pauses(NEVER, error, repeatable=True) == ([], error)
 
 
-def test_pauses_double_up_to_a_bound_and_end() -> None:
+def test_retry_delays_double_up_to_a_bound() -> None:
     errors = [refusal(503) for _ in range(9)]
     paused, end = pauses(Retries(times=8, first_s=1.0, max_s=10.0), *errors)
     assert end is errors[8], "the last one"
@@ -399,7 +401,9 @@ def test_a_commit_without_a_reply_is_sent_again(server: LiveServer, asynchronous
 
 
 @both
-def test_without_retries_one_failure_is_the_end(server: LiveServer, asynchronous: bool) -> None:
+def test_without_retries_the_first_failure_is_raised(
+    server: LiveServer, asynchronous: bool
+) -> None:
     with flaky(server.url, "lose", "refuse") as proxy:
         with pytest.raises(ConnectionFailed):
             ask(proxy.url, asynchronous, generate, NEVER)
@@ -409,7 +413,7 @@ def test_without_retries_one_failure_is_the_end(server: LiveServer, asynchronous
 
 
 @both
-def test_tries_are_bounded_and_the_last_error_is_raised(
+def test_retries_are_bounded_and_the_last_error_is_raised(
     server: LiveServer, asynchronous: bool
 ) -> None:
     with flaky(server.url, *["refuse"] * 9) as proxy:
@@ -443,7 +447,9 @@ def test_ambiguous_calls_are_repeated_only_if_idempotent(
 
 
 @both
-def test_a_stream_is_sent_again_until_it_has_begun(server: LiveServer, asynchronous: bool) -> None:
+def test_stream_is_retried_only_until_it_has_started(
+    server: LiveServer, asynchronous: bool
+) -> None:
     async def asked(url: str) -> list[Any]:
         async with AsyncClient(url, timeout_s=20, retries=QUICK) as client:
             return [event async for event in client.stream(BATCH, sampling=SHORT)]
@@ -463,13 +469,13 @@ def test_a_stream_is_sent_again_until_it_has_begun(server: LiveServer, asynchron
 
 
 @both
-def test_missing_server_raises_not_reached(asynchronous: bool) -> None:
+def test_unreachable_server_raises_not_reached(asynchronous: bool) -> None:
     with pytest.raises(NotReached):
         ask("http://127.0.0.1:1", asynchronous, lambda client: client.weights())
     assert ask("http://127.0.0.1:1", asynchronous, lambda client: client.is_ready()) is False
 
 
-def test_kinds_of_errors() -> None:
+def test_client_error_classes_have_the_documented_bases() -> None:
     assert issubclass(TooLarge, InvalidRequest) and issubclass(NotReached, ConnectionFailed)
     assert issubclass(ServerError, TltClientError)
     for error in (QueueFull, Unauthenticated, EngineFailed):

@@ -30,7 +30,7 @@ def abort(server: LiveServer, *names: str) -> dict[str, Any]:
     return ended
 
 
-def test_an_abort_ends_a_request_once_by_all_its_names(server: LiveServer) -> None:
+def test_abort_by_several_names_ends_a_request_once(server: LiveServer) -> None:
     server.engine.aborted.clear()
     body = {"prompt": [HANGS], "request_id": "mine"}
     with ThreadPoolExecutor() as pool:
@@ -68,7 +68,7 @@ def test_a_request_is_aborted_by_its_clients_name(
     assert len(server.service.generations.named) == 0
 
 
-def test_the_model_is_listed_by_its_name_and_its_directory(server: LiveServer, model: Path) -> None:
+def test_model_is_listed_by_name_and_directory(server: LiveServer, model: Path) -> None:
     listed = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert [entry["id"] for entry in listed] == ["tiny", str(model)]
     for entry in listed:
@@ -78,7 +78,7 @@ def test_the_model_is_listed_by_its_name_and_its_directory(server: LiveServer, m
     assert none.status_code == 404 and none.json()["error"]["type"] == "not_found_error"
 
 
-def test_an_output_longer_than_the_model_ends_by_length(server: LiveServer) -> None:
+def test_output_beyond_max_model_len_ends_by_length(server: LiveServer) -> None:
     reply = post(server, COMPLETIONS, prompt="a", max_tokens=10**6).json()
     assert reply["choices"][0]["finish_reason"] == "length"
     assert reply["usage"]["total_tokens"] == 512
@@ -88,7 +88,7 @@ def test_an_output_longer_than_the_model_ends_by_length(server: LiveServer) -> N
     assert tokens["choices"][0]["finish_reason"] == "length"
 
 
-def test_continuous_usage_is_in_each_chunk(server: LiveServer) -> None:
+def test_continuous_usage_stats_are_in_each_chunk(server: LiveServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     found = chunks(server, COMPLETIONS, prompt="ab", max_tokens=9, stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in found]
@@ -98,7 +98,7 @@ def test_continuous_usage_is_in_each_chunk(server: LiveServer) -> None:
     assert [chunk["usage"] for chunk in without[:-1]] == [None] * (len(without) - 1)
 
 
-def test_a_seed_may_have_a_sign(server: LiveServer) -> None:
+def test_negative_seeds_are_accepted(server: LiveServer) -> None:
     for seed, keyed in ((-7, MAX_SEED - 6), (-(2**63), 2**63), (2**64 - 1, MAX_SEED), (7, 7)):
         assert post(server, COMPLETIONS, prompt="a", max_tokens=1, seed=seed).status_code == 200
         assert server.engine.submitted[-1].seed == keyed

@@ -129,7 +129,7 @@ def test_serve_help_lists_every_setting_with_unit_and_default() -> None:
         ([], "tlt: name a verb"),
     ],
 )
-def test_bad_command_lines_exit_with_2(arguments: list[str], says: str) -> None:
+def test_bad_command_lines_exit_with_status_2(arguments: list[str], says: str) -> None:
     result = tlt(*arguments)
     assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
 
@@ -379,7 +379,7 @@ def test_a_port_in_use_is_a_message_and_status_2(model: Path) -> None:
                 assert flag in second.lines[-1] and f"127.0.0.1:{port}" in second.lines[-1]
 
 
-def test_an_argument_like_no_other_gets_no_suggestion() -> None:
+def test_argument_unlike_every_verb_gets_no_suggestion() -> None:
     result = tlt("serve", "--bogus")
     assert result.returncode == 2 and "unknown argument --bogus" in result.stderr
     assert "did you mean" not in result.stderr

@@ -38,7 +38,7 @@ def yaml_file(directory: Path, text: str) -> Path:
     return path
 
 
-def test_a_flag_wins_over_a_variable_over_the_file(
+def test_flags_override_variables_which_override_the_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = yaml_file(tmp_path, f"model: {model}\nmax_queue: 1\nmax_running: 1\nmax_rows: 1\n")
@@ -154,7 +154,7 @@ def test_bad_files_are_refused(model: Path, tmp_path: Path, text: str, says: str
     assert not any(raw in caught.value.message for raw in RAW)
 
 
-def test_an_unlike_name_gets_no_suggestion(model: Path) -> None:
+def test_unknown_flag_unlike_every_setting_gets_no_suggestion(model: Path) -> None:
     with pytest.raises(StartupError) as caught:
         load({"model": str(model), "zzz": "1"})
     assert "unknown flag" in caught.value.message and "did you mean" not in caught.value.message
@@ -168,7 +168,7 @@ def test_an_unlike_name_gets_no_suggestion(model: Path) -> None:
         ("{}", "has no max_position_embeddings; set max_model_len"),
     ],
 )
-def test_an_unusable_config_json_is_refused_by_its_fault(
+def test_unusable_config_json_is_refused_naming_its_fault(
     content: str, says: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -233,7 +233,7 @@ def test_service_links_of_kubernetes_are_ignored(
         ("TLT_SERVICE_PORT", "8" * 6),
     ],
 )
-def test_other_variables_like_service_links_are_refused(
+def test_variables_resembling_service_links_are_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -246,7 +246,7 @@ def test_a_missing_model_names_all_three_ways() -> None:
         load({})
 
 
-def test_auto_resolves_once_into_a_new_frozen_object(model: Path) -> None:
+def test_auto_settings_resolve_once_into_a_new_frozen_object(model: Path) -> None:
     config = load({"model": str(model), "drafter": "history"})
     resolved = config.resolved()
     assert config.max_model_len is None and config.policy is None
@@ -285,7 +285,7 @@ def test_booleans_are_read_from_flag_file_and_variable(
     assert load({"model": str(model)}).graphs is graphs
 
 
-def test_device_settings_are_left_to_the_engine(model: Path) -> None:
+def test_unset_device_settings_are_left_to_the_engine(model: Path) -> None:
     told = engine_settings(load({"model": str(model)}).resolved())
     left = ("device", "dtype", "attention", "max_running", "max_rows", "kv_memory_mb", "pages")
     assert {getattr(told, name) for name in left} == {None}
@@ -331,7 +331,7 @@ def test_engine_receives_its_settings(model: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["eagle:7x4x32", "history:2x1x3"])
-def test_the_name_of_a_strategy_parses_to_it(text: str) -> None:
+def test_strategy_parses_from_its_own_name(text: str) -> None:
     assert parse_strategy(text).name == text and OFF.name == "off"
 
 
@@ -446,7 +446,7 @@ def test_every_conflicting_setting_is_named(model: Path) -> None:
     assert {line.split()[0] for line in lines} <= names and all("; " in line for line in lines)
 
 
-def test_sound_settings_are_checked_where_others_are_bad(tmp_path: Path) -> None:
+def test_sound_settings_are_checked_next_to_bad_settings(tmp_path: Path) -> None:
     """A fault that names a bad value may be only that value's."""
     file = yaml_file(tmp_path, "port: eighty\nmodel: /none\nhost: 0.0.0.0\nmax_body_mb: many\n")
     with pytest.raises(StartupError) as refused:

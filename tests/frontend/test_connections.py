@@ -46,7 +46,7 @@ class Line:
         self.dropped = True
 
 
-def test_the_longest_silent_connection_makes_room() -> None:
+def test_longest_silent_connection_is_closed_for_a_new_one() -> None:
     room, lines = OpenConnections(3), [Line() for _ in range(4)]
     assert all(room.opened(line) for line in lines[:3])
     room.asks(lines[0])
@@ -149,7 +149,7 @@ def test_a_silent_connection_does_not_count_against_requests(server: LiveServer)
     until(lambda: len(server.client) == 0)
 
 
-def test_an_idle_connection_outlives_those_of_clients(server: LiveServer) -> None:
+def test_idle_timeout_exceeds_those_of_common_clients(server: LiveServer) -> None:
     with connect(server) as line:
         for rest_s in (5.5, 0.0):  # uvicorn's own limit, and httpx's, are 5 s
             line.sendall(PROBE)
@@ -157,7 +157,7 @@ def test_an_idle_connection_outlives_those_of_clients(server: LiveServer) -> Non
             time.sleep(rest_s)
 
 
-def test_the_port_for_probes_answers_nothing_else(server: LiveServer) -> None:
+def test_probe_port_answers_only_probes(server: LiveServer) -> None:
     for path in ("/livez", "/readyz", "/startupz", "/health", "/metrics"):
         assert httpx.get(f"{server.probe_url}{path}").status_code == 200
     for method, path in (("GET", "/server_info"), ("POST", "/generate"), ("GET", "/none")):
@@ -165,7 +165,7 @@ def test_the_port_for_probes_answers_nothing_else(server: LiveServer) -> None:
         assert reply.status_code == 404 and "probe_port" in reply.json()["error"]["message"]
 
 
-def test_a_missing_tls_handshake_counts_and_is_cut(model: Path, tmp_path: Path) -> None:
+def test_connection_without_tls_handshake_is_counted_and_cut(model: Path, tmp_path: Path) -> None:
     issuer = Issuer(tmp_path / "issuer")
     chain, key = issuer.issue("server")
     tls = {"tls_cert": chain, "tls_key": key}
@@ -184,7 +184,7 @@ def test_a_missing_tls_handshake_counts_and_is_cut(model: Path, tmp_path: Path) 
             assert read_all(silent) == b""
 
 
-def test_accepting_goes_on_after_the_descriptors_ran_out(
+def test_accepting_resumes_after_descriptors_ran_out(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "PAUSE_S", 0.02)
@@ -198,7 +198,7 @@ def test_accepting_goes_on_after_the_descriptors_ran_out(
             assert mine[-1].recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_a_failed_launch_of_the_engine_is_one_more_death(model: Path) -> None:
+def test_failed_engine_launch_counts_as_an_engine_death(model: Path) -> None:
     with live_server(model, max_restarts=1, restart_window_s=60.0) as server:
         refusals = iter([OSError(24, "Too many open files")] * 3)
 
@@ -218,7 +218,7 @@ def test_a_failed_launch_of_the_engine_is_one_more_death(model: Path) -> None:
         )
 
 
-def test_the_reserve_keeps_descriptors_for_a_launch() -> None:
+def test_reserved_descriptors_allow_an_engine_launch() -> None:
     reserve = Reserve(8)
     with limited(0):
         with pytest.raises(OSError, match="Too many open files"):
@@ -236,7 +236,7 @@ def test_the_reserve_keeps_descriptors_for_a_launch() -> None:
     reserve.close()
 
 
-def test_the_limit_is_raised_or_the_start_refused(
+def test_descriptor_limit_is_raised_or_the_start_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config(model=model, grpc_port=0)

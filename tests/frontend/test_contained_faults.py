@@ -58,7 +58,7 @@ PLACES: dict[str, Callable[[LiveServer], tuple[Any, str]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_uncountable_figure_ends_nothing(
+def test_failing_metric_ends_no_request(
     place: str, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, before = generated(server), Containment.total
@@ -71,7 +71,7 @@ def test_an_uncountable_figure_ends_nothing(
     assert generated(server) == plain and len(server.client) == 0
 
 
-def test_an_unusable_output_ends_its_sequence(
+def test_unusable_output_ends_only_its_sequence(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tlt_server.frontend.link.submission import Route
@@ -118,7 +118,7 @@ def test_reports_are_answered_though_their_figures_fail(
     assert counted(server) >= 4
 
 
-def test_only_unreadable_events_are_the_engines_fault(model: Path) -> None:
+def test_only_unreadable_events_are_blamed_on_the_engine(model: Path) -> None:
     with live_server(model, max_restarts=5) as server:
         server.call(lambda: server.engine._events.send(b"\x93none"))
         until(lambda: len(server.engines) == 2 and not server.client.replica.failure)

@@ -41,7 +41,9 @@ def test_only_directories_of_dead_servers_are_swept(temporary: Path) -> None:
     assert not living.exists()
 
 
-def test_nothing_else_is_swept(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_files_and_unlocked_directories_are_not_swept(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outside = temporary / "kept"
     outside.mkdir()
     (outside / LOCK).touch()

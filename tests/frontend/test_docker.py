@@ -152,7 +152,7 @@ def test_the_health_check_accepts_a_recovering_server(model: Path) -> None:
         assert status(server) == 1
 
 
-def test_commands_are_taken_by_the_command_line() -> None:
+def test_docker_commands_are_accepted_by_the_command_line() -> None:
     assert json.loads(all_of("ENTRYPOINT")[0]) == ["tlt"]
     for command in (json.loads(all_of("CMD")[0]), SERVER["command"]):
         assert _parse(command).model.startswith("/opt/tlt/pair/")
@@ -162,7 +162,7 @@ def test_commands_are_taken_by_the_command_line() -> None:
     )
 
 
-def test_the_gpu_variant_changes_the_server_and_nothing_else() -> None:
+def test_gpu_variant_of_the_deployment_changes_only_the_server() -> None:
     overlay: dict[str, Any] = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text())
     server = overlay["services"].pop("server")
     assert overlay == {"services": {}}
@@ -257,7 +257,7 @@ def test_grafana_is_provisioned_with_the_source_and_the_board() -> None:
         r"^\$ (docker .*|mkdir .*)$", (ROOT / "docs" / "operators.md").read_text(), re.MULTILINE
     ),
 )
-def test_the_page_names_existing_files(command: str) -> None:
+def test_docker_commands_name_existing_files(command: str) -> None:
     words = shlex.split(command, comments=True)
     assert (ROOT / "docker").exists()
     assert all((ROOT / word).exists() for word in words if word.endswith(".yaml"))

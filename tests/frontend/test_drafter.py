@@ -109,7 +109,7 @@ def test_the_buffer_is_shown_with_the_reasons_of_refusals(recording: LiveServer)
     assert "no sequence" in buffer["refusals"][0]
 
 
-def test_acceptance_counts_steps_where_all_took_drafts(recording: LiveServer) -> None:
+def test_acceptance_counts_only_steps_where_all_requests_draft(recording: LiveServer) -> None:
     drafted = recording.client.replica.drafted
     recording.call(
         lambda: drafted.extend([cycle(3, (3, 1)), cycle(3, (0, 0), 1), cycle(1, (1, 0))])
@@ -134,7 +134,7 @@ def test_branches_may_reach_deeper_than_the_strategy() -> None:
     assert accepted_at_depth([]) == []
 
 
-def test_samples_are_handed_out_a_part_at_a_time(
+def test_samples_are_returned_in_bounded_parts(
     recording: LiveServer, recorded_model: Path, tmp_path: Path
 ) -> None:
     header = SegmentHeader.of(identity_of(recorded_model), VOCAB)
@@ -187,12 +187,14 @@ def test_malformed_cursors_and_limits_are_refused(
         ("true", "for_s"),
     ],
 )
-def test_a_pause_for_no_such_time_is_refused(server: LiveServer, for_s: str, said: str) -> None:
+def test_drafter_pause_with_an_invalid_duration_is_refused(
+    server: LiveServer, for_s: str, said: str
+) -> None:
     reply = httpx.post(f"{server.url}/drafter/pause", content=f'{{"for_s": {for_s}}}')
     assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
 
 
-def test_a_server_without_files_hands_out_nothing(recorded_model: Path) -> None:
+def test_server_without_sample_files_returns_no_samples(recorded_model: Path) -> None:
     with live_server(recorded_model, drafter_training="idle") as server:
         reply = httpx.get(f"{server.url}/drafter/samples")
         state = httpx.get(f"{server.url}/drafter").json()
@@ -228,7 +230,7 @@ def test_an_ended_trainer_is_shown_with_the_reason(command: str, error: str) -> 
     assert link.error == error
 
 
-def test_the_command_prints_both(
+def test_drafter_command_prints_servers_with_and_without_drafter(
     recording: LiveServer, client: Client, server: LiveServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["drafter", "status", "--url", recording.url]) == 0
@@ -241,7 +243,7 @@ def test_the_command_prints_both(
     assert "cannot be reached" in capsys.readouterr().err
 
 
-def test_samples_of_another_server_are_taken_once(
+def test_samples_of_a_peer_server_are_accepted_once(
     recording: LiveServer, recorded_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     state = tmp_path_factory.mktemp("other")
@@ -269,7 +271,7 @@ def test_samples_of_another_server_are_taken_once(
         assert not [*inbox.iterdir()]
 
 
-def test_a_full_inbox_is_said(tmp_path: Path) -> None:
+def test_full_sample_inbox_is_refused(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "inbox")
     header = SegmentHeader(1, VOCAB, "m", "")
     content = header_bytes(header) + recorded(1, sample(1))[1]
@@ -287,7 +289,7 @@ def test_a_full_inbox_is_said(tmp_path: Path) -> None:
     assert len([*inbox.directory.iterdir()]) == MAX_FILES - 1
 
 
-def test_a_drafter_without_weights_has_no_files(recording: LiveServer) -> None:
+def test_drafter_without_weights_has_no_files_to_return(recording: LiveServer) -> None:
     with Client(recording.url) as client, pytest.raises(Conflict, match="no drafter with weights"):
         client.drafter_files()
 
@@ -337,7 +339,7 @@ def write_candidate(place: Path, tensors: bytes) -> None:
     (place / "config.json").write_bytes(b"{}")
 
 
-def test_a_candidate_is_handed_out_with_its_trial(
+def test_candidate_is_returned_with_its_trial(
     candidate: tuple[LiveServer, Callable[[Judged], Path]], tmp_path: Path
 ) -> None:
     server, report = candidate

@@ -45,7 +45,7 @@ def test_a_deadline_ends_only_unfinished_items(
     until(lambda: not server.engine.running)
 
 
-def test_a_deadline_after_the_last_end_aborts_nothing(server: LiveServer) -> None:
+def test_deadline_after_the_last_result_aborts_no_sequence(server: LiveServer) -> None:
     with (
         httpx.Client() as other,
         other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}),
@@ -84,7 +84,7 @@ def test_draining_finishes_running_requests_only(model: Path) -> None:
         assert running.result(30).results[0].choices[0].finish_reason == "length"
 
 
-def test_the_last_death_of_the_engine_ends_open_requests(model: Path) -> None:
+def test_engine_death_beyond_max_restarts_ends_open_requests(model: Path) -> None:
     with server_and_client(model, max_restarts=0) as (server, client):
         waiting = meanwhile(
             lambda: client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])

@@ -33,7 +33,7 @@ def exports_of(state: Path) -> DrafterExports:
         ("raise SystemExit('does not fit')", Conflict, "does not fit"),
     ],
 )
-def test_hung_or_failed_export_is_an_error_and_leaves_nothing(
+def test_hung_or_failed_export_is_an_error_and_leaves_no_file(
     code: str, error: type[TltError], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "EXPORT_S", 0.5 if error is Unavailable else 60)
@@ -45,7 +45,7 @@ def test_hung_or_failed_export_is_an_error_and_leaves_nothing(
     assert not [*(tmp_path / EXPORTS).iterdir()]
 
 
-def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
+def test_export_files_left_by_a_crash_are_removed(tmp_path: Path) -> None:
     for name in ("one", ".export-xyz", ".two.part"):
         (tmp_path / EXPORTS / name / "live").mkdir(parents=True)
     asyncio.run(exports_of(tmp_path).clear())

@@ -133,7 +133,7 @@ def test_a_forged_journal_ends_with_a_named_reason(
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
-def test_the_reason_names_the_impossible_record(change: dict[str, Any], reason: str) -> None:
+def test_journal_error_names_the_impossible_record(change: dict[str, Any], reason: str) -> None:
     assert flaw(HEADER, OUTPUTS) == ""
     assert reason in flaw(HEADER, [msgspec.structs.replace(OUTPUTS[0], **change)])
 
@@ -163,7 +163,7 @@ def test_journal_of_a_later_format_is_refused_by_number() -> None:
     assert flaw(msgspec.structs.replace(HEADER, format=1), OUTPUTS) == ""
 
 
-def test_an_impossible_prompt_or_sampling_is_named() -> None:
+def test_journal_with_an_impossible_prompt_is_refused_by_reason() -> None:
     (item,) = HEADER.items
     request = item.requests[0]
     hot = msgspec.structs.replace(request.sampling, temperature=math.nan)

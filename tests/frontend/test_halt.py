@@ -154,7 +154,7 @@ def test_waiting_pause_refuses_requests_and_answers_at_the_end(
         ("/sleep?mode=wait&level=2", "/is_sleeping", "/wake_up"),
     ],
 )
-def test_order_of_a_departed_client_is_still_done(
+def test_pause_or_sleep_of_a_departed_client_is_still_done(
     path: str, said: str, back: str, server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
@@ -174,18 +174,18 @@ def test_order_of_a_departed_client_is_still_done(
 @pytest.mark.parametrize(
     "said", ["true", "True", "TRUE", "1", "yes", "on", "false", "False", "0", "no", "Off"]
 )
-def test_a_flag_is_said_in_any_librarys_way(said: str, server: LiveServer) -> None:
+def test_boolean_parameters_accept_every_common_spelling(said: str, server: LiveServer) -> None:
     assert post(server, f"/pause?mode=keep&clear_cache={said}").json() == {"status": "paused"}
     assert post(server, "/resume").status_code == 200
 
 
-def test_an_ambiguous_flag_is_refused(server: LiveServer) -> None:
+def test_ambiguous_boolean_parameter_is_refused(server: LiveServer) -> None:
     refused = post(server, "/pause?clear_cache=maybe")
     assert refused.status_code == 400
     assert "clear_cache is 'maybe'; it must be one of true, 1, yes" in refused.text
 
 
-def test_native_replies_show_the_present_state(
+def test_native_pause_replies_show_the_current_state(
     server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     def state(path: str, body: object = None) -> tuple[bool, str, list[str]]:
@@ -207,7 +207,7 @@ def test_native_replies_show_the_present_state(
     assert asked.result(30).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_native_orders_reach_the_engine_in_its_words(server: LiveServer) -> None:
+def test_native_control_calls_reach_the_engine_as_its_commands(server: LiveServer) -> None:
     for path, body in (
         ("pause", {"in_flight": "recompute", "clear_cache": True}),
         ("sleep", {"memory": ["kv_cache"], "in_flight": "drain"}),
@@ -247,7 +247,7 @@ def test_native_orders_reach_the_engine_in_its_words(server: LiveServer) -> None
         ("abort", {"all": False}, "all is False; it must be True"),
     ],
 )
-def test_malformed_native_order_is_refused_in_its_own_terms(
+def test_malformed_native_control_call_is_refused_by_field(
     path: str, body: object, said: str, server: LiveServer
 ) -> None:
     refused = post(server, f"/engine/{path}", body)
@@ -285,7 +285,7 @@ def test_restarted_engine_receives_the_pause_and_the_sleep(
     assert httpx.get(f"{server.url}/is_sleeping").json() == {"is_sleeping": True}
 
 
-def test_command_fatal_to_the_engine_changes_nothing(
+def test_command_that_kills_the_engine_changes_no_state(
     server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     hung = pool.submit(post, server, "/generate", {"input_ids": [HANGS]})
@@ -298,7 +298,7 @@ def test_command_fatal_to_the_engine_changes_nothing(
     assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": False}
 
 
-def test_texts_are_trimmed_as_asked(server: LiveServer) -> None:
+def test_generate_text_is_trimmed_as_requested(server: LiveServer) -> None:
     def text(**params: object) -> str:
         return post(
             server,
@@ -322,7 +322,7 @@ def test_invalid_numbers_of_rows_are_refused(rows: str, server: LiveServer) -> N
     assert httpx.get(f"{server.url}/flush_cache?x={rows}").status_code == 200
 
 
-def test_a_tensor_may_be_called_by_a_number(server: LiveServer) -> None:
+def test_weight_tensor_may_have_a_numeric_name(server: LiveServer) -> None:
     assert len(httpx.get(f"{server.url}/get_weights_by_name?name=7&truncate_size=3").json()) == 3
 
 

@@ -114,7 +114,7 @@ STEPS = st.sampled_from(
 
 @given(st.lists(STEPS, max_size=25))
 @settings(deadline=None, max_examples=300)
-def test_any_order_ends_as_the_engine_says(steps: list[str]) -> None:
+def test_pause_and_sleep_calls_in_any_order_match_the_engine(steps: list[str]) -> None:
     asyncio.run(story(steps))
 
 
@@ -160,7 +160,7 @@ async def test_departed_caller_leaves_the_engine_asleep() -> None:
 
 
 @in_loop
-async def test_failed_pause_keeps_the_pause_of_another_caller() -> None:
+async def test_failed_pause_keeps_an_earlier_callers_pause() -> None:
     twin = Twin()
     calls = [asked(twin.halt, "pause refusing"), asked(twin.halt, "pause taking")]
     await asyncio.sleep(0)

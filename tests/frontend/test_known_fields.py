@@ -252,7 +252,7 @@ def test_ignored_field_changes_neither_prompt_nor_sampling(
         assert submitted(server, body, **{name: value}) == base
 
 
-def test_a_value_only_resembling_off_is_refused(server: LiveServer) -> None:
+def test_unsupported_tool_choice_values_are_refused(server: LiveServer) -> None:
     for value in (0, {"type": "object"}, [[]], ["none"], "x" * 10**5):
         response = send(server, CHAT, tool_choice=value)
         assert response.status_code == 400, value
@@ -278,7 +278,7 @@ def observed(server: LiveServer, body: str, **fields: Any) -> Any:
     ("body", "name"),
     [(body, name) for body, kind in STRUCTS.items() for name in kind.__struct_fields__],
 )
-def test_an_effective_field_changes_the_result(server: LiveServer, body: str, name: str) -> None:
+def test_every_effective_field_changes_the_result(server: LiveServer, body: str, name: str) -> None:
     value, needs = DONE[name]
     needs = {other: need for other, need in needs.items() if other not in STRUCTS[body].refused}
     value = OTHERWISE.get((body, name), value)
@@ -356,7 +356,7 @@ def test_a_final_message_is_continued(server: LiveServer) -> None:
     assert submitted(server, CHAT, **fields)[1] == [*b"y" * 20]
 
 
-def test_a_stop_stays_in_the_text_if_asked(server: LiveServer) -> None:
+def test_stop_string_stays_in_the_text_on_request(server: LiveServer) -> None:
     for stream in (False, True):
         for stop, kept in (({"stop": ["ih"]}, "ih"), ({"stop_token_ids": [105]}, "i")):
             texts = []
@@ -376,7 +376,7 @@ def test_no_field_of_chat_is_swallowed_by_responses() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_field_has_one_verdict(page: str) -> None:
+def test_every_field_is_either_supported_ignored_or_refused(page: str) -> None:
     for body in PAGES[page]:
         assert len(entries(body)) >= len(STRUCTS[body].__struct_fields__)
         for name, verdict in entries(body).items():
@@ -385,6 +385,6 @@ def test_every_field_has_one_verdict(page: str) -> None:
             assert said == [f"| {verdict}"], name
 
 
-def test_the_pages_have_the_tables() -> None:
+def test_docs_pages_hold_the_generated_field_tables() -> None:
     for path, text in pages():
         assert path.read_text() == text, "run python -m tests.frontend.field_tables"

@@ -55,7 +55,7 @@ def test_a_manifest_has_the_fields_of_its_kind(manifest: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("place", [("spec", "replicass"), ("spec", "template", "spec", "volume")])
-def test_an_unknown_field_is_found(place: tuple[str, ...]) -> None:
+def test_manifest_check_finds_an_unknown_field(place: tuple[str, ...]) -> None:
     broken = yaml.safe_load((K8S / "deployment.yaml").read_text())
     inner = broken
     for name in place[:-1]:
@@ -140,7 +140,7 @@ def test_probes_ask_the_servers_health_routes(name: str, model: Path) -> None:
         assert startup_s >= live.config.startup_timeout_s
 
 
-def test_services_and_the_monitor_find_the_pods() -> None:
+def test_services_and_monitor_select_the_pods() -> None:
     (monitor,) = MANIFESTS["podmonitor.yaml"]
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     services = MANIFESTS["service.yaml"]

@@ -172,7 +172,7 @@ def memory(server: LiveServer) -> Iterator[Callable[[], float]]:
 
 
 @pytest.mark.parametrize("name", mostly_long(CASES, "tokens", "lists"))
-def test_a_large_body_does_not_hold_the_loop(server: LiveServer, name: str) -> None:
+def test_large_body_does_not_block_the_loop(server: LiveServer, name: str) -> None:
     case = CASES[name]
     body = case.body()
     with loop_holds(server) as holds, probed(server) as took, memory(server) as grown:
@@ -187,7 +187,7 @@ def test_a_large_body_does_not_hold_the_loop(server: LiveServer, name: str) -> N
 
 
 @pytest.mark.parametrize("name", mostly_long(BATCHES, "ids"))
-def test_a_large_batch_does_not_hold_the_loop(server: LiveServer, name: str) -> None:
+def test_large_batch_does_not_block_the_loop(server: LiveServer, name: str) -> None:
     path, body, sequences = BATCHES[name]
     content = body()
     server.engine.deaf = True  # it runs in the same loop
@@ -220,7 +220,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 @pytest.mark.parametrize("how", mostly_long(["reply", "stream", "rollout"], "stream"))
-def test_the_end_of_a_large_batch_does_not_hold_the_loop(apart: LiveServer, how: str) -> None:
+def test_end_of_a_large_batch_does_not_block_the_loop(apart: LiveServer, how: str) -> None:
     body = {
         "requests": [{"prompt": "abc", "n": 256}] * 16,
         "sampling": {"max_tokens": 40},
@@ -237,7 +237,7 @@ def test_the_end_of_a_large_batch_does_not_hold_the_loop(apart: LiveServer, how:
 
 
 @pytest.mark.parametrize("name", mostly_long(TENSORS, "vllm"))
-def test_the_most_tensors_of_a_call_do_not_hold_the_loop(server: LiveServer, name: str) -> None:
+def test_call_with_the_most_tensors_does_not_block_the_loop(server: LiveServer, name: str) -> None:
     path, body = TENSORS[name]
     content = json.dumps(body([f"n{i}" for i in range(MAX_TENSORS)])).encode()
     server.engine.deaf = True  # it runs in the same loop

@@ -162,7 +162,7 @@ def test_framing_of_a_body_is_bounded(server: LiveServer, framing: bytes) -> Non
     assert reply.startswith(b"HTTP/1.1 400") and b"max_header_kb" in reply
 
 
-def test_a_connection_takes_one_large_body_after_the_other(server: LiveServer) -> None:
+def test_connection_accepts_consecutive_large_bodies(server: LiveServer) -> None:
     body = b'{"requests": [{"prompt": "a"}]' + b" " * 200_000 + b"}"
     with httpx.Client(base_url=server.url) as client:
         assert [client.post("/generate", content=body).status_code for _ in range(3)] == [200] * 3
@@ -228,7 +228,9 @@ def test_a_departed_pipelining_client_aborts_its_sequences(
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_bytes_after_a_request_are_dropped(server: LiveServer, stream: bool, rest: bytes) -> None:
+def test_bytes_after_a_completed_request_are_dropped(
+    server: LiveServer, stream: bool, rest: bytes
+) -> None:
     body = json.dumps(
         {"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "stream": stream}
     ).encode()
@@ -251,13 +253,13 @@ def test_requests_one_after_the_other_share_a_connection(server: LiveServer) -> 
     assert len(sockets) == 1 and None not in sockets
 
 
-def test_the_reply_to_a_head_request_closes(server: LiveServer) -> None:
+def test_reply_to_a_head_request_closes_the_connection(server: LiveServer) -> None:
     for path in ("/livez", "/events", "/none"):
         reply = httpx.head(f"{server.url}{path}")
         assert reply.headers["connection"] == "close"
 
 
-def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
+def test_closing_a_stream_midway_aborts_its_sequences(server: LiveServer) -> None:
     before = len(server.engine.aborted)
     with Client(server.url, timeout_s=30) as client:
         events = client.stream(
@@ -268,7 +270,7 @@ def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
     until(lambda: len(server.engine.aborted) > before and len(server.client) == 0)
 
 
-def test_a_client_without_reads_is_cut_off(model: Path) -> None:
+def test_client_that_stops_reading_is_cut_off(model: Path) -> None:
     fast = {"per_step": 100, "step_s": 0.0}
     with (
         live_server(model, send_timeout_s=0.3, engine=fast) as server,
@@ -366,7 +368,7 @@ def test_unreadable_or_ambiguous_requests_are_refused(
     assert says in body and json.loads(body)["error"]["code"] == "invalid_request"
 
 
-def test_bytes_after_a_running_request_are_bounded_and_then_cut(server: LiveServer) -> None:
+def test_excess_bytes_during_a_request_close_the_connection(server: LiveServer) -> None:
     sent = 0
     with connect(server) as connection:
         connection.sendall(hanging(True))
@@ -387,7 +389,7 @@ def unfinished(server: LiveServer, stack: contextlib.ExitStack, key: str = "") -
     return connection
 
 
-def test_bodies_in_transfer_are_bounded_and_a_stalled_one_goes(model: Path) -> None:
+def test_bodies_in_transfer_are_bounded_and_stalled_ones_dropped(model: Path) -> None:
     with (
         live_server(model, max_body_mb=1, max_bodies_mb=2) as server,
         contextlib.ExitStack() as stack,
@@ -421,7 +423,7 @@ def read_until_body(connection: socket.socket) -> bytes:
     return received
 
 
-def test_one_key_cannot_take_the_room_of_anothers_body(model: Path) -> None:
+def test_bodies_of_one_key_leave_room_for_a_second_key(model: Path) -> None:
     keys = "greedy-key name=greedy\nsmall-key name=small\n"
     with (
         live_server(model, max_body_mb=1, max_bodies_mb=2, keys=keys) as server,
@@ -465,7 +467,7 @@ def test_bodies_never_hold_more_than_their_budget(arrivals: list[tuple[str, int,
     assert budget.bytes == 0 and not budget.make_place()
 
 
-def test_the_stalled_body_of_the_largest_owner_makes_place() -> None:
+def test_stalled_body_of_the_largest_owner_is_dropped_first() -> None:
     now_s = 0.0
     budget, bodies = BodyBudget(100, clock=lambda: now_s), [Body() for _ in range(3)]
     for owner, body in zip("abb", bodies, strict=True):
@@ -478,7 +480,7 @@ def test_the_stalled_body_of_the_largest_owner_makes_place() -> None:
     assert budget.make_place("a") and bodies[0].was_cut
 
 
-def test_stalled_bodies_give_their_places_to_others(
+def test_stalled_bodies_make_room_for_new_ones(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits_module, "STALLED_S", 0.2)
