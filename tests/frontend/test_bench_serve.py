@@ -33,7 +33,7 @@ WHOLE = streamed(
 )
 
 
-def test_chunk_times_are_shared_by_their_tokens() -> None:
+def test_token_times_account_for_chunks_of_several_tokens() -> None:
     served = times_of(WHOLE)
     assert served is not None and served.tokens == 5
     assert (served.ttft, served.e2el) == (pytest.approx(100), pytest.approx(500))

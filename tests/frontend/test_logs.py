@@ -71,7 +71,7 @@ def ask(server: LiveServer, body: Any, path: str = "/generate", **headers: str) 
     )
 
 
-def test_a_request_has_one_access_line_and_its_id_in_every_line(
+def test_request_has_one_access_line_and_its_id_in_all_lines(
     keyed: LiveServer, stream: io.StringIO
 ) -> None:
     body = {"requests": [{"prompt": PROMPT}], "sampling": {"max_tokens": 4}}
@@ -109,7 +109,7 @@ ACCESSES = [  # method, path, status, the line's route and level
 ]
 
 
-def test_lines_name_route_status_and_level(keyed: LiveServer, stream: io.StringIO) -> None:
+def test_access_lines_name_route_status_and_level(keyed: LiveServer, stream: io.StringIO) -> None:
     for method, path, status, _, _ in ACCESSES:
         reply = httpx.request(method, f"{keyed.url}{path}")
         assert reply.status_code == status and reply.headers["x-request-id"]
@@ -120,7 +120,7 @@ def test_lines_name_route_status_and_level(keyed: LiveServer, stream: io.StringI
     assert "canary" not in stream.getvalue().lower()
 
 
-def test_polled_routes_are_quiet_also_when_a_probe_says_no(
+def test_polled_routes_are_quiet_even_when_a_probe_fails(
     keyed: LiveServer, stream: io.StringIO
 ) -> None:
     keyed.call(lambda: setattr(keyed.client, "draining", True))
@@ -134,7 +134,7 @@ def test_polled_routes_are_quiet_also_when_a_probe_says_no(
     assert levels == dict.fromkeys(asked, "debug") | {"/strategy": "warning"}
 
 
-def test_no_line_holds_a_prompt_a_completion_or_a_key(
+def test_no_log_line_holds_a_prompt_a_completion_or_a_key(
     keyed: LiveServer, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = {"prompt": PROMPT, "sampling": {"max_tokens": 30, "stop": ["zzcanarystop"]}}
@@ -195,7 +195,7 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(
         assert secret not in text, secret
 
 
-def test_the_log_leads_from_a_death_to_its_request(model: Path, stream: io.StringIO) -> None:
+def test_log_identifies_the_request_of_an_engine_death(model: Path, stream: io.StringIO) -> None:
     """The server has no keys, because a key would rest after the second death."""
     killer = {"requests": [{"token_ids": [65, DIES]}]}
     with live_server(model) as server:
@@ -230,7 +230,7 @@ def slow_body(server: LiveServer) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 ")
 
 
-def test_libraries_lines_have_our_form_and_exceptions_no_message(stream: io.StringIO) -> None:
+def test_library_log_lines_have_our_form_without_exception_text(stream: io.StringIO) -> None:
     try:
         raise KeyError(PROMPT)
     except KeyError as error:
@@ -274,7 +274,7 @@ async def test_a_failing_callback_is_logged_without_its_arguments(stream: io.Str
     assert "prompt" not in stream.getvalue()
 
 
-def test_the_form_is_chosen_by_name(stream: io.StringIO) -> None:
+def test_log_form_is_chosen_by_name(stream: io.StringIO) -> None:
     for form in ("console", "json", None):
         out = io.StringIO()
         write_logs("warning", form, out)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def shown(metrics: Metrics) -> dict[str, dict[tuple[str, ...], float]]:
     return series(metrics.exposition().text.decode())
 
 
-def test_accepted_drafts_by_strategy_and_position() -> None:
+def test_accepted_drafts_are_counted_by_strategy_and_position() -> None:
     metrics = Metrics()
     step(metrics, OFF, [0, 0, 0])
     step(metrics, EAGLE, [0, 2, 5, 2], drafted=60)
@@ -87,7 +87,7 @@ def test_deep_drafts_count_at_every_listed_position() -> None:
     assert found["tlt_sd_accepted_tokens_total"][EAGLE.shape,] == 2 * POSITIONS + 12
 
 
-def test_the_strategy_in_force_and_its_switches() -> None:
+def test_active_strategy_and_its_switches_are_shown() -> None:
     metrics = Metrics()
     for strategy in (OFF, OFF, EAGLE, OFF):
         step(metrics, strategy, [0])
@@ -96,7 +96,7 @@ def test_the_strategy_in_force_and_its_switches() -> None:
     assert found["tlt_steps_total"] == {("off",): 3, ("eagle tree",): 1}
 
 
-def test_switches_are_counted_by_reason() -> None:
+def test_strategy_switches_are_counted_by_reason() -> None:
     metrics = Metrics()
     switches = [Switch(0.0, "off", "", reason, 1) for reason in ("start", "pin", "pin")]
     metrics.engine.took(Outputs([], {}, None, switches))
@@ -104,7 +104,7 @@ def test_switches_are_counted_by_reason() -> None:
     assert found == {"start": 1, "pin": 2}
 
 
-def test_predicted_and_measured_time_are_of_the_same_steps() -> None:
+def test_predicted_and_measured_times_cover_the_same_steps() -> None:
     metrics = Metrics()
     for strategy, predicted_s in ((OFF, 0.25), (OFF, 0.0), (CHAIN, 0.5)):
         done = msgspec.structs.replace(cycle(strategy, [0]), step_s=1.0, predicted_s=predicted_s)
@@ -114,7 +114,7 @@ def test_predicted_and_measured_time_are_of_the_same_steps() -> None:
     assert found["tlt_measured_step_seconds_total"] == {("off",): 1, ("eagle chain",): 1}
 
 
-def test_rows_of_each_step_do_not_make_strategies() -> None:
+def test_varying_rows_of_a_step_make_no_new_strategy_label() -> None:
     metrics = Metrics()
     for rows in range(2, STRATEGIES + 40):
         step(metrics, Strategy("eagle", 7, 1, rows), [1], drafted=1)
@@ -123,7 +123,7 @@ def test_rows_of_each_step_do_not_make_strategies() -> None:
     assert found["tlt_step_rows_count"] == {(): STRATEGIES + 38}
 
 
-def test_strategies_without_end_are_one_label_value() -> None:
+def test_excess_strategies_share_one_label_value() -> None:
     metrics = Metrics()
     for depth in range(2, STRATEGIES + 40):
         step(metrics, Strategy("eagle", depth, 1, 2), [1], drafted=1)
@@ -131,7 +131,7 @@ def test_strategies_without_end_are_one_label_value() -> None:
     assert shown(metrics)["tlt_cycles_total"]["other",] == 38
 
 
-def test_totals_grow_on_over_a_new_engine() -> None:
+def test_totals_keep_growing_after_an_engine_restart() -> None:
     metrics = Metrics()
     for total in (2.0, 5.0, 1.0):
         step(metrics, OFF, [0], preemptions=total, running=7.0, odd=3.0)
@@ -142,7 +142,7 @@ def test_totals_grow_on_over_a_new_engine() -> None:
     assert "tlt_engine_figure" not in shown(metrics), "of a policy that is no longer in force"
 
 
-def test_a_drafter_falls_behind_with_every_change_of_the_target() -> None:
+def test_drafter_lag_grows_with_every_change_of_the_target() -> None:
     metrics = Metrics()
     metrics.engine_ready(msgspec.structs.replace(INFO, drafter_version="d0"))
     behind = []
@@ -166,7 +166,7 @@ def test_a_drafter_falls_behind_with_every_change_of_the_target() -> None:
     assert behind == [1, 2, 2, 0, 0, 1]
 
 
-def test_processes_and_disk(tmp_path: Path) -> None:
+def test_process_memory_and_disk_space_are_shown(tmp_path: Path) -> None:
     metrics = Metrics()
     assert "tlt_engine_process_resident_memory_bytes" not in shown(metrics)
     assert shown(metrics)["process_resident_memory_bytes"][()] > 1e6
@@ -187,7 +187,7 @@ def scraped(server: LiveServer) -> dict[str, dict[tuple[str, ...], float]]:
     return series(httpx.get(f"{server.url}/metrics").text)
 
 
-def test_latencies_of_tokens(own: LiveServer) -> None:
+def test_token_latencies_are_measured(own: LiveServer) -> None:
     with Client(own.url) as client:
         client.generate(
             [{"prompt": "abc", "n": 2}], sampling={"max_tokens": 30}
@@ -223,7 +223,7 @@ def test_tokens_of_a_replaced_version_are_stale(model: Path) -> None:
         assert scraped(own)["tlt_stale_tokens_total"][()] == old.end
 
 
-def test_requests_by_route_method_and_status(own: LiveServer) -> None:
+def test_requests_are_counted_by_route_method_and_status(own: LiveServer) -> None:
     for path in ("/livez", "/livez", "/nowhere/1", "/nowhere/2", "/weights/rollback"):
         httpx.get(f"{own.url}{path}")
     httpx.request("PURGE", f"{own.url}/livez")
@@ -324,7 +324,7 @@ def test_an_engine_step_costs_the_frontend_little() -> None:
 
 
 @in_loop
-async def test_long_turn_is_measured() -> None:
+async def test_long_turn_of_the_event_loop_is_measured() -> None:
     metrics = Metrics()
     watching = asyncio.create_task(watch_turns(metrics))
     await asyncio.sleep(0.02)
@@ -339,7 +339,7 @@ async def test_long_turn_is_measured() -> None:
     assert total > below
 
 
-def test_the_training_of_the_drafter() -> None:
+def test_drafter_training_metrics_are_shown() -> None:
     metrics = Metrics()
     judged = Judged(
         candidate=1,

@@ -74,7 +74,7 @@ def ask(connection: http.client.HTTPConnection, method: str, target: str) -> tup
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_a_name_reaches_no_thing_of_another_name(
+def test_no_spelling_of_a_name_in_a_path_reaches_another_object(
     method: str, path: str, server: LiveServer, names: dict[str, str]
 ) -> None:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
@@ -104,7 +104,7 @@ def test_a_name_reaches_no_thing_of_another_name(
                 assert isinstance(command, PushWeights)
 
 
-def test_a_name_with_a_slash_may_be_escaped(model: Path) -> None:
+def test_name_with_a_slash_may_be_percent_encoded(model: Path) -> None:
     with live_server(model, served_model_name="org/tiny") as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
         for name in ("org/tiny", "org%2Ftiny", "org%2ftiny", "org/tiny/"):
@@ -114,7 +114,7 @@ def test_a_name_with_a_slash_may_be_escaped(model: Path) -> None:
             assert ask(connection, "GET", f"/v1/models/{name}")[0] == 404, name
 
 
-def test_a_path_takes_no_encoded_suffix(server: LiveServer) -> None:
+def test_path_with_an_encoded_suffix_is_not_found(server: LiveServer) -> None:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
     for path in ("/version%0A", "/version%2F", "/v1%2Fmodels", "/v1/models%0A"):
         status, text = ask(connection, "GET", path)

@@ -56,7 +56,7 @@ def test_item_sampling_wins_field_by_field(client: Client, server: LiveServer) -
     assert first.group_id == second.group_id != third.group_id == "g"
 
 
-def test_a_stop_token_is_in_the_ids_and_not_in_the_text(client: Client) -> None:
+def test_stop_token_is_in_the_ids_but_not_in_the_text(client: Client) -> None:
     by_eos, by_id = client.generate(
         [{"token_ids": [65, EOS]}, {"token_ids": [65, 66], "sampling": {"stop_token_ids": [66]}}]
     ).results
@@ -83,7 +83,7 @@ def test_stop_string_cuts_text_before_it_and_ids_after_it(client: Client, stream
     assert choice.weight_versions[-1].end == 8
 
 
-def test_min_tokens_keeps_stop_strings_off(client: Client) -> None:
+def test_min_tokens_disables_stop_strings_until_reached(client: Client) -> None:
     choice = (
         client.generate(
             [{"prompt": "ab"}], sampling={"stop": "b", "min_tokens": 5, "max_tokens": 9}
@@ -139,7 +139,9 @@ def test_stream_carries_requested_top_and_prompt_logprobs(client: Client) -> Non
     )
 
 
-def test_max_tokens_null_is_the_room_after_the_prompt(client: Client, server: LiveServer) -> None:
+def test_max_tokens_null_allows_all_tokens_after_the_prompt(
+    client: Client, server: LiveServer
+) -> None:
     client.generate([{"token_ids": [65] * 500}], sampling={"max_tokens": None})
     assert server.engine.submitted[-1].sampling.max_tokens == 12
 
@@ -149,7 +151,7 @@ def test_messages_go_through_the_chat_template(client: Client, server: LiveServe
     assert server.engine.submitted[-1].token_ids == [257, *b"hi", 256, 258]
 
 
-def test_a_failed_item_is_an_error_among_results(client: Client) -> None:
+def test_failed_item_is_returned_as_an_error_among_results(client: Client) -> None:
     good, bad = client.generate(
         [{"prompt": "a"}, {"token_ids": [FAILS], "n": 3}], sampling={"max_tokens": 2}
     ).results
@@ -157,13 +159,13 @@ def test_a_failed_item_is_an_error_among_results(client: Client) -> None:
     assert bad.error is not None and bad.error.code == "engine_failed" and not bad.choices
 
 
-def test_a_reply_without_any_result_has_the_first_errors_status(server: LiveServer) -> None:
+def test_reply_without_a_result_has_the_first_errors_status(server: LiveServer) -> None:
     response = httpx.post(f"{server.url}/generate", json={"requests": [{"token_ids": [FAILS]}]})
     assert response.status_code == 500
     assert response.json()["results"][0]["error"]["code"] == "engine_failed"
 
 
-def test_probes_metrics_and_server_info(server: LiveServer, client: Client) -> None:
+def test_probes_metrics_and_server_info_answer(server: LiveServer, client: Client) -> None:
     for path in ("/health", "/livez", "/readyz", "/startupz"):
         assert httpx.get(server.url + path).status_code == 200
     info = client.server_info()
@@ -207,7 +209,7 @@ def test_server_info_passes_the_checks_of_sglang_trainers(server: LiveServer) ->
         assert {name: info.get(name) for name in expected} == expected
 
 
-def test_unknown_paths_and_methods_are_typed(server: LiveServer) -> None:
+def test_unknown_paths_and_methods_get_typed_errors(server: LiveServer) -> None:
     assert (
         "did you mean /generate?" in httpx.get(f"{server.url}/generat").json()["error"]["message"]
     )

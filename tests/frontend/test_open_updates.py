@@ -54,7 +54,7 @@ def test_unexpectedly_staged_push_is_an_error(client: Client, server: LiveServer
     assert client.update_weights("p", "v5")["state"] == "committed"
 
 
-def test_the_command_shows_the_update_and_its_push_fails(
+def test_weights_command_shows_an_open_update_and_its_push_fails(
     client: Client, server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tlt(*words: str) -> tuple[int, str, str]:
@@ -81,7 +81,7 @@ def test_the_command_shows_the_update_and_its_push_fails(
     assert tlt("push", str(tmp_path), "--version", "v3")[0] == 0
 
 
-def test_end_without_a_begin_is_a_conflict_not_to_retry(server: LiveServer) -> None:
+def test_end_without_an_open_update_is_a_final_conflict(server: LiveServer) -> None:
     assert httpx.post(f"{server.url}/finish_weight_update").status_code == 409
     ended = httpx.post(f"{server.url}/end_weight_update")
     assert ended.status_code == 409 and ended.json()["success"] is False
@@ -129,7 +129,7 @@ def test_idle_update_is_dropped_and_reported(model: Path, logged: list[Any]) -> 
     assert "weight_update_ttl_s" in said["remedy"]
 
 
-def test_calls_keep_an_update_open_however_long_they_take() -> None:
+def test_running_calls_keep_an_update_open_past_its_ttl() -> None:
     async def told() -> None:
         story = Story(stages=True)
         session = story.twin.session

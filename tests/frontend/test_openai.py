@@ -70,7 +70,9 @@ def test_a_completion_has_every_field(server: LiveServer) -> None:
         ([[97, 98], [120]], ["ab", "xx"]),
     ],
 )
-def test_a_prompt_has_four_forms(server: LiveServer, prompt: Any, texts: list[str]) -> None:
+def test_prompt_may_have_any_of_four_forms(
+    server: LiveServer, prompt: Any, texts: list[str]
+) -> None:
     assert [
         choice["text"] for choice in complete(server, prompt=prompt, max_tokens=2)["choices"]
     ] == texts
@@ -87,7 +89,7 @@ def test_choices_are_prompt_major_and_carry_their_own_figures(server: LiveServer
     assert [request.seed for request in server.engine.submitted[-6:]] == [5, 5 + 10**6] * 3
 
 
-def test_default_max_tokens_of_completions_and_chat(server: LiveServer) -> None:
+def test_completions_and_chat_have_their_own_default_max_tokens(server: LiveServer) -> None:
     assert complete(server, prompt="a")["usage"]["completion_tokens"] == 16
     chat(server, max_completion_tokens=3)
     assert server.engine.submitted[-1].sampling.max_tokens == 3
@@ -207,7 +209,7 @@ def test_stop_strings_are_cut_and_stop_tokens_named(server: LiveServer) -> None:
     assert by_id["stop_reason"] == 66
 
 
-def test_sampling_fields_reach_the_engine_as_the_native_ones_do(server: LiveServer) -> None:
+def test_sampling_fields_reach_the_engine_like_native_fields(server: LiveServer) -> None:
     fields = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -254,7 +256,9 @@ def test_sampling_fields_reach_the_engine_as_the_native_ones_do(server: LiveServ
         {"stream_options": {"include_usage": True, "other": 1}},
     ],
 )
-def test_extra_fields_of_clients_are_tolerated(server: LiveServer, extra: dict[str, Any]) -> None:
+def test_known_extra_fields_of_clients_are_tolerated(
+    server: LiveServer, extra: dict[str, Any]
+) -> None:
     assert complete(server, prompt="a", **extra)["choices"][0]["text"]
     assert chat(server, **{"max_tokens": 4, **extra})["choices"][0]["message"]
     assert server.engine.submitted[-1].sampling.top_k in (0, 100_000_000)
@@ -281,7 +285,7 @@ def test_non_json_arguments_of_tool_calls_stay_text(server: LiveServer) -> None:
         ]
 
 
-def test_without_a_tokenizer_token_ids_go_in_and_out(model: Path, tmp_path: Path) -> None:
+def test_model_without_a_tokenizer_takes_and_returns_token_ids(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     with live_server(tmp_path) as server:
         [choice] = complete(
@@ -297,7 +301,7 @@ def test_without_a_tokenizer_token_ids_go_in_and_out(model: Path, tmp_path: Path
             assert "no tokenizer.json" in post(server, path, **body).json()["error"]["message"]
 
 
-def test_models_tell_when_the_server_started(server: LiveServer) -> None:
+def test_models_route_reports_when_the_server_started(server: LiveServer) -> None:
     models = httpx.get(f"{server.url}/v1/models", timeout=10).json()["data"]
     assert all(time.time() - 3600 < model["created"] <= time.time() for model in models)
 

@@ -57,7 +57,7 @@ def test_echo_puts_the_prompt_in_front_of_text_and_logprobs(server: LiveServer) 
     assert complete(server, prompt=[97, 98], max_tokens=1, echo=True)["choices"][0]["text"] == "aba"
 
 
-def test_prompt_logprobs_are_by_token_id_with_rank(server: LiveServer) -> None:
+def test_prompt_logprobs_are_keyed_by_token_id_and_give_ranks(server: LiveServer) -> None:
     own = {"logprob": -2.0, "rank": None, "decoded_token": "b"}
     best = {"logprob": -0.1, "rank": 1, "decoded_token": "A"}
     expected = [None, {"98": own, "65": best}]
@@ -102,7 +102,7 @@ def test_max_tokens_0_only_scores_the_prompt(server: LiveServer, stream: bool) -
         assert answer["usage"]["completion_tokens"] == 0
 
 
-def test_prompt_logprobs_minus_1_is_the_whole_vocabulary(model: Path) -> None:
+def test_prompt_logprobs_minus_1_returns_the_whole_vocabulary(model: Path) -> None:
     with live_server(model, max_logprobs=300) as server:
         complete(server, prompt="ab", max_tokens=0, prompt_logprobs=-1)
         assert server.engine.submitted[-1].sampling.prompt_logprobs == 300

@@ -103,7 +103,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [  # path, body, status, para
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param", "says"), BAD, ids=range(len(BAD)))
-def test_bad_requests_are_refused_in_the_envelope(
+def test_bad_openai_requests_are_refused_in_the_openai_envelope(
     server: LiveServer, path: str, body: Any, status: int, param: str | None, says: str
 ) -> None:
     before = len(server.engine.submitted)

@@ -198,7 +198,7 @@ def test_every_status_is_listed_with_its_errors(document: dict[str, Any]) -> Non
     )
 
 
-def test_engine_failed_is_listed_where_the_engine_is_asked(document: dict[str, Any]) -> None:
+def test_engine_failed_is_listed_for_routes_using_the_engine(document: dict[str, Any]) -> None:
     listed = {
         (method, path)
         for method, path, about in operations(document)
@@ -254,7 +254,7 @@ def test_streams_are_described_by_their_events(
         }.get(path, {"message"})
 
 
-def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> None:
+def test_documented_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> None:
     examples = {
         path: (method, content["example"])
         for method, path, about in operations(document)
@@ -292,7 +292,7 @@ def test_schemas_match_the_validating_types(document: dict[str, Any], server: Li
     assert reply["choices"][0].keys() <= schemas["CompletionChoice"]["properties"].keys()
 
 
-def test_null_is_allowed_where_it_is_the_same_as_absent(document: dict[str, Any]) -> None:
+def test_schema_allows_null_where_null_means_absent(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"):
         for field, about in schemas[name]["properties"].items():

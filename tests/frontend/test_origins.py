@@ -125,7 +125,7 @@ UNREADABLE = {  # what follows the header Origin in requests that no middleware 
 
 @pytest.mark.parametrize("follows", UNREADABLE)
 @pytest.mark.parametrize("origin", [LISTED, OTHER])
-def test_a_listed_page_can_read_refusals_by_the_parser(
+def test_listed_page_can_read_refusals_of_the_http_parser(
     follows: str, origin: str, listing: LiveServer
 ) -> None:
     with connect(listing) as connection:
@@ -138,7 +138,7 @@ def test_a_listed_page_can_read_refusals_by_the_parser(
     assert "access-control-allow-credentials" not in said
 
 
-def test_an_origin_counts_for_its_own_request_alone(listing: LiveServer) -> None:
+def test_allowed_origin_applies_only_to_its_own_request(listing: LiveServer) -> None:
     with connect(listing) as connection:
         connection.sendall(
             f"GET /livez HTTP/1.1\r\nhost: localhost\r\norigin: {LISTED}\r\n\r\n".encode()
@@ -164,9 +164,7 @@ def test_an_origin_counts_for_its_own_request_alone(listing: LiveServer) -> None
     ],
     ids=lambda headers: headers.get("origin", "no origin"),
 )
-def test_any_other_page_is_refused_as_without_a_list(
-    headers: dict[str, str], http: httpx.Client
-) -> None:
+def test_page_of_an_unlisted_origin_is_refused(headers: dict[str, str], http: httpx.Client) -> None:
     before = refusals(http.get("/metrics", headers=KEY).text).get("foreign_page", 0)
     asked = 0
     for (method, path), needs in documented().items():
@@ -190,13 +188,13 @@ def test_two_origins_in_one_request_are_refused(http: httpx.Client) -> None:
         assert reply.status_code == 403, reply.text
 
 
-def test_replies_to_programs_vary_and_show_no_origin(http: httpx.Client) -> None:
+def test_replies_without_origin_vary_on_it_and_name_none(http: httpx.Client) -> None:
     """A cache must not give a page what it kept for a program."""
     reply = http.get("/version", headers=KEY)
     assert reply.status_code == 200 and shown_to(reply) is None
 
 
-def test_no_reply_speaks_of_origins_by_default(server: LiveServer) -> None:
+def test_without_allowed_origins_no_reply_has_cors_headers(server: LiveServer) -> None:
     for reply in (
         httpx.get(f"{server.url}/livez", headers=page(LISTED)),
         httpx.get(f"{server.url}/version"),
@@ -210,7 +208,7 @@ def test_no_reply_speaks_of_origins_by_default(server: LiveServer) -> None:
     assert said.startswith(b"http/1.1 400 ") and b"vary" not in said and b"origin" not in said
 
 
-def test_without_keys_a_listed_page_calls_this_machine_alone(model: Path) -> None:
+def test_without_keys_a_listed_page_may_call_only_loopback(model: Path) -> None:
     with live_server(model, allowed_origins="http://localhost:3000") as open_server:
         ours = page("http://localhost:3000")
         reply = httpx.post(f"{open_server.url}/generate", json=PROMPT, headers=ours)
@@ -238,7 +236,7 @@ def test_without_keys_a_listed_page_calls_this_machine_alone(model: Path) -> Non
         "https://chat.example https://two.example",
     ],
 )
-def test_only_origins_of_browsers_can_be_listed(origin: str, model: Path) -> None:
+def test_only_valid_browser_origins_can_be_listed(origin: str, model: Path) -> None:
     with pytest.raises(StartupError, match="allowed_origins names '.*; an origin is what browsers"):
         Config(model=model, allowed_origins=f"{LISTED},{origin}").checked()
     for good in ("http://[::1]:3000", "https://chat.example:8443", "vscode-webview://1a2b", APP):

@@ -23,7 +23,7 @@ from tlt_server.wire.records import OFF, Cycle, StepContext
     ("path", "envelope"),
     [("/generate", b'{"error":{"code":"unavailable"'), ("/v1/completions", b'"type":')],
 )
-def test_one_request_too_many_gets_a_typed_503(model: Path, path: str, envelope: bytes) -> None:
+def test_request_beyond_max_queue_gets_a_typed_503(model: Path, path: str, envelope: bytes) -> None:
     with (
         live_server(model, max_connections=2) as server,
         connect(server) as first,
@@ -45,7 +45,7 @@ def test_one_request_too_many_gets_a_typed_503(model: Path, path: str, envelope:
         until(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
 
 
-def test_refused_request_frees_no_place_while_sending_its_body(
+def test_refused_request_keeps_its_slot_until_its_body_ends(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with live_server(model, max_connections=1) as server, connect(server) as first:
@@ -102,7 +102,7 @@ def full(server: LiveServer, *, tokens_per_s: float = 100.0) -> None:
         ("/v1/completions", {"prompt": "abc", "max_tokens": 100}),
     ],
 )
-def test_late_request_is_refused_at_once_with_retry_after(
+def test_request_predicted_too_late_gets_retry_after_at_once(
     model: Path, path: str, body: dict[str, Any]
 ) -> None:
     with live_server(model, default_timeout_s=20.0 if path.startswith("/v1") else 100.0) as server:
@@ -182,7 +182,7 @@ def test_a_full_queue_parses_no_body(model: Path) -> None:
         until(lambda: httpx.post(f"{server.url}/generate", content=b"no json").status_code == 400)
 
 
-def test_the_queues_deadline_is_the_engines_to_keep_and_a_429(server: LiveServer) -> None:
+def test_queue_timeout_is_kept_by_the_engine_and_returns_429(server: LiveServer) -> None:
     """The engine here is made to say what a real one says of a sequence that it has not begun."""
     response = httpx.post(
         f"{server.url}/generate", json={"requests": [{"token_ids": [LATE]}], "queue_timeout_s": 0.2}

@@ -52,7 +52,7 @@ def test_a_browser_with_the_page_gets_304(server: LiveServer) -> None:
     assert httpx.head(f"{server.url}/").headers["etag"] == first.headers["etag"]
 
 
-def test_the_page_needs_no_key_and_is_the_same_with_one(model: Path) -> None:
+def test_page_needs_no_key_and_is_identical_with_a_key(model: Path) -> None:
     with live_server(model, keys="the-key") as server:
         assert httpx.get(f"{server.url}/").content == PAGE.read_bytes()
         assert httpx.post(f"{server.url}/").status_code == 405
@@ -70,7 +70,7 @@ def test_the_page_names_no_other_host(server: LiveServer) -> None:
     }  # names of a namespace, and the icon
 
 
-def test_the_document_describes_the_page(server: LiveServer) -> None:
+def test_openapi_document_describes_the_page(server: LiveServer) -> None:
     about = httpx.get(f"{server.url}/openapi.json").json()["paths"]["/"]["get"]
     assert list(about["responses"]["200"]["content"]) == ["text/html"] and about["summary"]
 
@@ -119,7 +119,7 @@ def luminance(colour: Colour) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_eight_hues_and_grey_differ_for_every_eye(theme: int) -> None:
+def test_eight_hues_and_grey_differ_under_color_blindness(theme: int) -> None:
     found = re.findall(r"--(s\d|surface): light-dark\((#\w{6}), (#\w{6})\)", PAGE.read_text())
     colours = {name: linear(pair[theme]) for name, *pair in found}
     surface = luminance(colours.pop("surface"))

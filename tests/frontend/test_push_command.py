@@ -36,7 +36,7 @@ def test_push_command_presents_a_client_certificate(
         assert str(key) in capsys.readouterr().err
 
 
-def test_the_command_sends_the_first_key_of_a_file(
+def test_push_command_sends_the_first_key_of_a_key_file(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with live_server(model, keys="push-key scopes=push-weights name=trainer\n") as server:
@@ -53,7 +53,7 @@ def test_the_command_sends_the_first_key_of_a_file(
 
 
 @pytest.mark.parametrize("content", ["", "\n # none\n", "sha256:0123 name=x\nplain\n"])
-def test_a_file_without_a_plain_key_is_named(
+def test_key_file_without_a_plain_key_is_refused_by_name(
     tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own").write_text(content)
@@ -61,7 +61,7 @@ def test_a_file_without_a_plain_key_is_named(
     assert f"{tmp_path / 'own'} does not begin with a plain key" in capsys.readouterr().err
 
 
-def test_an_abort_names_its_version(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_abort_command_names_its_version(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with live_server(model) as server:
         assert main(["weights", "abort", "step 7", "--url", server.url]) == 0
         assert capsys.readouterr().out == "aborted: version 'step 7'; live is 'v0'\n"

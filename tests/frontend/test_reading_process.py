@@ -116,7 +116,7 @@ def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "COMMAND", (sys.executable, "-c", DEADLY))
 
 
-def test_values_come_back_from_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_survive_being_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt_server.frontend.reading.frames.named", lambda name: CLASSES[name])
     rng = random.Random(1)
     leaves = [Leaf("x" * rng.randrange(900), PackedIds.of(range(i))) for i in range(400)]
@@ -149,7 +149,7 @@ def test_long_texts_stay_packed_in_listed_fields_only() -> None:
         built({"x" * 5000: [1]})
 
 
-def test_ids_are_the_same_packed() -> None:
+def test_packed_ids_equal_the_list_of_ids() -> None:
     ids = [*range(20_000)]
     packed = PackedIds.of(ids)
     assert packed == ids and len(packed) == 20_000 and packed.greatest() == 19_999
@@ -175,7 +175,7 @@ async def test_the_process_tokenises_decodes_and_renders(reader: Reader, model: 
 
 
 @with_reader()
-async def test_errors_cross_with_their_type_or_without_details(reader: Reader) -> None:
+async def test_errors_of_the_process_keep_their_type_or_hide_details(reader: Reader) -> None:
     long = [{"role": "user", "content": "", "name": "x" * PACKED_CHARS}]
     for slice, kind, says in (
         (Slice(("render",), lambda: cut([long, None, {}])), InvalidRequest, "^name has a te"),
@@ -188,7 +188,7 @@ async def test_errors_cross_with_their_type_or_without_details(reader: Reader) -
 
 
 @with_reader()
-async def test_small_work_goes_on_next_to_the_largest(reader: Reader) -> None:
+async def test_small_jobs_run_next_to_the_largest_job(reader: Reader) -> None:
     await tokenised(reader, "x")
     large, served = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE)), 0
     while not large.done():
@@ -199,7 +199,7 @@ async def test_small_work_goes_on_next_to_the_largest(reader: Reader) -> None:
 
 
 @with_reader()
-async def test_killed_process_is_replaced_and_its_jobs_may_be_resent(reader: Reader) -> None:
+async def test_killed_process_is_replaced_and_its_jobs_are_resendable(reader: Reader) -> None:
     await tokenised(reader, "x")
     for number in (signal.SIGKILL, signal.SIGSEGV):
         large = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE))
@@ -253,7 +253,7 @@ async def test_job_crashing_the_process_is_identified_among_several(
 
 @with_reader(memory_mb=777)
 @pytest.mark.usefixtures("_deadly")
-async def test_only_the_key_of_deadly_jobs_rests(reader: Reader) -> None:
+async def test_only_the_key_of_crashing_jobs_is_delayed(reader: Reader) -> None:
     for _ in range(3):
         with pytest.raises(TooLarge, match="more than the 777 MiB that the reading process"):
             await reader.ask("greedy", [die()], total=LARGE, largest=LARGE)
@@ -281,7 +281,7 @@ async def test_hung_trial_job_delays_others_only_briefly(
     assert await tokenised(reader, "y", "b") == [ord("y")]
 
 
-def test_waits_double_while_failures_follow_each_other() -> None:
+def test_restart_delay_doubles_while_failures_repeat() -> None:
     now_s = 0.0
     wait = DoublingWait(lambda: now_s)
     assert [wait.longer() for _ in range(9)] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
@@ -290,7 +290,7 @@ def test_waits_double_while_failures_follow_each_other() -> None:
 
 
 @with_reader()
-async def test_a_hung_process_is_replaced(reader: Reader) -> None:
+async def test_hung_reading_process_is_replaced(reader: Reader) -> None:
     await tokenised(reader, "x")
     assert reader.pid is not None
     os.kill(reader.pid, signal.SIGSTOP)
@@ -309,7 +309,7 @@ async def test_a_hung_process_is_replaced(reader: Reader) -> None:
 
 @with_reader()
 @pytest.mark.usefixtures("_deadly")
-async def test_patience_counts_the_time_of_a_core(reader: Reader) -> None:
+async def test_job_time_limit_counts_cpu_time_not_waiting(reader: Reader) -> None:
     """A slice that waits is not refused, as one that gets no core; one that works for long is."""
     patience = Patience(0.2, lambda: InvalidRequest("too much work"))
 
@@ -332,7 +332,7 @@ async def test_a_job_needing_more_memory_is_too_large(reader: Reader) -> None:
 
 
 @with_reader()
-async def test_the_rest_of_a_job_is_dropped_with_its_client(reader: Reader) -> None:
+async def test_remaining_slices_of_a_departed_client_are_dropped(reader: Reader) -> None:
     sent = []
 
     def slices() -> Iterator[Slice]:
@@ -398,14 +398,14 @@ def only_modules(folder: str, names: list[str]) -> set[str]:
 
 
 @with_reader()
-async def test_nothing_is_taken_after_the_end(reader: Reader) -> None:
+async def test_closed_reading_process_refuses_jobs(reader: Reader) -> None:
     reader.close()
     with pytest.raises(Unavailable, match="shutting down"):
         await tokenised(reader, "x")
 
 
 @in_loop
-async def test_keys_share_the_process_by_time() -> None:
+async def test_keys_share_the_reading_process_by_time() -> None:
     queue = JobQueue()
     for _ in range(40):
         queue.add(Job("greedy", [texts("a")] * 3))
@@ -424,7 +424,7 @@ async def test_keys_share_the_process_by_time() -> None:
 
 
 @in_loop
-async def test_the_queue_is_bounded_for_each_key() -> None:
+async def test_reading_queue_is_bounded_for_each_key() -> None:
     queue = JobQueue()
     for _ in range(jobs.MAX_WAITING_KEY):
         queue.add(Job("a", [texts("a")]))
@@ -434,7 +434,7 @@ async def test_the_queue_is_bounded_for_each_key() -> None:
 
 
 @with_reader()
-async def test_texts_are_tokenised_in_slices_in_their_order(reader: Reader, model: Path) -> None:
+async def test_texts_are_tokenised_in_slices_and_stay_in_order(reader: Reader, model: Path) -> None:
     text, rng = Text.load(model), random.Random(2)
     some = ["x" * rng.choice((0, 1, 50, 3000, SLICE_CHARS + 1)) + str(i) for i in range(60)]
 

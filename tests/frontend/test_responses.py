@@ -105,7 +105,7 @@ def test_a_response_has_items_and_usage(server: LiveServer) -> None:
 
 @pytest.mark.parametrize("text", ["so", "", CALL, f"<think>hm</think>I look. {CALL}{CALL}so"])
 @pytest.mark.parametrize("fields", [{}, {"max_output_tokens": 30}])
-def test_events_add_up_to_the_response(
+def test_streamed_events_add_up_to_the_response(
     server: LiveServer, text: str, fields: dict[str, Any]
 ) -> None:
     whole = respond(server, text, tools=TOOLS, **fields)
@@ -170,7 +170,7 @@ def test_conversation_continues_by_previous_response_id(server: LiveServer) -> N
     assert gone.status_code == 404 and "max_responses" in gone.json()["error"]["message"]
 
 
-def test_templates_read_long_texts(server: LiveServer) -> None:
+def test_long_response_inputs_reach_the_template(server: LiveServer) -> None:
     """The body is read by another process. Too many tokens for this model are counted in it."""
     long, user = "x" * 2**18, {"role": "user", "content": "a"}
     output = {"type": "function_call_output", "call_id": "1", "output": long}
@@ -204,7 +204,7 @@ def test_only_stored_responses_are_encoded(
     assert respond(server, "a", store=False)["store"] is False
 
 
-def test_kept_conversation_has_the_size_counted() -> None:
+def test_stored_conversation_has_its_counted_size() -> None:
     messages = [ChatMessage(role="user", content="a", more={"n": [i]}) for i in range(5000)]
     asked = ResponseRequest(input="a")
     growing = GrowingResponse(asked, "resp_a", "a", "tiny", None, messages)
@@ -248,7 +248,7 @@ def test_unsupported_fields_are_refused_by_name(
     assert error["param"] == next(iter(fields))
 
 
-def test_structure_is_refused_by_its_name_in_the_body(server: LiveServer) -> None:
+def test_refused_structure_is_named_as_in_the_body(server: LiveServer) -> None:
     text = {"format": {"type": "json_schema", "schema": {"else": {}}}}
     error = post(server, URL, input="a", text=text).json()["error"]
     assert error["message"].startswith("text.format: the JSON schema") and error["param"] == "text"
@@ -257,7 +257,7 @@ def test_structure_is_refused_by_its_name_in_the_body(server: LiveServer) -> Non
     assert error["message"].startswith("ignore_eos is given with text.format, and ")
 
 
-def test_a_structure_reaches_the_engine(server: LiveServer) -> None:
+def test_response_format_reaches_the_engine(server: LiveServer) -> None:
     format = {"type": "json_schema", "name": "x", "schema": {"type": "integer"}, "strict": True}
     respond(server, "7", text={"format": format})
     assert server.engine.submitted[-1].sampling.structured_outputs is not None
@@ -293,7 +293,7 @@ def get(server: LiveServer, path: str, **query: Any) -> httpx.Response:
     return httpx.get(server.url + URL + path, params=query, timeout=10)
 
 
-def test_input_items_tell_the_whole_conversation(server: LiveServer) -> None:
+def test_input_items_list_the_whole_conversation(server: LiveServer) -> None:
     first = respond(server, f"<think>hm</think>I look. {CALL}", tools=TOOLS)
     *_, call = first["output"]
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
@@ -339,7 +339,7 @@ def test_pages_of_input_items_add_up_in_either_order(server: LiveServer) -> None
         assert get(server, f"/{id}/input_items", order=order, **after).json()["data"] == []
 
 
-def test_page_of_input_items_makes_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_input_items_builds_only_its_own_items(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     item = requests._item
     monkeypatch.setattr(requests, "_item", lambda *part: made.append(part[0]) or item(*part))

@@ -115,9 +115,7 @@ def test_tokens_keep_their_version_over_a_restart(model: Path, tmp_path: Path) -
         ]
 
 
-def test_a_torn_journal_is_cut_and_one_without_a_header_is_gone(
-    model: Path, tmp_path: Path
-) -> None:
+def test_torn_journal_is_cut_and_headerless_one_is_removed(model: Path, tmp_path: Path) -> None:
     with server_and_client(model, engine=SLOW, state_dir=tmp_path) as (first, client):
         rollout = client.generate(
             [{"prompt": "abc", "n": 2}], sampling={"max_tokens": 20}, detach=True
@@ -133,7 +131,7 @@ def test_a_torn_journal_is_cut_and_one_without_a_header_is_gone(
         ] == ["abcabcabcabcabcabcab"] * 2
 
 
-def test_a_deadline_goes_on_while_no_server_runs(
+def test_rollout_deadline_counts_time_without_a_server(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with server_and_client(model, state_dir=tmp_path) as (first, client):
@@ -154,7 +152,7 @@ def test_a_state_directory_belongs_to_one_server(model: Path, tmp_path: Path) ->
             asyncio.run(second.open())
 
 
-def test_rollout_of_another_model_is_not_continued(model: Path, tmp_path: Path) -> None:
+def test_rollout_of_a_different_model_is_not_continued(model: Path, tmp_path: Path) -> None:
     with server_and_client(model, state_dir=tmp_path / "state") as (first, client):
         rollout = client.generate([{"token_ids": [HANGS]}], detach=True)
     other = tmp_path / "other"
@@ -167,7 +165,7 @@ def test_rollout_of_another_model_is_not_continued(model: Path, tmp_path: Path) 
     assert (tmp_path / "state" / "rollouts" / f"{rollout.id}.journal").stat().st_size > 0
 
 
-def test_accepted_rollouts_outlast_bounds_and_copies_do_not(model: Path, tmp_path: Path) -> None:
+def test_resumed_rollouts_ignore_bounds_but_copies_are_dropped(model: Path, tmp_path: Path) -> None:
     with server_and_client(model, engine=SLOW, state_dir=tmp_path) as (first, client):
         rollouts = [
             client.generate([{"prompt": "abc", "n": 4}], sampling={"max_tokens": 20}, detach=True)
@@ -226,7 +224,9 @@ def test_rollout_of_other_numerics_waits_for_a_fitting_server(model: Path, tmp_p
         assert len(resumed.generated) > 3
 
 
-def test_fetching_outputs_of_another_format_is_a_typed_error(model: Path, tmp_path: Path) -> None:
+def test_fetching_outputs_of_an_unknown_format_is_a_typed_error(
+    model: Path, tmp_path: Path
+) -> None:
     with server_and_client(model, state_dir=tmp_path) as (server, client):
         rollout = client.generate([{"prompt": "ab"}], sampling={"max_tokens": 4}, detach=True)
         assert rollout.result(30).results
@@ -249,7 +249,7 @@ DAY_S = 86400.0
 
 
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S], ids=["forward", "back"])
-def test_a_jump_of_the_wall_clock_ends_and_keeps_nothing(
+def test_wall_clock_jump_neither_ends_nor_prolongs_rollouts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     with server_and_client(model, state_dir=tmp_path) as (first, client):

@@ -22,7 +22,7 @@ from tlt_server.frontend.rollouts.shelf import FORGOTTEN, Shelf
 from tlt_server.metrics import Metrics
 
 
-def test_kept_rollouts_are_bounded_and_fetched_ones_make_room(model: Path) -> None:
+def test_kept_rollouts_are_bounded_and_fetched_ones_are_evicted(model: Path) -> None:
     with live_server(model, max_rollouts=2) as server:
         ids = [post(server, detach=True).json()["id"] for _ in range(2)]
         until(lambda: all(rollout.done_s for rollout in server.rollouts))
@@ -37,13 +37,13 @@ def test_kept_rollouts_are_bounded_and_fetched_ones_make_room(model: Path) -> No
         assert len(list((server.directory / "rollouts").glob("*.journal"))) == 2
 
 
-def test_answered_keyed_requests_never_fill_the_limit(model: Path) -> None:
+def test_answered_idempotent_requests_never_fill_the_limit(model: Path) -> None:
     with live_server(model, max_rollouts=3) as server:
         assert [post(server, f"k{i}").status_code for i in range(12)] == [200] * 12
         assert len(list(server.rollouts)) == 3
 
 
-def test_finished_rollouts_go_after_their_time(model: Path) -> None:
+def test_finished_rollouts_are_removed_after_their_time(model: Path) -> None:
     with live_server(model, rollout_ttl_s=3) as server:
         id = post(server, "brief", detach=True).json()["id"]
         assert (
@@ -94,7 +94,7 @@ def failing(after: int) -> Callable[[Journal, bytes], None]:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_full_disk_never_hurts_the_server(
+def test_full_disk_fails_only_the_rollout_being_written(
     server: LiveServer, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Journal, "append", failing(after))
@@ -130,7 +130,7 @@ def test_metrics_count_kept_rollouts(model: Path) -> None:
 TENANTS = "a scopes=data name=a\nb scopes=data name=b\n"
 
 
-def test_a_key_with_many_rollouts_makes_room_for_another(model: Path) -> None:
+def test_rollouts_of_a_busy_key_make_room_for_a_second_key(model: Path) -> None:
     with live_server(model, max_rollouts=4, keys=TENANTS) as server:
 
         def detach(key: str, **item: Any) -> httpx.Response:

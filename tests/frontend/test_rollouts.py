@@ -95,7 +95,7 @@ def test_running_rollouts_show_results_and_progress(slow: LiveServer) -> None:
         assert whole.progress.tokens == whole.usage.completion_tokens == 403
 
 
-def test_a_poll_ends_when_its_time_is_up(server: LiveServer) -> None:
+def test_rollout_poll_ends_when_its_wait_time_is_over(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         rollout = client.generate([{"token_ids": [HANGS]}], detach=True)
         started = time.monotonic()
@@ -106,7 +106,7 @@ def test_a_poll_ends_when_its_time_is_up(server: LiveServer) -> None:
         rollout.delete()
 
 
-def test_deleting_aborts_and_forgets(server: LiveServer) -> None:
+def test_deleting_a_rollout_aborts_and_forgets_it(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         rollout = client.generate([{"token_ids": [HANGS], "n": 2}], detach=True)
         until(lambda: len(server.client) == 2)
@@ -149,7 +149,7 @@ def test_a_deadline_ends_a_detached_rollout(client: Client, server: LiveServer) 
     until(lambda: not server.engine.running)
 
 
-def test_an_id_stays_one_part_of_the_path(client: Client) -> None:
+def test_rollout_id_stays_one_segment_of_the_path(client: Client) -> None:
     with pytest.raises(ServerError) as refused:
         client.rollout("../weights?x#y").fetch()
     assert refused.value.status == 404 and "weights" in refused.value.message
@@ -167,7 +167,7 @@ def post(server: LiveServer, key: str | bytes | None = None, **body: Any) -> htt
     return httpx.post(f"{server.url}/generate", json=QUICK | body, headers=headers, timeout=30)
 
 
-def test_a_repeated_key_gets_the_same_reply_and_runs_once(server: LiveServer) -> None:
+def test_repeated_idempotency_key_gets_the_same_reply_runs_once(server: LiveServer) -> None:
     first = post(server, "once")
     ran = len(server.engine.submitted)
     again = post(server, "once")
@@ -182,24 +182,24 @@ def test_a_repeated_key_gets_the_same_reply_and_runs_once(server: LiveServer) ->
     assert fetched["status"] == "done" and fetched["results"] == first.json()["results"]
 
 
-def test_a_key_with_another_body_is_a_conflict(server: LiveServer) -> None:
+def test_idempotency_key_with_a_different_body_is_a_conflict(server: LiveServer) -> None:
     post(server, "bodies")
     response = post(server, "bodies", sampling={"max_tokens": 5})
     assert (response.status_code, response.json()["error"]["code"]) == (409, "conflict")
     assert post(server, "bodies").status_code == 200
 
 
-def test_a_refused_request_leaves_its_key_free(server: LiveServer) -> None:
+def test_refused_request_leaves_its_idempotency_key_free(server: LiveServer) -> None:
     assert post(server, "free", requests=[{"token_ids": [10**6]}]).status_code == 400
     assert post(server, "free").status_code == 200
 
 
-def test_an_error_is_repeated_with_its_status(server: LiveServer) -> None:
+def test_repeated_idempotency_key_gets_the_same_error_status(server: LiveServer) -> None:
     first, again = (post(server, "fails", requests=[{"token_ids": [FAILS]}]) for _ in range(2))
     assert first.status_code == again.status_code == 500 and first.content == again.content
 
 
-def test_many_at_once_with_one_key_run_once(slow: LiveServer) -> None:
+def test_simultaneous_requests_with_one_idempotency_key_run_once(slow: LiveServer) -> None:
     before = len(slow.engine.submitted)
     replies: list[httpx.Response] = []
     threads = [
@@ -216,7 +216,7 @@ def test_many_at_once_with_one_key_run_once(slow: LiveServer) -> None:
     assert len(slow.engine.submitted) == before + 1
 
 
-def test_a_keyed_request_goes_on_when_its_client_hangs_up(slow: LiveServer) -> None:
+def test_idempotent_request_continues_after_its_client_leaves(slow: LiveServer) -> None:
     aborted = len(slow.engine.aborted)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
@@ -240,7 +240,7 @@ def test_a_detached_request_with_a_key_gives_the_same_id(server: LiveServer) -> 
 
 
 @pytest.mark.parametrize("key", ["", "a b", "a\tb", "é", "x" * 257, b"\xff\xfe"])
-def test_a_bad_key_is_named(server: LiveServer, key: str | bytes) -> None:
+def test_invalid_idempotency_key_is_refused_by_name(server: LiveServer, key: str | bytes) -> None:
     response = post(server, key.encode("latin-1") if isinstance(key, str) else key)
     assert response.status_code == 400 and "Idempotency-Key" in response.json()["error"]["message"]
     assert post(server, "~" * 256).status_code == 200
@@ -249,7 +249,7 @@ def test_a_bad_key_is_named(server: LiveServer, key: str | bytes) -> None:
 @pytest.mark.parametrize(
     ("key", "body"), [(None, {"detach": True}), ("k", {}), ("k", {"detach": True})]
 )
-def test_a_rollout_is_not_streamed(
+def test_detached_rollout_cannot_be_streamed(
     server: LiveServer, key: str | None, body: dict[str, Any]
 ) -> None:
     response = post(server, key, stream=True, **body)
@@ -271,7 +271,7 @@ def test_ineffective_idempotency_key_is_refused(server: LiveServer) -> None:
     "id",
     ["x", "..%2f..%2fetc%2fpasswd", "r-" + "0" * 32, "%00", "é" * 300, "lock", "*", "x" * 5000],
 )
-def test_an_id_is_looked_up_and_nothing_else(server: LiveServer, id: str) -> None:
+def test_malformed_rollout_id_is_not_found(server: LiveServer, id: str) -> None:
     for method in ("GET", "DELETE"):
         response = httpx.request(method, f"{server.url}/rollouts/{id}")
         assert response.status_code == 404 and len(response.content) < 1000
@@ -279,7 +279,7 @@ def test_an_id_is_looked_up_and_nothing_else(server: LiveServer, id: str) -> Non
 
 
 @pytest.mark.parametrize("wait", ["-1", "61", "nan", "inf", "", "x", "1e999", "1" * 400])
-def test_a_bad_wait_is_named(server: LiveServer, wait: str) -> None:
+def test_invalid_wait_time_is_refused_by_name(server: LiveServer, wait: str) -> None:
     id = post(server, detach=True).json()["id"]
     response = httpx.get(f"{server.url}/rollouts/{id}", params={"wait_s": wait})
     assert response.status_code == 400 and "wait_s" in response.json()["error"]["message"]

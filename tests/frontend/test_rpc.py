@@ -104,7 +104,7 @@ def test_a_broken_connection_frees_its_sequences(server: LiveServer) -> None:
     until(lambda: not server.engine.running and len(server.client) == 0)
 
 
-def test_a_call_without_reads_is_cut_off(model: Path) -> None:
+def test_grpc_call_that_stops_reading_is_cut_off(model: Path) -> None:
     """A window that does not grow, and a reply of many times its size: sequences that still run end
     with the stream.
     """
@@ -138,13 +138,15 @@ def test_large_messages_are_refused_with_a_typed_error(
     assert isinstance(refused(lambda: raw(channel)(b"\xff" * 100)), InvalidRequest)
 
 
-def test_a_compressed_message_is_not_unpacked(server: LiveServer, channel: grpc.Channel) -> None:
+def test_compressed_grpc_message_is_refused_unpacked(
+    server: LiveServer, channel: grpc.Channel
+) -> None:
     error = refused(lambda: raw(channel)(bytes(50 * 2**20), compression=grpc.Compression.Gzip))
     assert error.code == "unknown" and len(gzip.compress(bytes(50 * 2**20))) < 2**20
     assert "UNIMPLEMENTED" in error.message or "RESOURCE_EXHAUSTED" in error.message
 
 
-def test_metadata_are_bounded(stub: RolloutServiceStub) -> None:
+def test_grpc_metadata_are_bounded(stub: RolloutServiceStub) -> None:
     error = refused(lambda: stub.GenerateBatch(SHORT, metadata=[("x-request-id", "x" * 8000)]))
     assert error.code == "unknown" and "metadata" in error.message
     assert stub.GenerateBatch(SHORT, metadata=[("x-request-id", "x" * 100)]).results
@@ -176,7 +178,9 @@ def test_messages_without_a_json_form_are_refused(
     assert isinstance(error, InvalidRequest) and says in error.message
 
 
-def test_a_name_is_one_segment_of_a_path(server: LiveServer, stub: RolloutServiceStub) -> None:
+def test_name_in_a_grpc_message_is_one_path_segment(
+    server: LiveServer, stub: RolloutServiceStub
+) -> None:
     for name in ("../strategy", "a/../../strategy", "x/commit", "%2e%2e/strategy"):
         error = refused(lambda: stub.GetRollout(proto.GetRolloutRequest(id=name)))  # noqa: B023
         assert error.code == "invalid_request" and error.message.startswith(
@@ -192,7 +196,7 @@ def test_a_name_is_one_segment_of_a_path(server: LiveServer, stub: RolloutServic
         )
 
 
-def test_a_missing_message_is_not_waited_for(server: LiveServer, channel: grpc.Channel) -> None:
+def test_grpc_call_without_a_message_times_out(server: LiveServer, channel: grpc.Channel) -> None:
     call = channel.stream_unary("/tlt.v1.RolloutService/GenerateBatch")
     silent = threading.Event()
 
@@ -205,7 +209,7 @@ def test_a_missing_message_is_not_waited_for(server: LiveServer, channel: grpc.C
     assert error.code == "request_timeout" and "2 s (body_timeout_s)" in error.message
 
 
-def test_more_calls_than_connections_are_refused(
+def test_grpc_calls_beyond_max_connections_are_refused(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     open_calls = [stub.Generate(LONG) for _ in range(5)]
@@ -242,7 +246,7 @@ class SlowToBegin:
         self.sent.append(data)
 
 
-def test_the_start_of_a_reply_is_not_cut_off() -> None:
+def test_deadline_does_not_cut_off_the_start_of_a_reply() -> None:
     """No status could follow half a start, and the client would wait for ever."""
     context, method = SlowToBegin(), METHODS["/tlt.v1.RolloutService/GetInfo"]
 
@@ -287,7 +291,7 @@ async def test_client_leaving_during_a_write_is_not_a_server_error() -> None:
     assert len(context.sent) == 2, "nothing is written after a send that failed"
 
 
-def test_a_key_is_required_before_the_message_is_read(model: Path) -> None:
+def test_key_is_checked_before_the_grpc_message_is_read(model: Path) -> None:
     with (
         live_server(model, keys="secret\n", grpc_port=0, max_body_mb=1) as keyed,
         grpc.insecure_channel(keyed.grpc_address) as channel,

@@ -191,7 +191,7 @@ def thin(content: Any) -> Any:
         for method in case.methods
     ],
 )
-def test_both_transports_give_the_same(method: str, case: Case, keyed: LiveServer) -> None:
+def test_http_and_grpc_give_the_same_results(method: str, case: Case, keyed: LiveServer) -> None:
     if method == "CommitWeights" and not case.error:
         over_http(keyed, method, case)  # so that both repeat it
     http, rpc = over_http(keyed, method, case), over_grpc(keyed, method, case)
@@ -230,7 +230,7 @@ def key_case(says: dict[str, Any], key: str, **fields: Any) -> Case:
     return Case("", says, key=key, metadata={"idempotency-key": "step-7"}, **fields)
 
 
-def test_an_idempotency_key_means_the_same_over_both_transports(keyed: LiveServer) -> None:
+def test_idempotency_key_is_shared_by_http_and_grpc(keyed: LiveServer) -> None:
     """Each of two tenants uses one name over one transport: repeated it is one run, with another
     body a conflict.
     """
@@ -245,7 +245,7 @@ def test_an_idempotency_key_means_the_same_over_both_transports(keyed: LiveServe
     assert len([rollout for rollout in keyed.rollouts if rollout.header.key == "step-7"]) == 2
 
 
-def test_a_rollout_belongs_to_its_owner_over_both_transports(keyed: LiveServer) -> None:
+def test_rollout_belongs_to_its_owner_over_http_and_grpc(keyed: LiveServer) -> None:
     rollout = over_grpc(
         keyed, "Detach", Case("", batch(ITEM, sampling={"max_tokens": 4}), key="data")
     ).reply["id"]
@@ -274,7 +274,7 @@ def test_a_rollout_belongs_to_its_owner_over_both_transports(keyed: LiveServer) 
     )
 
 
-def test_both_transports_describe_a_pause_alike(keyed: LiveServer) -> None:
+def test_http_and_grpc_describe_a_pause_alike(keyed: LiveServer) -> None:
     pause = Case("", {"in_flight": "abort", "new_requests": "refuse", "clear_cache": True})
     assert over_grpc(keyed, "Pause", pause).reply == {"paused": True, "new_requests": "refuse"}
     try:

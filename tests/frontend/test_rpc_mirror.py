@@ -261,7 +261,7 @@ def test_methods_and_the_error_match_the_wire() -> None:
     assert list(differences(Error.DESCRIPTOR, WireError, "Error", reply=True)) == []
 
 
-def test_a_missing_or_differently_typed_field_is_seen() -> None:
+def test_comparison_sees_a_missing_or_differently_typed_field() -> None:
     class Other(msgspec.Struct):
         code: int
         message: str

@@ -56,7 +56,7 @@ class Messages:
 
 
 @in_loop
-async def test_free_turns_go_to_the_owner_reading_least() -> None:
+async def test_free_read_slots_go_to_the_owner_with_fewest_reads() -> None:
     messages = Messages(2)
     tasks = {name: messages.start(name) for name in ("a1", "a2", "a3", "a4", "b1", "c1")}
     await asyncio.sleep(0)
@@ -96,7 +96,7 @@ async def test_a_stalled_read_is_cut_only_while_others_wait() -> None:
 
 @in_loop
 @pytest.mark.usefixtures("_impatient")
-async def test_no_read_is_cut_for_a_departed_caller() -> None:
+async def test_departed_waiting_caller_cuts_no_read() -> None:
     messages = Messages(1)
     slow, left = messages.start("a1"), messages.start("b1")
     await asyncio.sleep(0)
@@ -108,7 +108,7 @@ async def test_no_read_is_cut_for_a_departed_caller() -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_calls_without_a_message_keep_no_other_out(model: Path) -> None:
+def test_calls_without_a_message_block_no_other_call(model: Path) -> None:
     with live_server(model, grpc_port=0, max_body_mb=1, max_bodies_mb=4) as server:
         with grpc.insecure_channel(server.grpc_address) as channel:
             silent, replies = threading.Event(), []

@@ -102,7 +102,7 @@ def test_health_and_events_follow_the_server(
     events.cancel()
 
 
-def test_streams_of_a_stranger_keep_nothing_else_out(model: Path) -> None:
+def test_streams_of_one_client_block_no_other_call(model: Path) -> None:
     watch = health_pb2.HealthCheckRequest()
     with (
         live_server(model, grpc_port=0, max_connections=4) as bounded,

@@ -62,7 +62,7 @@ def push(stub: RolloutServiceStub, *messages: UpdateWeightsRequest) -> proto.Pus
     return reply
 
 
-def test_a_manifest_alone_names_another_channel(
+def test_grpc_push_by_manifest_alone_uses_a_different_channel(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     reply = push(
@@ -88,7 +88,7 @@ def test_a_manifest_alone_names_another_channel(
     )
 
 
-def test_parts_go_where_those_over_http_go_and_are_pushed_once(
+def test_grpc_parts_are_stored_like_http_parts_and_pushed_once(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     reply = push(
@@ -104,7 +104,7 @@ def test_parts_go_where_those_over_http_go_and_are_pushed_once(
     assert asked.channel == "http" and len(asked.tensors) == 1
 
 
-def test_a_broken_stream_continues_where_it_was(
+def test_broken_upload_stream_resumes_where_it_stopped(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     def breaks() -> Iterable[UpdateWeightsRequest]:
@@ -127,7 +127,7 @@ def test_a_broken_stream_continues_where_it_was(
     )
 
 
-def test_a_wrong_part_ends_the_stream_with_a_typed_error(
+def test_invalid_part_ends_the_stream_with_a_typed_error(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     for messages, kind, says in (

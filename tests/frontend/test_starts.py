@@ -122,7 +122,7 @@ def test_terminal_progress_overwrites_one_line() -> None:
     assert stream.getvalue().count(REWRITE) == 3
 
 
-def test_without_a_terminal_a_line_comes_every_ten_seconds() -> None:
+def test_without_a_terminal_progress_is_one_line_per_ten_seconds() -> None:
     stream, now = io.StringIO(), 0.0
     progress = ProgressLines(stream, clock=lambda: now)
     for second in range(26):
@@ -132,7 +132,7 @@ def test_without_a_terminal_a_line_comes_every_ten_seconds() -> None:
     assert said == ["0", "3", "6"]
 
 
-def test_phase_without_steps_is_said_every_ten_seconds() -> None:
+def test_phase_without_steps_is_printed_every_ten_seconds() -> None:
     stream, now = io.StringIO(), 0.0
     progress = ProgressLines(stream, clock=lambda: now)
     for _ in range(26):
@@ -143,7 +143,7 @@ def test_phase_without_steps_is_said_every_ten_seconds() -> None:
     ]
 
 
-def test_an_unwritable_stream_stops_nothing() -> None:
+def test_unwritable_progress_stream_does_not_stop_the_start() -> None:
     stream = Unread()
     ProgressLines(stream).draining(3, 10.0)
     lasting(stream).flush()

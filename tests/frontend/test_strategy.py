@@ -35,7 +35,7 @@ def test_a_fresh_server_shows_its_initial_policy(model: Path) -> None:
         assert client.strategy()["in_force"] == "off"
 
 
-def test_the_reasons_of_a_choice_are_shown(model: Path) -> None:
+def test_reasons_of_a_strategy_choice_are_shown(model: Path) -> None:
     with server_and_client(
         model, engine={"drafter": "eagle"}, drafter="history", sd_max_batch=5
     ) as (server, client):
@@ -107,7 +107,7 @@ def test_a_policy_in_preparation_is_shown_next_to_the_active_one(unprepared: Liv
         assert (state["prepared"], state["preparing"]) == ("beg is prepared", None)
 
 
-def test_the_policy_in_force_comes_back_before_the_one_under_way(
+def test_restart_restores_the_active_policy_before_the_pending(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategy, "PATIENCE_S", 0.0)
@@ -123,7 +123,7 @@ def test_the_policy_in_force_comes_back_before_the_one_under_way(
         assert client.strategy()["preparing"] is None
 
 
-def test_a_policy_under_way_at_two_deaths_is_dropped(
+def test_policy_pending_at_two_engine_deaths_is_dropped(
     unprepared: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategy, "PATIENCE_S", 60.0)
@@ -231,7 +231,7 @@ REFUSED: list[tuple[object, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("body", "says"), REFUSED, ids=lambda value: str(value)[:60])
-def test_a_bad_body_is_refused_and_changes_nothing(
+def test_invalid_policy_is_refused_and_the_active_policy_stays(
     body: object, says: tuple[str, ...], server: LiveServer
 ) -> None:
     before = httpx.get(f"{server.url}/strategy").json()
@@ -243,7 +243,7 @@ def test_a_bad_body_is_refused_and_changes_nothing(
     assert httpx.get(f"{server.url}/strategy").json() == before
 
 
-def test_without_a_drafter_only_off_can_be_set(model: Path) -> None:
+def test_without_a_drafter_only_policy_off_can_be_set(model: Path) -> None:
     with server_and_client(model) as (server, client):
         assert client.set_strategy("off")["arms"] == ["off"]
         for policy, strategy in (("beg", None), ("fixed", "eagle:7x4x16")):
@@ -251,7 +251,7 @@ def test_without_a_drafter_only_off_can_be_set(model: Path) -> None:
                 client.set_strategy(policy, strategy)
 
 
-def test_a_draining_server_refuses(model: Path) -> None:
+def test_draining_server_refuses_a_policy_change(model: Path) -> None:
     with live_server(model) as server:
         server.call(lambda: setattr(server.client, "draining", True))
         assert httpx.put(f"{server.url}/strategy", json={"policy": "off"}).status_code == 503

@@ -123,7 +123,7 @@ def test_a_short_stream_has_a_chunk_for_nearly_each_output(server: LiveServer) -
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_increments_add_up_to_the_whole(server: LiveServer, special: bool) -> None:
+def test_streamed_increments_add_up_to_the_whole(server: LiveServer, special: bool) -> None:
     params = SGLANG["sampling_params"] | {"skip_special_tokens": not special}
     body = SGLANG | {"sampling_params": params, "incremental_streaming_output": True}
     expected, own = whole(server, body)
@@ -139,7 +139,7 @@ def test_increments_add_up_to_the_whole(server: LiveServer, special: bool) -> No
 
 
 @pytest.mark.parametrize(("path", "body"), WHOLE)
-def test_a_large_reply_does_not_hold_the_loop(
+def test_large_reply_does_not_block_the_loop(
     server: LiveServer, path: str, body: dict[str, Any]
 ) -> None:
     with loop_holds(server) as holds:
@@ -150,7 +150,7 @@ def test_a_large_reply_does_not_hold_the_loop(
 
 
 @pytest.mark.parametrize(("path", "body"), WHOLE[:-1])
-def test_a_stream_does_not_hold_the_loop(
+def test_stream_does_not_block_the_loop(
     server: LiveServer, path: str, body: dict[str, Any]
 ) -> None:
     with loop_holds(server) as holds:

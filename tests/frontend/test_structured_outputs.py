@@ -133,12 +133,12 @@ def test_grammar_checks_take_linear_time(line: str) -> None:
 
 
 @once
-def test_a_structural_tag_as_deep_as_the_limit_is_taken(server: LiveServer) -> None:
+def test_structural_tag_at_the_depth_limit_is_accepted(server: LiveServer) -> None:
     response = send(server, {"structural_tag": nested(63)})
     assert response.status_code == 200, response.text
 
 
-def test_the_engine_gets_one_form(server: LiveServer) -> None:
+def test_equal_structures_reach_the_engine_in_one_form(server: LiveServer) -> None:
     schema = {"type": "object", "additionalProperties": {}, "properties": {"b": {}, "a": {}}}
     for structure, grammar in (
         ({"json_schema": schema}, ("json_schema", json.dumps(schema, separators=(",", ":")))),
@@ -161,7 +161,9 @@ def test_the_engine_gets_one_form(server: LiveServer) -> None:
     [{"ignore_eos": True}, {"min_tokens": 1}, {"allowed_token_ids": [5]}, {"bad_words": ["q"]}],
     ids=lambda fields: next(iter(fields)),
 )
-def test_fields_against_a_structure_are_refused(server: LiveServer, fields: dict[str, Any]) -> None:
+def test_fields_incompatible_with_a_structure_are_refused(
+    server: LiveServer, fields: dict[str, Any]
+) -> None:
     response = send(server, {"regex": "a"}, **fields)
     assert response.status_code == 400
     message = response.json()["error"]["message"]
@@ -245,7 +247,9 @@ def test_every_spelling_of_every_dialect_is_one_grammar(server: LiveServer, rout
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_error_names_the_field_as_the_client_does(server: LiveServer, route: str) -> None:
+def test_structure_error_names_the_field_as_the_client_sent_it(
+    server: LiveServer, route: str
+) -> None:
     where = ROUTES[route][1]
     path = f"{where}.regex" if route == "/generate" else "guided_regex"
     path = f"{where}.guided_regex" if route == "/inference/v1/generate" else path
@@ -303,7 +307,9 @@ BAR = {"type": "const_string", "value": "|"}
     + [("<think>|</tool_call>", ["<think>", "</tool_call>"])]
     + [("a\\\\nb", ["a\\nb"]), ("[/\\\n]+", ["/", "\n/"]), ("a\\\tb", ["a\tb"])],
 )
-def test_regex_in_a_tag_means_the_same(model: Path, pattern: str, texts: list[str]) -> None:
+def test_regex_in_a_structural_tag_matches_like_a_plain_regex(
+    model: Path, pattern: str, texts: list[str]
+) -> None:
     part = {"type": "regex", "pattern": pattern}
     tag = json.dumps({"format": {"type": "sequence", "elements": [part, BAR, part]}})
     compiler, tokenizer = Compiler(model, 300, [256]), Text.load(model)

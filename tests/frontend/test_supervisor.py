@@ -146,7 +146,7 @@ def test_during_a_restart_the_server_is_alive_but_not_ready(model: Path) -> None
         until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
 
 
-def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) -> None:
+def test_restart_time_includes_process_launch_and_is_logged(model: Path) -> None:
     with server_and_client(model, **OFTEN) as (server, client):
         server.call(server.may_launch.clear)
         client.generate([{"token_ids": [DIES]}])
@@ -238,7 +238,7 @@ def test_a_request_in_flight_at_two_crashes_is_refused_by_name(server: LiveServe
     assert not any(DIES in request.token_ids for request in epoch.submitted)
 
 
-def test_resumed_request_killing_twice_is_not_tried_again(server: LiveServer) -> None:
+def test_resumed_request_that_crashes_twice_is_not_retried(server: LiveServer) -> None:
     bystander = Collected(server, request("b", (66,), 10**6))
     until(lambda: bystander.outputs)
     killer = Collected(server, request("k", (65, DIES)))
@@ -247,7 +247,7 @@ def test_resumed_request_killing_twice_is_not_tried_again(server: LiveServer) ->
     assert bystander.ends() == {"b": ("abort", None)}
 
 
-def test_crash_retries_one_by_one_and_blames_only_the_killer(server: LiveServer) -> None:
+def test_crash_suspects_run_one_by_one_until_the_killer_is_found(server: LiveServer) -> None:
     batch = Collected(
         server, *(request(f"b{i}", (66 + i,), 10**6) for i in range(5)), request("k", (65, DIES))
     )
@@ -268,7 +268,7 @@ def test_crash_retries_one_by_one_and_blames_only_the_killer(server: LiveServer)
     server.call(waiting.submission.close)
 
 
-def test_prompt_sent_with_a_killer_stays_allowed(server: LiveServer) -> None:
+def test_prompt_sent_next_to_a_crashing_one_stays_allowed(server: LiveServer) -> None:
     def together(attempt: int) -> dict[str, tuple[str | None, str | None]]:
         until(lambda: not server.client.replica.failure)
         return Collected(
@@ -287,7 +287,7 @@ def test_prompt_sent_with_a_killer_stays_allowed(server: LiveServer) -> None:
     assert Collected(server, request("victim", (70,), 300)).ends() == {"victim": ("length", None)}
 
 
-def test_an_abandoned_trial_makes_room_for_the_next(server: LiveServer) -> None:
+def test_abandoned_crash_trial_makes_room_for_the_next(server: LiveServer) -> None:
     hanging = Collected(server, request("h", (HANGS, 65)))
     behind = Collected(server, request("n", (66,), 10**6))
     until(lambda: behind.outputs)
@@ -299,7 +299,7 @@ def test_an_abandoned_trial_makes_room_for_the_next(server: LiveServer) -> None:
     until(lambda: not server.engine.running and len(server.client) == 0)
 
 
-def test_other_version_after_restart_is_not_served_until_a_push(server: LiveServer) -> None:
+def test_changed_version_after_restart_is_unserved_until_a_push(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         client.update_weights("p", "v1")
         waiting = Collected(server, request("w", (66,), 10**6))
@@ -339,7 +339,7 @@ def test_version_lost_by_the_first_epoch_is_not_served(model: Path) -> None:
             assert client.is_ready()
 
 
-def test_an_aborted_sequence_under_a_lost_version_ends_here(server: LiveServer) -> None:
+def test_aborted_sequence_of_a_lost_version_ends_in_the_frontend(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         client.update_weights("p", "v1")
     waiting = Collected(server, request("w", (66,), 10**6))
@@ -358,14 +358,14 @@ def test_an_aborted_sequence_under_a_lost_version_ends_here(server: LiveServer) 
         (2, [0, 1, 12, 13, 14], [0.0, 0.5, 0.0, 0.5, None]),
     ],
 )
-def test_backoff_doubles_within_the_window_and_ends_at_the_limit(
+def test_restart_delay_doubles_until_max_restarts(
     restarts: int, deaths: list[float], delays: list[float | None]
 ) -> None:
     backoff = Backoff(restarts, window_s=10.0)
     assert [backoff.death(at_s) for at_s in deaths] == delays
 
 
-def test_only_the_key_ending_the_engine_rests(model: Path) -> None:
+def test_only_the_key_that_crashes_the_engine_is_delayed(model: Path) -> None:
     with (
         live_server(
             model, keys="a scopes=data name=a\nb scopes=data name=b\n", max_restarts=2

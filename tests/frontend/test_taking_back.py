@@ -69,7 +69,9 @@ def there(client: Client, version: str) -> bool:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("out of memory"), GeneratorExit()]
 )
-def test_trainer_stopping_in_its_iterator_leaves_room(error: BaseException, client: Client) -> None:
+def test_push_interrupted_in_its_iterator_frees_its_upload(
+    error: BaseException, client: Client
+) -> None:
     for run in ("a", "b", "c"):  # more than max_uploads
         with pytest.raises(type(error)) as raised:
             sender(client).push(stopping(error), run)
@@ -77,7 +79,7 @@ def test_trainer_stopping_in_its_iterator_leaves_room(error: BaseException, clie
     assert sender(client).push(TENSORS.items(), "d")["state"] == "committed"
 
 
-def test_refused_manifests_leave_room_to_the_next(client: Client, tmp_path: Path) -> None:
+def test_refused_manifests_free_their_uploads(client: Client, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -89,7 +91,9 @@ def test_refused_manifests_leave_room_to_the_next(client: Client, tmp_path: Path
     assert sender(client).push(TENSORS.items(), "c")["state"] == "committed"
 
 
-def test_temporary_error_leaves_parts_for_the_sender(client: Client, server: LiveServer) -> None:
+def test_retryable_error_keeps_uploaded_parts_for_a_retry(
+    client: Client, server: LiveServer
+) -> None:
     ours = sender(client)
     for error in (
         ConnectionFailed("gone"),
@@ -107,7 +111,7 @@ def test_temporary_error_leaves_parts_for_the_sender(client: Client, server: Liv
     assert not there(client, "a")
 
 
-def test_uploads_of_others_stay(client: Client) -> None:
+def test_failed_push_keeps_uploads_of_other_senders(client: Client) -> None:
     client.put_weights("a", PART, b"other bytes", start=0, total=20)
     with pytest.raises(Conflict, match="started with 20 bytes"):
         sender(client).push(TENSORS.items(), "a")
@@ -118,7 +122,9 @@ def test_uploads_of_others_stay(client: Client) -> None:
     assert client.weights_part("b", "theirs.safetensors")["bytes"] == 3
 
 
-def test_a_sender_does_not_end_a_begun_push(client: Client, server: LiveServer) -> None:
+def test_interrupted_sender_does_not_abort_a_started_push(
+    client: Client, server: LiveServer
+) -> None:
     """Another client pushes the version by any channel; taking an upload back reaches no engine."""
     server.engine.fails, server.engine.reads = "conflict", False
     with pytest.raises(Conflict):
@@ -131,7 +137,9 @@ def test_a_sender_does_not_end_a_begun_push(client: Client, server: LiveServer) 
         client.abort_weights("a", upload_only=True)
 
 
-def test_a_failed_abort_hides_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_abort_does_not_hide_the_original_error(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = list[str]()
 
     def fails(version: str = "", *, upload_only: bool = False) -> Any:
@@ -153,7 +161,7 @@ def test_a_failed_abort_hides_nothing(client: Client, monkeypatch: pytest.Monkey
         ("weights_refused", True, False),
     ],
 )
-def test_server_keeps_parts_for_a_later_push(
+def test_server_keeps_uploaded_parts_for_a_later_push(
     code: str, reads: bool, stays: bool, client: Client, server: LiveServer
 ) -> None:
     """A conflict before they were read is one with another push; afterwards it is with what they
@@ -194,7 +202,7 @@ def test_open_uploads_are_listed(
     assert [upload["version"] for upload in client.weights()["uploads"]] == ["run-2"]
 
 
-def test_taken_room_names_its_holders(client: Client) -> None:
+def test_full_upload_limit_names_the_open_uploads(client: Client) -> None:
     for version in ("a", "b"):
         client.put_weights(version, PART, b"abc", start=0, total=100)
     with pytest.raises(StorageFailed, match=r"push or abort one of \['a', 'b'\]") as full:

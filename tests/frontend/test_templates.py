@@ -162,7 +162,7 @@ async def forked(count: int) -> None:
 
 @with_renderer
 @pytest.mark.parametrize("names", [QUICK, pytest.param([*DEADLY], marks=pytest.mark.long)])
-async def test_deadly_templates_are_refused_and_delay_no_one(
+async def test_hostile_templates_are_refused_and_delay_no_request(
     reader: Reader, render: Render, names: list[str]
 ) -> None:
     assert await render("ready {{ messages[0].content }}") == "ready hi"
@@ -191,7 +191,7 @@ def test_an_oversized_operation_is_refused_beforehand(template: str) -> None:
 
 
 @pytest.mark.parametrize("shown", SHOWN)
-def test_a_template_shows_nothing_of_its_process(shown: str) -> None:
+def test_template_cannot_read_its_process(shown: str) -> None:
     macro = "{% block block %}{% endblock %}{% macro macro() %}{% endmacro %}"
     for writes in WRITES:
         try:
@@ -202,7 +202,7 @@ def test_a_template_shows_nothing_of_its_process(shown: str) -> None:
             assert part not in found.lower(), found
 
 
-def test_a_namespace_takes_no_names_of_python() -> None:
+def test_template_namespace_refuses_python_internals() -> None:
     for template in (
         "{{ namespace(__html__=range) }}",
         "{% set n = namespace() %}{% set n._a = 1 %}",
@@ -214,9 +214,7 @@ def test_a_namespace_takes_no_names_of_python() -> None:
 
 
 @with_renderer
-async def test_a_template_of_the_most_characters_is_rendered(
-    reader: Reader, render: Render
-) -> None:
+async def test_template_of_the_maximum_length_is_rendered(reader: Reader, render: Render) -> None:
     assert await render("\U0001f600" * 2**16) == "\U0001f600" * 2**16
     with pytest.raises(InvalidRequest, match="half a character"):
         await render(r"{{ '\ud83d' }}")
@@ -233,7 +231,7 @@ async def test_untokenisable_text_does_not_leave_its_process(
 
 
 @with_renderer
-async def test_templates_of_a_key_wait_for_each_other(
+async def test_templates_of_one_key_run_one_after_the_other(
     reader: Reader, render: Render, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(renderer, "MAX_WAITING_KEY", 3)
@@ -252,7 +250,9 @@ async def test_templates_of_a_key_wait_for_each_other(
 
 
 @with_renderer
-async def test_without_keys_a_slow_template_delays_no_other(reader: Reader, render: Render) -> None:
+async def test_without_keys_a_slow_template_delays_no_other_request(
+    reader: Reader, render: Render
+) -> None:
     await render("ready", "")
     slow = [asyncio.create_task(render(DEADLY["loops"], "")) for _ in range(3)]
     await asyncio.sleep(0)
@@ -267,7 +267,7 @@ async def test_without_keys_a_slow_template_delays_no_other(reader: Reader, rend
 
 
 @with_renderer
-async def test_a_lost_process_of_templates_starts_again(reader: Reader, render: Render) -> None:
+async def test_lost_template_process_is_restarted(reader: Reader, render: Render) -> None:
     await render("ready")
     assert (pid := reader.renderer.pid)
     running = asyncio.create_task(render(DEADLY["loops"]))
@@ -279,7 +279,7 @@ async def test_a_lost_process_of_templates_starts_again(reader: Reader, render: 
 
 
 @with_renderer
-async def test_an_ending_process_of_templates_is_replaced(reader: Reader, render: Render) -> None:
+async def test_ending_template_process_is_replaced(reader: Reader, render: Render) -> None:
     """A socket is closed before the end of its process can be seen."""
     await render("ready")
     renderer = reader.renderer

@@ -64,7 +64,7 @@ def test_a_key_sees_its_own_rollouts_and_operate_sees_all(model: Path) -> None:
             client.close()
 
 
-def test_a_key_with_many_requests_in_progress_keeps_no_other_out(model: Path) -> None:
+def test_busy_key_does_not_block_requests_of_a_second_key(model: Path) -> None:
     with live_server(model, keys=TENANTS, max_connections=6, grpc_port=0) as server:
         greedy, small = ({"authorization": f"Bearer {key}"} for key in "ab")
         with ExitStack() as stack:
@@ -130,7 +130,7 @@ def test_a_key_aborts_its_own_requests_and_operate_aborts_all(model: Path) -> No
         assert third.result().status_code == 200
 
 
-def test_an_idempotency_key_is_its_owners(model: Path) -> None:
+def test_idempotency_keys_of_different_owners_are_independent(model: Path) -> None:
     with live_server(model, keys=TENANTS) as server:
 
         def ask(key: str, prompt: str) -> httpx.Response:
@@ -149,7 +149,7 @@ def test_an_idempotency_key_is_its_owners(model: Path) -> None:
         assert ask("a", "other").status_code == 409
 
 
-def test_owners_outlive_the_process(model: Path, tmp_path: Path) -> None:
+def test_rollout_owners_survive_a_server_restart(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(TENANTS)
     settings = {"api_key_file": tmp_path / "keys", "state_dir": tmp_path / "state"}
     with (
@@ -191,7 +191,7 @@ def test_the_engine_gets_owner_and_priority(
     assert (asked.owner, asked.priority) == ("data", native)
 
 
-def test_only_operate_may_come_before_everybody(keyed: LiveServer) -> None:
+def test_only_operate_keys_may_raise_a_priority(keyed: LiveServer) -> None:
     for path, body in (
         ("/generate", {"requests": [{"prompt": "a"}], "priority": -1}),
         ("/generate", {"text": "a", "priority": 1}),
@@ -205,7 +205,7 @@ def test_only_operate_may_come_before_everybody(keyed: LiveServer) -> None:
         assert keyed.engine.submitted[-1].priority == -1
 
 
-def test_a_key_filling_the_queue_keeps_no_other_out(model: Path) -> None:
+def test_key_filling_the_queue_does_not_block_a_second_key(model: Path) -> None:
     hangs = {"requests": [{"token_ids": [HANGS]}] * 4, "stream": True}
     one = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 2}}
     with live_server(model, keys=LINES, max_queue=4) as server:
@@ -357,7 +357,7 @@ ABORTS = {
 
 
 @pytest.mark.parametrize("path", ABORTS)
-def test_only_an_explicit_abort_ends_everything(model: Path, path: str) -> None:
+def test_abort_without_a_name_or_all_ends_no_request(model: Path, path: str) -> None:
     with live_server(model) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
             httpx.post,

@@ -91,7 +91,7 @@ def test_bytes_join_to_the_text_and_characters_add_up(text: str) -> None:
     assert sum(piece.characters for piece in pieces) == len(text)
 
 
-def test_special_tokens_have_text_but_no_characters() -> None:
+def test_special_tokens_have_text_but_count_no_characters() -> None:
     assert PIECES[256] == ("<|end|>", b"<|end|>", 0)
     assert PIECES[10_000] == ("", b"", 0)
 
@@ -149,7 +149,7 @@ def test_stop_strings_match_the_slow_twin_character_by_character(
 
 
 @given(st.lists(st.text(alphabet="ab", max_size=4), max_size=6), STOPS)
-def test_no_stop_string_is_shown_in_any_pieces(pieces: list[str], stops: list[str]) -> None:
+def test_no_split_of_the_text_shows_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     matcher, shown = StopStrings(stops), ""
     for piece in pieces:
         shown += matcher.push(piece)
@@ -171,7 +171,7 @@ def test_no_stop_string_is_shown_in_any_pieces(pieces: list[str], stops: list[st
     st.integers(0, 6),
     st.booleans(),
 )
-def test_a_choice_does_not_depend_on_how_tokens_are_grouped(
+def test_text_does_not_depend_on_how_tokens_are_grouped(
     text: str, stops: list[str], groups: list[int], min_tokens: int, streamed: bool
 ) -> None:
     token_ids = list(text.encode())

@@ -74,7 +74,7 @@ def secure(model: Path, files: dict[str, Path]) -> Iterator[LiveServer]:
         yield server
 
 
-def test_both_clients_trust_the_given_authority(
+def test_both_clients_trust_a_given_certificate_authority(
     secure: LiveServer, first: Issuer, second: Issuer
 ) -> None:
     async def asked() -> str | None:
@@ -100,7 +100,7 @@ def test_both_clients_trust_the_given_authority(
     assert httpx.get(f"{secure.url}/livez", verify=Tls(ca=first.ca).context()).status_code == 200
 
 
-def test_a_departure_over_tls_frees_the_sequences(secure: LiveServer, first: Issuer) -> None:
+def test_client_leaving_over_tls_frees_its_sequences(secure: LiveServer, first: Issuer) -> None:
     with Client(secure.url, tls=Tls(ca=first.ca), timeout_s=20) as client:
         events = client.stream([{"prompt": "abc"}], sampling={"max_tokens": 500})
         next(events)
@@ -114,7 +114,7 @@ def test_a_departure_over_tls_frees_the_sequences(secure: LiveServer, first: Iss
         until(lambda: len(secure.client) == 0 and not secure.engine.running)
 
 
-def test_certificate_and_key_are_both_required(
+def test_tls_certificate_and_key_are_both_required(
     model: Path, files: dict[str, Path], first: Issuer, second: Issuer
 ) -> None:
     own, others = (
@@ -169,7 +169,7 @@ def test_certificates_are_replaced_while_serving(
         assert open_before.is_ready(), "a connection that is open goes on"
 
 
-def test_the_command_serves_https_and_prints_it(
+def test_serve_command_serves_and_prints_https(
     model: Path, files: dict[str, Path], first: Issuer
 ) -> None:
     flags = [
@@ -208,7 +208,7 @@ def test_the_command_serves_https_and_prints_it(
         ({"tls_key": "LOCKED"}, "without a passphrase"),
     ],
 )
-def test_unusable_files_are_refused_by_name(
+def test_unusable_tls_files_are_refused_by_name(
     planted: dict[str, str | bytes | None],
     says: str,
     model: Path,
@@ -258,6 +258,6 @@ def locked(key: bytes) -> bytes:
         Tls(key="none.key"),
     ],
 )
-def test_a_client_refuses_unusable_files(tls: Tls) -> None:
+def test_client_refuses_unusable_tls_files(tls: Tls) -> None:
     with pytest.raises(ValueError, match=r"none\.(pem|key).*(name PEM files|give both)"):
         Client("https://127.0.0.1:1", tls=tls)

@@ -93,13 +93,13 @@ def without_ids(found: dict[str, Any]) -> dict[str, Any]:
         f"<tool_call>{CALL}",
     ],
 )
-def test_a_stream_adds_up_to_the_whole_message(server: LiveServer, text: str) -> None:
+def test_streamed_tool_message_adds_up_to_the_whole(server: LiveServer, text: str) -> None:
     whole = message(server, text)
     assert without_ids(streamed(server, text)) == without_ids(whole)
     assert whole["role"] == "assistant"
 
 
-def test_calls_are_told_from_content(server: LiveServer) -> None:
+def test_tool_calls_are_separated_from_content(server: LiveServer) -> None:
     found = message(server, f"I look. {CALL}\n{CALL}")
     assert found["content"] == "I look." and found["finish_reason"] == "tool_calls"
     assert [call["function"] for call in found["tool_calls"]] == [
@@ -134,7 +134,7 @@ def test_a_truncated_call_is_content(server: LiveServer) -> None:
         assert without_ids(streamed(server, text, stop=["🙂"])) == without_ids(found)
 
 
-def test_choices_logprobs_and_tokens_are_those_of_the_text(server: LiveServer) -> None:
+def test_logprobs_and_tokens_of_a_choice_match_its_raw_text(server: LiveServer) -> None:
     asked = says(CALL, n=2, logprobs=True, return_token_ids=True)
     reply = done(server, CHAT, **asked)
     for choice in reply["choices"]:
@@ -151,7 +151,7 @@ def test_choices_logprobs_and_tokens_are_those_of_the_text(server: LiveServer) -
     ] == (reply["choices"][1]["logprobs"]["content"])
 
 
-def test_reasoning_comes_apart_as_asked(server: LiveServer) -> None:
+def test_reasoning_is_separated_on_request(server: LiveServer) -> None:
     text = "<think>\nhm\n</think>\n\nso"
     found = message(server, text)
     assert (found["reasoning_content"], found["reasoning"], found["content"]) == ("hm", "hm", "so")
@@ -160,7 +160,7 @@ def test_reasoning_comes_apart_as_asked(server: LiveServer) -> None:
     assert message(server, text, separate_reasoning=False)["content"] == text
 
 
-def test_history_with_calls_goes_back_through_the_template(server: LiveServer) -> None:
+def test_message_history_with_calls_passes_through_the_template(server: LiveServer) -> None:
     messages = [
         {"role": "user", "content": "a"},
         {**message(server, CALL), "reasoning": "hm"},
@@ -202,7 +202,7 @@ def test_hostile_tools_are_refused_by_name(
     assert len(response.text) < 600
 
 
-def test_a_model_without_tools_in_its_template_refuses_them(
+def test_model_whose_template_lacks_tools_refuses_tools(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     model = write_saying(tmp_path_factory.mktemp("model"), "{{ messages[-1].content }}" + EOS)
@@ -213,7 +213,7 @@ def test_a_model_without_tools_in_its_template_refuses_them(
         assert done(server, CHAT, **says("a", tool_choice="none"))
 
 
-def test_calls_of_an_unknown_form_stay_text(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_tool_calls_of_an_unknown_form_stay_text(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = write_saying(tmp_path_factory.mktemp("model"))
     with live_server(model, served_model_name="tiny", tool_call_parser="none") as server:
         assert message(server, CALL)["content"] == CALL
@@ -244,7 +244,7 @@ REQUIRED = [
 
 
 @pytest.mark.parametrize(("fields", "names", "several"), REQUIRED)
-def test_required_calls_hold_the_answer_to_their_form(
+def test_required_tool_choice_constrains_the_output_to_calls(
     server: LiveServer, fields: dict[str, Any], names: list[str], several: bool
 ) -> None:
     found = message(server, CALL, **fields)
@@ -263,7 +263,7 @@ def test_required_calls_hold_the_answer_to_their_form(
         assert not accepts(call.replace(arguments, arguments.replace("{", "{\n\n")))
 
 
-def test_reply_with_tools_is_a_call_or_fits_the_schema(server: LiveServer) -> None:
+def test_output_with_tools_and_schema_is_a_call_or_fits_schema(server: LiveServer) -> None:
     schema = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     message(server, "a", response_format=format)
@@ -277,7 +277,7 @@ def test_reply_with_tools_is_a_call_or_fits_the_schema(server: LiveServer) -> No
     assert accepts("x") and not accepts("<think>a</think>x")
 
 
-def test_a_forced_call_wins_over_a_format_of_answers(server: LiveServer) -> None:
+def test_forced_tool_call_overrides_the_response_format(server: LiveServer) -> None:
     def held(path: str, **fields: Any) -> Grammar | None:
         assert done(server, path, tool_choice="required", **fields)
         return server.engine.submitted[-1].sampling.structured_outputs
@@ -305,7 +305,7 @@ def test_a_forced_call_wins_over_a_format_of_answers(server: LiveServer) -> None
         {"structured_outputs": {"structural_tag": json.dumps({"format": TAG})}},
     ],
 )
-def test_every_structure_begins_after_the_reasoning(
+def test_structure_applies_only_after_the_reasoning(
     server: LiveServer, fields: dict[str, Any]
 ) -> None:
     message(server, "a", tools=[], **fields)
@@ -391,7 +391,7 @@ def test_a_special_token_may_be_a_stop_string(server: LiveServer) -> None:
     assert f"give its id {text.specials[special]} in stop_token_ids" in response.text
 
 
-def test_a_prompt_is_rendered_without_an_answer(server: LiveServer) -> None:
+def test_render_route_returns_the_prompt_without_generating(server: LiveServer) -> None:
     before = len(server.engine.submitted)
     found = done(server, f"{CHAT}/render", **says("é"))
     end = server.text.tokens["eos_token"]
@@ -411,9 +411,7 @@ def test_a_prompt_is_rendered_without_an_answer(server: LiveServer) -> None:
         ("a" * 70_000, "at most 65536 characters"),
     ],
 )
-def test_a_template_of_a_request_is_bounded(
-    trusting: LiveServer, template: str, says_: str
-) -> None:
+def test_template_in_a_request_is_bounded(trusting: LiveServer, template: str, says_: str) -> None:
     for path in (CHAT, "/tokenize"):
         response = post(trusting, path, messages=USER, chat_template=template)
         assert response.status_code == 400 and says_ in response.text, response.text[:300]

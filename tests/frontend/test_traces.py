@@ -78,7 +78,7 @@ def attributes(span: Span) -> dict[str, str | int | float]:
     }
 
 
-def test_a_request_is_one_trace_under_the_callers_span(model: Path) -> None:
+def test_request_spans_form_one_trace_under_the_callers_span(model: Path) -> None:
     with collecting() as collector:
         with live_server(model, otlp_endpoint=collector.url) as server:
             body = {
@@ -131,7 +131,7 @@ def test_a_push_has_a_span_and_probes_have_none(model: Path) -> None:
         assert held["tlt.result"] == "committed"
 
 
-def test_only_a_valid_and_sampled_context_is_followed(model: Path) -> None:
+def test_only_valid_sampled_trace_contexts_are_followed(model: Path) -> None:
     with (
         collecting() as collector,
         live_server(model, otlp_endpoint=collector.url, grpc_port=0) as server,
@@ -159,13 +159,13 @@ def test_a_missing_collector_delays_nothing_for_long() -> None:
     assert time.monotonic() - began_s < 2 * FLUSH_S
 
 
-def test_without_the_sdk_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_without_the_opentelemetry_sdk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(StartupError, match=r"pip install 'tlt-server\[otlp\]'"):
         OtlpTraces("http://127.0.0.1:4318")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://x:4317", "http://", "http://a b"])
-def test_an_endpoint_without_a_url_is_refused(model: Path, url: str) -> None:
+def test_trace_endpoint_that_is_not_a_url_is_refused(model: Path, url: str) -> None:
     with pytest.raises(StartupError, match="it must be a URL such as http://127.0.0.1:4318"):
         load({"model": str(model), "otlp_endpoint": url})

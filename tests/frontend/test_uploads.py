@@ -85,7 +85,7 @@ def emptied(server: LiveServer) -> bool:
     return True
 
 
-def test_a_part_comes_in_ranges_and_is_pushed_once(client: Client, server: LiveServer) -> None:
+def test_part_uploaded_in_ranges_is_pushed_once(client: Client, server: LiveServer) -> None:
     data = bytes(range(100))
     assert put(client, data[:40]) == 40 and put(client, data[20:60], start=20) == 60
     assert put(client, data[:10]) == 60
@@ -134,13 +134,13 @@ def test_removing_many_bytes_delays_no_upload(
     shutil.rmtree(removed[0])
 
 
-def test_a_whole_part_needs_no_range(client: Client, server: LiveServer) -> None:
+def test_part_uploaded_whole_needs_no_range(client: Client, server: LiveServer) -> None:
     reply = httpx.put(f"{server.url}/weights/v1/{PART}", content=b"abc")
     assert reply.json() == {"part": PART, "bytes": 3, "total": 3, "begins": True}
     assert kept(server)[0].read_bytes() == b"abc"
 
 
-def test_other_bytes_gaps_and_sizes_change_nothing(client: Client, server: LiveServer) -> None:
+def test_upload_refuses_changed_bytes_gaps_and_sizes(client: Client, server: LiveServer) -> None:
     put(client, b"a" * 50)
     refused(lambda: put(client, b"b" * 10, start=45), "other bytes", status=409)
     refused(lambda: put(client, b"a" * 10, start=60), "send from 50", status=409)
@@ -278,7 +278,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 @in_loop
-async def test_one_piece_comes_while_another_is_written(slow: Slow) -> None:
+async def test_next_piece_is_received_while_one_is_written(slow: Slow) -> None:
     taken: list[int] = []
 
     async def body() -> AsyncIterator[bytes]:
@@ -314,7 +314,9 @@ async def test_bytes_before_a_break_are_kept(slow: Slow) -> None:
 
 @in_loop
 @pytest.mark.parametrize("before", [b"", b"AAAA"])
-async def test_late_bytes_of_an_ended_upload_change_no_other(before: bytes, slow: Slow) -> None:
+async def test_late_bytes_of_an_ended_upload_change_no_later_upload(
+    before: bytes, slow: Slow
+) -> None:
     slow.may.set()
 
     async def body(data: bytes) -> AsyncIterator[bytes]:
@@ -340,7 +342,7 @@ async def test_late_bytes_of_an_ended_upload_change_no_other(before: bytes, slow
 
 
 @in_loop
-async def test_parts_stay_until_their_last_reading_push_ends(slow: Slow) -> None:
+async def test_parts_stay_until_the_last_push_reading_them_ends(slow: Slow) -> None:
     slow.may.set()
     early = slow.seal("v")  # no part of it is there
     await slow.write("v", PART, 0, 4, body())
@@ -355,7 +357,7 @@ async def test_parts_stay_until_their_last_reading_push_ends(slow: Slow) -> None
 
 
 @in_loop
-async def test_an_abort_while_parts_are_read_ends_them_with_the_push(slow: Slow) -> None:
+async def test_abort_while_parts_are_read_removes_parts_after_the_push(slow: Slow) -> None:
     slow.may.set()
     await slow.write("v", PART, 0, 4, body())
     for aborts in (False, True):
@@ -384,7 +386,7 @@ async def test_a_refused_piece_ends_the_range(slow: Slow) -> None:
     assert slow.written == [b"abcdefgh"]
 
 
-def test_idle_uploads_of_a_key_make_room_for_another(model: Path, tmp_path: Path) -> None:
+def test_idle_uploads_of_one_key_make_room_for_a_second_key(model: Path, tmp_path: Path) -> None:
     keys = "a scopes=push-weights name=a\nb scopes=push-weights name=b\n"
     with live_server(
         model,

@@ -181,7 +181,7 @@ BAD = [  # (body, status, what the message must say)
 
 
 @pytest.mark.parametrize(("body", "status", "says"), BAD, ids=range(len(BAD)))
-def test_bad_requests_are_refused_and_say_why(
+def test_invalid_requests_are_refused_with_a_reason(
     server: LiveServer, body: Any, status: int, says: str
 ) -> None:
     before = len(server.engine.submitted)
@@ -198,12 +198,12 @@ def test_bad_requests_are_refused_and_say_why(
     assert len(server.engine.submitted) == before
 
 
-def test_default_max_tokens_is_the_room_left(server: LiveServer) -> None:
+def test_default_max_tokens_is_what_the_context_leaves(server: LiveServer) -> None:
     response = httpx.post(f"{server.url}/generate", json={"requests": [{"token_ids": [65] * 500}]})
     assert len(response.json()["results"][0]["choices"][0]["token_ids"]) == 12
 
 
-def test_bounds_themselves_are_accepted(server: LiveServer) -> None:
+def test_values_at_their_bounds_are_accepted(server: LiveServer) -> None:
     body = {
         "requests": [{"prompt": "a", "n": 8, "seed": 2**64 - 1 - 8 * 10**6}, {"token_ids": [299]}],
         "timeout_s": 100,
@@ -235,7 +235,7 @@ def test_bounds_themselves_are_accepted(server: LiveServer) -> None:
         {"requests": [{"prompt": "a"}], "text": None, "sampling": {"max_tokens": 1}},
     ],
 )
-def test_null_fields_choose_no_form_of_a_generate_body(server: LiveServer, body: Any) -> None:
+def test_null_fields_do_not_select_a_form_of_generate(server: LiveServer, body: Any) -> None:
     reply = httpx.post(f"{server.url}/generate", json=body)
     assert reply.status_code == 200 and ("results" in reply.json()) == bool(body["requests"])
 

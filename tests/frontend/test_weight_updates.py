@@ -292,7 +292,7 @@ STEPS = st.sampled_from(
 
 @given(st.lists(STEPS, max_size=25), st.booleans())
 @settings(deadline=None, max_examples=600)
-def test_end_of_update_commits_or_names_only_its_own_pushes(steps: list[str], stages: bool) -> None:
+def test_update_end_commits_and_names_only_its_own_pushes(steps: list[str], stages: bool) -> None:
     asyncio.run(told(steps, stages=stages))
 
 
@@ -339,7 +339,7 @@ def test_late_push_does_not_join_the_next_update() -> None:
     )
 
 
-def test_refused_call_leaves_nothing_to_commit() -> None:
+def test_refused_push_leaves_no_version_to_commit() -> None:
     assert run("push bad", "finish named", "settle") == ("initial", []), (
         "nor a name for what was live before"
     )
@@ -418,7 +418,7 @@ async def test_drafter_update_keeps_pushes_to_the_target() -> None:
     assert twin.open is None, "begun again, it is dropped, too"
 
 
-def test_end_of_unstaged_update_names_its_live_parts() -> None:
+def test_end_of_unstaged_update_names_its_active_parts() -> None:
     version, content = run(
         "push part 0", "settle", "push part 1", "settle", "finish named", "settle", stages=False
     )
@@ -426,7 +426,7 @@ def test_end_of_unstaged_update_names_its_live_parts() -> None:
 
 
 @in_loop
-async def test_end_of_update_does_not_name_another_live_version() -> None:
+async def test_end_of_update_does_not_rename_a_foreign_active_version() -> None:
     story = Story(stages=False)
     await story.after("start", "push", "settle")
     story.twin.live = ("initial", [])

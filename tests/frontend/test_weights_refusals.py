@@ -79,7 +79,9 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("body", "says"), REFUSED, ids=lambda value: str(value)[:60])
-def test_a_bad_body_pushes_nothing(body: Any, says: tuple[str, ...], server: LiveServer) -> None:
+def test_invalid_push_body_never_reaches_the_engine(
+    body: Any, says: tuple[str, ...], server: LiveServer
+) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = httpx.post(f"{server.url}/update_weights", content=content)
     assert response.status_code == 400 and response.json()["error"]["code"] == "invalid_request"
@@ -90,7 +92,7 @@ def test_a_bad_body_pushes_nothing(body: Any, says: tuple[str, ...], server: Liv
     )
 
 
-def test_a_bad_rollback_or_group_never_reaches_the_engine(server: LiveServer) -> None:
+def test_invalid_rollback_or_group_never_reaches_the_engine(server: LiveServer) -> None:
     group = {"name": "a b", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
     for path, body, says in (
         ("/weights/rollback", {"tp": "v"}, "did you mean to?"),
@@ -116,7 +118,7 @@ def _fields(schemas: dict[str, Any], schema: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("value", ["a" * 4000, "1" * 10_000])
-def test_no_refusal_quotes_a_long_field_at_length(value: str, server: LiveServer) -> None:
+def test_refusals_shorten_the_long_fields_they_quote(value: str, server: LiveServer) -> None:
     refused = 0
     with httpx.Client(base_url=server.url, timeout=20) as client:
         document = client.get("/openapi.json").json()

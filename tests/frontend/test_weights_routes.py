@@ -76,7 +76,7 @@ def test_manifest_reaches_the_engine_and_the_reply_its_outcome(
     assert "tlt_weight_age_seconds" in client.metrics()
 
 
-def test_the_form_of_trainers_with_a_shared_disk(server: LiveServer) -> None:
+def test_trainers_with_a_shared_disk_push_by_directory(server: LiveServer) -> None:
     for body, version in (
         ({"weight_dir": "run/step_3", "lora_name": None}, "named"),
         ({"weight_dir": "run/step_4", "weight_version": "4"}, "4"),
@@ -92,7 +92,9 @@ def test_the_form_of_trainers_with_a_shared_disk(server: LiveServer) -> None:
     ]
 
 
-def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) -> None:
+def test_weights_are_staged_committed_aborted_and_rolled_back(
+    client: Client, server: LiveServer
+) -> None:
     assert client.update_weights("p", "step 7", commit=False)["state"] == "staged"
     assert client.weights()["target"] == "v0"
     assert client.commit_weights("step 7")["state"] == "committed"
@@ -138,7 +140,7 @@ def test_invalid_version_names_are_refused_by_rule(server: LiveServer) -> None:
             assert json.dumps(words)[1:-1] in reply.text, (path, version)
 
 
-def test_the_engines_refusals_keep_their_status(client: Client, server: LiveServer) -> None:
+def test_engine_refusals_keep_their_http_status(client: Client, server: LiveServer) -> None:
     statuses = {"forbidden": 403, "weights_refused": 422, "conflict": 409, "push_failed": 500}
     for code, status in statuses.items():
         response = post(server, "/update_weights", {"version": "v", "path": code})
@@ -148,7 +150,7 @@ def test_the_engines_refusals_keep_their_status(client: Client, server: LiveServ
         assert metric(client, f'tlt_weight_pushes_total{{result="{code}",role="target"}} 1.0')
 
 
-def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveServer) -> None:
+def test_weight_checker_sums_remembers_and_compares(client: Client, server: LiveServer) -> None:
     def check(**body: object) -> object:
         return post(server, "/weight_checker", body).json()
 
@@ -172,7 +174,9 @@ def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveSer
     assert "nothing to compare with" in refused(action="compare", baseline={})
 
 
-def test_a_reset_makes_all_differ_until_the_next_push(client: Client, server: LiveServer) -> None:
+def test_checker_reset_marks_all_weights_until_the_next_push(
+    client: Client, server: LiveServer
+) -> None:
     """A push that was lost is found, as where a reset writes over the weights."""
     before = client.remember_weight_checksums()
     for path, action in (("/weight_checker", "reset"), ("/weights_checker", "reset_tensors")):
@@ -216,7 +220,7 @@ def test_engine_death_during_a_push_is_a_typed_error(client: Client, server: Liv
     until(lambda: post(server, "/update_weights", {"version": "v", "path": "p"}).status_code == 200)
 
 
-def test_only_borrowed_replies_show_labels(model: Path) -> None:
+def test_only_replies_in_borrowed_forms_show_version_labels(model: Path) -> None:
     name = "1~0123456789ab"
     with live_server(model, engine={"weights": WeightState(target=name)}) as server:
         for path in ("/weight_info", "/get_weight_version", "/model_info", "/server_info"):

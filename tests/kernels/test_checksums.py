@@ -42,7 +42,7 @@ def by_hand(words: list[int]) -> str:
     return f"mix64:{mix((total + len(words)) & mask):016x}"
 
 
-def test_the_definition_by_hand():
+def test_checksum_equals_its_definition_by_hand():
     assert mix64(torch.tensor([1.0, -2.5, 0.0])) == by_hand([0x3F800000, 0xC0200000, 0])
     assert mix64(torch.tensor([7, -1])) == by_hand([7, 2**64 - 1])
     assert mix64(torch.empty(0)) == by_hand([])
@@ -50,7 +50,7 @@ def test_the_definition_by_hand():
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("count", [0, 1, 31, 2048, 70_001])
-def test_every_device_finds_the_same_checksum(dtype, count):
+def test_every_device_computes_the_same_checksum(dtype, count):
     tensor = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * 50).to(dtype)
     for total, finite in (cpu.mixed_sum(tensor), on_gpu.mixed_sum(tensor.to(DEVICE))):
         assert finished(total, count) == mix64(tensor) and finite is bool(tensor.isfinite().all())
@@ -59,7 +59,7 @@ def test_every_device_finds_the_same_checksum(dtype, count):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 2047, 70_000])
-def test_an_infinity_or_a_nan_is_found(dtype, strange, at):
+def test_checksum_reports_an_infinity_or_a_nan(dtype, strange, at):
     tensor = torch.full((70_001,), torch.finfo(dtype).max, dtype=dtype)
     assert cpu.mixed_sum(tensor)[1]
     assert on_gpu.mixed_sum(tensor.to(DEVICE))[1], "the largest number is one"
@@ -108,7 +108,7 @@ def test_different_contents_have_different_checksums(how, i, j, seed):
     assert (mix64(other) == mix64(tensor)) == same
 
 
-def test_several_tensors_are_summed_at_once():
+def test_several_tensors_are_checksummed_at_once():
     tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (3, 0, 40_000)]
     tensors[2][7] = float("inf")
     expected = [cpu.mixed_sum(tensor) for tensor in tensors]
@@ -124,7 +124,7 @@ def test_complex_numbers_have_no_checksum():
 
 
 @gpu
-def test_a_large_tensor_is_summed_at_the_speed_of_reading_it():
+def test_large_tensor_is_checksummed_at_read_bandwidth():
     tensor = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16)
     on_gpu.mixed_sum(tensor)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

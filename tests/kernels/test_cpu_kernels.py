@@ -203,7 +203,7 @@ def test_query_bits_do_not_depend_on_its_tile_partner(width, group):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_permuted(shape):
+def test_row_has_the_same_bits_alone_batched_and_permuted(shape):
     step = a_step(*shape)
     together_RND = step.attend()
     for r in range(len(step.rows)):
@@ -212,7 +212,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_permuted(shape):
     assert torch.equal(step.only(order).attend(), together_RND[order])
 
 
-def test_two_threads_give_the_bits_of_one():
+def test_two_threads_give_the_bits_of_one_thread():
     step = a_step(8, 2, 64, lengths=(3000, 100, 2500), drafts=8, certain=40)
     backend = CpuPaged(page_size=PAGE, heads=8, kv_heads=2, head_dim=64, threads=2)
     found_RND = backend.attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows)
@@ -222,7 +222,7 @@ def test_two_threads_give_the_bits_of_one():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("length", [1, CHUNK - 3, CHUNK, 3 * CHUNK - 1])
-def test_a_draft_path_has_the_bits_it_will_have_once_committed(shape, length):
+def test_draft_path_rows_have_the_bits_of_committed_rows(shape, length):
     drafts = 5
     draft = a_step(*shape, lengths=(length,), drafts=drafts)
     heads, kv_heads, width = shape

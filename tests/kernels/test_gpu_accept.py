@@ -23,7 +23,7 @@ from tlt_kernels.gpu.tensors import CalibrationTable, Samples
     ("requests", "depth", "width", "decode_rows"),
     [(3, 3, 2, 9), (5, 3, 2, 24), (6, 4, 1, 20), (4, 1, 3, 4)],
 )
-def test_whole_cycles_emit_what_the_engines_walk_emits(
+def test_whole_cycles_emit_the_tokens_of_the_cpu_walk(
     requests: int, depth: int, width: int, decode_rows: int
 ) -> None:
     accepted = ended = 0
@@ -36,11 +36,11 @@ def test_whole_cycles_emit_what_the_engines_walk_emits(
     assert ended, "the test never ends a sequence"
 
 
-def test_without_prefill_chunks() -> None:
+def test_cycle_without_prefill_chunks_matches_the_cpu_walk() -> None:
     check_cycle(Cycle(1, requests=3, depth=3, width=2, decode_rows=12, chunks=False))
 
 
-def test_a_sequence_that_wants_no_tokens_ends_with_none() -> None:
+def test_sequence_with_no_tokens_left_emits_none() -> None:
     cycle = Cycle(0, requests=3, depth=2, width=2, decode_rows=8)
     batch_slot = int(cycle.batch_slot_W[0])
     cycle.batch_slots.limit_Q[batch_slot] = cycle.batch_slots.length_Q[batch_slot]
@@ -48,7 +48,7 @@ def test_a_sequence_that_wants_no_tokens_ends_with_none() -> None:
     assert cycle.batch_slots.done_Q[batch_slot] and cycle.kept.hint_row_E[3] >= 0
 
 
-def test_a_broken_logprob_ends_the_sequence_with_nothing_emitted() -> None:
+def test_nan_logprob_ends_the_sequence_without_a_token() -> None:
     def ended(broken: float) -> int:
         return sum(
             check_cycle(Cycle(seed, requests=5, depth=3, width=2, decode_rows=16, broken=broken))[1]
@@ -59,7 +59,7 @@ def test_a_broken_logprob_ends_the_sequence_with_nothing_emitted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_accepted_kv_moves_to_its_pages_in_every_layer(dtype: torch.dtype) -> None:
+def test_accepted_kv_moves_to_the_requests_pages_in_every_layer(dtype: torch.dtype) -> None:
     cycle = Cycle(3, requests=6, depth=4, width=2, decode_rows=30)
     cycle.accept()
     kept = numpy_of(cycle.kept)
@@ -99,7 +99,7 @@ def test_features_of_last_positions_and_page_ends_are_kept() -> None:
     assert torch.equal(page_hint_PH, expected_pages)
 
 
-def test_the_table_learns_as_the_cpu_engines_does() -> None:
+def test_calibration_table_learns_like_the_cpu_table() -> None:
     rng = np.random.default_rng(0)
     prior_Z = rng.uniform(0, 1, 256).astype(np.float32)
     learned = CalibrationTable.of(torch.from_numpy(prior_Z).to(DEVICE))
@@ -132,7 +132,7 @@ def test_the_table_learns_as_the_cpu_engines_does() -> None:
     assert_close("acceptance_Z", learned.acceptance_Z, torch.from_numpy(acceptance_Z), 1e-6)
 
 
-def test_counts_are_halved_at_their_limit() -> None:
+def test_calibration_counts_are_halved_at_their_limit() -> None:
     cycle = Cycle(2, requests=4, depth=3, width=2, decode_rows=20)
     cycle.accept()
     counts = CalibrationTable.of(torch.full((256,), 0.5, device=DEVICE))
@@ -151,7 +151,7 @@ def test_counts_are_halved_at_their_limit() -> None:
 
 @gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-def test_a_captured_cycle_replays_what_launches_gave() -> None:
+def test_replayed_cycle_equals_the_launched_cycle() -> None:
     cycle = Cycle(3, requests=6, depth=4, width=2, decode_rows=30, chunks=False)
     before = [t.clone() for t in cycle.batch_slots]
     expected = cycle.accept()
@@ -202,7 +202,7 @@ def test_a_captured_cycle_replays_what_launches_gave() -> None:
 @pytest.mark.parametrize(
     ("requests", "depth", "width", "decode_rows"), [(2, 8, 4, 64), (64, 6, 4, 256), (33, 8, 2, 512)]
 )
-def test_large_cycles_emit_what_the_engines_walk_emits(
+def test_large_cycles_emit_the_tokens_of_the_cpu_walk(
     requests: int, depth: int, width: int, decode_rows: int
 ) -> None:
     for seed in range(3):

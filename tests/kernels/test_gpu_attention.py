@@ -88,7 +88,7 @@ def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first, ro
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_long_context_folds_many_states(strict):
+def test_long_context_attention_matches_its_twin(strict):
     step = a_step((2, 1, 16), [(3200, 1), (1300, 4), (20, 1), (150, -150)])
     assert_close("out_RND", step.attend(tile=64, strict=strict), step.expected(), 1e-6)
 
@@ -147,7 +147,7 @@ def test_a_plan_covers_every_key_of_every_row_once(requests, programs, root_in_p
 
 
 @pytest.mark.parametrize("root_in_pages", [True, False])
-def test_tiles_are_done_with_prompts_and_chains(root_in_pages):
+def test_prompts_and_chains_run_as_tiles(root_in_pages):
     requests = [(100, 8, "chain"), (60, 20, "chain"), (90, -40)]
     step = a_step((2, 1, 16), requests, root_in_pages=root_in_pages)
     plan = step.plan(tile=2 * TILE, programs=1)
@@ -184,13 +184,13 @@ def same_in_any_company(step: Step, first: int, chosen: list[int], **options) ->
 
 
 @pytest.mark.parametrize("first", [0, sampled((1,), kept=False)])
-def test_row_bits_do_not_depend_on_company_or_chunk(first):
+def test_row_bits_do_not_depend_on_other_rows_or_chunks(first):
     step = a_step((6, 2, 16), [(70, 3), (1, 1), (300, 1), (129, 7), (280, -21), (126, 9, "chain")])
     same_in_any_company(step, first, [0, 2, 3, 4, 11, 20, 32, 33, 35, 36, 41], tile=TILE)
 
 
 @pytest.mark.parametrize("root_in_pages", [True, False])
-def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
+def test_tree_row_has_the_bits_of_the_committed_row(root_in_pages):
     requests = [(126, 9), (250, 6), (128, 4), (252, 12, "chain")]
     step = a_step((7, 1, 32), requests, root_in_pages=root_in_pages)
     together = step.attend(tile=TILE)
@@ -198,7 +198,7 @@ def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
         assert_same_bits(f"row {r}", committed(step, r).attend()[0], together[r])
 
 
-def test_a_small_workspace_changes_no_bits():
+def test_small_attention_workspace_changes_no_bit():
     step = a_step((6, 2, 16), [(700, 1), (650, 9), (520, -30)])
     plan = step.plan(tile=TILE)
     acc_WND = plan.acc_WND[:48].fill_(float("nan"))
@@ -207,7 +207,7 @@ def test_a_small_workspace_changes_no_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=gpu)])
-def test_what_models_get_is_rounded_once(dtype):
+def test_attention_output_is_rounded_once(dtype):
     step = a_step((6, 2, 16), [(70, 3), (300, 1), (280, -21)], dtype=dtype)
     exact_RND, plan = step.attend(tile=TILE), step.plan(tile=TILE)
     fill_plan(step.rows, plan)
@@ -233,7 +233,7 @@ BIG = [
 @gpu
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 @pytest.mark.parametrize("shape", [(28, 4, 128), (32, 8, 64), (4, 2, 32), (32, 4, 128)])
-def test_on_the_gpu_attention_matches_its_twin_and_itself(shape, tile):
+def test_attention_on_the_gpu_matches_its_twin_and_repeats(shape, tile):
     step = a_step(shape, BIG, dtype=torch.bfloat16)
     chosen = [0, 7, 31, 32, 33, 34, 41, 42, 300, 741, 742, 800, 871, 872, 876, 881, 884, 891]
     found = step.attend(tile=tile)
@@ -252,6 +252,6 @@ def test_unordered_split_attention_on_gpu_matches_its_twin():
 
 
 @gpu
-def test_the_drafters_rows_start_at_position_one():
+def test_drafter_rows_start_at_position_one():
     step = a_step((28, 4, 128), BIG, dtype=torch.bfloat16)
     same_in_any_company(step, 1, [0, 31, 33, 40, 500, 876, 891], tile=128)

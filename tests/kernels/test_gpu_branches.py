@@ -147,7 +147,7 @@ def graft_and_check(
 @pytest.mark.parametrize(
     ("depth", "width", "vocabulary"), [(4, 2, 3), (1, 1, 3), (7, 1, 2), (5, 3, 3)]
 )
-def test_branches_equal_the_cpus(depth: int, width: int, vocabulary: int) -> None:
+def test_gpu_branches_equal_the_cpu_branches(depth: int, width: int, vocabulary: int) -> None:
     new = 0
     for seed in range(4):
         batch_slots = grouped_batch_slots(seed, 6, 90, vocabulary)
@@ -159,7 +159,7 @@ def test_branches_equal_the_cpus(depth: int, width: int, vocabulary: int) -> Non
 
 @gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-def test_branches_of_large_groups_equal_the_cpus() -> None:
+def test_gpu_branches_of_large_groups_equal_the_cpu_branches() -> None:
     batch_slots = grouped_batch_slots(2, 30, 1500, 12)
     batch_slots.drafters_Q[:] = EAGLE | HISTORY
     batch_slot_B = np.array([*range(24), batch_slots.idle], np.int32)

@@ -18,7 +18,9 @@ LIMITS = (0, 1, 2, 5, 16, UNLIMITED)
 
 
 @pytest.mark.parametrize(("columns", "depth", "levels"), [(1, 1, 0), (20, 5, 0), (20, 5, 2)])
-def test_the_best_nodes_of_each_request_stay(columns: int, depth: int, levels: int) -> None:
+def test_row_cap_keeps_the_best_nodes_of_each_request(
+    columns: int, depth: int, levels: int
+) -> None:
     rng = np.random.default_rng(columns + levels)
     requests = len(LIMITS)
     nodes, trees = random_nodes(rng, requests, columns, depth, levels=levels)

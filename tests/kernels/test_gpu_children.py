@@ -81,11 +81,11 @@ def check_against_twin(rows: Rows, width: int) -> None:
 @pytest.mark.parametrize(
     ("size", "width"), [(1, 1), (1, 8), (5, 2), (7, 8), (255, 3), (257, 1), (1030, 8), (2100, 4)]
 )
-def test_children_are_the_twins(size, width):
+def test_draft_children_equal_their_twin(size, width):
     check_against_twin(Rows(9, size, size + width), width)
 
 
-def test_ties_keep_the_earlier_index_and_negative_zero_is_zero():
+def test_ties_keep_the_earlier_index_and_minus_zero_equals_zero():
     rows = Rows(2, 600, 1)
     rows.logits[:] = -1.0
     rows.temperature_of_slot[:] = 0
@@ -122,7 +122,7 @@ def test_best_child_is_the_sample_of_a_target_with_equal_logits():
 
 @gpu
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_draft_vocabulary_on_gpu_is_ranked_as_by_the_twin(width):
+def test_real_draft_vocabulary_on_a_gpu_is_ranked_like_the_twin(width):
     check_against_twin(Rows(40, 32_000, width), width)
 
 

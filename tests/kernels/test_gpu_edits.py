@@ -114,7 +114,7 @@ def trees(rng: np.random.Generator, texts: list[Text]) -> tuple[RowTable, list[l
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tree_rows_have_the_bits_of_the_cpu_samplers_edits(seed: int) -> None:
+def test_tree_row_edits_have_the_bits_of_the_cpu_sampler(seed: int) -> None:
     rng = np.random.default_rng(seed)
     texts = [text(rng, penalties, int(rng.integers(0, 2)) * 9) for penalties in PENALTIES]
     batch_slots = empty()
@@ -154,7 +154,7 @@ def counted(texts: list[Text]) -> np.ndarray:
     return count_QV
 
 
-def test_counts_are_made_once_and_grow_with_what_steps_emit() -> None:
+def test_token_counts_are_built_once_and_grow_with_new_tokens() -> None:
     rng = np.random.default_rng(9)
     some = zip(PENALTIES, (0, 9, 3, 0), strict=True)
     texts = [text(rng, penalties, allowed) for penalties, allowed in some]
@@ -180,7 +180,7 @@ def test_counts_are_made_once_and_grow_with_what_steps_emit() -> None:
     assert (batch_slots.count_QV[4] == 77).all(), "the idle batch slot counts nothing"
 
 
-def test_a_sequence_that_starts_over_is_counted_again() -> None:
+def test_restarted_sequence_is_counted_again() -> None:
     rng = np.random.default_rng(3)
     batch_slots = empty()
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_a_sequence_that_starts_over_is_counted_again() -> None:
     assert listed_QL[1, :35].tolist() == [*edits.bias_ids, *edits.mask_ids]
 
 
-def test_allowed_tokens_without_penalties_are_all_that_stays() -> None:
+def test_only_allowed_tokens_stay_when_no_penalty_is_set() -> None:
     rng = np.random.default_rng(5)
     texts = [text(rng, PENALTIES[3], 9), text(rng, PENALTIES[3])]
     batch_slots = empty()

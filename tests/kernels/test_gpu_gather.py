@@ -9,7 +9,7 @@ from tlt_kernels.gpu.gather import gather, previous_hints
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
 
-def test_a_gather_takes_rows_and_gives_zeros_for_holes() -> None:
+def test_gather_copies_rows_and_fills_missing_rows_with_zeros() -> None:
     table_NH = torch.randn(7, 1030, device=DEVICE)
     index = [3, -1, 0, 6, 3]
     index_R = torch.tensor(index, dtype=torch.int32, device=DEVICE)
@@ -19,7 +19,7 @@ def test_a_gather_takes_rows_and_gives_zeros_for_holes() -> None:
             assert torch.equal(row, table_NH[i].to(row.dtype) if i >= 0 else torch.zeros_like(row))
 
 
-def test_a_row_without_a_parent_takes_the_hint_of_its_batch_slot() -> None:
+def test_row_without_a_parent_reads_its_batch_slots_feature() -> None:
     g_RH, hint_QH = torch.randn(4, 96, device=DEVICE), torch.randn(3, 96, device=DEVICE)
     parent_R, batch_slot_R = (
         torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([-1, 0, 1, -1], [2, 2, 2, 0])

@@ -45,7 +45,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m, n, k", SHAPES)
-def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_linear_matches_its_twin(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x = draw(m, k, dtype=dtype)
     weight = draw(n, k, dtype=dtype, seed=1)
     bias = draw(n, dtype=dtype, seed=2)
@@ -59,7 +59,9 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("leaves", [1, 2, 4])
 @pytest.mark.parametrize("m, n, k", SHAPES)
-def test_partials_add_up(m: int, n: int, k: int, leaves: int, dtype: torch.dtype) -> None:
+def test_partial_sums_add_up_to_the_matmul(
+    m: int, n: int, k: int, leaves: int, dtype: torch.dtype
+) -> None:
     x, weight = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype, seed=1)
     parts = partials(x, weight, leaves=leaves)
     assert parts.dtype == torch.float32 and len(parts) <= leaves
@@ -68,13 +70,13 @@ def test_partials_add_up(m: int, n: int, k: int, leaves: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m, n, k", SHAPES)
-def test_gated(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_gated_matmul_matches_its_twin(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, weight = draw(m, k, dtype=dtype), draw(2 * n, k, dtype=dtype, seed=1) * 0.2
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
     assert_close("gated", gated(x, weight), torch.nn.functional.silu(gate) * up, TOLERANCE[dtype])
 
 
-def test_no_rows_launch_nothing() -> None:
+def test_matmul_of_no_rows_launches_no_kernel() -> None:
     x, weight = draw(0, 32), draw(8, 32)
     assert linear(x, weight).shape == (0, 8)
     assert gated(x, weight).shape == (0, 4)
@@ -94,10 +96,12 @@ class TestWhichKernel:
         yield
         hindrance.cache_clear()
 
-    def test_streaming(self) -> None:
+    def test_streaming_kernel_is_reported_where_supported(self) -> None:
         assert in_use(torch.bfloat16, self.GPU, 18944) == "streaming"
 
-    def test_portable_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_portable_kernel_is_reported_with_its_reason(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for dtype, device, width, why in (
             (torch.float16, self.GPU, 64, "the type is float16, and the streaming kernel is for b"),
             (torch.bfloat16, torch.device("cpu"), 64, "the device is cpu, and the streaming kerne"),
@@ -109,7 +113,9 @@ class TestWhichKernel:
         why = "compute capability 10.3, and the streaming kernel is for 9.x"
         assert why in in_use(torch.bfloat16, self.GPU, 64)
 
-    def test_a_triton_without_what_it_is_written_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_triton_without_the_needed_features_uses_portable_kernel(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "tlt_kernels.gpu.gemm_stream", None)
         assert in_use(torch.bfloat16, self.GPU, 64).startswith("portable: Triton 3.")
 
@@ -117,7 +123,7 @@ class TestWhichKernel:
         ("kind", "width", "streams"),
         [(Kind.LINEAR, 33, True), (Kind.GATED, 40, True), (Kind.GATED, 36, False)],
     )
-    def test_what_is_said_is_what_runs(
+    def test_reported_matmul_kernel_is_the_one_that_runs(
         self, kind: Kind, width: int, streams: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         ran: list[str] = []
@@ -170,7 +176,7 @@ def test_portable_tiles_fit_shared_memory_and_leaves(rows: int) -> None:
         (264 + 32, 1, (296, 296)),
     ],
 )
-def test_a_last_round_is_cut_where_that_ends_sooner(
+def test_last_round_is_split_where_that_ends_sooner(
     tiles: int, pieces: int, expected: tuple[int, int]
 ) -> None:
     assert split_last_round(tiles, 132, pieces) == expected
@@ -209,7 +215,7 @@ def test_last_round_of_64_rows_leaves_no_program_idle(
     assert split_last_round(PARTS * columns // tile.columns, 132, tile.pieces) == expected
 
 
-def test_tiles_for_the_same_rows_are_as_high_and_get_no_wider() -> None:
+def test_tiles_for_equal_rows_keep_height_and_get_no_wider() -> None:
     """Then rows fill the tiles of every matmul, or of none."""
     for kind in Kind:
         for most, tiles in _STREAM[kind]:
@@ -228,7 +234,7 @@ def gated_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [3, 130])
-def test_gated_is_rounded_once(rows: int, dtype: torch.dtype) -> None:
+def test_gated_matmul_is_rounded_once(rows: int, dtype: torch.dtype) -> None:
     x, weight = draw(rows, 160, dtype=dtype), draw(80, 160, dtype=dtype, seed=1) * 0.2
     assert_same_bits("gated", gated(x, weight), gated_sums(x, weight).to(dtype))
 
@@ -267,7 +273,7 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(n: int, k: int, outliers:
 
 @gpu
 @pytest.mark.parametrize("rows", [1, 16, 64, 200, 300])
-def test_both_kernels_give_the_same_bits(rows: int) -> None:
+def test_streaming_and_portable_kernels_give_the_same_bits(rows: int) -> None:
     x = draw(rows, 3584, dtype=torch.bfloat16)
     weight = draw(1200, 3584, dtype=torch.bfloat16, seed=1) * 0.02
     tile = portable_tile(rows, torch.bfloat16)
@@ -294,7 +300,7 @@ class LastLaunched:
 @gpu
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("kind", "tile"), TILES, ids=str)
-def test_a_tile_stores_what_the_portable_kernel_stores(
+def test_streaming_tile_stores_the_bits_of_the_portable_kernel(
     kind: Kind, tile: Tile, ragged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run more than one round of tiles; where a tile has pieces, the last round is cut. `ragged`:

@@ -163,12 +163,12 @@ def grow_and_check(
     ("requests", "depth", "width"),
     [(1, 1, 1), (2, 4, 1), (3, 1, 3), (2, 3, 2), (3, 5, 3), (2, 4, 4), (9, 3, 2)],
 )
-def test_trees_grow_as_their_twin_does(requests: int, depth: int, width: int) -> None:
+def test_draft_trees_grow_like_their_twin(requests: int, depth: int, width: int) -> None:
     for seed in range(3):
         grow_and_check(requests, depth, width, seed)
 
 
-def test_a_high_floor_leaves_rows_dead() -> None:
+def test_high_acceptance_floor_leaves_rows_dead() -> None:
     grow_and_check(4, 4, 3, 5, floor=0.7)
 
 
@@ -215,5 +215,5 @@ def test_tied_acceptance_goes_to_the_lower_column() -> None:
 @pytest.mark.parametrize(
     ("requests", "depth", "width"), [(1, 8, 4), (64, 8, 4), (8, 6, 8), (3, 12, 1)]
 )
-def test_large_trees_grow_as_their_twin_does(requests: int, depth: int, width: int) -> None:
+def test_large_draft_trees_grow_like_their_twin(requests: int, depth: int, width: int) -> None:
     grow_and_check(requests, depth, width, 1)

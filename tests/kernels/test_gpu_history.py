@@ -135,7 +135,7 @@ def grouped_batch_slots(seed: int, batch_slots: int, tokens: int, vocabulary: in
 @pytest.mark.parametrize(
     ("depth", "width", "vocabulary"), [(4, 4, 3), (1, 1, 5), (6, 3, 2), (9, 8, 8)]
 )
-def test_tries_are_what_their_twin_finds(depth: int, width: int, vocabulary: int) -> None:
+def test_history_drafts_equal_their_twin(depth: int, width: int, vocabulary: int) -> None:
     found = 0
     for seed in range(3):
         batch_slots = grouped_batch_slots(seed, 6, 90, vocabulary)
@@ -145,7 +145,7 @@ def test_tries_are_what_their_twin_finds(depth: int, width: int, vocabulary: int
     assert found, "nothing ever matches"
 
 
-def test_a_sibling_that_has_ended_is_drafted_from() -> None:
+def test_finished_sibling_is_drafted_from() -> None:
     batch_slots = grouped_batch_slots(0, 4, 60, 1000)
     batch_slots.group_Q[:] = torch.tensor([5, 5, -1, -1])
     batch_slots.token_QT[0, 10:13] = batch_slots.token_QT[1, 20:23]
@@ -170,7 +170,7 @@ def test_a_request_without_a_group_sees_only_its_own_text() -> None:
     assert draft_and_check(batch_slots, np.array([0], np.int32), 4, 2, 0) == 0
 
 
-def test_of_a_large_group_some_texts_are_drafted_from() -> None:
+def test_large_group_is_drafted_from_a_bounded_set_of_texts() -> None:
     batch_slots = grouped_batch_slots(3, MEMBERS + 6, 40, 30)
     batch_slots.group_Q[:-1] = 3
     batch_slots.done_Q[MEMBERS + 2], batch_slots.drafters_Q[MEMBERS + 2] = 0, 1
@@ -201,6 +201,6 @@ def test_blocks_of_a_long_text_are_all_searched() -> None:
 
 @gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-def test_large_groups_are_drafted_as_their_twin_does() -> None:
+def test_drafts_of_large_groups_equal_their_twin() -> None:
     batch_slots = grouped_batch_slots(2, 30, 1500, 40)
     assert draft_and_check(batch_slots, np.array([*range(12), batch_slots.idle], np.int32), 8, 8, 2)

@@ -50,7 +50,7 @@ def exact_leaves(leaves: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8])
-def test_the_order_of_leaves_is_the_tree(leaves: int) -> None:
+def test_partial_sums_are_added_in_tree_order(leaves: int) -> None:
     x, weight = exact_leaves(leaves)
     found = summed(partials(x, weight, leaves=leaves))
     in_one = partials(x, weight, leaves=leaves, parts=1)
@@ -70,7 +70,7 @@ def test_the_order_of_leaves_is_the_tree(leaves: int) -> None:
 @pytest.mark.parametrize(
     "inputs, leaves, parts", [(256, 4, 1), (384, 4, 2), (640, 8, 2), (40, 2, 1)]
 )
-def test_a_short_k_has_fewer_leaves(inputs: int, leaves: int, parts: int) -> None:
+def test_short_reduction_has_fewer_leaves(inputs: int, leaves: int, parts: int) -> None:
     x, weight = draw(3, inputs), draw(16, inputs, seed=1)
     part_PMN = partials(x, weight, leaves=leaves)
     leaf = leaf_size(inputs, leaves)
@@ -82,7 +82,7 @@ def test_a_short_k_has_fewer_leaves(inputs: int, leaves: int, parts: int) -> Non
     assert_same_bits("sum", summed(part_PMN), reference.tree(torch.stack(each_LMN)))
 
 
-def test_a_number_of_leaves_that_is_no_tree_is_refused() -> None:
+def test_leaves_that_are_not_a_power_of_two_are_refused() -> None:
     with pytest.raises(ValueError, match="cut into 3 leaves; take one of"):
         partials(draw(1, 128), draw(16, 128), leaves=3)
 
@@ -172,20 +172,20 @@ def check_ranks(shape: Shape, leaves: int, rows: tuple[int, ...]) -> None:
                     assert_same_bits(what, found, whole[name])
 
 
-def test_ranks_in_lockstep_give_the_bits_of_one() -> None:
+def test_ranks_in_lockstep_give_the_bits_of_one_rank() -> None:
     check_ranks(SMALL, 8, (1,))
     check_ranks(SMALL, 2, (1,))
 
 
 @gpu
 @pytest.mark.parametrize("model", SHAPES)
-def test_ranks_in_lockstep_give_the_bits_of_one_in_real_shapes(model: str) -> None:
+def test_lockstep_ranks_of_real_shapes_give_the_bits_of_one_rank(model: str) -> None:
     leaves = 4 if model == "7b" else 8  # a leaf is some whole heads
     rows = (1, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 384, 400, 512, 700, 2048)
     check_ranks(SHAPES[model], leaves, rows)
 
 
-def test_ranks_added_in_another_order_are_noticed() -> None:
+def test_comparison_detects_ranks_added_in_a_different_order() -> None:
     """Compare residuals, which are float32: what is rounded to bfloat16 may agree."""
     layer, x = Layer(SMALL, 4), draw(3, SMALL.hidden)
     whole = dict(layer(x, 1))

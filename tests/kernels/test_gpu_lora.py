@@ -32,7 +32,7 @@ def found(slot_M: list[int]) -> AdapterRows:
     return by_slot
 
 
-def test_rows_are_found_by_their_adapter_and_dead_ones_are_not() -> None:
+def test_live_rows_are_grouped_by_adapter_and_dead_rows_skipped() -> None:
     rows = RowTable.allocate(1500, 1, device=DEVICE)
     batch_slot = torch.randint(0, 5, (1500,), generator=torch.Generator().manual_seed(0))
     dead = torch.rand(1500, generator=torch.Generator().manual_seed(1)) < 0.2
@@ -53,7 +53,7 @@ def test_rows_are_found_by_their_adapter_and_dead_ones_are_not() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [(96,), (64, 32, 32), (48, 48)])
 @pytest.mark.parametrize("inputs", [40, 1100])
-def test_add_lora(inputs: int, parts: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_add_lora_matches_its_twin(inputs: int, parts: tuple[int, ...], dtype: torch.dtype) -> None:
     slot_M = [1, -1, 0, 1] + [2] * 20
     x, out = draw(24, inputs, dtype=dtype), draw(24, sum(parts), dtype=dtype, seed=1)
     a = draw(SLOTS, RANK * len(parts), inputs, dtype=dtype, seed=2)
@@ -69,7 +69,7 @@ def test_add_lora(inputs: int, parts: tuple[int, ...], dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_bits_of_a_row_are_the_same_in_any_company(dtype: torch.dtype) -> None:
+def test_adapter_row_bits_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     parts, count = (64, 32, 32), 40
     x = draw(count, 1100, dtype=dtype)
     a, b = draw(SLOTS, 48, 1100, dtype=dtype, seed=2), draw(SLOTS, 128, RANK, dtype=dtype, seed=3)
@@ -87,7 +87,7 @@ def test_the_bits_of_a_row_are_the_same_in_any_company(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_of_rows_with_and_without_adapters(dtype: torch.dtype) -> None:
+def test_gated_rows_with_and_without_adapters_match_the_twin(dtype: torch.dtype) -> None:
     """Rows without one have the bits of the fused matmul, the others those of its parts."""
     a = draw(SLOTS, 2 * RANK, 160, dtype=dtype, seed=2)
     b = draw(SLOTS, 192, RANK, dtype=dtype, seed=3)

@@ -76,7 +76,7 @@ def gumbel_of_words(words: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("key", [(0, 0), (0xA4093822, 0x299F31D0), (0xFFFFFFFF, 0xFFFFFFFF)])
-def test_philox_words_are_those_of_the_reference(key):
+def test_philox_words_equal_the_reference(key):
     quads = np.array([0, 1, 2, 0x243F6A88, 2**31 - 1, 38015, 77, 2**31 - 2], np.int64)
     out = torch.full((4, 8), -1, dtype=torch.int64, device=DEVICE)
     _words[(1,)](torch.from_numpy(quads).to(DEVICE), out, *key, 5, N=8)

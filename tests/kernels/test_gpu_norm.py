@@ -28,7 +28,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [32, 160, 257])
-def test_rms_norm(hidden: int, dtype: torch.dtype) -> None:
+def test_rms_norm_matches_its_twin(hidden: int, dtype: torch.dtype) -> None:
     x, weight = draw(5, hidden, dtype=dtype), draw(hidden, dtype=dtype)
     out = torch.full_like(x, float("nan"))
     assert rms_norm(x, weight, EPS, out) is out
@@ -89,7 +89,7 @@ def test_embeddings_are_looked_up_clamped_and_normed(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_norms_halves_are_copied_and_sums_rounded(dtype: torch.dtype) -> None:
+def test_without_norm_weights_halves_are_copied_and_sums_rounded(dtype: torch.dtype) -> None:
     token = torch.tensor([3, -1, 11, 99, 0], dtype=torch.int32, device=DEVICE)
     known = torch.tensor([3, 0, 11, 11, 0], device=DEVICE)
     embedding, g = draw(12, 160, dtype=dtype), draw(5, 160, seed=4)
@@ -101,7 +101,7 @@ def test_without_norms_halves_are_copied_and_sums_rounded(dtype: torch.dtype) ->
     assert_same_bits("residual", residual, expected)
 
 
-def test_no_rows_launch_nothing() -> None:
+def test_norm_of_no_rows_launches_no_kernel() -> None:
     weight = draw(32)
     assert add_rms_norm(draw(2, 0, 32), draw(0, 32), weight, EPS).shape == (0, 32)
     assert embed_rms_norm(

@@ -48,7 +48,7 @@ def calls(count: int) -> list[np.ndarray]:
     return found
 
 
-def test_thirty_calls_err_and_none_afterwards() -> None:
+def test_planted_fault_changes_exactly_its_planned_calls() -> None:
     sound = calls(1)[0]
     with planted(SimpleNamespace(runner=None)):  # type: ignore[arg-type]
         inside = calls(CALLS.stop + 2)

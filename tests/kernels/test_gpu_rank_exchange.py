@@ -93,7 +93,7 @@ def put(peers: Sequence[PeerWindows], part_TPRH: Tensor, turn: int = 0) -> list[
 
 
 @pytest.mark.parametrize("ranks, parts", [(2, 1), (2, 2), (4, 2), (8, 1)])
-def test_every_rank_gets_the_bits_of_one_that_has_all_parts(ranks: int, parts: int) -> None:
+def test_every_rank_gets_the_bits_of_a_rank_with_all_parts(ranks: int, parts: int) -> None:
     part_TPRH = draw(ranks, parts, ROWS, HIDDEN)
     residual, weight = draw(ROWS, HIDDEN, seed=1), draw(HIDDEN, seed=2, dtype=DTYPE)
     bias = draw(HIDDEN, seed=3, dtype=DTYPE)
@@ -123,7 +123,7 @@ def test_every_rank_gets_the_bits_of_one_that_has_all_parts(ranks: int, parts: i
     "way, ranks, parts",
     [(Way.PUSH, 2, 1), (Way.PUSH, 4, 2), (Way.TWO_STEPS, 2, 2), (Way.TWO_STEPS, 4, 1)],
 )
-def test_every_way_has_the_bits_of_one_that_has_all_parts(
+def test_every_exchange_method_gives_the_bits_of_a_single_rank(
     way: Way, ranks: int, parts: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peers of each seem to have signalled, so what they store lands a turn late."""
@@ -148,8 +148,8 @@ def test_every_way_has_the_bits_of_one_that_has_all_parts(
     assert [each.failure() for each in peers] == [""] * ranks
 
 
-def test_a_program_that_pushed_long_ago_has_not_signalled_now() -> None:
-    """Nor one that never did, in any of the numbers that a server for years comes to."""
+def test_earlier_pushes_do_not_count_as_the_current_signal() -> None:
+    """Nor does a peer that never pushed, for any number that a server reaches in years."""
     part_TPRH, residual = draw(2, 1, ROWS, HIDDEN), draw(ROWS, HIDDEN, seed=1)
     peers = group(2, timeout_s=0.3)
     mine, out = put(peers, part_TPRH)[0], torch.empty(ROWS, HIDDEN, device=DEVICE, dtype=DTYPE)
@@ -163,7 +163,7 @@ def test_a_program_that_pushed_long_ago_has_not_signalled_now() -> None:
             assert missed == (flag < number)
 
 
-def test_rows_choose_a_way_that_has_a_landing() -> None:
+def test_exchange_method_for_a_row_count_fits_its_buffer() -> None:
     assert [way_of(2, rows) for rows in (256, 257)] == [Way.PUSH, Way.TWO_STEPS]
     assert PROGRAMS.value == 256, "each pushes one row"
     for ranks in (2, 4, 8):
@@ -175,7 +175,7 @@ def test_rows_choose_a_way_that_has_a_landing() -> None:
                     assert way_of(ranks, fewer).landed(ranks) * fewer * 3584 <= landing
 
 
-def test_without_a_weight_sums_are_rounded() -> None:
+def test_exchange_without_a_norm_weight_rounds_the_sums() -> None:
     part_TPRH, residual = draw(2, 1, ROWS, HIDDEN), draw(ROWS, HIDDEN, seed=1)
     peers = group(2)
     out = torch.empty(ROWS, HIDDEN, device=DEVICE, dtype=DTYPE)
@@ -184,7 +184,7 @@ def test_without_a_weight_sums_are_rounded() -> None:
     assert_same_bits("sum", out, expected.to(DTYPE))
 
 
-def test_leaves_of_other_ranks_give_other_bits() -> None:
+def test_leaves_assigned_to_wrong_ranks_change_the_bits() -> None:
     """Rank 0 owns leaves 0 and 2, rank 1 owns 1 and 3."""
     part_LRH, weight = draw(4, ROWS, HIDDEN), draw(HIDDEN, seed=2, dtype=DTYPE)
     expected, found = (torch.zeros(ROWS, HIDDEN, device=DEVICE) for _ in range(2))
@@ -197,7 +197,7 @@ def test_leaves_of_other_ranks_give_other_bits() -> None:
         assert_same_bits("residual", found, expected)
 
 
-def test_matmuls_of_ranks_are_exchanged_from_their_rooms() -> None:
+def test_rank_matmuls_are_exchanged_from_their_buffers() -> None:
     x, weight_HK = draw(ROWS, 512, dtype=DTYPE), draw(HIDDEN, 512, seed=1, dtype=DTYPE)
     norm = draw(HIDDEN, seed=2, dtype=DTYPE)
     expected = torch.zeros(ROWS, HIDDEN, device=DEVICE)
@@ -217,7 +217,7 @@ def test_matmuls_of_ranks_are_exchanged_from_their_rooms() -> None:
 
 
 @pytest.mark.parametrize("words", [5, 1500])
-def test_words_are_gathered_in_the_order_of_ranks(words: int) -> None:
+def test_words_are_gathered_in_rank_order(words: int) -> None:
     peers, rooms = group(4, 4), []
     for each in peers:
         rooms.append(each.room(1).view(torch.int32)[:words])
@@ -228,7 +228,7 @@ def test_words_are_gathered_in_the_order_of_ranks(words: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_sample_in_their_blocks_as_one_that_has_all(ranks: int) -> None:
+def test_ranks_sample_their_blocks_like_one_rank_with_all_blocks(ranks: int) -> None:
     """Three rows and a dead one; the last rank has fewer blocks."""
     check_samples((2 + ranks) * BLOCK + 500, ranks)
     assert blocks_of_rank(BLOCK, 2) == blocks_of_rank(9 * BLOCK, 8) == 0, "a rank has no block"
@@ -238,7 +238,7 @@ def test_ranks_sample_in_their_blocks_as_one_that_has_all(ranks: int) -> None:
 @gpu
 @pytest.mark.parametrize("vocabulary", [152064, 151936, 128256, 32000, 50257])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_sample_real_vocabularies_as_one_gpu_does(vocabulary: int, ranks: int) -> None:
+def test_ranks_sample_real_vocabularies_like_one_gpu(vocabulary: int, ranks: int) -> None:
     check_samples(vocabulary, ranks, rows=399)
 
 
@@ -299,7 +299,7 @@ def test_ranks_order_children_like_a_single_rank(ranks: int, count: int) -> None
 
 
 @pytest.mark.parametrize("signal", [0, 2], ids=["missing", "stale"])
-def test_a_signal_that_does_not_come_ends_the_wait(signal: int) -> None:
+def test_missing_signal_ends_the_wait_at_its_timeout(signal: int) -> None:
     """The peer's newest exchange stays the one before this rank's."""
     peers = group(2, signal=signal, timeout_s=0.3)
     for _ in range(signal):
@@ -319,7 +319,7 @@ def test_a_signal_that_does_not_come_ends_the_wait(signal: int) -> None:
     assert not peers[0].failure()
 
 
-def test_numbers_of_exchanges_do_not_wrap() -> None:
+def test_exchange_numbers_do_not_wrap() -> None:
     peers = group(2, signal=2**32, timeout_s=0.3)
     peers[0].state.view(torch.int64)[0] = (2**32 - 2) * EXCHANGE.value
     peers[0].meet(times=2)
@@ -416,7 +416,7 @@ def test_kernels_for_hopper_signal_without_multicast(for_hopper: dict[str, dict[
     assert all(quads in texts[f"{name} 3584"]["layouts"] for name in (pull, push, both))
 
 
-def test_ranks_add_floats_in_the_registers_of_one_gpu(
+def test_rank_kernels_keep_a_single_gpus_register_layout(
     for_hopper: dict[str, dict[str, str]],
 ) -> None:
     """Triton's interpreter has no registers, so it cannot show in which order they are added."""

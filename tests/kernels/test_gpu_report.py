@@ -66,7 +66,7 @@ def check_against_twin(
 
 
 @pytest.mark.parametrize(("size", "best"), [(2, 3), (5, 5), (130, 16), (1025, 1), (2100, 70)])
-def test_raw_logprobs_and_best_tokens_are_the_twins(size: int, best: int) -> None:
+def test_raw_logprobs_and_top_tokens_equal_their_twin(size: int, best: int) -> None:
     logits_SV, p = rows_of(size, 8, size), Parameters(8, size)
     p.temperature[:] = [1, 0.7, 1.9, 0, 1, 0.05, 5, 1e-6]
     p.top_k[6], p.top_p[7] = 2, 0.5
@@ -79,7 +79,7 @@ def test_raw_logprobs_and_best_tokens_are_the_twins(size: int, best: int) -> Non
         assert check_against_twin(logits_SV, token_S, p if filtered else q, found, best) >= 7
 
 
-def test_no_more_is_listed_than_filters_keep() -> None:
+def test_top_tokens_list_only_tokens_that_filters_keep() -> None:
     cases = list(itertools.product([0, 0.05], [0, 3, 40], [1, 0.9, 0.3]))
     logits_SV, p = rows_of(300, len(cases), 2), Parameters(len(cases), 2)
     p.min_p[:], p.top_k[:], p.top_p[:] = (np.array(column) for column in zip(*cases, strict=True))
@@ -89,7 +89,7 @@ def test_no_more_is_listed_than_filters_keep() -> None:
     assert (found.token_SK == -1).any() and (found.token_SK[0] >= 0).all()
 
 
-def test_ties_are_listed_by_rising_id_and_cut_at_the_lowest() -> None:
+def test_tied_top_tokens_are_listed_and_cut_by_rising_id() -> None:
     logits_SV, p = np.zeros((2, 2050), np.float32), Parameters(2, 3)
     logits_SV[:, 1::2] = np.float32(1.5)
     logits_SV[1] = -np.inf
@@ -98,7 +98,7 @@ def test_ties_are_listed_by_rising_id_and_cut_at_the_lowest() -> None:
     assert found.token_SK.tolist() == [[1, 3, 5, 7], [9, 2049, -1, -1]]
 
 
-def test_without_best_tokens_only_raw_logprobs_are_computed() -> None:
+def test_without_top_tokens_only_raw_logprobs_are_computed() -> None:
     logits_SV, p = rows_of(70, 3, 4), Parameters(3, 4)
     token_S = tokens_of(logits_SV, 4)
     assert (
@@ -128,7 +128,7 @@ def test_skipped_and_broken_rows_leave_other_sequences_alone(filtered: bool) -> 
         assert_same_bits("raw_logprob_S", alone.raw_logprob_S, found.raw_logprob_S[s : s + 1])
 
 
-def test_a_sampled_token_has_its_own_logprob_among_the_best() -> None:
+def test_sampled_token_has_its_own_logprob_among_the_top_tokens() -> None:
     """Compare to one ulp: the two kernels add in the same order, but what a compiler fuses may
     differ in the last bit.
     """
@@ -178,7 +178,7 @@ def test_emitted_tokens_are_found_at_their_samples(requests: int, decode_rows: i
 
 
 @gpu
-def test_row_of_a_large_vocabulary_has_its_bits_in_company() -> None:
+def test_large_vocabulary_row_has_the_same_bits_in_any_batch() -> None:
     logits_SV, p = rows_of(V_TARGET, 256, 10), Parameters(256, 10)
     p.temperature[::3], p.temperature[5] = 0.8, 0
     p.top_p[::2], p.top_k[::4], p.min_p[::8] = 0.95, 50, 0.02

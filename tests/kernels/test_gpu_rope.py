@@ -78,7 +78,7 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
         assert_close(name, one[found[3].long()], two[found[3].long()], 1e-6)
 
 
-def test_a_dead_row_writes_only_the_kv_slot_that_it_carries():
+def test_dead_row_writes_only_its_own_kv_slot():
     qkv_RX, tables = noise(2, 3 * 32), noise(4, 16)
     k_SKD, v_SKD = torch.full((2, 5, 1, 32), float("nan"), device=DEVICE)
     position_R = torch.tensor([-1, 3], dtype=torch.int32, device=DEVICE)
@@ -94,7 +94,7 @@ def test_a_dead_row_writes_only_the_kv_slot_that_it_carries():
 @gpu
 @pytest.mark.parametrize("heads_norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(28, 4, 128), (32, 8, 64), (0, 4, 128)])
-def test_a_row_alone_has_the_bits_it_has_in_company(heads, kv_heads, width, heads_norm):
+def test_rope_row_has_the_same_bits_alone_and_batched(heads, kv_heads, width, heads_norm):
     company = run(rope_store, torch.bfloat16, 33, heads, kv_heads, width, heads_norm)
     truth = run(
         reference.rope_store,

@@ -145,13 +145,13 @@ def test_the_best_nodes_are_laid_out_as_whole_trees(
         select_and_check(requests, columns, depth, decode_rows, seed)
 
 
-def test_ties_at_the_cut_fill_the_rows_and_stay_closed() -> None:
+def test_ties_at_the_row_limit_fill_rows_and_keep_trees_whole() -> None:
     for seed in range(4):
         select_and_check(4, 12, 4, 17, seed, levels=1)
         select_and_check(4, 12, 4, 13, seed, levels=3)
 
 
-def test_without_nodes_every_live_request_has_its_root() -> None:
+def test_every_live_request_has_a_root_row_without_drafts() -> None:
     select_and_check(5, 1, 1, 5, 0, with_nodes=False)
     select_and_check(5, 4, 3, 8, 0, with_nodes=False)
 
@@ -224,14 +224,14 @@ def test_prefill_chunks_follow_the_decode_rows(
     ("requests", "columns", "depth", "decode_rows"),
     [(1, 116, 8, 64), (32, 116, 8, 256), (64, 456, 8, 512)],
 )
-def test_large_batches_are_laid_out_as_their_twin_does(
+def test_large_batches_are_laid_out_like_their_twin(
     requests: int, columns: int, depth: int, decode_rows: int
 ) -> None:
     select_and_check(requests, columns, depth, decode_rows, 1)
     select_and_check(requests, columns, depth, decode_rows, 2, levels=2)
 
 
-def test_acceptance_tie_where_their_keys_do() -> None:
+def test_acceptances_compare_equal_exactly_where_their_keys_do() -> None:
     rng = np.random.default_rng(5)
     acceptance_N = np.exp2(rng.uniform(-18, 0, 4000)).astype(np.float32)
     acceptance_N[1::2] = acceptance_N[::2] * (1 + rng.uniform(0, 2e-3, 2000))  # close to each other

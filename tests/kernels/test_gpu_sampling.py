@@ -113,7 +113,7 @@ def check_against_twin(logits_SV: np.ndarray, p: Parameters, found: Samples) -> 
 
 
 @pytest.mark.parametrize("size", [1, 5, 1023, 1025, 4100])
-def test_tokens_and_logprobs_are_the_twins(size):
+def test_sampled_tokens_and_logprobs_equal_their_twin(size):
     count = 8
     logits_SV, p = rows_of(size, count, size), Parameters(count, size)
     p.temperature[:] = [1, 0.7, 1.9, 0, 1, 0.05, 5, 1e-6]
@@ -124,7 +124,7 @@ def test_tokens_and_logprobs_are_the_twins(size):
 @pytest.mark.parametrize(
     ("size", "whole_row"), [(1, False), (5, False), (130, True), (1025, False), (4100, True)]
 )
-def test_combined_filters_are_the_twins(size, whole_row, monkeypatch):
+def test_combined_filters_equal_their_twin(size, whole_row, monkeypatch):
     if whole_row:
         monkeypatch.setattr(filters, "CAPACITY", 1)
     cases = combined()
@@ -136,7 +136,7 @@ def test_combined_filters_are_the_twins(size, whole_row, monkeypatch):
     assert check_against_twin(logits_SV, p, found) >= 0.9 * count
 
 
-def test_flat_and_peaked_rows_pass_the_filters():
+def test_flat_and_peaked_rows_are_filtered_like_the_twin():
     flat = np.linspace(0, 1e-3, 3000, dtype=np.float32)[None].repeat(3, 0)
     peaked = np.zeros((3, 3000), np.float32)
     peaked[:, 1234] = 60
@@ -154,7 +154,7 @@ def kept_tokens(logits_SV: np.ndarray, p: Parameters) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("capacity", "sampled"), [(60, 256), (400, 1024), (400, 16)])
-def test_bracket_and_list_keep_the_same_tokens_of_even_rows(
+def test_top_p_bracket_and_list_keep_the_same_tokens(
     capacity: int, sampled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 4100
@@ -173,7 +173,7 @@ def test_bracket_and_list_keep_the_same_tokens_of_even_rows(
     assert expected.sum(axis=1).max() > 10 * capacity
 
 
-def test_close_neighbours_are_compared_exactly():
+def test_tokens_with_close_scores_are_compared_exactly():
     logits_SV, p = np.zeros((24, 64), np.float32), Parameters(24, 12)
     # Four neighbours with nothing else near: the bounds of their scores lie far above the scores.
     logits_SV[:, 8:12] = 40
@@ -208,7 +208,7 @@ def test_ties_go_to_the_lowest_ids():
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_broken_rows_report_nan_and_leave_the_others_alone(filtered):
+def test_broken_rows_report_nan_and_change_no_other_row(filtered):
     logits_SV, p = rows_of(1100, 6, 6), Parameters(6, 6)
     p.top_p[:] = 0.9 if filtered else 1
     whole = p.sample(logits_SV, filtered=filtered)
@@ -282,7 +282,7 @@ def test_a_row_has_the_same_bits_alone_and_among_256(filtered):
 
 @gpu
 @pytest.mark.parametrize("spread", [1e-4, 2.5, 30.0])
-def test_a_large_vocabulary_is_sampled_as_the_twin_does(spread):
+def test_large_vocabulary_is_sampled_like_the_twin(spread):
     cases = list(itertools.product([0, 0.05], [0, 50, 3000], [1, 0.95, 0.3]))
     logits_SV, p = rows_of(V_TARGET, len(cases), 11, spread), Parameters(len(cases), 11)
     p.min_p[:], p.top_k[:], p.top_p[:] = (np.array(column) for column in zip(*cases, strict=True))

@@ -26,7 +26,7 @@ def run(x_N: torch.Tensor) -> torch.Tensor:
     return out_N.cpu()
 
 
-def test_silu_is_a_few_ulp_from_the_truth() -> None:
+def test_silu_is_within_a_few_ulp_of_the_exact_value() -> None:
     """Measure in units of 2^-23: half from each rounding of the sum and the product, 2 from ex2, 1
     from rcp, and |x| because -x log2 e and its factor are rounded, which moves e^-x by a relative
     error proportional to |x|.
@@ -52,7 +52,7 @@ def test_silu_fades_to_minus_zero_without_nan() -> None:
 
 # The interpreter's -inf / (1 + inf)
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-def test_silu_at_the_limits() -> None:
+def test_silu_is_correct_at_zero_infinity_nan_and_denormals() -> None:
     x = torch.tensor([0.0, -0.0, float("inf")])
     assert_same_bits("0, -0 and infinity", run(x), x)
     # As torch has it: -inf / (1 + inf)

@@ -13,7 +13,7 @@ ROWS = 5
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 64, 1024, 2079])
-def test_only_tokens_that_may_follow_stay(vocabulary: int) -> None:
+def test_masks_keep_only_tokens_allowed_to_follow(vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     logits_SV = rng.normal(size=(ROWS, vocabulary)).astype(np.float32)
     logits_SV[1] = np.nan  # masks are set without a look at the logits
@@ -38,7 +38,7 @@ def test_only_tokens_that_may_follow_stay(vocabulary: int) -> None:
     assert token_R.tolist() == count_E.tolist() == [*range(1, 9)]
 
 
-def test_rows_without_a_mask_in_time_leave_the_trees() -> None:
+def test_draft_rows_without_a_ready_mask_are_dropped() -> None:
     masks = Masks.allocate(ROWS, 2079, device=DEVICE)
     mask_S = [DRAFT_LEFT_OUT, ENTRY_LEFT_OUT - 2, NO_MASK, DRAFT_LEFT_OUT, ENTRY_LEFT_OUT]
     masks.mask_S[:] = torch.tensor(mask_S, dtype=torch.int32)

@@ -19,7 +19,7 @@ MARGIN = 8  # elements around
     "dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8]
 )
 @pytest.mark.parametrize("count", [0, 1, 31, 4096, 10_001])
-def test_contents_are_exchanged(dtype: torch.dtype, count: int) -> None:
+def test_swap_exchanges_tensor_contents(dtype: torch.dtype, count: int) -> None:
     width = torch.empty(0, dtype=dtype).element_size()
     generator = torch.Generator().manual_seed(count)
     raw = [
@@ -36,14 +36,14 @@ def test_contents_are_exchanged(dtype: torch.dtype, count: int) -> None:
     assert all(torch.equal(tensor, expected) for tensor, expected in zip(raw, before, strict=True))
 
 
-def test_what_does_not_match_is_refused() -> None:
+def test_tensors_of_unequal_shape_or_layout_are_refused() -> None:
     with pytest.raises(AssertionError):
         swap([(torch.zeros(4, device=DEVICE), torch.zeros(5, device=DEVICE))])
     with pytest.raises(AssertionError):
         swap([(torch.zeros(4, 2, device=DEVICE)[:, 0], torch.zeros(4, device=DEVICE))])
 
 
-def test_several_pairs_are_exchanged() -> None:
+def test_swap_exchanges_several_pairs() -> None:
     counts = (1 << 20, 0, 33, 1 << 22, 7)
     pairs = [
         (torch.arange(count, device=DEVICE) + i, torch.arange(count, device=DEVICE) * 3 - i)

@@ -65,12 +65,12 @@ def check(resident: Network, other: Network) -> None:
     )
 
 
-def test_values_move_and_addresses_stay() -> None:
+def test_weight_swap_exchanges_the_storage_of_two_networks() -> None:
     check(Network(1), Network(2))
 
 
 @pytest.mark.parametrize("tile_bytes", [1, 64, 2**20])
-def test_between_devices_they_go_tile_by_tile(
+def test_weights_swap_between_devices_tile_by_tile(
     tile_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "TILE_BYTES", tile_bytes)
@@ -82,7 +82,7 @@ def test_between_devices_they_go_tile_by_tile(
 
 @gpu
 @pytest.mark.parametrize("tile_bytes", [64, 2**20])
-def test_between_a_gpu_and_pinned_memory_they_go_tile_by_tile(
+def test_weights_swap_with_pinned_memory_tile_by_tile(
     tile_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -97,7 +97,7 @@ def test_between_a_gpu_and_pinned_memory_they_go_tile_by_tile(
     assert staged.storage()[0].is_cuda, "addresses change hands"
 
 
-def test_every_pair_that_is_swapped_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_swapped_pair_uses_a_precompiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare by what tells kernels apart."""
     asked: list[tuple[int, bool]] = []
     monkeypatch.setattr(
@@ -113,7 +113,7 @@ def test_every_pair_that_is_swapped_was_compiled(monkeypatch: pytest.MonkeyPatch
 
 
 @gpu
-def test_a_swap_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_swap_compiles_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare by what Triton compiles."""
     compiled: list[str] = []
     monkeypatch.setattr(
@@ -128,7 +128,7 @@ def test_a_swap_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(compiled) == 4, compiled[4:]
 
 
-def test_compiling_changes_nothing() -> None:
+def test_compiling_swap_kernels_changes_no_weight() -> None:
     network = Network(1)
     before = [tensor.clone() for tensor in network.storage()]
     compile_swaps(network)
@@ -139,7 +139,7 @@ def test_compiling_changes_nothing() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
-def test_the_storage_of_a_target_is_each_parameter_once(family: str, tied: bool) -> None:
+def test_target_storage_lists_each_parameter_once(family: str, tied: bool) -> None:
     raw = {"architectures": [family], "vocab_size": 64, "hidden_size": 32, "head_dim": 16}
     raw |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
     raw |= {"intermediate_size": 48, "rms_norm_eps": 1e-6, "max_position_embeddings": 8}

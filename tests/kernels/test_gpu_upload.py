@@ -31,7 +31,7 @@ def send(upload: Upload, buffer_U: np.ndarray) -> torch.Tensor:
     return device_U
 
 
-def test_admissions_and_pages_arrive() -> None:
+def test_uploaded_admissions_and_pages_arrive() -> None:
     rng = np.random.default_rng(0)
     batch_slots, upload, buffer_U = make()
     page_hint_PH = torch.randn(300, 6, device=DEVICE)
@@ -90,7 +90,7 @@ def test_admissions_and_pages_arrive() -> None:
         )
 
 
-def test_the_batch_lies_in_the_buffer() -> None:
+def test_upload_buffer_contains_the_batch() -> None:
     _, upload, buffer_U = make()
     upload.batch([4, 2], [(1, 16, 30), (6, 0, 5)])
     assert not upload.changes
@@ -101,7 +101,7 @@ def test_the_batch_lies_in_the_buffer() -> None:
     assert LAYOUT.batch_slot_B(send(upload, buffer_U), 2).tolist() == [1, 7]
 
 
-def test_an_upload_without_changes_changes_nothing() -> None:
+def test_upload_without_changes_keeps_every_batch_slot() -> None:
     batch_slots, upload, buffer_U = make()
     before = numpy_of(batch_slots)
     upload.extend_pages(1, 0, [3])
@@ -113,7 +113,7 @@ def test_an_upload_without_changes_changes_nothing() -> None:
         )
 
 
-def test_an_upload_is_applied_once() -> None:
+def test_upload_is_applied_only_once() -> None:
     batch_slots, upload, buffer_U = make()
     assert upload.admit(2, np.full(40, 7, np.int32), range(3), limit=90, seed=1)
     device_U = send(upload, buffer_U)
@@ -137,7 +137,7 @@ def test_a_batch_slot_is_named_once_in_an_upload() -> None:
     assert upload.extend_pages(2, 1, [10])
 
 
-def test_changes_without_room_are_refused_whole() -> None:
+def test_upload_changes_without_room_are_refused_whole() -> None:
     _, upload, buffer_U = make()
     tokens = np.arange(1400, dtype=np.int32)
     assert upload.admit(0, tokens, range(88), limit=1500, seed=1)

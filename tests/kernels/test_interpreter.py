@@ -22,7 +22,7 @@ def matmul(*operands: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="nothing is interpreted on a GPU")
-def test_matmul_bits_do_not_depend_on_the_place_in_a_tile() -> None:
+def test_matmul_bits_do_not_depend_on_the_position_in_a_tile() -> None:
     draw, differing = np.random.default_rng(0), []
     for inner in (16, 80, 256):
         shapes = (128, inner), (inner, 64), (128, 64)
@@ -52,7 +52,7 @@ def _mixed(whole_N, real_N, out_2N, N: tl.constexpr, ROWS: tl.constexpr):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="nothing is interpreted on a GPU")
-def test_operations_of_shapes_and_types_equal_numpy() -> None:
+def test_interpreted_operations_equal_numpy() -> None:
     draw = np.random.default_rng(1)
     whole_N = draw.integers(-9, 9, 16, np.int32)
     real_N = np.round(draw.standard_normal(16), 1).astype(np.float32)

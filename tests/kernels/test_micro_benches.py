@@ -13,7 +13,7 @@ from tlt_server.bench.matmul_chain import Widths
 from tlt_server.bench.padding.shapes import SHAPES
 
 
-def test_matmuls_of_a_rank_read_its_share_of_the_weights() -> None:
+def test_rank_matmuls_read_the_ranks_share_of_the_weights() -> None:
     one, half = (Widths.of(SHAPES["qwen2.5-7b"], ranks) for ranks in (1, 2))
     layer = 3584 * ((28 + 2 * 4) * 128 + 28 * 128 + 3 * 18944)
     assert one.elements == 28 * layer and half.elements == 14 * layer
