@@ -101,7 +101,7 @@ def test_unknown_record_of_weights_is_refused_at_start(left: Path) -> None:
         Pushable(settings(left, state_dir="state"))
 
 
-def test_checkpoint_of_a_client_is_committed(left: Path) -> None:
+def test_released_client_checkpoint_is_committed(left: Path) -> None:
     engine = Pushable(settings(left))
     report = engine.push(left / "pushed", "v9", tensors=EXPECTED["pushed"])
     assert report.result == "committed", report.error
@@ -123,7 +123,7 @@ def serving(root: Path, drafter: Path) -> Pushable:
 
 
 @pytest.mark.parametrize("name", EXPECTED["drafts"])
-def test_written_drafters_draft_the_same(left: Path, name: str) -> None:
+def test_released_drafters_draft_the_same_tokens(left: Path, name: str) -> None:
     engine = serving(left, drafter_at(left, name))
     said = engine.run(*(request(i) for i in range(3)))
     assert {id: tokens for id, (tokens, _) in said.items()} == EXPECTED["tokens"]
@@ -198,7 +198,7 @@ def test_recorded_sequences_are_read(left: Path) -> None:
     assert report.tokens_by_version == {"initial": 12, "v2": 36}
 
 
-def test_later_segments_are_named_and_left_out(left: Path) -> None:
+def test_segments_of_a_later_format_are_named_and_skipped(left: Path) -> None:
     files = [*(left / "state" / "samples").rglob("*.segment")]
     for path in files:
         with_segment_header(path, format=2, compressed=True)
@@ -217,7 +217,7 @@ def test_recorded_rollout_is_read(left: Path) -> None:
     assert int(samples.verified.accepted_V.sum()) == expected["accepted"] > 0
 
 
-def test_rollout_of_another_target_is_refused_by_every_reader(left: Path) -> None:
+def test_rollout_of_a_different_target_fails_in_every_reader(left: Path) -> None:
     path, config = left / "rollout.safetensors", left / "model" / "config.json"
     config.write_text(config.read_text().replace('"num_hidden_layers": ', '"num_hidden_layers": 1'))
     limits = TargetLimits(vocab_size=2**20, max_position=2**20)
@@ -227,7 +227,7 @@ def test_rollout_of_another_target_is_refused_by_every_reader(left: Path) -> Non
         read_documents([path], limits, left / "model")
 
 
-def test_later_recorded_rollout_is_refused(left: Path) -> None:
+def test_rollout_record_of_a_later_format_is_refused(left: Path) -> None:
     path = left / "rollout.safetensors"
     path.write_bytes(path.read_bytes().replace(b"tlt rollout record 4", b"tlt rollout record 5"))
     with pytest.raises(StartupError, match=r"record 5', this reads '.* record 4'; record the roll"):
@@ -237,7 +237,7 @@ def test_later_recorded_rollout_is_refused(left: Path) -> None:
 # -- a trainer's checkpoints -----------------------------------------------------------------------
 
 
-def test_training_goes_on_from_its_checkpoint(left: Path) -> None:
+def test_training_resumes_from_a_released_checkpoint(left: Path) -> None:
     expected = EXPECTED["checkpoint"]
     place = left / "state" / "work"
     place.mkdir()
@@ -277,7 +277,7 @@ def knowledge_in(root: Path, **made_by: str) -> tuple[str, Knowledge]:
     return KnowledgeFile(file, made).load(knowledge), knowledge
 
 
-def test_knowledge_of_steps_is_read(left: Path) -> None:
+def test_released_step_times_are_read(left: Path) -> None:
     expected = EXPECTED["knowledge"]
     found, knowledge = knowledge_in(left)
     assert found == str(left / "state" / "knowledge.json")
@@ -288,7 +288,7 @@ def test_knowledge_of_steps_is_read(left: Path) -> None:
     assert table.acceptance_K[3] == pytest.approx(expected["survival"], rel=1e-6)
 
 
-def test_knowledge_of_another_version_is_named(
+def test_step_times_of_another_release_are_named_and_unused(
     left: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = left / "state" / "knowledge.json"
@@ -324,7 +324,7 @@ def check_choices(results: Any, key: str) -> None:
         ]
 
 
-def test_rollouts_are_fetched_or_go_on_after_a_restart(left: Path) -> None:
+def test_released_rollouts_are_fetched_or_resumed_on_restart(left: Path) -> None:
     done, cut = (EXPECTED[f"rollout {key}"]["id"] for key in ("done", "cut"))
     journal = (left / "state" / "rollouts" / f"{cut}.journal").read_bytes()
     written: dict[str, list[int]] = {}
@@ -347,7 +347,7 @@ def test_rollouts_are_fetched_or_go_on_after_a_restart(left: Path) -> None:
         assert not client.weights()["uploads"] and not [*(left / "state/uploads").iterdir()]
 
 
-def test_later_records_of_a_journal_are_refused_when_fetched(left: Path) -> None:
+def test_journal_records_of_a_later_format_fail_when_fetched(left: Path) -> None:
     id = EXPECTED["rollout done"]["id"]
     path = left / "state" / "rollouts" / f"{id}.journal"
     first, *others = journal_records(path.read_bytes())

@@ -67,7 +67,7 @@ def test_server_loads_a_new_drafter(head, lines):
     assert torch.isfinite(logits).all() and logits.shape == (3, 100)
 
 
-def test_eagle1_drafter_starts_without_a_head_of_its_own(head, tmp_path, capsys):
+def test_eagle1_drafter_starts_without_its_own_head(head, tmp_path, capsys):
     out = tmp_path / "eagle1"
     assert main(["drafter", "init", *PAIR, "--network", "eagle1", "--out", str(out)]) == 0
     config = ModelConfig.read(TARGET)
@@ -93,7 +93,7 @@ def test_numbers_beyond_their_bounds_are_refused(tmp_path, capsys, flags):
     assert "not a whole number from" in capsys.readouterr().err
 
 
-def test_ties_in_the_draft_vocabulary_go_to_the_lower_ids():
+def test_draft_vocabulary_ties_go_to_the_lower_ids():
     counts = np.array([0, 5, 0, 5, 1, 0, 0])
     assert draft_vocabulary(counts, 4, always=(6,)).tolist() == [1, 3, 4, 6]
     assert draft_vocabulary(counts, 5, always=(6,)).tolist() == [0, 1, 3, 4, 6]
@@ -131,7 +131,7 @@ def train(head, lines, out, *flags):
     )
 
 
-def test_training_goes_on_from_a_checkpoint_with_the_same_bits(head, lines, tmp_path, capsys):
+def test_training_resumes_from_a_checkpoint_with_the_same_bits(head, lines, tmp_path, capsys):
     before = torch.get_num_threads()
     assert train(head, lines, tmp_path / "whole", "--steps", "4", "--threads", "1") == 0
     assert torch.get_num_threads() == 1
@@ -153,7 +153,7 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits(head, lines, tmp_
     assert torch.equal(states[0]["d2t"], before["d2t"])
 
 
-def test_the_checkpoints_of_another_drafter_are_refused(head, lines, tmp_path, capsys):
+def test_checkpoints_of_a_different_drafter_are_refused(head, lines, tmp_path, capsys):
     saved = ("--steps", "1", "--checkpoints", str(tmp_path / "saved"))
     assert train(head, lines, tmp_path / "first", *saved) == 0
     assert train(tmp_path / "first", lines, tmp_path / "second", *saved) == 2
@@ -172,7 +172,7 @@ def test_unfit_packs_and_steps_are_refused(head, lines, tmp_path, capsys, flags,
     assert status == 2 and words in capsys.readouterr().err
 
 
-def test_stop_at_without_a_record_is_refused(head, lines, tmp_path, capsys):
+def test_stop_at_flag_without_a_record_is_refused(head, lines, tmp_path, capsys):
     assert train(head, lines, tmp_path / "out", "--stop-at", "3") == 2
     assert "name some that are not trained on as --record" in capsys.readouterr().err
 
@@ -182,7 +182,7 @@ def test_an_out_directory_in_use_is_refused(head, lines, capsys):
     assert "not an empty directory" in capsys.readouterr().err
 
 
-def test_data_without_anything_to_learn_is_refused(head, tmp_path, capsys):
+def test_data_without_a_trainable_token_is_refused(head, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt_ids": [1, 2, 3, 4], "response_ids": [5]}\n')
     assert train(head, path, tmp_path / "out", "--steps", "1") == 2
@@ -215,7 +215,7 @@ def test_gpu_unsupported_by_the_kernels_is_not_chosen(monkeypatch):
     assert device_of(None, "cpu") == "cpu"
 
 
-def test_conversations_are_encoded_as_a_server_meets_them(tmp_path):
+def test_conversations_are_encoded_like_requests_of_a_server(tmp_path):
     path = tmp_path / "chat.jsonl"
     turns = [("user", "1+2?"), ("assistant", "3"), ("user", "3+4?"), ("assistant", "7")]
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -247,7 +247,7 @@ def test_conversations_are_encoded_as_a_server_meets_them(tmp_path):
         (f'{{"prompt_ids": {[1] * 4000}, "response_ids": {[2] * 97}}}', "4097 tokens, .* 4096"),
     ],
 )
-def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line, words):
+def test_invalid_line_is_refused_by_file_and_line_number(tmp_path, line, words):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt_ids": [1], "response_ids": [2]}\n' + line + "\n")
     with pytest.raises(StartupError, match=rf"data\.jsonl:2: .*{words}"):
@@ -272,7 +272,7 @@ def test_files_without_data_are_refused(tmp_path, content):
         read_documents([tmp_path / "none"], LIMITS, TARGET)
 
 
-def test_too_many_tokens_in_all_are_refused(tmp_path, monkeypatch):
+def test_data_with_too_many_tokens_in_total_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "MAX_TOKENS", 5)
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt_ids": [1], "response_ids": [2, 3]}\n' * 2)

@@ -95,7 +95,9 @@ def generated(root: Path, drafter: Path) -> tuple[object, int, int]:
 
 
 @pytest.mark.parametrize("layout", EXPORTS)
-def test_an_engine_drafts_the_same_with_it(root: Path, tmp_path: Path, layout: str) -> None:
+def test_engine_drafts_alike_with_the_exported_drafter(
+    root: Path, tmp_path: Path, layout: str
+) -> None:
     done = exported(root, layout, tmp_path / "out")
     drafted = 60 if ARCHITECTURES[EXPORTS[layout].network].own_head else VOCAB
     assert done.compared == 40 * (HIDDEN + drafted), "states and logits"
@@ -128,7 +130,7 @@ def test_eagle1_export_satisfies_strict_loaders(root: Path, tmp_path: Path) -> N
     assert not tensors["fc.bias"].any()
 
 
-def test_a_layout_can_be_exported_again(root: Path, tmp_path: Path) -> None:
+def test_exported_drafter_can_be_exported_in_a_different_layout(root: Path, tmp_path: Path) -> None:
     exported(root, "speculators", tmp_path / "first")
     exported(root, "sglang", tmp_path / "second", tmp_path / "first")
     before, after = (
@@ -138,7 +140,7 @@ def test_a_layout_can_be_exported_again(root: Path, tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_norm_before_the_residual_is_served_and_told(root: Path, tmp_path: Path) -> None:
+def test_norm_before_residual_is_served_and_exported(root: Path, tmp_path: Path) -> None:
     drafter = changed(root, tmp_path, norm_before_residual=True)
     exported(root, "speculators", tmp_path / "out", drafter)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -174,7 +176,7 @@ def test_the_norm_before_the_residual_is_served_and_told(root: Path, tmp_path: P
         ("eagle1", {}, ("LlamaForCausalLMEagle3", "eagle3 or sglang or speculators")),
     ],
 )
-def test_misfits_are_named_with_both_values(root, tmp_path, layout, changes, words) -> None:
+def test_export_misfits_are_named_with_both_values(root, tmp_path, layout, changes, words) -> None:
     with pytest.raises(StartupError) as caught:
         exported(root, layout, tmp_path / "out", changed(root, tmp_path, **changes))
     assert all(word in caught.value.message for word in words), caught.value.message
@@ -229,7 +231,9 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_export_is_replayed_over_a_record(record: Path, tmp_path: Path, monkeypatch) -> None:
+def test_exported_drafter_is_replayed_over_a_record(
+    record: Path, tmp_path: Path, monkeypatch
+) -> None:
     pair = ["--target", str(TARGET), "--drafter", str(DRAFTER), "--record", str(record)]
     command = ["drafter", "export", *pair, "--layout", "speculators", "--out"]
     assert main([*command, str(tmp_path / "out")]) == 0

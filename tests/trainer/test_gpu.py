@@ -72,7 +72,7 @@ def build(target, device, dtype):
     return Trainer(network, frozen, make_objective("eagle3"), AdamWSettings(lr=1e-4))
 
 
-def test_logits_in_bfloat16_are_those_of_float32_on_a_cpu(target, source):
+def test_bfloat16_logits_match_float32_logits_of_a_cpu(target, source):
     assert LAYERS == target.feature_layers
     pack, _ = Packer(source, BUDGET, 7).next(Cursor())
     found = []
@@ -96,7 +96,7 @@ def test_logits_in_bfloat16_are_those_of_float32_on_a_cpu(target, source):
         assert cosine(exact[inside], rounded[inside]) > 0.999, step
 
 
-def test_packs_read_ahead_reach_the_gpu_whole(source):
+def test_prefetched_packs_reach_the_gpu_whole(source):
     device, packer, cursor = torch.device("cuda"), Packer(source, BUDGET, 7), Cursor()
     with PacksAhead(Packer(source, BUDGET, 7), device, torch.bfloat16) as packs:
         for _ in range(4):
@@ -107,7 +107,7 @@ def test_packs_read_ahead_reach_the_gpu_whole(source):
                 assert found.is_cuda and torch.equal(found, value.to(device, found.dtype)), name
 
 
-def test_gpu_checkpoint_holds_the_state_before_the_next_step(target, source, tmp_path):
+def test_gpu_checkpoint_excludes_the_step_running_meanwhile(target, source, tmp_path):
     trainer, packer = build(target, "cuda", torch.bfloat16), Packer(source, BUDGET, 7)
     checkpoints = Checkpoints(tmp_path, trainer, {})
     losses, cursor = [], Cursor()
@@ -129,7 +129,7 @@ def test_gpu_checkpoint_holds_the_state_before_the_next_step(target, source, tmp
     assert sum(losses[-4:]) < sum(losses[:4])
 
 
-def test_a_gpus_record_is_replayed_and_trained_on_by_the_command(tmp_path):
+def test_drafter_command_replays_and_trains_on_a_gpu_record(tmp_path):
     record, trained = tmp_path / "record.safetensors", tmp_path / "trained"
     assert main(["bench", "record", "--quick", "--device", "cuda", "--out", str(record)]) == 0
     pair, given = ["--target", str(TARGET)], ["--drafter", str(DRAFTER)]

@@ -75,7 +75,7 @@ def agreement(trainer, source):
     return agreed / total
 
 
-def test_a_new_head_learns_to_agree_with_its_target(target, head, source):
+def test_new_drafter_learns_to_agree_with_its_target(target, head, source):
     unseen = Recomputed(CpuPrefill(target), solutions(1000, 10, 96))
     trainer = build(target, head)
     before = agreement(trainer, unseen)

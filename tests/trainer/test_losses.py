@@ -9,7 +9,7 @@ from tlt_server.trainer.learning import objectives
 T = 9
 
 
-def test_pairing_equals_its_brute_force_twin():
+def test_feature_pairing_equals_its_brute_force_twin():
     at = torch.arange(T)
     pairs = objectives.pair(at, at[:, None] + 0.25, at[:, None] + 0.5, at > 4)
     for n, slot in enumerate(range(1, T)):
@@ -20,7 +20,7 @@ def test_pairing_equals_its_brute_force_twin():
 
 
 @pytest.mark.parametrize("step", range(4))
-def test_weights_need_a_predicted_token_of_the_same_document(step):
+def test_loss_weights_stay_within_one_document(step):
     root = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     predicted = torch.tensor([False, True, True, False, True, True])
     left = torch.tensor([3, 2, 1, 0, 1, 0])  # two documents, of four and of two slots
@@ -31,7 +31,7 @@ def test_weights_need_a_predicted_token_of_the_same_document(step):
         assert weight == float(root[n]) * inside
 
 
-def test_soft_cross_entropy_is_least_at_the_teacher():
+def test_soft_cross_entropy_is_minimal_at_the_teacher():
     teacher = torch.tensor([[0.7, 0.2, 0.1], [0.0, 1.0, 0.0]])
     entropy = -(teacher[0] * teacher[0].log()).sum()
     matched = torch.stack([teacher[0].log(), torch.tensor([-9.0, 9.0, -9.0])])
@@ -45,7 +45,7 @@ def test_total_variation_is_one_minus_the_overlap():
     torch.testing.assert_close(objectives.total_variation(logits, teacher), torch.tensor([0.5]))
 
 
-def test_the_likeliest_tokens_alone_count_for_hass():
+def test_hass_loss_counts_only_the_most_likely_tokens():
     teacher, logits = torch.tensor([[0.6, 0.3, 0.1]]), random(1, 3, seed=3)
     expected = -(teacher * logits.log_softmax(-1))[:, :2].sum(-1)
     torch.testing.assert_close(objectives.top_cross_entropy(logits, teacher, 2), expected)

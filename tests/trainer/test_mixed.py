@@ -20,7 +20,7 @@ def drawn(*shapes, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_linear_layer_has_the_gradients_of_autograd(dtype, biased):
+def test_linear_layer_gradients_equal_autograd(dtype, biased):
     x, weight, bias, grad = drawn((5, 8), (3, 8), (3,), (5, 3), dtype=dtype)
     leaves = [y.clone().requires_grad_() for y in (x, weight, bias)]
     found = linear(leaves[0].to(dtype), leaves[1], weight.to(dtype), leaves[2] if biased else None)

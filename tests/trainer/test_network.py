@@ -112,7 +112,7 @@ def difference(directories, target, source, trainable, network=Eagle3, **kwargs)
     return worst
 
 
-def test_training_logits_are_the_serving_networks(directories, target, source, trainable):
+def test_training_logits_equal_the_serving_networks_logits(directories, target, source, trainable):
     assert difference(directories, target, source, trainable) < 1e-5  # float32
 
 
@@ -149,7 +149,7 @@ def test_eagle1_trains_as_it_serves_and_saves_unchanged(directories, source, tmp
     assert losses[-1] < losses[0]
 
 
-def test_the_comparison_sees_a_missing_norm(directories, target, source, trainable, monkeypatch):
+def test_comparison_detects_a_missing_norm(directories, target, source, trainable, monkeypatch):
     norm = TrainableEagle3._norm
 
     def without(self, name, x_NH):
@@ -163,7 +163,7 @@ def test_comparison_detects_a_leaking_mask(directories, target, source, trainabl
     assert difference(directories, target, source, trainable, bounds=(0, 80)) > 1e-3
 
 
-def test_the_comparison_sees_a_pairing_shifted_by_one(
+def test_comparison_detects_a_pairing_shifted_by_one(
     directories, target, source, trainable, monkeypatch
 ):
     from tlt_server.trainer.learning import pack
@@ -195,7 +195,9 @@ def _late(draft):
     return changed
 
 
-def test_its_tensors_are_those_of_the_serving_network(directories, target, trainable, tmp_path):
+def test_training_tensors_equal_the_serving_networks_tensors(
+    directories, target, trainable, tmp_path
+):
     drafter = Eagle3.load(directories[1], target)
     ours, theirs = trainable.parameters(), drafter.parameters()
     assert {name: tuple(x.shape) for name, x in ours.items()} == {
@@ -218,7 +220,7 @@ def test_a_drafter_with_its_own_embedding_keeps_it(directories, target, tmp_path
     assert "embed_tokens.weight" not in own.weights  # it is not trained
 
 
-def test_a_drafter_of_another_target_is_refused(directories, target, tmp_path):
+def test_drafter_of_a_different_target_is_refused(directories, target, tmp_path):
     other = write_eagle(tmp_path / "other")
     config = (other / "config.json").read_text().replace('"hidden_size": 64', '"hidden_size": 32')
     (other / "config.json").write_text(config)

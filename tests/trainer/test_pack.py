@@ -36,7 +36,7 @@ def test_every_root_is_in_one_window_with_all_its_steps(length, budget, steps):
     assert seen == (list(range(1, length)) if length > 2 else [])
 
 
-def test_a_budget_without_room_for_the_steps_is_refused():
+def test_token_budget_below_one_window_is_refused():
     with pytest.raises(InvalidRequest, match="use at least 28"):
         list(windows(0, 100, 9, 7))
 
@@ -94,7 +94,7 @@ def test_pack_loss_and_gradients_sum_over_its_documents(shapes, name, acceptance
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
-def test_slots_before_the_first_root_need_keys_and_values_only(name):
+def test_slots_before_the_first_root_need_only_keys_and_values(name):
     """The twin computes every slot: spans of roots from the first slot to the last leave none out,
     and those without weight add nothing.
     """
@@ -128,7 +128,7 @@ def test_a_padded_batch_has_the_gradients_of_a_pack():
         torch.testing.assert_close(found[0][key], found[1][key], atol=2e-5, rtol=1e-3, msg=key)
 
 
-def test_prompt_and_out_of_vocabulary_tokens_weigh_nothing():
+def test_prompt_and_out_of_vocabulary_tokens_have_no_weight():
     drafter = network()
     source = Documents(document(12, 5, seed=1))
     (window,) = windows(0, 12, 20, 2)
@@ -141,7 +141,7 @@ def test_prompt_and_out_of_vocabulary_tokens_weigh_nothing():
             assert weight == float(counts)
 
 
-def test_an_epoch_follows_from_seed_and_number_alone():
+def test_epoch_order_depends_only_on_seed_and_number():
     source = Documents(*(document(5 + n % 9, 2, n) for n in range(20)))
     first, second = (Packer(source, 32, 3, seed=4) for _ in range(2))
     cursor = Cursor()
@@ -154,7 +154,7 @@ def test_an_epoch_follows_from_seed_and_number_alone():
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_packs_read_ahead_are_those_of_the_packer(ahead):
+def test_prefetched_packs_equal_the_packers_packs(ahead):
     source = Documents(*(document(5 + n % 9, 2, n) for n in range(20)))
     plain, cpu = Packer(source, 32, 3), torch.device("cpu")
     cursors = [Cursor()]
@@ -170,7 +170,7 @@ def test_packs_read_ahead_are_those_of_the_packer(ahead):
     assert cursors[-1].epoch > 0
 
 
-def test_read_ahead_fault_is_raised_by_its_pack():
+def test_prefetch_fault_is_raised_when_its_pack_is_read():
     class Lost(Documents):
         def read(self, document, start, stop):
             if document == lost[0].window.document:

@@ -42,7 +42,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     return found
 
 
-def test_the_servers_own_counts_come_out_again(reports: dict[int, dict]) -> None:
+def test_replay_reproduces_the_servers_accepted_counts(reports: dict[int, dict]) -> None:
     checks = [report["self_check"] for report in reports.values()]
     assert sum(check["different"] for check in checks) == 0
     assert sum(check["cycles"] for check in checks) > 500
@@ -50,7 +50,7 @@ def test_the_servers_own_counts_come_out_again(reports: dict[int, dict]) -> None
     assert all(set(check["not_compared"]) == others for check in checks)
 
 
-def test_table_matches_the_recorded_one(reports: dict[int, dict]) -> None:
+def test_results_table_matches_the_recorded_table(reports: dict[int, dict]) -> None:
     for step, report in reports.items():
         cycles = [row["cycles"] for row in report["rows"]]
         assert cycles[0] == TABLE["cycles"][str(step)][0]

@@ -46,7 +46,7 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_the_same_steps_give_the_same_bits_and_learn():
+def test_repeated_steps_give_the_same_bits_and_lower_the_loss():
     runs = [build(), build()]
     first = run(runs[0], packer(), 1)
     last = run(runs[0], packer(), 15)
@@ -55,7 +55,7 @@ def test_the_same_steps_give_the_same_bits_and_learn():
     assert last.loss < first.loss and last.applied and len(last.loss_S) == 7
 
 
-def test_parking_at_every_segment_gives_the_same_bits(monkeypatch):
+def test_pausing_at_every_segment_gives_the_same_bits(monkeypatch):
     monkeypatch.setattr(step_module, "CHUNK", 1000)
     monkeypatch.setattr(unroll_module, "CHUNK_LOGITS", 200)
     plain, parked, other = build(), build(), build()
@@ -76,7 +76,7 @@ def test_parking_at_every_segment_gives_the_same_bits(monkeypatch):
     assert len(pauses) > 3 * 14
 
 
-def test_an_abandoned_step_leaves_no_trace():
+def test_abandoned_step_changes_no_later_bit():
     trainer, plain = build(), build()
     segments = trainer.segments([packer().next(Cursor())[0]])
     for _ in range(12):
@@ -88,7 +88,7 @@ def test_an_abandoned_step_leaves_no_trace():
     assert same(bits(trainer.state), bits(plain.state))
 
 
-def test_the_update_is_adamw_with_a_clipped_gradient():
+def test_optimizer_step_is_adamw_with_a_clipped_gradient():
     settings = replace(SETTINGS, clip=0.05)
     trainer, copy = build(settings), build()
     pack, _ = packer().next(Cursor())
@@ -123,7 +123,7 @@ def poisoned(trainer):
     return pack
 
 
-def test_non_finite_step_is_undone_and_two_in_a_row_go_back():
+def test_non_finite_step_is_undone_and_a_second_restores_a_copy():
     trainer = build()
     run(trainer, packer(), 2)
     before = bits(trainer.state)
@@ -140,7 +140,7 @@ def test_non_finite_step_is_undone_and_two_in_a_row_go_back():
     assert run(trainer, packer(), 1).applied
 
 
-def test_packs_without_any_weight_are_no_failure():
+def test_pack_without_weighted_tokens_is_skipped_without_error():
     trainer = build()
     pack, _ = Packer(Documents(document(9, 9, 1)), 40, 7).next(Cursor())
     assert not pack.roots
@@ -187,7 +187,7 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
     assert resumed.state.cursor == whole.state.cursor
 
 
-def test_two_failures_go_back_to_the_last_checkpoint(tmp_path):
+def test_two_failed_steps_restore_the_last_checkpoint(tmp_path):
     trainer = build()
     checkpoints = Checkpoints(tmp_path, trainer, IDENTITY)
     run(trainer, packer(), 3)
@@ -201,7 +201,7 @@ def test_two_failures_go_back_to_the_last_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign"])
-def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, damage):
+def test_damaged_checkpoint_is_named_and_the_older_one_loaded(tmp_path, damage):
     trainer = build()
     for _ in range(2):
         run(trainer, packer(), 1)
@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, damage):
     assert found.state.step == 1 and len(faults) == 1 and str(path) in faults[0]
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_both_values(tmp_path):
+def test_checkpoint_of_a_different_run_is_refused_with_values(tmp_path):
     checkpoint.write(tmp_path, build().state, {"objective": "hass"})
     with pytest.raises(StorageFailed, match="objective is 'hass' there and 'eagle3' here"):
         newest(tmp_path, IDENTITY)

@@ -43,7 +43,7 @@ def verified(draw, vocabulary=3):
 
 @given(verified(), st.randoms(use_true_random=False))
 @settings(max_examples=300, deadline=None)
-def test_accept_is_the_recursive_walk(rows, random):
+def test_accept_equals_the_recursive_walk(rows, random):
     start, count, parent, token = rows
     sampled = [random.randrange(3) for _ in token]
     walk = accept(*arrays(start, count, parent, token, sampled))
@@ -54,7 +54,7 @@ def test_accept_is_the_recursive_walk(rows, random):
 
 @given(verified(vocabulary=9), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
-def test_known_responses_accept_what_the_walk_accepts(rows, random):
+def test_acceptance_on_known_responses_equals_the_walk(rows, random):
     """Nodes are rows without roots; no two siblings have the same token."""
     start, count, parent, token = rows
     taken, kept = set(), set(start)
@@ -104,7 +104,7 @@ def target(prefix):
 
 @given(verified())
 @settings(max_examples=300, deadline=None)
-def test_any_tree_emits_what_plain_decoding_emits(rows):
+def test_any_draft_tree_emits_the_tokens_of_plain_decoding(rows):
     start, count, parent, token = rows
     prefix = {}
     for r, above in enumerate(parent):

@@ -110,7 +110,7 @@ def experienced(
         ),
     ],
 )
-def test_what_does_not_fit_next_to_the_open_ones_is_429(
+def test_request_that_does_not_fit_next_to_open_ones_is_a_429(
     limits: dict[str, float], opened: list[GenerateRequest], asked: Demand, says: str
 ) -> None:
     admission = make(**limits)  # type: ignore[arg-type]
@@ -137,13 +137,15 @@ def test_what_does_not_fit_next_to_the_open_ones_is_429(
         ),
     ],
 )
-def test_what_could_never_fit_is_413(limits: dict[str, float], asked: Demand, says: str) -> None:
+def test_request_that_could_never_fit_is_a_413(
+    limits: dict[str, float], asked: Demand, says: str
+) -> None:
     with pytest.raises(TooLarge, match=says) as caught:
         make(**limits).admit(asked)  # type: ignore[arg-type]
     assert caught.value.http_status == 413 and not caught.value.retryable
 
 
-def test_alone_a_request_passes_every_forecast() -> None:
+def test_lone_request_passes_every_forecast() -> None:
     admission, many = make(max_page_forecast=0.01), Demand(1, 200)  # 13 pages, of 10
     admission.admit(many)
     admission.open(sequences(["small"]))
@@ -161,7 +163,7 @@ def test_alone_a_request_passes_every_forecast() -> None:
     max_page_forecast=st.floats(0.01, 2),
     steps=st.integers(1, 120),
 )
-def test_no_bound_is_ever_passed_and_everything_returns_to_zero(
+def test_admission_keeps_its_bounds_and_counts_return_to_zero(
     seed: int, max_queue: int, max_queue_tokens: int, max_page_forecast: float, steps: int
 ) -> None:
     draw = random.Random(seed)
@@ -222,7 +224,7 @@ def test_no_bound_is_ever_passed_and_everything_returns_to_zero(
     assert len(admission) == admission.tokens == admission.pages == admission.wait_s() == 0
 
 
-def test_a_prompt_that_is_only_scored_teaches_nothing() -> None:
+def test_scoring_requests_do_not_train_the_forecast() -> None:
     admission = Admission(max_queue=8, max_queue_tokens=1000, max_page_forecast=4)
     share = admission.forecast.share
     request = GenerateRequest(id="a", token_ids=[1, 2], sampling=Sampling(max_tokens=0), seed=0)
@@ -232,7 +234,7 @@ def test_a_prompt_that_is_only_scored_teaches_nothing() -> None:
     assert len(admission) == 0 and admission.forecast.share == share
 
 
-def test_full_queue_of_one_key_refuses_its_requests_alone() -> None:
+def test_full_queue_of_one_key_refuses_only_that_keys_requests() -> None:
     admission = experienced(make(max_queue=60, max_queue_tokens=10**6))
     admission.open(sequences(range(60), owner="greedy"))
     admission.admit(Demand(1, owner="small"))

@@ -46,17 +46,17 @@ def adopting_runs(gain_SKT: list[np.ndarray]) -> float:
     return float(adopted_K.mean())
 
 
-def test_runs_seldom_adopt_candidates_without_gain() -> None:
+def test_candidates_without_gain_are_seldom_adopted() -> None:
     """1,000 runs are asked after each of 800 observations; at most 5 % may."""
     assert adopting_runs(made_up(0, 0.0)) <= 0.05
     assert adopting_runs(made_up(1, -0.01)) <= 0.01
 
 
-def test_most_runs_adopt_a_gaining_candidate() -> None:
+def test_candidate_with_a_gain_is_adopted_in_most_runs() -> None:
     assert adopting_runs(made_up(2, 0.05)) > 0.95
 
 
-def test_a_skewed_loss_is_not_taken_for_a_gain() -> None:
+def test_skewed_loss_is_not_mistaken_for_a_gain() -> None:
     """Many small gains and few large losses, together nothing: what a plain mean falls for."""
     random = np.random.default_rng(3)
     gain_KT = np.where(random.random((RUNS, GROUPS)) < 0.05, -0.95, 0.05)
@@ -80,7 +80,7 @@ def test_false_adoptions_stay_within_the_level_of_each_candidate() -> None:
     assert LEVEL < np.any(alone, axis=0).mean() <= CANDIDATES * LEVEL
 
 
-def test_candidates_tried_on_the_same_prompts_are_seldom_adopted() -> None:
+def test_repeated_trials_on_the_same_prompts_seldom_adopt() -> None:
     """Each candidate is the one before, trained on; an adoption after every third one."""
     random = np.random.default_rng(6)
     gain_KT, adopted_K = np.zeros((RUNS, 48)), np.zeros(RUNS, np.bool_)
@@ -93,11 +93,11 @@ def test_candidates_tried_on_the_same_prompts_are_seldom_adopted() -> None:
     assert adopted_K.mean() <= LEVEL
 
 
-def test_levels_of_all_candidates_sum_to_the_level_of_the_run() -> None:
+def test_significance_levels_of_candidates_sum_to_the_runs_level() -> None:
     assert sum(level_of(k, 0.05) for k in range(10_000)) == pytest.approx(0.05, rel=1e-3)
 
 
-def test_the_interval_holds_the_mean_at_all_times() -> None:
+def test_confidence_interval_contains_the_mean_at_all_times() -> None:
     random = np.random.default_rng(4)
     missed = 0
     for _ in range(20):
@@ -113,7 +113,7 @@ def test_the_interval_holds_the_mean_at_all_times() -> None:
     assert missed <= 2
 
 
-def test_a_candidate_is_adopted_on_proven_gain_alone() -> None:
+def test_candidate_is_adopted_only_on_proven_gain() -> None:
     group_N = np.arange(100, dtype=np.int32)
     before_N = np.full(100, 10.0)
     better, worse, same = (AdoptionTest() for _ in range(3))
@@ -136,7 +136,7 @@ def test_short_gains_do_not_outweigh_long_losses() -> None:
     assert test.gain.low > 0 and not test.better
 
 
-def test_siblings_are_one_observation() -> None:
+def test_responses_of_one_prompt_are_one_observation() -> None:
     before_N, after_N = np.array([4.0, 2.0, 8.0, 6.0]), np.array([4.0, 1.0, 4.0, 6.0])
     found = gains(before_N, after_N, np.array([7, 2, 7, 2], np.int32))
     assert found.tolist() == pytest.approx([(0 + 4 / 8) / 2, (1 / 2 + 0) / 2])

@@ -110,7 +110,7 @@ def test_skips_later():
     ]
 
 
-def test_crash_of_the_second_run_excuses_nothing(tmp_path: Path) -> None:
+def test_crash_of_the_second_run_excuses_no_failure(tmp_path: Path) -> None:
     crash = "def test_ends():\n    if tried('ends'):\n        os._exit(0)\n    assert False\n"
     status, said, _ = ended(tmp_path, crash)
     assert status == 1
@@ -129,7 +129,7 @@ def test_crash_of_the_second_run_excuses_nothing(tmp_path: Path) -> None:
     ],
     ids=["crash", "collection", "collection of a worker", "interrupt", "eleven", "stopped"],
 )
-def test_run_that_is_broken_fails_at_once(
+def test_broken_run_fails_without_a_second_run(
     tmp_path: Path, source: str, arguments: tuple[str, ...], status: int
 ) -> None:
     if "assert False" in source:
@@ -139,13 +139,13 @@ def test_run_that_is_broken_fails_at_once(
     assert came == Ended(status, [], False)
 
 
-def test_passing_run_stays_one_run(tmp_path: Path) -> None:
+def test_passing_tests_are_not_run_twice(tmp_path: Path) -> None:
     assert ended(tmp_path, "", ["-k", "passes"]) == Ended(0, [], False)
     assert ended(tmp_path, "", ["-k", "nothing"]) == Ended(5, [], False)
     assert json.loads((tmp_path / "build" / "tests.json").read_text())["outcomes"] == {}
 
 
-def test_seconds_add_up_by_file() -> None:
+def test_test_seconds_add_up_by_file() -> None:
     assert by_file({"a.py::x": 1.0, "b.py::y[a::b]": 2.0, "a.py::z": 0.5}) == {
         "a.py": 1.5,
         "b.py": 2.0,

@@ -88,7 +88,7 @@ WORDS = [word for pair in ASKED.items() for word in pair]
 
 
 @pytest.mark.parametrize("bench", ["rollout", "weights"])
-def test_a_server_is_started_with_the_flags_of_ranks(bench: str) -> None:
+def test_server_of_several_ranks_gets_the_flags_of_ranks(bench: str) -> None:
     parser = argparse.ArgumentParser()
     BENCHES[bench].add(bench, parser)
     assert asked_words(parser.parse_args([])) == []
@@ -96,7 +96,7 @@ def test_a_server_is_started_with_the_flags_of_ranks(bench: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ASKED)
-def test_pushes_on_a_cpu_take_no_flag_of_ranks(
+def test_cpu_push_bench_gets_no_flag_of_ranks(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "weights", flag, ASKED[flag]]) == 2

@@ -34,7 +34,7 @@ from tlt_server.wire.records import OFF, Strategy
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.integers(0, 12)), min_size=1)
 )
-def test_every_moment_counts_once_for_the_earliest_kernel(
+def test_overlapped_time_counts_once_for_the_earliest_kernel(
     pieces: list[tuple[str, int, int]],
 ) -> None:
     found = device_time(
@@ -50,7 +50,7 @@ def test_every_moment_counts_once_for_the_earliest_kernel(
         assert ms == pytest.approx(sum(of == name for of in owner.values()) / 1e3)
 
 
-def test_idle_time_is_the_span_no_kernel_covers() -> None:
+def test_gpu_idle_time_is_the_span_no_kernel_covers() -> None:
     events = [
         ("a", 0.0, 400.0),
         ("b", 300.0, 500.0),
@@ -65,7 +65,7 @@ def test_idle_time_is_the_span_no_kernel_covers() -> None:
     )
 
 
-def test_the_price_is_time_over_time_less_one() -> None:
+def test_price_of_strict_numerics_is_the_time_ratio_minus_one() -> None:
     rows = [
         {"numerics": kind, "batch": batch, "prompt": 128, "step_ms": ms}
         for kind, batch, ms in (
@@ -95,7 +95,7 @@ def test_trees_are_timed_where_their_rows_are_affordable() -> None:
     ]
 
 
-def test_strategies_draft_with_the_network_that_is_loaded(
+def test_strategies_draft_with_the_loaded_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(DRAFTERS, "other", DRAFTERS["eagle"]._replace(architectures=("Other",)))
@@ -113,7 +113,7 @@ def arguments(*flags: str) -> argparse.Namespace:
     return parser.parse_args(flags)
 
 
-def test_a_list_of_batches() -> None:
+def test_batches_flag_is_a_list_of_numbers() -> None:
     assert arguments("--batch", "1,64").batch == (1, 64)
     for wrong in ("0", "1,,2", "a", "-1", "5000000"):
         with pytest.raises(SystemExit):
@@ -122,7 +122,9 @@ def test_a_list_of_batches() -> None:
 
 @pytest.mark.parametrize("flag", ["--context", "--max-rows", "--threads"])
 @pytest.mark.parametrize("wrong", ["-5", "0", "1e9", "99999999999"])
-def test_numbers_are_bounded(flag: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numeric_bench_flags_are_bounded(
+    flag: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         arguments(flag, wrong)
     assert f"'{wrong}' is not a whole number from 1 to 1048576" in capsys.readouterr().err
@@ -137,7 +139,7 @@ def test_unwritable_file_is_refused_before_measuring(
         assert "name a file in a directory that exists" in capsys.readouterr().err
 
 
-def test_a_file_says_where_and_how(
+def test_result_file_records_machine_and_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -155,12 +157,12 @@ def test_a_file_says_where_and_how(
     assert entry["commit"] == "abc1234"
 
 
-def test_the_commit_is_asked_of_git_unless_named() -> None:
+def test_result_commit_comes_from_git_unless_named() -> None:
     assert entry_of({}, "x", on_gpu=False)["commit"]
     assert entry_of({}, "x", on_gpu=False, commit="named")["commit"] == "named"
 
 
-def test_cells_are_empty_where_a_row_lacks_their_figure() -> None:
+def test_table_cells_are_empty_for_missing_figures() -> None:
     columns = {"a": "{a!n}", "b": "{b[1]:.1f} ms", "c": "{c:.0%}", "d": "{d}"}
     rows = ({"a": 812.0, "b": [1, 2.25], "c": 0.5, "d": "off"}, {"a": 1.25, "c": None, "d": 3})
     assert [cells(columns, row) for row in rows] == [
@@ -177,7 +179,7 @@ def test_delays_exclude_those_of_an_idle_trainer() -> None:
     assert (found["training_delay_p99_ms"], found["parked_slowdown_percent"]) == (10.0, 1.0)
 
 
-def test_tables_without_rows_show_their_headings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_without_rows_show_only_headings(capsys: pytest.CaptureFixture[str]) -> None:
     show(Console(width=80), "graphs", {"key": "{key}", "bytes": "{bytes}"}, [])
     show(Console(width=80), "graphs", {"key": "{key}"}, [{"key": "extend 8"}])
     said = capsys.readouterr().out
@@ -191,7 +193,7 @@ def walked(*cycles: tuple[int, int, int, int]) -> Walked:
     return Walked(response_C, root_C, zeros_C, zeros_C + 4, accepted_C, emitted_C)
 
 
-def test_a_last_cycle_counts_the_tokens_left() -> None:
+def test_last_cycle_counts_only_the_remaining_tokens() -> None:
     found = walked((0, 3, 2, 3), (1, 2, 2, 2))
     assert figures.accept_length(found) == 2.5
     assert figures.by_depth(found, 3) == [1, 1, 0]
@@ -199,11 +201,11 @@ def test_a_last_cycle_counts_the_tokens_left() -> None:
     assert figures.by_kind(found, ["a", "b"]) == {"a": 3.0, "b": 2.0}
 
 
-def test_coverage_is_of_output_tokens() -> None:
+def test_vocabulary_coverage_counts_only_output_tokens() -> None:
     assert figures.coverage(samples().responses, [0], np.array([1, 2, 10, 12])) == 0.5
 
 
-def test_cycle_takes_the_time_of_its_batch() -> None:
+def test_cycle_takes_the_measured_time_of_its_batch() -> None:
     cost = CostModel()
     cost.restore(
         CostRecord(
@@ -217,7 +219,7 @@ def test_cycle_takes_the_time_of_its_batch() -> None:
     assert found == pytest.approx([8 + 0.2 + 0.3], rel=1e-2)  # a request's own time is above 0
 
 
-def test_mean_times_are_known_only_where_those_of_cycles_are() -> None:
+def test_mean_times_need_the_times_of_all_cycles() -> None:
     found = walked((0, 3, 2, 3), (0, 6, 3, 4))
     assert figures.mean_ms(found, np.array([6.0, 8.0])) == (7.0, 2.0)
     assert figures.mean_ms(found, None) == (None, None)
@@ -241,7 +243,7 @@ def test_drafters_are_compared_response_by_response() -> None:
     assert figures.paired(unknown, other, np.arange(4, dtype=np.int32)).time_saved is None
 
 
-def test_siblings_widen_an_interval() -> None:
+def test_responses_of_one_prompt_widen_the_interval() -> None:
     random = np.random.default_rng(0)
     base = sums([20] * 64, [80] * 64)
     other = sums((18 + random.integers(-4, 5, 8).repeat(8)).tolist(), [80] * 64)
@@ -250,7 +252,7 @@ def test_siblings_widen_an_interval() -> None:
     assert together.high - together.low > 1.5 * (apart.high - apart.low)
 
 
-def test_a_plan_as_recorded_takes_the_last_root_before() -> None:
+def test_recorded_plan_uses_the_last_root_before_a_position() -> None:
     """Response 0 has the roots 3 (nothing drafted) and 4 (5 own rows), response 1 the root 2."""
     given = samples()
     assert given.legend.strategies[0] == OFF

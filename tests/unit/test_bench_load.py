@@ -106,13 +106,13 @@ def test_chunks_are_timed_by_their_last_byte(monkeypatch: pytest.MonkeyPatch) ->
     assert (reply.status, reply.body) == (200, b"onetwo")
 
 
-def test_refused_request_is_an_error_with_its_reply() -> None:
+def test_refused_bench_request_raises_with_its_reply() -> None:
     refused = b'HTTP/1.1 429 \r\ncontent-length: 31\r\n\r\n{"error":{"code":"queue_full"}}'
     with pytest.raises(StartupError, match="queue_full"):
         read_completion(received([refused])[0])
 
 
-def test_ways_are_compared_round_by_round_with_the_batch() -> None:
+def test_request_forms_are_compared_with_the_batch_each_round() -> None:
     texts = ["a", "b"]
     found = figures(
         {

@@ -91,7 +91,7 @@ def test_goodput_counts_timely_completions_in_the_window() -> None:
     )
 
 
-def test_refusals_must_be_typed_and_say_when_to_come_again() -> None:
+def test_overload_refusals_must_be_typed_with_retry_after() -> None:
     phase = judge(
         [
             refused("overloaded"),
@@ -112,20 +112,22 @@ def test_refusals_must_be_typed_and_say_when_to_come_again() -> None:
     assert phase.lag_ms == pytest.approx(10)
 
 
-def test_percentiles_are_values_that_were_seen() -> None:
+def test_percentiles_are_observed_values() -> None:
     assert percentile([float(i) for i in range(1, 101)], 99) == 99
     assert percentile([3.0], 50) == 3
     assert percentile([], 99) == 0
 
 
-def test_arrivals_are_seeded_and_have_the_given_rate() -> None:
+def test_bench_arrivals_are_seeded_and_have_the_given_rate() -> None:
     moments = list(arrivals(50, 100, seed=1))
     assert moments == list(arrivals(50, 100, seed=1)) != list(arrivals(50, 100, seed=2))
     assert len(moments) == pytest.approx(5000, rel=0.06)  # 4 standard deviations
     assert moments == sorted(moments) and 0 < moments[0] and moments[-1] < 100
 
 
-def test_an_open_loop_does_not_wait_and_a_closed_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_loop_sends_without_waiting_and_closed_loop_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr(load, "time", now)
     open_now, most, takes_s = 0, 0, 0.2

@@ -61,7 +61,7 @@ class States:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_recomputed_states_get_the_places_of_assembly(wide: bool) -> None:
+def test_recomputed_states_fill_the_slots_of_the_packer(wide: bool) -> None:
     found = random_target(TARGET, (0, 1, 1), torch.device("cpu")).states(TEXTS)
     source = States(found)
     pieces = [w for i, n in enumerate(source.lengths) for w in windows(i, n, 40, 2)]
@@ -78,7 +78,7 @@ def test_recomputed_states_get_the_places_of_assembly(wide: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
-def test_gpu_target_computes_the_cpus_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_target_computes_the_states_of_the_cpu_target(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engine.fast_interpreter import patched_once  # imports kernels
 
     monkeypatch.setattr(gpu_prefill, "STEP_ROWS", 11)  # passes end within texts
@@ -113,7 +113,7 @@ def test_gpu_target_computes_in_the_servers_dtype(
 
 
 @pytest.mark.long
-def test_the_bench_runs_and_its_figures_find_their_place(
+def test_training_bench_runs_and_its_figures_reach_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "training.json"

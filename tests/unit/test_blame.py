@@ -184,7 +184,9 @@ BEGUN_BEFORE = [  # one that an earlier engine began ends the one where another 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ASKS | ACTS | ACTS, max_size=40))
 @in_loop
-async def test_no_key_rests_for_deaths_of_another(history: list[tuple[Any, ...]]) -> None:
+async def test_key_is_not_delayed_for_crashes_of_a_different_key(
+    history: list[tuple[Any, ...]],
+) -> None:
     drawn = History()
     for action in history:
         drawn.act(action)
@@ -193,7 +195,7 @@ async def test_no_key_rests_for_deaths_of_another(history: list[tuple[Any, ...]]
 
 @pytest.mark.parametrize("ends", ["leave", "expire"])
 @in_loop
-async def test_client_leaving_before_a_death_is_blamed(ends: str) -> None:
+async def test_key_of_a_client_that_left_before_a_crash_is_blamed(ends: str) -> None:
     drawn = History()
     for _ in range(2):
         drawn.act(("ask", "a", DEADLY, False))
@@ -211,7 +213,7 @@ def left_s(rests: Rests, owner: str, now_s: float) -> float:
     return 0.0
 
 
-def test_a_rest_begins_at_the_second_death_and_doubles() -> None:
+def test_key_delay_begins_at_the_second_crash_and_doubles() -> None:
     rests, now_s, found = Rests(window_s=300.0), 0.0, list[float]()
     for _ in range(10):
         rests.died("a", now_s)
@@ -222,14 +224,14 @@ def test_a_rest_begins_at_the_second_death_and_doubles() -> None:
     assert found[:4] == [0.0, FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and found[-2:] == [MAX_S] * 2
 
 
-def test_distant_deaths_rest_no_key() -> None:
+def test_distant_crashes_delay_no_key() -> None:
     rests = Rests(window_s=300.0)
     for i in range(5):
         rests.died("a", 301.0 * i)
         assert left_s(rests, "a", 301.0 * i) == 0.0
 
 
-def test_without_keys_none_rests_and_memory_is_bounded() -> None:
+def test_without_keys_no_request_waits_and_memory_is_bounded() -> None:
     rests = Rests(window_s=300.0)
     for _ in range(5):
         rests.died("", 0.0)
@@ -250,7 +252,7 @@ def test_without_keys_none_rests_and_memory_is_bounded() -> None:
         (["", "a", "", "a", "", "a", ""], 6),
     ],
 )
-def test_deaths_by_resting_keys_end_no_server(owners: list[str], ends: int | None) -> None:
+def test_crashes_by_delayed_keys_never_end_the_server(owners: list[str], ends: int | None) -> None:
     backoff = Backoff(3, window_s=300.0)
     delays = [backoff.death(float(i), owner=owner) for i, owner in enumerate(owners)]
     assert (delays.index(None) if None in delays else None) == ends

@@ -105,7 +105,7 @@ def grafted_slowly(
 @pytest.mark.slow
 @given(trees_and_chains())
 @settings(max_examples=200, deadline=None)
-def test_branches_equal_the_twin_and_leave_trees_well_formed(
+def test_branches_equal_their_twin_and_keep_trees_well_formed(
     case: tuple[Candidates, Candidates, int],
 ) -> None:
     trees, chains, requests = case
@@ -161,7 +161,7 @@ def test_only_chains_missing_from_the_tree_are_added() -> None:
     assert len(branching.propose(nothing, CHAIN)) == len(alone), "history may not draft here"
 
 
-def test_each_table_learns_from_its_own_nodes() -> None:
+def test_branch_and_draft_tables_learn_from_their_own_nodes() -> None:
     engine = repeating()
     eagle, source, branching = drafters(engine)
     batch = engine.batch(["a"])
@@ -182,7 +182,7 @@ def _tried(found: Candidates, accepted_N: np.ndarray) -> np.ndarray:
     return (found.parent_N < 0) | (accepted_N[found.parent_N] == 1)
 
 
-def test_surer_trees_lower_the_trust_in_branches() -> None:
+def test_higher_draft_acceptance_lowers_that_of_branches() -> None:
     chain = candidates_of([(0, -1, 9, 1, 0, 0.5, 6 * 8 * DEPTHS + 7 * DEPTHS)])
     acceptance = []
     for sure in (0.05, 0.5, 0.95):
@@ -192,7 +192,7 @@ def test_surer_trees_lower_the_trust_in_branches() -> None:
     assert acceptance[0] > acceptance[1] > acceptance[2]
 
 
-def test_estimate_neither_continues_branches_nor_ranks_them_best() -> None:
+def test_acceptance_estimate_leaves_branches_out() -> None:
     chain = [(0, n - 1, 5, n + 1, 0, 0.5 ** (n + 1), 0) for n in range(3)]
     rival = [(0, -1 if n == 3 else n - 1, 6, n - 2, RANK, 0.4, CELLS) for n in (3, 4)]
     estimates = []

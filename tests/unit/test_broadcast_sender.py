@@ -88,7 +88,9 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> list[Communicator]:
     return made
 
 
-def test_silent_server_is_given_up(server: Server, communicators: list[Communicator]) -> None:
+def test_broadcast_to_a_silent_server_times_out(
+    server: Server, communicators: list[Communicator]
+) -> None:
     sender, started = BroadcastSender(server, timeout_s=TIMEOUT_S), time.monotonic()  # type: ignore[arg-type]
     with pytest.raises(ChannelLost, match=r"takes no part.*make the group again, then push"):
         sender.push(TENSORS.items(), "v")
@@ -123,7 +125,7 @@ def test_server_error_of_an_ended_push_is_raised(
     ],
     ids=str,
 )
-def test_a_group_that_may_be_out_of_step_is_made_anew(
+def test_failed_push_makes_the_sender_rejoin_the_group(
     error: Exception,
     remade: bool,
     server: Server,
@@ -142,7 +144,7 @@ def test_a_group_that_may_be_out_of_step_is_made_anew(
     assert len(communicators) == 1 + remade
 
 
-def test_receiver_of_a_silent_trainer_ends_its_own_wait(communicators: list[Communicator]) -> None:
+def test_receiver_of_a_silent_trainer_times_out(communicators: list[Communicator]) -> None:
     membership = Membership("g", "gloo", "127.0.0.1", 1, 0, 2, timeout_s=TIMEOUT_S)
     group = WeightGroup(membership, store=object())
     work = group.begin(torch.zeros(3))
@@ -170,7 +172,7 @@ def joined_in_time(port: int, timeout_s: float, said: str) -> None:
     assert timeout_s - 0.5 <= time.monotonic() - started < timeout_s + 15
 
 
-def test_a_join_where_nobody_listens_ends_in_its_time(port: int) -> None:
+def test_join_at_a_closed_port_ends_in_its_time(port: int) -> None:
     joined_in_time(port, 3.0, "the port does not listen")
 
 
@@ -179,7 +181,7 @@ def test_join_at_a_silent_listener_ends_in_its_time(port: int) -> None:
         joined_in_time(silent.getsockname()[1], 3.0, "no store answers there")
 
 
-def test_wait_for_the_store_counts_towards_joining(port: int) -> None:
+def test_wait_for_the_store_counts_towards_the_join_timeout(port: int) -> None:
     """The store is there after most of the time, and rank 0 never joins."""
     stores: list[Any] = []
     late = threading.Timer(1.5, lambda: stores.append(host_store("127.0.0.1", port, 2, 30)))

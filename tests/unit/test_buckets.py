@@ -87,7 +87,7 @@ def used_by(policy: Policy, shapes: Shapes) -> set[DraftKey | ExtendKey]:
 
 @pytest.mark.parametrize("max_running", [1, 20])
 @pytest.mark.parametrize("name", list(POLICIES))
-def test_exactly_the_choices_of_policies_are_captured(name: str, max_running: int) -> None:
+def test_captured_graphs_are_exactly_those_policies_can_choose(name: str, max_running: int) -> None:
     shapes = Shapes(max_running, DEEPEST)
     policy = policy_of(name, shapes)
     captured = shapes.captured(policy.strategies)
@@ -96,14 +96,14 @@ def test_exactly_the_choices_of_policies_are_captured(name: str, max_running: in
 
 
 @pytest.mark.parametrize("pinned", [(6, 7), (5, 8), (1, 200), (18, 18)])
-def test_pins_between_two_sizes_of_batches_are_captured(pinned: tuple[int, int]) -> None:
+def test_graphs_of_pins_between_two_batch_sizes_are_captured(pinned: tuple[int, int]) -> None:
     shapes = Shapes(20, DEEPEST)
     pin = Pin(*pinned, Strategy("eagle", 6, 2, 11))
     policy = Pinned(policy_of("beg", shapes), (pin,))
     assert {*shapes.captured(policy.strategies)} >= used_by(policy, shapes)
 
 
-def test_captures_are_a_sum_not_a_product() -> None:
+def test_graph_count_grows_as_a_sum_of_bucket_counts() -> None:
     shapes = Shapes(256, DEEPEST)
     keys = shapes.captured(policy_of("goodput", shapes).strategies)
     for batch in batch_buckets(256):
@@ -116,7 +116,7 @@ def test_captures_are_a_sum_not_a_product() -> None:
 
 @pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("max_running", [1, 7, 64, 256, 1000])
-def test_decode_rows_are_those_that_a_step_then_has(max_running: int, prompts: bool) -> None:
+def test_predicted_decode_rows_equal_those_of_the_step(max_running: int, prompts: bool) -> None:
     shapes = Shapes(max_running, DEEPEST)
     for decoding in {1, -(-max_running // 3), max_running}:
         plain, *others = shapes.decode_rows(decoding, prompts=prompts).tolist()
@@ -130,7 +130,7 @@ def test_decode_rows_are_those_that_a_step_then_has(max_running: int, prompts: b
             assert computed[0] == key.decode_rows + key.prompt_rows
 
 
-def test_larger_keys_come_first() -> None:
+def test_larger_graphs_are_captured_first() -> None:
     """Graphs share one pool, which the first of them sizes."""
     shapes = Shapes(64, DEEPEST)
     keys = shapes.captured(policy_of("goodput", shapes).strategies)
@@ -139,7 +139,7 @@ def test_larger_keys_come_first() -> None:
 
 
 @given(st.integers(1, 600))
-def test_the_last_bucket_holds_every_batch(max_running: int) -> None:
+def test_largest_bucket_holds_every_batch(max_running: int) -> None:
     sizes = batch_buckets(max_running)
     assert sizes[-1] == max_running and list(sizes) == sorted(set(sizes))
     assert all(bucket(sizes, batch) >= batch for batch in range(1, max_running + 1))
@@ -176,7 +176,7 @@ def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, long
     st.integers(0, 8192),
     st.sampled_from(SHAPES),
 )
-def test_prompt_rows_find_room_and_steps_end_with_the_grain(
+def test_prompt_rows_fit_and_large_steps_round_to_the_grain(
     decoding: int, arm: Strategy, drafts: bool, chunks: int, more: int, prompts: PromptShape
 ) -> None:
     shapes, rows = Shapes(64, MIN_DEPTH, prompts), chunks + more
@@ -192,7 +192,7 @@ def test_prompt_rows_find_room_and_steps_end_with_the_grain(
 
 
 @given(st.integers(1, 600), STRATEGIES, st.data(), st.sampled_from(SHAPES))
-def test_logits_of_every_step_find_room(
+def test_logits_buffer_fits_every_step(
     max_running: int, arm: Strategy, data: st.DataObject, prompts: PromptShape
 ) -> None:
     decoding = data.draw(st.integers(0, max_running))
@@ -203,7 +203,7 @@ def test_logits_of_every_step_find_room(
         assert key.decode_rows + key.chunks <= sampled_rows(max_running)
 
 
-def test_prompt_steps_within_the_capture_share_a_key_per_size() -> None:
+def test_captured_prompt_steps_of_a_size_share_a_key() -> None:
     shapes = Shapes(64, MIN_DEPTH)
     for decoding in range(65):
         batch = shapes.step(decoding, OFF, 1, 1).extend.batch
@@ -221,9 +221,7 @@ def test_prompt_steps_within_the_capture_share_a_key_per_size() -> None:
 
 @pytest.mark.parametrize("max_running", [1, 7, 64, 256, 512])
 @pytest.mark.parametrize("max_rows", [1, 24, 512, 1000, 4096])
-def test_a_full_step_is_as_large_as_asked_for_padding_included(
-    max_running: int, max_rows: int
-) -> None:
+def test_full_step_with_padding_has_max_rows(max_running: int, max_rows: int) -> None:
     shapes = Shapes(max_running, MIN_DEPTH)
     for decoding in range(max_running + 1):
         room = shapes.room(decoding, max_rows)
@@ -279,13 +277,13 @@ def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
     assert not any(past_a_tile(key.decode_rows + key.prompt_rows) for key in keys)
 
 
-def test_what_a_row_past_a_tile_costs() -> None:
+def test_row_past_a_tile_costs_a_whole_row_of_tiles() -> None:
     """One row past a tile costs a row of tiles in any step, so the test above says something."""
     for full, before, after in ((512, 5, 7), (4096, 36, 39)):
         assert past_a_tile(full + 1) and (rounds(full), rounds(full + 1)) == (before, after)
 
 
-def test_largest_prompts_are_rehearsed_and_only_variants_kept() -> None:
+def test_largest_prompts_are_rehearsed_once_per_kernel_variant() -> None:
     shapes = Shapes(64, MIN_DEPTH)
     *keys, many_short, filters, edits, halves = shapes.rehearsed(8192)
     assert filters.filtered and edits.edited and halves.structured
@@ -303,7 +301,7 @@ def test_largest_prompts_are_rehearsed_and_only_variants_kept() -> None:
     assert few.prompt_rows == 768 and others == [filters, edits, halves]
 
 
-def test_adapter_steps_are_captured_last() -> None:
+def test_graphs_of_adapter_steps_are_captured_last() -> None:
     def adapted(shapes: Shapes) -> list[bool]:
         keys = shapes.captured_later(policy_of("goodput", shapes).strategies)
         first = len(shapes.captured(policy_of("goodput", shapes).strategies))

@@ -46,7 +46,7 @@ def test_cells_agree_between_kernel_and_twin():
                 ) == calibration.cell(phase, rank, gap)
 
 
-def test_a_saved_table_comes_back(tmp_path):
+def test_saved_calibration_is_read_back(tmp_path):
     table = np.random.default_rng(0).random((2, RANKS, BUCKETS)).astype(np.float32)
     edges = np.arange(BUCKETS - 1, dtype=np.float32)
     Calibration(table, edges).save(tmp_path)
@@ -54,7 +54,7 @@ def test_a_saved_table_comes_back(tmp_path):
     assert np.array_equal(loaded.acceptance, table) and np.array_equal(loaded.gap_edges, edges)
 
 
-def test_a_missing_table_is_the_default(tmp_path):
+def test_missing_calibration_is_the_default_table(tmp_path):
     assert np.array_equal(Calibration.load(tmp_path).acceptance, default_acceptance())
 
 
@@ -76,7 +76,7 @@ EDGES, CHANCES = list(range(BUCKETS - 1)), np.full((2, RANKS, BUCKETS), 0.5).tol
         ({"survival": CHANCES, "gap_edges": [*EDGES[:-1], 1e39]}, "must ascend"),
     ],
 )
-def test_a_wrong_table_is_named(content, why, tmp_path):
+def test_invalid_calibration_is_refused_by_fault(content, why, tmp_path):
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / CALIBRATION).write_text(text)
     with pytest.raises(ModelError, match=rf"{CALIBRATION}.*{why}"):
@@ -95,7 +95,7 @@ def observe_slowly(calibration, cells, parents, accepted, hits, trials):
     return (weight * calibration.prior_K + hits) / (weight + trials)
 
 
-def test_observe_counts_as_the_twin_does():
+def test_calibration_observes_like_its_twin():
     random = np.random.default_rng(1)
     calibration = Calibration(settings=CalibrationSettings(limit=20))
     hits, trials = np.zeros(256), np.zeros(256)
@@ -109,7 +109,7 @@ def test_observe_counts_as_the_twin_does():
     assert calibration.trials_K.max() <= 20
 
 
-def test_a_stale_table_heals_and_forgets_again():
+def test_stale_calibration_follows_changing_acceptance():
     random = np.random.default_rng(2)
     calibration = Calibration(settings=CalibrationSettings(limit=512))
     cell, parent = np.array([5], np.int32), np.array([-1], np.int32)
@@ -128,7 +128,7 @@ def taught(calibration=None):
     return calibration
 
 
-def test_a_table_goes_on_from_a_record_of_the_same_calibration():
+def test_calibration_resumes_from_a_record_of_the_same_table():
     before, found = taught(), Calibration()
     found.check(before.record())
     found.restore(before.record())
@@ -140,7 +140,7 @@ def test_a_table_goes_on_from_a_record_of_the_same_calibration():
         assert np.array_equal(other.acceptance, untouched), "of another table, or other buckets"
 
 
-def test_discounted_table_nears_its_prior_and_learns_faster():
+def test_discounted_calibration_nears_prior_and_learns_faster():
     calibration = taught()
     before = calibration.drift
     calibration.forget()
@@ -148,7 +148,7 @@ def test_discounted_table_nears_its_prior_and_learns_faster():
     assert (calibration.hits_K[5], calibration.trials_K[5]) == (10 // DOUBT, 40 // DOUBT)
 
 
-def test_adopted_table_has_seen_nothing():
+def test_adopted_calibration_has_no_observations():
     calibration, other = taught(), Calibration(CHANCES, np.array(EDGES) * 2)
     calibration.adopt(other)
     assert np.array_equal(calibration.acceptance, other.acceptance) and calibration.drift == 0
@@ -169,7 +169,7 @@ class Later:
         return self.passed
 
 
-def test_reading_matches_the_host_table_without_waiting() -> None:
+def test_device_calibration_is_read_without_waiting() -> None:
     host = OnlineTable(np.linspace(0.1, 0.9, 7, dtype=np.float32))
     table = CalibrationTable.of(torch.from_numpy(host.prior_K))
     drift: Any = Drift(table)
@@ -188,7 +188,7 @@ def test_reading_matches_the_host_table_without_waiting() -> None:
     assert abs(drift.value - host.drift) < 1e-6 and host.drift > 0.01
 
 
-def test_unused_table_has_no_drift() -> None:
+def test_unused_calibration_has_no_drift() -> None:
     drift = Drift(CalibrationTable.of(torch.full((5,), 0.5)))
     for _ in range(EVERY):
         drift.observed()
@@ -199,7 +199,7 @@ def table(value: float) -> np.ndarray:
     return np.full(4, value, np.float32)
 
 
-def test_the_newest_tables_are_read_back_by_version(
+def test_newest_calibrations_are_read_back_by_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "KEPT", 3)
@@ -216,19 +216,19 @@ def test_the_newest_tables_are_read_back_by_version(
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x81\xa1a", b"\x93\1\2\3", b"\x81\xa1a\xc4\3abc"])
-def test_foreign_file_has_no_tables(tmp_path: Path, content: bytes | None) -> None:
+def test_missing_or_foreign_file_has_no_tables(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "tables"
     if content is not None:
         path.write_bytes(content)
     assert read_tables(path) == {}
 
 
-def test_where_no_file_can_be_written_versions_are_still_given(tmp_path: Path) -> None:
+def test_unwritable_table_file_still_gives_table_versions(tmp_path: Path) -> None:
     kept = TableFile(tmp_path / "missing" / "tables")
     assert kept.add("a", table(0.5)).startswith("a#") and not (tmp_path / "missing").exists()
 
 
-def test_a_held_table_changes_when_it_is_renewed_alone() -> None:
+def test_held_calibration_changes_only_when_renewed() -> None:
     plain, held = Calibration(), Calibration()
     held.hold()
     shipped = held.acceptance_K.copy()

@@ -36,7 +36,7 @@ def chosen(
     return choose(EngineSettings(model="m", **settings), gpu, files)  # type: ignore[arg-type]
 
 
-def test_auto_takes_the_gpu_and_says_why() -> None:
+def test_auto_device_is_the_gpu_with_a_reason() -> None:
     found, reasons = chosen(device=None)
     assert (found.device, found.dtype, found.attention, found.graphs) == (
         "cuda",
@@ -52,7 +52,7 @@ def test_auto_takes_the_gpu_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
-def test_without_a_gpu_it_is_the_cpu(device: str | None) -> None:
+def test_auto_device_without_a_gpu_is_the_cpu(device: str | None) -> None:
     found, reasons = chosen(NONE, unread, device=device)
     assert (found.device, found.dtype, found.attention, found.graphs) == (
         "cpu",
@@ -64,21 +64,21 @@ def test_without_a_gpu_it_is_the_cpu(device: str | None) -> None:
     assert reasons == ({"device": "cpu: torch finds no GPU"} if device is None else {})
 
 
-def test_a_gpu_that_is_left_alone_is_not_mentioned() -> None:
+def test_unused_gpu_is_not_mentioned() -> None:
     assert chosen(CARD, unread, device="cpu") == chosen(NONE, unread, device="cpu")
 
 
 @pytest.mark.parametrize(
     ("own", "dtype"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
 )
-def test_the_type_is_the_checkpoints_own_where_that_is_half(own: str, dtype: str) -> None:
+def test_auto_dtype_is_the_checkpoints_own_half_precision(own: str, dtype: str) -> None:
     found, reasons = chosen(own=lambda: own, device="cuda")
     assert found.dtype == dtype
     assert reasons["dtype"].startswith(f"{dtype}: ")
     assert own == dtype or own in reasons["dtype"]
 
 
-def test_what_is_asked_for_is_what_runs() -> None:
+def test_explicit_device_settings_are_kept() -> None:
     asked = {
         "dtype": "float32",
         "attention": "triton",
@@ -140,7 +140,7 @@ def test_attention_that_waits_for_the_device_is_not_captured() -> None:
         ({"device": "tpu"}, CARD, "device is 'tpu'; it must be auto, cpu or cuda"),
     ],
 )
-def test_what_cannot_be_had_is_refused(
+def test_unavailable_device_settings_are_refused(
     settings: dict[str, str | None], gpu: Gpu, says: str
 ) -> None:
     with pytest.raises(StartupError) as caught:
@@ -148,7 +148,7 @@ def test_what_cannot_be_had_is_refused(
     assert says in caught.value.message
 
 
-def test_one_line_says_it_all() -> None:
+def test_startup_line_summarises_the_resolved_devices() -> None:
     told = chosen(
         CARD._replace(unusable="Card 9000 has compute capability 7.5, and the kernels need 9.0"),
         device=None,
@@ -172,10 +172,10 @@ class TestWhatTorchSees:
         monkeypatch.setattr(choice, "mps_enabled", lambda: False)
         monkeypatch.setattr(choice, "find_spec", lambda name: name)
 
-    def test_a_gpu(self) -> None:
+    def test_usable_gpu_is_described(self) -> None:
         assert choice.look() == CARD
 
-    def test_several_gpus_and_mps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_several_gpus_and_mps_are_described(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Properties:
             name, total_memory = "Card 9000", 80 * 2**30
 
@@ -185,22 +185,24 @@ class TestWhatTorchSees:
         others = tuple(OtherGpu(number, "Card 9000", 80 * 2**30) for number in (1, 2))
         assert choice.look() == CARD._replace(mps=True, others=others)
 
-    def test_a_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_torch_without_cuda_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", None)
         assert choice.look() == Gpu(unusable="this torch is built without CUDA")
 
-    def test_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_gpu_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert choice.look() == NONE
 
-    def test_a_driver_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failing_gpu_driver_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fails() -> str:
             raise RuntimeError("CUDA error: no device\nCompile with TORCH_USE_CUDA_DSA")
 
         monkeypatch.setattr(torch.cuda, "get_device_name", fails)
         assert choice.look().unusable == "torch cannot use the GPU (CUDA error: no device)"
 
-    def test_an_old_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gpu_below_compute_capability_9_is_unusable(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
         assert (
             choice.look().unusable
@@ -221,7 +223,7 @@ class TestWhatTorchSees:
         assert caught.value.message == f"device is cuda, but {old}; {remedy}"
 
     @pytest.mark.parametrize("asked", [None, "cuda"])
-    def test_a_gpu_that_is_named_twice(
+    def test_gpu_named_twice_is_refused(
         self, asked: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Torch sees no GPU at all then, and auto must not mean the CPU."""
@@ -234,7 +236,7 @@ class TestWhatTorchSees:
         )
         assert chosen(choice.look(), unread, device="cpu").settings.device == "cpu"
 
-    def test_no_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_triton_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choice, "find_spec", lambda name: None)
         assert "Triton" in choice.look().unusable
 
@@ -253,12 +255,12 @@ class TestWhatTorchSees:
         ("MIG-1,GPU-1,MIG-1", "MIG-1"),
     ],
 )
-def test_visible_gpus_that_are_named_twice(visible: str, twice: str) -> None:
+def test_repeated_gpus_in_cuda_visible_devices_are_found(visible: str, twice: str) -> None:
     assert named_twice(visible) == twice
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_checkpoints_type_is_read_from_its_header(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_checkpoint_dtype_is_read_from_its_header(dtype: torch.dtype, tmp_path: Path) -> None:
     weights = {
         "model.embed_tokens.weight": torch.zeros(4, 2, dtype=dtype),
         "a.norm": torch.zeros(4),

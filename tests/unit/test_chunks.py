@@ -70,7 +70,7 @@ def _endless(seed: int, tokens: int) -> int:
 
 
 @given(st.integers(0, 2**20))
-def test_chunks_keep_tokens_and_figures(seed: int) -> None:
+def test_output_chunks_keep_tokens_and_figures(seed: int) -> None:
     gathered, plain = (Running(seed, tokens=90, patient=patient) for patient in (True, False))
     for each in (gathered, plain):
         each.step(200)
@@ -99,7 +99,7 @@ def test_chunk_goes_out_with_enough_tokens_or_after_its_time() -> None:
     assert late.token_ids and late.finish_reason is None
 
 
-def test_end_brings_what_is_held() -> None:
+def test_end_of_a_sequence_delivers_held_tokens() -> None:
     running = Running(0)
     running.step(4)
     [last] = running.scheduler.abort(["r0"])

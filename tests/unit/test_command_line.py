@@ -25,7 +25,7 @@ ZSH = 'compdef() { :; }; compadd() { shift; print -l -- "$@"; }; '
 
 
 @pytest.mark.parametrize("line", [[], ["sreve"], ["serv", "--help"], ["--modle", "x"]])
-def test_every_verb_is_listed_where_one_is_wanted(
+def test_missing_verb_error_lists_every_verb(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -39,7 +39,9 @@ def test_every_verb_is_listed_where_one_is_wanted(
 @pytest.mark.parametrize(
     "verb", [name for name, parser in verbs(_parser()).items() if verbs(parser)]
 )
-def test_verbs_of_a_verb_are_listed_too(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_subcommand_error_lists_every_subcommand(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     inner = verbs(verbs(_parser())[verb])
     for line in ([verb], [verb, next(iter(inner))[:-1] + "_"]):
         with pytest.raises(SystemExit) as ended:
@@ -60,7 +62,7 @@ def test_verbs_of_a_verb_are_listed_too(verb: str, capsys: pytest.CaptureFixture
         ("completion csh", "tlt completion: argument shell: invalid choice: 'csh'"),
     ],
 )
-def test_an_error_in_a_line_is_one_line(
+def test_command_line_error_is_one_line(
     line: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -73,7 +75,7 @@ def test_an_error_in_a_line_is_one_line(
 @pytest.mark.parametrize(
     "name", [setting.name for setting in settings() if setting.doc.unit == "true | false"]
 )
-def test_a_switch_may_stand_alone(name: str, tmp_path: Path) -> None:
+def test_boolean_flag_may_stand_without_a_value(name: str, tmp_path: Path) -> None:
     flag = f"--{name.replace('_', '-')}"
     (tmp_path / "config.json").write_text("{}")
     for words, on in (([flag], True), ([flag, "true"], True), ([flag, "false"], False)):
@@ -96,17 +98,19 @@ def test_a_switch_may_stand_alone(name: str, tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_a_line_is_completed_by_what_may_stand_there(words: list[str], found: list[str]) -> None:
+def test_completion_offers_the_words_allowed_at_that_position(
+    words: list[str], found: list[str]
+) -> None:
     assert completions(_parser(), words) == found
 
 
-def test_every_setting_is_completed() -> None:
+def test_shell_completion_offers_every_setting() -> None:
     found = completions(_parser(), ["serve", "--"])
     assert {setting.flag for setting in settings()} <= {*found}
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_by_the_script(shell: str) -> None:
+def test_completion_script_works_in_a_shell(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} on PATH")
     given = (ZSH if shell == "zsh" else "") + SCRIPTS[shell] + SHELLS[shell]
@@ -121,7 +125,9 @@ def test_a_shell_completes_by_the_script(shell: str) -> None:
     assert done.stdout.split() == ["--max-queue", "--max-queue-tokens"], done.stderr
 
 
-def test_the_verb_prints_what_a_shell_reads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_command_prints_the_scripts_and_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for shell, script in SCRIPTS.items():
         arguments = _parse(["completion", shell])
         assert arguments.run(arguments) is None

@@ -37,7 +37,7 @@ def started(tmp_path: Path, script: str, variants: list[Variant] | None = None) 
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_variants_reach_the_compiler_once_known(
+def test_compiler_receives_kernel_variants_when_they_are_known(
     known: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = "'\\n'.join([sys.argv[1], sys.argv[3], *lines])"
@@ -78,13 +78,13 @@ def test_start_without_a_compiler_goes_on_with_one_line(
     assert f"{3 - compiled} of 3 kernels were not compiled ahead ({says})" in line
 
 
-def test_kernels_that_a_cache_had_are_not_counted_as_compiled(tmp_path: Path) -> None:
+def test_kernels_found_in_the_cache_are_not_counted_as_compiled(tmp_path: Path) -> None:
     script = "for i in range(3): print(json.dumps([i, '', i == 1]), flush=True)\n"
     compiler = started(tmp_path, script, VARIANTS)
     assert compiler.end(lambda done, of: None) == Compiled(3, "", 1)
 
 
-def test_a_compiler_that_has_ended_before_it_is_asked_is_noticed(
+def test_compiler_that_ended_before_its_first_request_is_noticed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "compiler.py").write_text("import sys\nsys.exit(3)")
@@ -98,7 +98,7 @@ def test_a_compiler_that_has_ended_before_it_is_asked_is_noticed(
 
 
 @pytest.mark.slow
-def test_compiler_and_workers_end_with_their_killed_engine(tmp_path: Path) -> None:
+def test_compiler_and_its_workers_end_after_the_engine_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     compiler = (sys.executable, "-m", "tests.unit.hung_compiler", str(pids))
     engine = (
@@ -132,7 +132,7 @@ def test_a_kernel_is_found_by_its_name() -> None:
                 assert value.__name__ == name, f"another process finds {module.name} by its name"
 
 
-def test_what_kernels_depend_on_can_be_written_down() -> None:
+def test_kernel_dependencies_can_be_serialised() -> None:
     found = toolchain()
     assert msgspec.json.decode(msgspec.json.encode(found)) == found
     assert record_name(found, "a") != record_name(found, "b")

@@ -58,19 +58,19 @@ CHANGES = table(PAGE.read_text())
 
 
 @pytest.mark.parametrize("wish", EXERCISE)
-def test_a_newcomer_finds_the_file(wish: str) -> None:
+def test_contributors_page_names_the_file_for_every_task(wish: str) -> None:
     change = CHANGES[wish]
     assert change.files and any(names for _, names in change.files)
     code = [path for path, _ in change.files if not path.startswith("docs/")]
     assert 1 <= len(code) <= 2, "one or two files to open"
 
 
-def test_every_row_names_files_and_tests_that_exist() -> None:
+def test_contributors_page_names_existing_files_and_tests() -> None:
     assert len(CHANGES) >= 20
     assert {wish: wrong(change) for wish, change in CHANGES.items() if wrong(change)} == {}
 
 
-def test_a_row_that_went_stale_is_found() -> None:
+def test_stale_row_of_the_contributors_page_is_found() -> None:
     stale = table(
         "## Which file to open\n\n"
         "|add a route|`tlt_server/gone.py` (`X`), `tlt_server/errors.py` (`Gone`)|`tests/no.py`|\n"

@@ -86,7 +86,7 @@ def test_a_round_of_one_idle_server_ends_with_one_drafter_on_all(fleet: list[Fak
     assert [server.state for server in fleet] == ["training", "idle", "idle", "idle"]
 
 
-def test_training_is_taken_back_and_a_lost_server_is_named_once(fleet: list[FakeServer]) -> None:
+def test_load_stops_training_and_lost_server_is_named_once(fleet: list[FakeServer]) -> None:
     coordinated = Run(fleet)
     coordinated.steps(0.0, 6.0)
     assert fleet[0].state == "training"
@@ -100,7 +100,7 @@ def test_training_is_taken_back_and_a_lost_server_is_named_once(fleet: list[Fake
     assert coordinated.lines.count(f"{fleet[3].url} answers again") == 1
 
 
-def test_server_unable_to_adopt_is_named(fleet: list[FakeServer]) -> None:
+def test_server_unable_to_adopt_a_drafter_is_named(fleet: list[FakeServer]) -> None:
     coordinated, first = Run(fleet[:2]), fleet[0]
     fleet[1].refuses_push = True
     coordinated.trains = first
@@ -110,7 +110,7 @@ def test_server_unable_to_adopt_is_named(fleet: list[FakeServer]) -> None:
     assert any("another shape" in line for line in coordinated.lines)
 
 
-def test_pauses_are_renewed_and_an_operators_is_left_alone(fleet: list[FakeServer]) -> None:
+def test_coordinator_renews_its_pauses_but_not_an_operators(fleet: list[FakeServer]) -> None:
     coordinated = Run(fleet[:3], hold_s=30.0)
     fleet[0].state, fleet[0].held_s = "paused", None
     coordinated.steps(0.0, 6.0, 8.0)
@@ -143,7 +143,7 @@ def test_slow_or_forbidding_server_blocks_no_other(fleet: list[FakeServer]) -> N
     coordinated.coordinator.end()
 
 
-def test_a_slow_push_holds_up_no_other(fleet: list[FakeServer]) -> None:
+def test_slow_push_delays_no_other_server(fleet: list[FakeServer]) -> None:
     coordinated, first = Run(fleet[:3], act_s=0.3), fleet[0]
     coordinated.steps(0.0, 6.0)
     assert first.state == "training"
@@ -163,7 +163,7 @@ def shared(coordinated: Run) -> list[str]:
     return [line for line in coordinated.lines if "has the drafter" in line]
 
 
-def test_a_second_coordinator_is_named(fleet: list[FakeServer]) -> None:
+def test_second_coordinator_of_a_fleet_is_reported(fleet: list[FakeServer]) -> None:
     both = [Run(fleet), Run(fleet)]
     for now_s in (0.0, 6.0, 12.0, 18.0):
         fleet[0].load = int(now_s == 12.0)  # the first one moves on, and is held by the second
@@ -175,7 +175,7 @@ def test_a_second_coordinator_is_named(fleet: list[FakeServer]) -> None:
         coordinated.coordinator.end()
 
 
-def test_one_coordinator_alone_names_no_other(fleet: list[FakeServer]) -> None:
+def test_lone_coordinator_reports_no_second_coordinator(fleet: list[FakeServer]) -> None:
     alone = Run(fleet)
     for step in range(8):
         alone.now_s, fleet[0].load = 6.0 * step, int(step % 3 == 2)

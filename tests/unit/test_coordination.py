@@ -80,7 +80,7 @@ def test_idle_server_trains_is_recalled_and_all_get_its_drafter() -> None:
     assert fleet.step() == []
 
 
-def test_rival_undoing_an_order_is_noticed() -> None:
+def test_second_coordinator_undoing_a_command_is_noticed() -> None:
     fleet = Fleet.begun(3)
     [mine], [other, _] = fleet.training(), [url for url in "abc" if url not in fleet.training()]
     assert not fleet.coordination.rivals
@@ -107,7 +107,7 @@ def test_own_pause_ended_while_away_is_recognised() -> None:
     assert not fleet.coordination.rivals
 
 
-def test_a_server_must_be_quiet_for_a_while() -> None:
+def test_server_must_be_idle_for_a_time_before_it_trains() -> None:
     fleet = Fleet(1, quiet_s=5.0)
     fleet.step(0.0)
     assert fleet.step(4.9) == [] and fleet.training() == []
@@ -120,7 +120,7 @@ def test_a_server_must_be_quiet_for_a_while() -> None:
     assert fleet.training() == ["a"]
 
 
-def test_enough_others_stay_idle() -> None:
+def test_training_stops_when_too_few_other_servers_are_idle() -> None:
     fleet = Fleet.begun(3, min_idle=2)
     assert len(fleet.training()) == 1
     [training] = fleet.training()
@@ -130,7 +130,7 @@ def test_enough_others_stay_idle() -> None:
     assert fleet.step() == []
 
 
-def test_an_adoption_is_not_broken_off() -> None:
+def test_adoption_is_not_interrupted() -> None:
     fleet = Fleet.begun(2)
     fleet.set("a", trainer="adopting", load=1)
     assert fleet.step() == [GiveSamples("a")]
@@ -151,7 +151,7 @@ def test_returning_server_gets_the_shared_drafter() -> None:
     assert ShareDrafter("b", "a", "d1") in fleet.step()
 
 
-def test_no_drafter_is_shared_with_another_target() -> None:
+def test_drafter_is_not_shared_with_a_different_target() -> None:
     fleet = Fleet.begun(3)
     [training] = fleet.training()
     fleet.adopts(training, "d1")
@@ -164,14 +164,14 @@ def test_no_drafter_is_shared_with_another_target() -> None:
     assert not fleet.shares()
 
 
-def test_a_drafter_pushed_with_a_target_is_no_adoption() -> None:
+def test_drafter_pushed_with_a_target_does_not_count_as_adoption() -> None:
     fleet = Fleet.begun(2)
     fleet.set("a", target="t1", drafter="pushed")
     fleet.set("b", target="t1")
     assert fleet.step() == [GiveSamples("a")]
 
 
-def test_refusing_server_is_asked_a_few_times() -> None:
+def test_refusing_server_is_asked_a_bounded_number_of_times() -> None:
     coordination = Coordination()
     servers = [Seen("a", 0, "idle", 0, "t0", "d0"), Seen("b", 0, "", 0, "t0", "d0")]
     coordination.decide(servers, 0.0)
@@ -185,7 +185,7 @@ def test_refusing_server_is_asked_a_few_times() -> None:
     assert coordination.gives_up(share) and coordination.done(servers)
 
 
-def test_server_refusing_to_train_yields_to_another() -> None:
+def test_server_refusing_to_train_is_replaced_by_a_second_server() -> None:
     fleet = Fleet.begun(2)
     fleet.coordination.cannot_train("a")
     fleet.set("a", trainer="paused")
@@ -231,7 +231,7 @@ def test_training_moves_to_an_idle_server_and_defers_failed_ones() -> None:
 
 
 @pytest.mark.parametrize("state", ["", "failed"])
-def test_server_unable_to_train_is_left_alone(state: str) -> None:
+def test_server_unable_to_train_gets_no_command(state: str) -> None:
     fleet = Fleet(1)
     fleet.set("a", trainer=state)
     for _ in range(3):

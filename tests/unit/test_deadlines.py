@@ -40,7 +40,7 @@ def codes(outputs: list[StepOutput]) -> list[tuple[str, str | None]]:
     return [(output.id, output.error and output.error[0]) for output in outputs]
 
 
-def test_sequence_not_begun_in_time_has_its_own_error() -> None:
+def test_sequence_not_started_in_time_gets_a_typed_error() -> None:
     now = 0.0
     scheduler = by_deadline(lambda: now, max_running=1)
     scheduler.submit([sequence(i, [i], 9, i, begin_by_s=2.0, deadline_s=5.0) for i in range(2)])
@@ -54,7 +54,7 @@ def test_sequence_not_begun_in_time_has_its_own_error() -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.PAUSED, Reason.DRAINING])
-def test_deadlines_pass_while_no_sequence_starts(reason: Reason) -> None:
+def test_deadlines_expire_while_no_sequence_starts(reason: Reason) -> None:
     now, gate = 0.0, StepGate()
     scheduler = by_deadline(lambda: now, gate=gate)
     scheduler.submit([sequence(0, [1], 9, 0, deadline_s=3.0)])
@@ -74,7 +74,7 @@ def test_deadlines_pass_while_no_sequence_starts(reason: Reason) -> None:
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 60))
-def test_deadlines_agree_with_a_look_at_every_sequence(seed: int, steps: int) -> None:
+def test_deadlines_match_a_twin_that_checks_every_sequence(seed: int, steps: int) -> None:
     """The slow twin asks all that is open at every step; ids are used again."""
     draw, now, count = random.Random(seed), 0.0, 0
     kv = FakeKV()
@@ -121,7 +121,7 @@ def test_deadlines_agree_with_a_look_at_every_sequence(seed: int, steps: int) ->
         scheduler.check()
 
 
-def test_deadlines_that_are_far_off_do_not_pile_up() -> None:
+def test_deadlines_of_ended_sequences_take_bounded_memory() -> None:
     scheduler = by_deadline(lambda: 0.0)
     for i in range(2000):
         scheduler.submit([sequence(i, [1], 2, 0, begin_by_s=1e6, deadline_s=1e6)])

@@ -37,7 +37,7 @@ def recipe(monkeypatch):
             del sys.modules[name]
 
 
-def test_pair_is_small_and_has_the_published_names():
+def test_demo_pair_is_small_and_has_the_published_tensor_names():
     assert sum(path.stat().st_size for path in PAIR.rglob("*") if path.is_file()) <= 16 * 2**20
     state = load_file(PAIR / "drafter" / "model.safetensors")
     config = json.loads((PAIR / "drafter" / "config.json").read_text())
@@ -48,14 +48,14 @@ def test_pair_is_small_and_has_the_published_names():
     assert not any("bias" in name or "embed" in name for name in state)
 
 
-def test_calibration_is_a_table_of_chances():
+def test_demo_calibration_is_a_table_of_probabilities():
     table = Calibration.load(PAIR / "drafter")
     assert table.source != "default" and ((table.acceptance > 0) & (table.acceptance < 1)).all()
     assert (table.acceptance[:, 0, -1] > table.acceptance[:, 0, 0]).all()
 
 
 @pytest.mark.parametrize("pair", [PAIR, HARD], ids=["demo", "hard"])
-def test_card_is_written_from_the_figures(recipe, pair):
+def test_model_card_is_written_from_the_figures(recipe, pair):
     if not pair.exists():
         pytest.skip("the hard pair lies in the repository only")
     import card
@@ -105,7 +105,7 @@ def test_auto_tokenizer_gives_the_ids_of_the_file(raw, auto):
         assert auto(text, add_special_tokens=False)["input_ids"] == raw.encode(text).ids, repr(text)
 
 
-def test_digits_are_single_tokens(raw):
+def test_tokenizer_makes_each_digit_one_token(raw):
     assert raw.encode("1234567890").tokens == list("1234567890")
 
 
@@ -114,7 +114,7 @@ def test_decoding_gives_the_normalised_text_back(raw, auto):
         assert auto.decode(raw.encode(text).ids) == text
 
 
-def test_the_template_is_the_training_format(raw, auto):
+def test_chat_template_equals_the_training_format(raw, auto):
     message = [{"role": "user", "content": "What is 2+3?"}]
     assert auto.apply_chat_template(
         message, tokenize=False, add_generation_prompt=True
@@ -122,7 +122,7 @@ def test_the_template_is_the_training_format(raw, auto):
     assert auto.eos_token == chat.END and auto.pad_token == chat.PAD
 
 
-def test_specials_are_the_last_ids(raw):
+def test_special_tokens_have_the_last_ids(raw):
     assert [raw.token_to_id(token) for token in chat.SPECIALS] == [509, 510, 511]
     assert raw.get_vocab_size() == 512
 
@@ -168,7 +168,7 @@ def test_rendering_and_parsing_are_inverse():
             assert render(parse(problem.body)) == problem.body
 
 
-def test_writers_solve_a_part_and_their_claims_hold():
+def test_task_writers_solve_a_part_of_the_problems():
     rewards = {"expression": [], "column": [], "countdown": []}
     for seed in range(400):
         problem = task.problem(seed)
@@ -195,7 +195,7 @@ def test_countdown_answers_use_every_number_once(given, expected):
     assert task.reward(problem, f"try\nanswer: {given}") == expected
 
 
-def test_only_the_last_answer_counts():
+def test_only_the_last_answer_of_a_text_is_rewarded():
     problem = task.Exercise("What is 2+3?", "5", "expression", 1.0, "2+3")
     assert task.reward(problem, "answer: 6\nanswer: 5<|im_end|>") == 1.0
     assert task.reward(problem, "answer: 5\nanswer: 6") == 0.0

@@ -100,7 +100,7 @@ def test_tokens_over_seeds_follow_the_distribution(name):
 
 
 @pytest.mark.parametrize("distance", [1, 2, 256])
-def test_positions_are_independent(distance):
+def test_sampled_positions_are_independent(distance):
     tokens = draws(Sampling(), [5], np.arange(1, DRAWS + 1))
     assert (
         pair_fit(tokens[:, :-distance], tokens[:, distance:], probabilities(Sampling())) > P_LOWEST
@@ -108,22 +108,22 @@ def test_positions_are_independent(distance):
 
 
 @pytest.mark.parametrize("seeds", [[7, 8], [7, 7 + 2**32], [0, 2**64 - 1]])
-def test_seeds_are_independent(seeds):
+def test_sampling_seeds_are_independent(seeds):
     tokens = draws(Sampling(), seeds, np.arange(1, DRAWS + 1))
     assert pair_fit(tokens[0], tokens[1], probabilities(Sampling())) > P_LOWEST
 
 
-def test_the_fit_sees_a_temperature_that_is_off_by_a_tenth():
+def test_fit_detects_a_temperature_off_by_a_tenth():
     tokens = draws(Sampling(temperature=1.1), [20_240_601], np.arange(1, DRAWS + 1))
     assert fit(tokens, probabilities(Sampling())) < P_DETECTED
 
 
-def test_the_pair_fit_sees_noise_that_is_reused_by_two_positions():
+def test_pair_fit_detects_noise_reused_by_two_positions():
     tokens = draws(Sampling(), [5], np.arange(1, DRAWS + 1) // 2 + 1)
     assert pair_fit(tokens[:, :-1], tokens[:, 1:], probabilities(Sampling())) < P_DETECTED
 
 
-def test_fit_sees_shared_noise_under_classical_acceptance():
+def test_fit_detects_shared_noise_under_classical_acceptance():
     """Draft with the shared noise, accept if u < p / q with the drafted token's own u, else draw
     from the residual: biased.
     """
@@ -138,7 +138,7 @@ def test_fit_sees_shared_noise_under_classical_acceptance():
     assert fit(np.array(tokens), p) < P_DETECTED
 
 
-def test_drafts_sharing_the_noise_stay_exact():
+def test_drafts_sharing_the_targets_noise_stay_exact():
     """The emitted token is the target's own whether the draft hits or not; sharing the noise only
     makes it hit more often.
     """
