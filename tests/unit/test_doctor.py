@@ -62,14 +62,14 @@ def expect_ok(finding: Finding, text: str) -> None:
     assert (finding.status, finding.found) == ("ok", text)
 
 
-def test_a_check_that_breaks_is_a_finding() -> None:
+def test_crashing_check_is_reported_as_a_finding() -> None:
     def breaks() -> Finding:
         raise ZeroDivisionError("of no use")
 
     expect(found(breaks), "fail", "ZeroDivisionError", "of no use")
 
 
-def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_python_version(monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (low, high) = host.SUPPORTED
     assert SpecifierSet(project["requires-python"]) == SpecifierSet(
@@ -79,7 +79,7 @@ def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(found(host.python), "fail", "Python 3.11 or 3.12")
 
 
-def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     requires = {
         "tlt-server": ["torch>=2.11", "numpy", "flash-attn; extra == 'flash-attn'"],
         "tlt-kernels": None,
@@ -106,17 +106,17 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("locale.getpreferredencoding", lambda set: "ANSI_X3.4-1968")
     expect(found(host.locale_encoding), "warn", "ANSI", "LANG=C.UTF-8")
 
 
-def test_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "t" * 90)
     expect(found(host.sockets), "fail", "107", "TMPDIR")
 
 
-def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_open_file_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2000))
     fails(
         host.open_files,
@@ -133,7 +133,7 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(host.open_files, configured()).status == "ok"
 
 
-def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_checks_the_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(host, "CPU_QUOTA", tmp_path / "cpu.max")
     assert found(host.processors, configured(threads=8)).status == "ok"
@@ -143,14 +143,14 @@ def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     warns(host.processors, configured(threads=8), "8 compute threads", "3.5", "--threads 3")
 
 
-def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     warns(host.libraries, configured(), "unset OMP_WAIT_POLICY")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     assert found(host.libraries, configured()).status == "ok"
 
 
-def test_api_keys(tmp_path: Path) -> None:
+def test_doctor_checks_the_api_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n")
     fails(places.api_keys, configured(api_key_file=keys), "holds no key", "one per line")
@@ -163,7 +163,7 @@ def test_api_keys(tmp_path: Path) -> None:
     expect_ok(found(places.api_keys, configured(api_key_file=keys)), "trainer")
 
 
-def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_tracing_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     expect_ok(found(places.traces, configured()), "none")
     settings = configured(otlp_endpoint="http://127.0.0.1:4318")
     expect_ok(found(places.traces, settings), "the OpenTelemetry SDK is installed")
@@ -171,7 +171,7 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     fails(places.traces, settings, "not installed", "tlt-server[otlp]")
 
 
-def test_certificates(tmp_path: Path) -> None:
+def test_doctor_checks_the_certificates(tmp_path: Path) -> None:
     issued = trustme.CA().issue_cert("127.0.0.1")
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     issued.cert_chain_pems[0].write_to_path(cert)
@@ -185,12 +185,12 @@ def test_certificates(tmp_path: Path) -> None:
     expect_ok(found(places.certificates, configured()), "none: plain HTTP")
 
 
-def test_weight_root(tmp_path: Path) -> None:
+def test_doctor_checks_the_weight_root(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     warns(places.weight_root, configured(weight_root=tmp_path), f"chmod o-w {tmp_path}")
 
 
-def test_state_directory(tmp_path: Path) -> None:
+def test_doctor_checks_the_state_directory(tmp_path: Path) -> None:
     warns(places.state_directory, configured(weight_root=tmp_path), "--state-dir")
     (tmp_path / "file").write_text("")
     fails(
@@ -207,13 +207,15 @@ def test_state_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "file"], "a check changes nothing"
 
 
-def test_step_times(tmp_path: Path) -> None:
+def test_doctor_checks_the_step_times(tmp_path: Path) -> None:
     finding = found(places.step_times, configured(state_dir=tmp_path))
     expect_ok(finding, f"none yet in {tmp_path}: measured at the next start")
 
 
 @pytest.mark.parametrize(("free", "status"), [(10, "fail"), (90, "warn"), (4000, "ok")])
-def test_disk(free: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_checks_the_disk(
+    free: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(GIB, GIB, free * 2**20)
     )
@@ -223,7 +225,7 @@ def test_disk(free: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert bool(finding.remedy) == (status != "ok")
 
 
-def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_checks_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compute, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(choice, "look", lambda: Gpu(unusable="this torch is built without CUDA"))
     assert found(compute.gpu) == Finding("ok", "none", check="planted"), (
@@ -258,7 +260,7 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expect(found(compute.gpu), "warn", "no C compiler", "install gcc")
 
 
-def test_torch_without_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_torch_without_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     expect(found(compute.torch_import), "warn", "DEFAULT", "AVX2")
 
@@ -289,7 +291,7 @@ def test_sound_settings_are_checked_next_to_bad_ones(
             expect(finding, "fail", f"not checked, as {name} is at fault", f"correct {name} first")
 
 
-def test_sound_settings_alone_have_no_fault(tmp_path: Path) -> None:
+def test_sound_settings_have_no_fault(tmp_path: Path) -> None:
     config, faults = usable_settings({"model": str(TARGET), "max_rows": "9"}, None)
     assert config is not None and (config.max_rows, faults) == (9, [])
     (tmp_path / "settings.yaml").write_text("port: [")
@@ -297,7 +299,7 @@ def test_sound_settings_alone_have_no_fault(tmp_path: Path) -> None:
     assert config is None and "cannot read the configuration file" in faults[0].message
 
 
-def test_a_model_that_cannot_be_described_leaves_other_checks(tmp_path: Path) -> None:
+def test_unreadable_model_does_not_stop_other_checks(tmp_path: Path) -> None:
     config, faults = usable_settings({"model": str(tmp_path), "port": "0"}, None)
     assert config is not None and "config.json" in faults[0].message
     assert found(places.port, config).status == "ok"

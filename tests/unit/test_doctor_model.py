@@ -36,7 +36,7 @@ def broken(pair: Path, **settings: Any) -> Config:
     return configured(model=pair / "target", drafter=str(pair / "drafter"), **settings)
 
 
-def test_ranks(pair: Path) -> None:
+def test_doctor_checks_the_ranks(pair: Path) -> None:
     assert "on each of 2 ranks" in found(model.memory, broken(pair, tensor_parallel=2)).found
     refused = found(model.device, broken(pair, tensor_parallel=4))
     expect(refused, "fail", "tensor_parallel is 4", "use 1 or 2")
@@ -46,7 +46,7 @@ def test_ranks(pair: Path) -> None:
     assert few.remedy == "use 2", "four and eight would cut a head"
 
 
-def test_ranks_have_no_drafter_that_reads_their_head(pair: Path, tmp_path: Path) -> None:
+def test_doctor_refuses_ranks_with_a_drafter_using_the_head(pair: Path, tmp_path: Path) -> None:
     shape = Shape(hidden=256, head_dim=128, mlp=512, vocab=512)
     write_eagle1(tmp_path / "eagle1", pair / "target", shape=shape)
     for ranks, status in ((1, "ok"), (2, "fail")):
@@ -63,13 +63,13 @@ def test_ranks_have_no_drafter_that_reads_their_head(pair: Path, tmp_path: Path)
         ({"drafter_parallel": "shared"}, "leave the setting out"),
     ],
 )
-def test_settings_of_one_rank_have_their_own_remedy(
+def test_single_rank_settings_on_several_ranks_have_a_remedy(
     pair: Path, given: dict[str, str], remedy: str
 ) -> None:
     assert found(model.device, broken(pair, tensor_parallel=2, **given)).remedy == remedy
 
 
-def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_ranks_on_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twin = OtherGpu(1, CARD.name, CARD.total_bytes)
     monkeypatch.setattr(model, "look", lambda: CARD._replace(others=(twin,)))
     one, shared = (
@@ -133,7 +133,7 @@ def test_fitting_width_is_offered_for_a_small_gpu(
     assert abs(fits_two - least() - int(exchange) * MIB) <= MIB
 
 
-def test_tokenizer(pair: Path) -> None:
+def test_doctor_checks_the_tokenizer(pair: Path) -> None:
     (pair / "target" / "tokenizer_config.json").write_text("{}")
     warns(places.tokenizer, broken(pair), "no chat template", "chat_template")
     (pair / "target" / "tokenizer.json").write_text("{")
@@ -146,7 +146,7 @@ def rewrite(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_model(pair: Path) -> None:
+def test_doctor_checks_the_model(pair: Path) -> None:
     weights, config = pair / "target" / "model.safetensors", pair / "target" / "config.json"
     whole, described = weights.read_bytes(), config.read_text()
     assert found(model.target, broken(pair)).status == "ok"
@@ -184,7 +184,7 @@ def test_length_beyond_the_model_is_refused() -> None:
     )
 
 
-def test_drafter(pair: Path) -> None:
+def test_doctor_checks_the_drafter(pair: Path) -> None:
     config = pair / "drafter" / "config.json"
     described = config.read_text()
     assert found(model.drafter, broken(pair)).status == "ok"
@@ -200,7 +200,7 @@ def test_drafter(pair: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_numerics_are_tested_on_the_matmuls_of_a_rank(ranks: int) -> None:
+def test_doctor_tests_numerics_on_the_matmuls_of_a_rank(ranks: int) -> None:
     slices = set()
 
     def look(self: Numerics, cut: WeightSlice) -> bool:
@@ -214,7 +214,7 @@ def test_numerics_are_tested_on_the_matmuls_of_a_rank(ranks: int) -> None:
     assert slices == ({(256, 384), (256, 512), (256, 256)} if ranks == 2 else set())
 
 
-def test_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
     warns(model.numerics, configured(numerics="fast"), "exact in distribution", "--numerics strict")
     monkeypatch.setattr(
         "tlt_server.models.numerics.Numerics._row_invariant",
@@ -230,7 +230,7 @@ def test_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("available", "total", "status"), [(100, 200, "fail"), (100, 8000, "warn"), (8000, 16000, "ok")]
 )
-def test_memory(
+def test_doctor_checks_the_memory(
     available: int, total: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "meminfo").write_text(
@@ -250,7 +250,7 @@ def test_memory(
     fails(model.memory, configured(weight_root=tmp_path), "in all", "--kv-memory-mb")
 
 
-def test_drafter_training_is_counted() -> None:
+def test_doctor_counts_the_memory_of_drafter_training() -> None:
     given = {"model": TARGET, "drafter": str(DRAFTER), "drafter_training": "idle"}
     without = found(model.memory, configured(**given))
     assert "to train the drafter" not in without.found  # nothing is trained without features
@@ -264,7 +264,9 @@ def test_drafter_training_is_counted() -> None:
     )
 
 
-def test_a_trainer_on_a_gpu_is_counted_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_memory_is_counted_on_the_device_that_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     twin = OtherGpu(1, CARD.name, CARD.total_bytes)
     monkeypatch.setattr(model, "look", lambda: CARD._replace(others=(twin,), mps=True))
     given = {"model": TARGET, "drafter": str(DRAFTER), "drafter_feature_mb": 64}
@@ -291,11 +293,11 @@ def test_a_trainer_on_a_gpu_is_counted_where_it_runs(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_kv_that_holds_no_sequence() -> None:
+def test_doctor_refuses_kv_memory_below_one_sequence() -> None:
     fails(model.memory, configured(kv_memory_mb=1), "kv_memory_mb 1 holds", "raise it to")
 
 
-def test_committed_weights(tmp_path: Path) -> None:
+def test_doctor_checks_the_committed_weights(tmp_path: Path) -> None:
     config = configured(state_dir=tmp_path)
     assert found(model.committed_weights, config).status == "ok" and not list(tmp_path.iterdir())
     (tmp_path / "weights").mkdir()
@@ -313,7 +315,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "look", lambda: CARD)
 
 
-def test_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
+def test_doctor_checks_the_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     description = found(model.device, configured()).found
     assert description.startswith("cuda, bfloat16, attention triton, up to 256 sequences")
     assert "torch sees Card 9000" in description
@@ -348,7 +350,7 @@ def test_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
             )
 
 
-def test_what_a_gpu_holds(card: None, tmp_path: Path) -> None:
+def test_doctor_reports_how_much_a_gpu_holds(card: None, tmp_path: Path) -> None:
     finding = found(model.memory, configured(max_model_len=4096))
     assert (
         finding.status == "ok"
@@ -367,7 +369,7 @@ def test_what_a_gpu_holds(card: None, tmp_path: Path) -> None:
     assert "not here" in found(model.numerics, configured()).found
 
 
-def test_models_that_a_gpu_refuses(pair: Path, card: None) -> None:
+def test_doctor_reports_models_unsupported_on_a_gpu(pair: Path, card: None) -> None:
     assert (
         found(model.target, broken(pair)).status
         == found(model.drafter, broken(pair)).status

@@ -27,7 +27,7 @@ def part(
     return drafter_part(drafter, 32_000, Split(leaves, rank, ranks), asked, 2)
 
 
-def test_drafter_is_shared_at_every_width_of_its_heads() -> None:
+def test_drafter_is_split_at_every_width_that_divides_its_heads() -> None:
     assert [part(ranks).split.of for ranks in (1, 2, 4, 8)] == [1, 2, 4, 1], "28 heads"
     assert [part(ranks, drafter=WIDE).split.of for ranks in (1, 2, 4, 8)] == [1, 2, 4, 8]
     last = part(4, rank=3)
@@ -35,13 +35,13 @@ def test_drafter_is_shared_at_every_width_of_its_heads() -> None:
     assert last.most_tokens == 8000
 
 
-def test_leaves_are_those_of_the_target_where_they_cut_no_head() -> None:
+def test_drafter_uses_the_targets_leaves_unless_a_head_is_cut() -> None:
     for leaves, own in ((1, 2), (2, 2), (4, 4), (8, 4)):
         widths = [width for width in (1, 2, 4, 8) if width <= leaves]
         assert {part(width, leaves=leaves).split.leaves for width in widths} == {own}
 
 
-def test_a_setting_or_a_drafter_too_small_to_gain_keeps_it_whole() -> None:
+def test_drafter_stays_whole_if_small_or_set_to_replicated() -> None:
     whole = part(2, "replicated")
     assert whole.split == Split(4) and whole.layer == EAGLE and whole.tokens == slice(0, 32_000)
     assert part(2, drafter=SMALL).split.of == 1
@@ -52,13 +52,13 @@ def test_a_setting_or_a_drafter_too_small_to_gain_keeps_it_whole() -> None:
     "drafter, ranks",
     [(EAGLE, 8), (replace(EAGLE, architecture=EAGLE1), 2), (replace(EAGLE, kv_heads=7), 2)],
 )
-def test_what_ranks_cannot_share_is_whole_or_refused(drafter, ranks: int) -> None:
+def test_unsplittable_drafter_stays_whole_or_is_refused(drafter, ranks: int) -> None:
     assert part(ranks, drafter=drafter).split.of == 1
     with pytest.raises(StartupError, match="28 heads of 128.* use auto or replicated"):
         part(ranks, "shared", drafter=drafter)
 
 
-def test_the_plan_counts_the_part_of_a_rank() -> None:
+def test_memory_plan_counts_a_ranks_part_of_the_drafter() -> None:
     class Drafter:
         config, draft_vocab_size, kv_layers = EAGLE, 32_000, 1
 

@@ -58,7 +58,7 @@ def assert_well_formed(candidates, batch, strategy):
     [Strategy("x", 1, 1, 2), Strategy("x", 5, 1, 6), Strategy("x", 6, 3, 12)],
     ids=lambda s: s.name,
 )
-def test_candidates_are_well_formed(drafted, strategy):
+def test_draft_candidates_are_well_formed(drafted, strategy):
     drafter, engine, names = drafted
     for _ in range(3):
         batch = engine.batch(names)
@@ -70,7 +70,7 @@ def test_candidates_are_well_formed(drafted, strategy):
             engine.extend(name, [1 + len(engine.tokens[name]) % 5])
 
 
-def test_requests_come_and_go(drafted):
+def test_drafter_proposes_well_while_requests_come_and_go(drafted):
     drafter, engine, _ = drafted
     random, strategy = np.random.default_rng(0), Strategy("x", 4, 2, 8)
     alive = ["a", "b", "c"]
@@ -90,13 +90,13 @@ def test_requests_come_and_go(drafted):
     assert all(isinstance(value, float) for value in drafter.gauges().values())
 
 
-def test_nothing_is_proposed_where_nothing_can_be_used(drafted):
+def test_drafter_proposes_no_draft_that_cannot_be_used(drafted):
     drafter, engine, names = drafted
     assert len(drafter.propose(engine.batch(names, max_depth=0), Strategy("x", 4, 2, 8))) == 0
     assert len(drafter.propose(engine.batch(names), Strategy("x", 0, 0, 1))) == 0
 
 
-def test_a_depth_limit_holds_per_request(drafted):
+def test_draft_depth_limit_holds_per_request(drafted):
     drafter, engine, names = drafted
     batch = engine.batch(names)
     batch.max_depth_B[:] = [0, 2, 9]
@@ -106,21 +106,21 @@ def test_a_depth_limit_holds_per_request(drafted):
 
 
 @pytest.mark.parametrize("row", ["eagle", "of another name"])
-def test_tables_and_gauges_bear_the_name_of_the_row(row):
+def test_drafter_tables_and_gauges_have_the_registered_name(row):
     weights = DraftWeights(FakeNetwork(), Calibration())
     setup = DraftSetup(row, FakeEngine().cache, weights, max_requests=8, max_rows=200)
     drafter = load_object(DRAFTERS["eagle"].cpu.implementation).make(setup)
     assert list(drafter.tables) == [row] and f"{row}_forwards" in drafter.gauges()
 
 
-def test_a_request_of_one_token_is_survived(drafted):
+def test_drafter_handles_a_request_of_one_token(drafted):
     drafter, engine, _ = drafted
     engine.extend("tiny", [3])
     batch, strategy = engine.batch(["tiny", "a"]), Strategy("x", 3, 2, 8)
     assert_well_formed(drafter.propose(batch, strategy), batch, strategy)
 
 
-def test_a_report_about_no_candidates_changes_nothing(drafted):
+def test_empty_observation_does_not_change_the_drafter(drafted):
     drafter, engine, names = drafted
     before = drafter.gauges()
     drafter.observe(engine.batch(names), Candidates.empty(), np.zeros(0, np.int8))
@@ -135,14 +135,14 @@ def test_every_draft_architecture_names_a_drafter():
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_record_names_an_implementation_and_ascending_rungs(name, device):
+def test_registry_entry_names_implementation_and_ascending_rungs(name, device):
     half = DRAFTERS[name].half(device)
     assert callable(load_object(half.implementation).make)
     assert half.rungs and sorted(half.rungs, key=lambda rung: rung[2]) == list(half.rungs)
     assert all(depth >= 1 <= width and 2 <= rows for depth, width, rows in half.rungs)
 
 
-def test_new_weights_and_a_sleep_leave_a_drafter_of_use(drafted):
+def test_drafter_works_after_new_weights_and_a_sleep(drafted):
     drafter, engine, names = drafted
     strategy = Strategy("x", 4, 1, 5)
     before = drafter.propose(engine.batch(names), strategy)

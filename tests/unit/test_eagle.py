@@ -28,7 +28,7 @@ def children_slowly(logits, target_ids, seed, position, temperature, count):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 5.0])
 @pytest.mark.parametrize("vocabulary", [3, 60, 5000])
-def test_children_are_the_best_of_the_perturbed_logits(temperature, vocabulary):
+def test_draft_children_have_the_best_perturbed_logits(temperature, vocabulary):
     random = np.random.default_rng(vocabulary)
     logits = random.standard_normal((6, vocabulary)) * random.uniform(0.1, 12, (6, 1))
     logits = logits.astype(np.float32)
@@ -94,7 +94,7 @@ def build(engine, network, max_rows=256, **options):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("depth", "width"), [(1, 3), (3, 1), (4, 2), (5, 4)])
-def test_tree_equals_the_twin_without_a_cache(temperature, depth, width):
+def test_draft_tree_equals_that_of_the_twin_without_a_cache(temperature, depth, width):
     engine, network = FakeEngine(), FakeNetwork(draft_vocabulary=VOCABULARY - 3)
     eagle = build(engine, network)
     random = np.random.default_rng(depth)
@@ -139,7 +139,7 @@ def paths(candidates, request, budget):
     return tree
 
 
-def test_turning_on_late_equals_always_on():
+def test_drafter_enabled_late_equals_one_always_enabled():
     random = np.random.default_rng(5)
     engine, strategy = FakeEngine(pages=400), Strategy("eagle", 4, 3, 16)
     network = FakeNetwork()
@@ -161,7 +161,7 @@ def test_turning_on_late_equals_always_on():
     assert sorted(certain) == each, "each slot once"
 
 
-def test_shared_prefix_pages_are_drafted_once():
+def test_shared_prefix_pages_are_computed_once_by_the_drafter():
     engine, network = FakeEngine(), FakeNetwork()
     prompt = list(range(3 * PAGE_SIZE))
     engine.extend("a", [*prompt, 1, 2])
@@ -170,7 +170,7 @@ def test_shared_prefix_pages_are_drafted_once():
     assert len(network.stored) == len(prompt) - 1 + 2 + 3
 
 
-def test_a_reused_page_is_drafted_again():
+def test_reused_page_is_computed_again_by_the_drafter():
     engine, strategy = FakeEngine(pages=4), Strategy("eagle", 3, 2, 8)
     reused = build(engine, FakeNetwork())
     engine.extend("old", list(range(14)))
@@ -182,7 +182,7 @@ def test_a_reused_page_is_drafted_again():
     assert_same_tree(*(as_paths(e.propose(batch, strategy), 0) for e in (reused, fresh)))
 
 
-def test_new_drafter_weights_take_hold_by_forgetting():
+def test_new_drafter_weights_discard_cached_states():
     engine, strategy = FakeEngine(), Strategy("eagle", 3, 2, 8)
     engine.extend("a", list(range(20)))
     batch = engine.batch(["a"])
@@ -194,7 +194,7 @@ def test_new_drafter_weights_take_hold_by_forgetting():
     assert_same_tree(*(as_paths(e.propose(batch, strategy), 0) for e in (eagle, fresh)))
 
 
-def test_small_scratch_cuts_the_tree_instead_of_overrunning():
+def test_small_scratch_memory_limits_the_tree():
     engine, network = FakeEngine(), FakeNetwork()
     for name in "abcd":
         engine.extend(name, [1, 2, 3])
@@ -205,7 +205,7 @@ def test_small_scratch_cuts_the_tree_instead_of_overrunning():
         assert np.isfinite(candidates.acceptance_N).all()
 
 
-def test_verification_teaches_the_calibration():
+def test_verification_updates_the_calibration():
     engine, network = FakeEngine(), FakeNetwork()
     engine.extend("a", [1, 2, 3])
     eagle = build(engine, network)
@@ -218,7 +218,7 @@ def test_verification_teaches_the_calibration():
     assert (after[0, 0] < before[0, 0]).any() and (after[0, 1] > before[0, 1]).any()
 
 
-def test_a_network_that_says_nothing_finite_is_survived():
+def test_drafter_with_non_finite_logits_still_proposes():
     engine, network = FakeEngine(), FakeNetwork()
     engine.extend("a", [1, 2, 3])
     network.head = torch.full_like(network.head, float("nan"))

@@ -38,9 +38,9 @@ def paired(statuses: list[str], codes: list[str]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("error", list(tree(TltError)), ids=lambda error: error.code)
-def test_every_error_that_a_client_can_see_is_in_the_table(error: type[TltError]) -> None:
+def test_error_table_has_every_error_a_client_can_see(error: type[TltError]) -> None:
     assert (error.http_status, error.code) in table()
 
 
-def test_the_table_has_nothing_else() -> None:
+def test_error_table_has_no_unknown_error() -> None:
     assert table() == {(error.http_status, error.code) for error in tree(TltError)}

@@ -35,7 +35,7 @@ async def test_waiting_reader_wakes_only_on_an_event() -> None:
 
 
 @in_loop
-async def test_a_change_while_the_reader_is_slow_is_not_missed() -> None:
+async def test_slow_event_reader_misses_no_change() -> None:
     told, state = Changes(), ["ready"]
     async with aclosing(changes(lambda: state[0], told, 60.0)) as stream:
         assert await anext(stream) == "ready"
@@ -45,7 +45,7 @@ async def test_a_change_while_the_reader_is_slow_is_not_missed() -> None:
 
 
 @in_loop
-async def test_the_stream_ends_with_its_time() -> None:
+async def test_event_stream_ends_at_its_time_limit() -> None:
     assert [state async for state in changes(lambda: "ready", Changes(), 0.0)] == ["ready"]
     assert [state async for state in changes(lambda: "ready", Changes(), 0.02)] == ["ready"]
 

@@ -60,7 +60,7 @@ class Kept:
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=30), st.integers(1, 7)
 )
-def test_excerpts_together_are_the_buffer(
+def test_consecutive_excerpts_equal_the_sample_buffer(
     tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[str, int]], limit: int
 ) -> None:
     kept, read, after = Kept(tmp_path_factory.mktemp("kept")), list[Recorded](), 0
@@ -77,12 +77,12 @@ def test_excerpts_together_are_the_buffer(
     assert read == [*kept.buffer]
 
 
-def test_nothing_recorded_is_an_empty_segment(tmp_path: Path) -> None:
+def test_excerpt_of_an_empty_buffer_is_an_empty_segment(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     assert kept.files.read(0, 10) == (header_bytes(kept.header), 0, 0, 0)
 
 
-def test_bytes_are_bounded_but_one_sequence_always_comes(
+def test_excerpt_is_bounded_but_holds_at_least_one_sequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Kept(tmp_path)
@@ -116,7 +116,7 @@ def test_sequence_arriving_while_files_are_read_is_kept(
     assert [e.number for e in [*entries, *kept.read(after)[0]]] == [1, 2, 3, 4]
 
 
-def test_what_is_not_whole_or_of_another_target_is_left_out(tmp_path: Path) -> None:
+def test_excerpt_skips_partial_entries_and_other_targets(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.add(sample(1), sample(2))
     [path] = kept.directory.iterdir()
@@ -144,7 +144,7 @@ def test_what_is_not_whole_or_of_another_target_is_left_out(tmp_path: Path) -> N
     assert kept.read() == (entries, after, left)
 
 
-def test_a_file_that_goes_meanwhile_is_left_out(
+def test_excerpt_skips_a_file_deleted_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Kept(tmp_path)

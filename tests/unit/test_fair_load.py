@@ -106,7 +106,7 @@ def test_small_tenants_are_fully_served_next_to_a_greedy_one() -> None:
     assert ends.done.total() >= 0.85 * CAPACITY * 20, "and the engine is as busy as before"
 
 
-def test_without_keys_all_are_one_tenant() -> None:
+def test_without_keys_all_requests_are_of_one_tenant() -> None:
     ends = simulate(keys=False)
     assert abs(ends.share(SMALL) - ends.share(["greedy"])) < 0.1, ends
     assert ends.share(SMALL) < 0.5

@@ -132,7 +132,7 @@ def alone(machine: Machine, attack: str) -> Counter[str]:
 @pytest.mark.parametrize(
     "machine", [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.long)]
 )
-def test_small_requests_of_other_keys_are_slowed_twice_at_most(
+def test_small_requests_of_other_keys_slow_down_at_most_twofold(
     machine: Machine, attack: str
 ) -> None:
     """The hostile key keeps about half of what it does alone. Without shares of time the factor is
@@ -146,7 +146,7 @@ def test_small_requests_of_other_keys_are_slowed_twice_at_most(
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_steps_of_a_lone_key_leave_nothing_out(attack: str) -> None:
+def test_steps_of_a_lone_key_run_every_sequence(attack: str) -> None:
     unmeasured = Bench(CPU, ATTACKS[attack])
     unmeasured.scheduler.observe = lambda batch, ms: None  # type: ignore[method-assign]
     measured = Bench(CPU, ATTACKS[attack])
@@ -155,7 +155,7 @@ def test_steps_of_a_lone_key_leave_nothing_out(attack: str) -> None:
     assert measured.rows == unmeasured.rows
 
 
-def test_keys_that_ask_for_the_same_run_as_one() -> None:
+def test_keys_with_equal_demand_fill_the_batch_like_one_key() -> None:
     halves = [OUTPUTS._replace(owner=owner, sequences=32) for owner in "ab"]
     bench = Bench(CPU, halves)
     bench.run(3)
@@ -163,7 +163,7 @@ def test_keys_that_ask_for_the_same_run_as_one() -> None:
     assert all(len(rows) == CPU.max_running for rows in decoding[: OUTPUTS.tokens // 2])
 
 
-def test_sequences_of_a_key_that_is_cut_take_turns() -> None:
+def test_sequences_of_a_limited_key_take_turns() -> None:
     bench = Bench(CPU, [OUTPUTS, SMALL._replace(pause_s=0.0)])
     bench.run(4)
     steps = [rows for rows in bench.rows[200:] if len(rows) < CPU.max_running // 2]
@@ -174,7 +174,7 @@ def test_sequences_of_a_key_that_is_cut_take_turns() -> None:
     assert max(counts[id] for id in hostile) - min(counts[id] for id in hostile) <= 1
 
 
-def test_a_batch_slot_stays_free_for_a_key_that_comes_back() -> None:
+def test_batch_slot_stays_free_for_a_returning_key() -> None:
     bench = Bench(CPU, [*ATTACKS["long outputs"], SMALL])
     bench.run(3)
     assert len(bench.took_s["small"]) > 50

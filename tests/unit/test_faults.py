@@ -23,7 +23,7 @@ DETAILS = (
         RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     ],
 )
-def test_a_gpus_error_is_named_in_one_line(error: Exception) -> None:
+def test_gpu_error_is_named_in_one_line(error: Exception) -> None:
     assert (
         describe(error, ready=True)
         == "the GPU reported 'an illegal memory access was encountered'; the engine restarts"
@@ -52,13 +52,13 @@ def test_exhausted_memory_names_settings_to_lower() -> None:
     assert "lower memory_fraction" in message
 
 
-def test_a_fault_of_ours_keeps_its_message_until_requests_come() -> None:
+def test_internal_error_keeps_its_message_before_any_request() -> None:
     error = RuntimeError("shapes do not fit")
     assert describe(error, ready=False) == "RuntimeError: shapes do not fit"
     assert "shapes do not fit" in trace(error, ready=False)
 
 
-def test_once_requests_come_a_fault_is_named_by_type_and_place() -> None:
+def test_internal_error_after_requests_shows_type_and_place() -> None:
     with pytest.raises(KeyError) as caught:
         try:
             raise ValueError("a prompt")
@@ -81,5 +81,5 @@ def test_once_requests_come_a_fault_is_named_by_type_and_place() -> None:
         (-40, "was ended by signal 40"),
     ],
 )
-def test_an_end_is_named_by_its_status_or_its_signal(status: int, words: str) -> None:
+def test_process_end_is_described_by_status_or_signal(status: int, words: str) -> None:
     assert exit_of(status) == words

@@ -12,7 +12,7 @@ from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import StepOutput
 
 
-def test_a_full_queue_says_when_it_should_have_room() -> None:
+def test_full_queue_refusal_forecasts_when_to_retry() -> None:
     admission = experienced(make(max_queue=20))
     # 50 tokens each, half of them expected: 500 in all, 100 a second.
     admission.open(sequences(range(20)))
@@ -21,7 +21,7 @@ def test_a_full_queue_says_when_it_should_have_room() -> None:
     assert caught.value.retry_after_s == pytest.approx(8 / 20 * 5)
 
 
-def test_nothing_is_forecast_without_evidence() -> None:
+def test_no_wait_is_forecast_without_evidence() -> None:
     admission = make()
     for _ in range(MIN_SEQUENCES):
         admission.forecast.ended(25, 50)
@@ -32,7 +32,7 @@ def test_nothing_is_forecast_without_evidence() -> None:
     assert not admission.forecast.known and admission.wait_s() == 0
 
 
-def test_forecast_refusing_every_wait_can_still_recover() -> None:
+def test_forecast_that_refuses_every_request_can_recover() -> None:
     admission = experienced(make(), tokens_per_s=10)
     admission.open(sequences(range(8)))  # every place is taken and none waits
     asked = Demand(1, 10, 50, deadline_s=5.0)
@@ -43,7 +43,7 @@ def test_forecast_refusing_every_wait_can_still_recover() -> None:
     admission.admit(asked)
 
 
-def test_wait_is_the_work_ahead_at_the_rate_of_full_steps() -> None:
+def test_forecast_wait_is_queued_work_over_the_full_step_rate() -> None:
     admission = experienced(make())
     admission.open(sequences(range(7)))
     assert admission.wait_s() == 0  # the eighth place is free
@@ -54,7 +54,7 @@ def test_wait_is_the_work_ahead_at_the_rate_of_full_steps() -> None:
     assert admission.wait_s() == pytest.approx(0.75)
 
 
-def test_places_are_also_bounded_by_pages() -> None:
+def test_forecast_running_sequences_are_bounded_by_pages() -> None:
     admission = experienced(make(engine=ENGINE_OF_10_PAGES))
     # Each 16 + half of 32 tokens and half a page: 2.5 pages.
     admission.open(sequences(range(4), prompt=16, max_tokens=32))
@@ -89,7 +89,7 @@ def test_hopeless_deadline_is_refused_with_the_time_to_retry() -> None:
         admission.admit(asked._replace(deadline_s=needs_s + 0.01))
 
 
-def test_what_would_not_begin_in_time_is_refused() -> None:
+def test_request_forecast_to_start_too_late_is_refused() -> None:
     admission = experienced(make())
     admission.open(sequences(range(16)))
     with pytest.raises(
@@ -102,7 +102,7 @@ def test_what_would_not_begin_in_time_is_refused() -> None:
     admission.admit(Demand(9, 90, 450, begin_by_s=CAUTION * 4.3))
 
 
-def test_an_idle_server_refuses_nothing_for_its_length() -> None:
+def test_idle_server_refuses_no_request_for_its_length() -> None:
     admission = experienced(make())
     admission.admit(Demand(90, 900, 4500, deadline_s=0.1))
     admission.open(sequences(range(8)))
@@ -112,7 +112,7 @@ def test_an_idle_server_refuses_nothing_for_its_length() -> None:
     assert caught.value.retry_after_s == 1
 
 
-def test_long_sequences_are_reckoned_with() -> None:
+def test_forecast_accounts_for_long_sequences() -> None:
     forecast = make().forecast
     for i in range(400):
         forecast.ended(90 if i % 10 == 0 else 10, 100)
@@ -135,7 +135,7 @@ def test_long_sequences_are_reckoned_with() -> None:
         (output("a", 0, "error", ("queue_timeout", "")), False),
     ],
 )
-def test_only_ends_that_say_how_long_sequences_are_teach(last: StepOutput, counts: bool) -> None:
+def test_forecast_learns_only_from_natural_sequence_ends(last: StepOutput, counts: bool) -> None:
     admission = make()
     for _ in range(MIN_SEQUENCES):
         admission.open(sequences("a"))

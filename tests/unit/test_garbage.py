@@ -41,13 +41,13 @@ def old_cycle() -> weakref.ref[Cycle]:
     return reference
 
 
-def test_old_cycles_are_collected_while_few_objects_are_old() -> None:
+def test_garbage_cycles_are_collected_while_few_objects_are_old() -> None:
     cycle = old_cycle()
     look()
     assert cycle() is None and gc.get_count()[2] == 0
 
 
-def test_cycles_wait_while_many_objects_are_old() -> None:
+def test_garbage_cycles_wait_while_many_objects_are_old() -> None:
     held: list[list[int]] = [[] for _ in range(FEW)]
     cycle = old_cycle()
     look()
@@ -57,7 +57,7 @@ def test_cycles_wait_while_many_objects_are_old() -> None:
     assert cycle() is None
 
 
-def test_cycles_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_cycles_are_collected_eventually(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "MANY", FEW)
     held: list[list[int]] = [[] for _ in range(FEW)]
     cycle = old_cycle()
@@ -65,7 +65,7 @@ def test_cycles_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held and cycle() is None and MANY > FEW
 
 
-def test_objects_that_are_made_collect_no_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_objects_trigger_no_collection_of_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     thresholds = gc.get_threshold()
     monkeypatch.setattr(garbage, "EVERY_S", 0.001)
 

@@ -18,7 +18,7 @@ def possible(reasons: set[Reason]) -> bool:
 
 
 @pytest.mark.parametrize("first, then", list(product(Reason, Reason)))
-def test_each_reason_holds_until_it_is_released(first: Reason, then: Reason) -> None:
+def test_each_pause_reason_holds_until_released(first: Reason, then: Reason) -> None:
     gate = StepGate()
     gate.check()
     assert gate.state == "open"
@@ -47,7 +47,7 @@ def test_adapter_drain_delays_only_requests_of_that_adapter() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["hold", "release"]), st.sets(st.sampled_from(Reason)))))
-def test_the_state_follows_from_the_reasons_in_any_order(
+def test_gate_state_follows_its_reasons_in_any_order(
     changes: list[tuple[str, set[Reason]]],
 ) -> None:
     """The slow twin is a set of reasons, looked at in full."""

@@ -247,7 +247,7 @@ def test_trainer_slowdown_is_reported_after_enough_steps() -> None:
     assert model.slowdown == pytest.approx(1.25, rel=0.05)
 
 
-def test_small_and_large_steps_are_corrected_apart() -> None:
+def test_small_and_large_steps_are_corrected_separately() -> None:
     """Steps with few rows are slower than the profile says, those with many faster. A rollout goes
     from large ones to small ones, and the next one begins with the price of large ones.
     """
@@ -290,7 +290,7 @@ def test_more_rows_never_take_less_time_after_noisy_steps(world: str, seed: int)
         assert model.predict(load) == pytest.approx(seconds(load), rel=0.2), load
 
 
-def test_numbers_are_made_to_ascend_as_near_to_them_as_can_be() -> None:
+def test_isotonic_fit_of_step_times_is_optimal() -> None:
     """The twin: at each place the largest, over all first ones, of the smallest mean over all last
     ones.
     """
@@ -307,7 +307,7 @@ def test_numbers_are_made_to_ascend_as_near_to_them_as_can_be() -> None:
     assert ascending([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]) == [1.0, 1.0, 2.0]
 
 
-def test_fixed_cost_of_a_drafter_is_learnt() -> None:
+def test_fixed_cost_of_a_drafter_is_learned() -> None:
     """Then a short draft is not taken to be cheap."""
 
     def seconds(load: StepLoad) -> float:
@@ -319,7 +319,7 @@ def test_fixed_cost_of_a_drafter_is_learnt() -> None:
         assert model.predict(load) == pytest.approx(seconds(load), rel=0.05), depth
 
 
-def test_a_stalled_step_does_not_spoil_a_profile() -> None:
+def test_stalled_step_while_profiling_does_not_spoil_the_fit() -> None:
     model = CostModel()
     measured = [Measured(load, gpu_seconds(load)) for load in PROFILED for _ in range(2)]
     measured[11] = Measured(measured[11].load, 4 * measured[11].seconds)
@@ -328,7 +328,7 @@ def test_a_stalled_step_does_not_spoil_a_profile() -> None:
         assert model.predict(load) == pytest.approx(gpu_seconds(load), rel=0.06), load
 
 
-def test_a_stalled_step_says_little() -> None:
+def test_stalled_step_barely_moves_the_prediction() -> None:
     model = profiled(gpu_seconds)
     load = PROFILED[0]
     before = model.predict(load)
@@ -373,7 +373,7 @@ def test_deep_tree_predicts_acceptance_of_smaller_trees() -> None:
             assert estimate.gain(depth, 1, np.array([nodes]))[0] == pytest.approx(best, rel=0.01)
 
 
-def test_a_shallow_tree_is_continued() -> None:
+def test_acceptance_beyond_a_shallow_tree_is_extrapolated() -> None:
     rng = np.random.default_rng(4)
     estimate = AcceptanceEstimate(tuple(range(1, 8)), (1,))
     for _ in range(20):
@@ -382,7 +382,7 @@ def test_a_shallow_tree_is_continued() -> None:
     assert estimate.gain(7, 1, np.array([7.0]))[0] == pytest.approx(true, rel=0.1)
 
 
-def test_predictions_follow_what_is_accepted() -> None:
+def test_predictions_follow_the_accepted_tokens() -> None:
     estimate = AcceptanceEstimate((1, 2), (1,))
     before = estimate.gain(2, 1, np.array([2.0]))[0]
     for _ in range(400):
@@ -394,7 +394,7 @@ def test_predictions_follow_what_is_accepted() -> None:
 @pytest.mark.parametrize("world", list(WORLDS))
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("requests", [1, 6, 48, 200])
-def test_it_is_close_to_the_best_from_the_first_steps_on(
+def test_goodput_is_near_the_best_strategy_from_the_start(
     world: str, acceptance: float, requests: int
 ) -> None:
     simulated = World(WORLDS[world], seed=requests)
@@ -407,7 +407,7 @@ def test_it_is_close_to_the_best_from_the_first_steps_on(
     assert lost < 0.07 * needed, [strategy.name for strategy in simulated.used[::30]]
 
 
-def test_speculation_stops_and_comes_back_as_the_load_changes() -> None:
+def test_speculation_stops_and_returns_as_the_load_changes() -> None:
     simulated = World(cpu_seconds)
     simulated.acceptance = 0.6
     seen = [{simulated.step(requests) for _ in range(60)} for requests in (2, 256, 2)]
@@ -479,7 +479,9 @@ def test_useless_drafter_is_dropped_within_50_steps(
         (Arms((), (Strategy("eagle", 2, 1, 3), Strategy("eagle", 3, 1, 4))), {(3, 1)}),
     ],
 )
-def test_only_what_an_operator_allows_is_chosen(arms: Arms, shapes: set[tuple[int, int]]) -> None:
+def test_only_strategies_that_an_operator_allows_are_chosen(
+    arms: Arms, shapes: set[tuple[int, int]]
+) -> None:
     simulated = World(gpu_seconds, arms=arms)
     simulated.run(40, 4)
     assert {(each.depth, each.width) for each in simulated.used if each != OFF} == shapes
@@ -511,13 +513,13 @@ def test_choice_respects_draft_limits_of_each_request() -> None:
         assert chosen.draft_rows(8) <= context.most_drafts and chosen.depth <= context.deepest
 
 
-def test_the_choice_does_not_flap() -> None:
+def test_strategy_choice_does_not_flap() -> None:
     simulated = World(gpu_seconds)
     simulated.run(500, 32)
     assert simulated.policy.gauges()["goodput_switches"] < 25
 
 
-def test_a_choice_takes_little_time() -> None:
+def test_strategy_choice_takes_bounded_time() -> None:
     policy = World(gpu_seconds).policy
     context = StepContext(64, 0, CONTEXT, 64)
     policy.choose(context)
@@ -527,7 +529,7 @@ def test_a_choice_takes_little_time() -> None:
     assert (time.thread_time() - began) / 200 < 5e-4  # the promise is 1e-4 on a quiet machine
 
 
-def test_the_mean_time_of_recent_choices_is_told() -> None:
+def test_mean_time_of_recent_choices_is_reported() -> None:
     now = [0.0]
 
     def clock() -> float:
@@ -546,7 +548,7 @@ def test_the_mean_time_of_recent_choices_is_told() -> None:
     assert policy.gauges()["goodput_choice_us"] == pytest.approx(40.0, rel=0.01)
 
 
-def test_no_more_rows_are_asked_for_than_trees_have_nodes() -> None:
+def test_requested_rows_do_not_exceed_the_nodes_of_the_trees() -> None:
     """No step would show that their price is wrong, as it computes fewer rows."""
     simulated = World(gpu_seconds)
     cost = simulated.knowledge.cost

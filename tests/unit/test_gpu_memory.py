@@ -109,7 +109,7 @@ def offered(message: str, setting: str) -> float:
     return float(found[1])
 
 
-def test_needs_follow_the_models_shapes() -> None:
+def test_memory_needs_follow_the_models_shapes() -> None:
     given = settings()
     assert needs(given).weights == WEIGHTS and needs(given).per_page == 16 * 2 * 28 * 4 * 128 * 2
     assert needs(settings(dtype="float32")).per_page == 2 * needs(given).per_page
@@ -145,7 +145,7 @@ def test_pages_are_bounded_by_running_sequences() -> None:
     assert pages(settings(max_running=2, kv_memory_mb=1024), TOTAL, length=1600) == 200
 
 
-def test_memory_of_other_programs_counts_once() -> None:
+def test_memory_of_other_programs_reduces_the_pages() -> None:
     assert pages(settings(), 60 * GIB) < pages(settings(), 61 * GIB)
 
 
@@ -167,7 +167,7 @@ def test_too_little_memory_for_one_sequence_names_remedies(free_gib: float) -> N
         pages(given, free, length + 17)
 
 
-def test_fewer_rows_and_other_staging_are_offered() -> None:
+def test_memory_refusal_offers_fewer_rows_and_other_staging() -> None:
     free = int(13.3 * GIB)
     message = refusal(settings(memory_fraction=0.98), free, length=131072)
     rows = int(offered(message, "max_rows"))
@@ -194,7 +194,7 @@ def wider(given: EngineSettings, *widths: int) -> list[Wider]:
     ]
 
 
-def test_a_larger_width_is_named_where_it_fits() -> None:
+def test_memory_refusal_names_a_larger_width_where_it_fits() -> None:
     given = settings(weight_root="/w", reduction_leaves=4)
     short = plan(given, 30 * GIB)
     with pytest.raises(StartupError, match="; .*set tensor_parallel to 2, on 2 GPUs$"):
@@ -226,7 +226,7 @@ def test_exchange_buffers_of_ranks_are_budgeted() -> None:
     assert list(other.values) == [TOTAL - WEIGHTS - GIB - CONTEXT]
 
 
-def test_the_exchange_of_large_models_fits_next_to_their_weights() -> None:
+def test_exchange_buffers_of_large_models_fit_next_to_weights() -> None:
     """Shapes of 7B on two GPUs: two rooms of two partial sums for 4,608 rows, and two landings of
     three sums for 512.
     """
@@ -237,13 +237,13 @@ def test_the_exchange_of_large_models_fits_next_to_their_weights() -> None:
     assert exchange_bytes(replace(given, tensor_parallel=1), CONFIG, Shapes(512, 8)) == 0
 
 
-def test_several_ranks_are_offered_only_valid_staging() -> None:
+def test_refusal_on_several_ranks_offers_only_valid_staging() -> None:
     shared = settings(weight_root="/w", tensor_parallel=2)
     message = refusal(shared, 40 * GIB)
     assert "28.4 GiB for pushed weights" in message and "weight_staging" not in message
 
 
-def test_nothing_fits_at_all() -> None:
+def test_refusal_without_a_fitting_setting_names_other_programs() -> None:
     message = refusal(settings(memory_fraction=0.98), 2 * GIB)
     assert "max_model_len to" not in message
     assert message.endswith("for graphs; end what else uses this GPU (nvidia-smi lists it)")
@@ -278,7 +278,7 @@ def test_requested_pages_leave_memory_for_graphs_and_pushes(named: dict[str, int
     assert pages(pushed, enough + 2 * asked.needs.weights) == asked.pages
 
 
-def test_too_little_for_one_sequence_offers_no_less_memory() -> None:
+def test_refusal_for_one_sequence_offers_no_less_memory() -> None:
     message = refusal(settings(kv_memory_mb=50 * 1024), 5 * GIB)
     assert "kv_memory_mb to" not in message and message.endswith(f"for graphs; {BUSY}")
     several = f"change several of other programs, pages, max_rows, max_running, or {SMALLER}"
@@ -295,7 +295,7 @@ def test_budget_sums_to_total_plus_shortfall() -> None:
         assert sum(row.bytes for row in rows) == refused.total + refused.short > refused.total
 
 
-def test_more_sequences_than_a_small_gpu_has_logits_for() -> None:
+def test_small_gpu_refuses_max_running_beyond_its_logits_memory() -> None:
     total = 24 * GIB
     free = total - WEIGHTS - GIB // 2
     message = refusal(settings(max_running=65536), free, total=total)
@@ -383,7 +383,7 @@ def test_every_offered_remedy_works(data: st.DataObject) -> None:
         )
 
 
-def test_trainers_share_is_set_apart() -> None:
+def test_trainers_memory_share_is_reserved() -> None:
     plain, given = settings(max_running=8), settings(max_running=8, feature_bytes=GIB)
     share = TrainingShape.of(Drafter().config, 32_000, on_gpu=True).device_bytes(2048)
     without, with_share = (plan(each, 100 * GIB) for each in (plain, given))
@@ -404,7 +404,7 @@ def test_trainers_share_is_set_apart() -> None:
     assert "16.0 GiB to train the drafter" in message and OFF in message
 
 
-def test_oversized_weights_are_refused_by_the_same_plan() -> None:
+def test_oversized_weights_are_refused_by_the_memory_plan() -> None:
     given = settings(reduction_leaves=4)
     loaded = needs(given).loaded
     with pytest.raises(
@@ -451,7 +451,9 @@ def test_weights_out_of_memory_error_suggests_no_setting() -> None:
     )
 
 
-def test_device_converts_the_allocators_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_converts_the_allocators_error_to_a_typed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     from tlt_server.engine.gpu.device import Interpreted
 
@@ -535,7 +537,7 @@ def test_gpu_accepts_supported_shapes(head_dim: int) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(28, 4, 128), (64, 8, 128), (8, 1, 256)]
 )
-def test_attention_has_room_for_the_trees_of_a_step(
+def test_attention_workspace_fits_the_trees_of_a_step(
     heads: int, kv_heads: int, head_dim: int
 ) -> None:
     TritonPaged(

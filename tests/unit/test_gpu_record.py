@@ -33,7 +33,7 @@ ALL_PASSED = dict.fromkeys(ONE.parts, PASSED)
 SAME_BITS = {"requests": 612, "differing_tokens": 0, "differing_logprob_bits": 0}
 
 
-def test_counts_of_a_test_run(tmp_path: Path) -> None:
+def test_record_counts_the_outcomes_of_a_test_run(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     assert counts(suites(report), -9)["red"] == ["the run, which ended with status -9"]
     report.write_text(TEST_REPORT[:100])
@@ -62,7 +62,7 @@ def test_a_record_is_green_once_every_part_has_passed() -> None:
         assert not figures(ONE, ALL_PASSED | {first: came}, SAME_BITS)["green"]
 
 
-def test_parts_add_to_the_record_of_the_same_code_and_machine(
+def test_parts_join_the_record_of_the_same_code_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_tests, "RESULTS", tmp_path)
@@ -93,7 +93,7 @@ def test_parts_add_to_the_record_of_the_same_code_and_machine(
         )
 
 
-def test_bits_that_move_without_their_fingerprint_are_red() -> None:
+def test_changed_bits_under_an_equal_fingerprint_are_red() -> None:
     golden = GOLDEN[0]
     same = {"fingerprint": asdict(golden.fingerprint), "bits": golden.bits}
     other = same | {"bits": "0123456789abcdef"}
@@ -106,14 +106,14 @@ def test_bits_that_move_without_their_fingerprint_are_red() -> None:
     assert moved(golden.gpus, other, on | {"torch": "9"}) == [], "another library adds otherwise"
 
 
-def test_known_bits_are_of_present_and_recorded_numerics() -> None:
+def test_golden_bits_match_current_and_recorded_numerics() -> None:
     for golden in GOLDEN:
         assert golden.fingerprint.numerics == f"strict {versions.GPU}"
         exact = json.loads(PLANS[golden.gpus].record.read_text())["figures"]["exact"]
         assert (golden.bits, asdict(golden.fingerprint)) == (exact["bits"], exact["fingerprint"])
 
 
-def test_parts_run_one_by_one_into_one_record(
+def test_parts_run_separately_make_one_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(record_tests, "RESULTS", tmp_path)
@@ -169,7 +169,7 @@ def test_parts_run_one_by_one_into_one_record(
     ("gpus", "needs"),
     [(1, r"^@gpu|mark\.gpu(?!\")|^pytestmark = gpu"), (2, r"device_count\(\) (< 2|> 1)")],
 )
-def test_the_record_holds_every_test_that_needs_so_many_gpus(gpus: int, needs: str) -> None:
+def test_record_has_every_test_that_needs_its_number_of_gpus(gpus: int, needs: str) -> None:
     root = Path(__file__).parents[2]
     needing = {
         str(file.relative_to(root))

@@ -57,7 +57,7 @@ def test_repeated_prompt_resends_responses_lost_by_the_device() -> None:
     texts.check()
 
 
-def test_the_newest_responses_come_first_and_needed_ones_stay() -> None:
+def test_newest_responses_come_first_and_running_ones_stay() -> None:
     texts = Texts(3, range(4, 6), SMALL)
     together = [sequence(f"a{i}", [1, 2], i) for i in range(3)]
     for made in together:
@@ -83,7 +83,7 @@ def test_text_is_shared_by_prompt_or_group_within_a_salt() -> None:
     texts.check()
 
 
-def test_the_numbers_of_prompts_are_not_known_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_prompt_numbers_are_unpredictable(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = set()
     for key in (b"1" * 16, b"2" * 16):
         monkeypatch.setattr("tlt_server.engine.gpu.steps.texts.KEY", key)
@@ -91,7 +91,7 @@ def test_the_numbers_of_prompts_are_not_known_outside(monkeypatch: pytest.Monkey
     assert len(numbers) == 2
 
 
-def test_a_preempted_sequence_has_one_slot() -> None:
+def test_preempted_sequence_keeps_one_text_slot() -> None:
     texts = Texts(2, range(3, 4))
     made = sequence("a", [1, 2], 0)
     texts.begin(made)
@@ -101,7 +101,7 @@ def test_a_preempted_sequence_has_one_slot() -> None:
     assert 0 in texts.forget() and 1 not in texts.forget()
 
 
-def test_the_text_of_prompts_that_do_not_run_is_forgotten() -> None:
+def test_text_of_prompts_without_running_requests_is_forgotten() -> None:
     texts = Texts(2, range(3, 5), SMALL)
     ran(texts, "a", [1], [7])
     ran(texts, "b", [2], [8])
@@ -113,7 +113,7 @@ def test_the_text_of_prompts_that_do_not_run_is_forgotten() -> None:
     texts.check()
 
 
-def test_nothing_is_kept_where_nothing_drafts() -> None:
+def test_no_text_is_kept_without_a_history_drafter() -> None:
     texts = Texts(2, range(3, 5), NOTHING_KEPT)
     ran(texts, "a", [1], [7])
     assert texts.forget() == [0, 1, 3, 4] and texts.gauges()["history_pools"] == 0
@@ -121,7 +121,7 @@ def test_nothing_is_kept_where_nothing_drafts() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 2), st.integers(0, 5)), max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_slots_and_memory_stay_within_bounds(turns: list[tuple[int, int, int]]) -> None:
+def test_text_slots_and_memory_stay_within_bounds(turns: list[tuple[int, int, int]]) -> None:
     """Sequences begin, are preempted and end, three at a time, with two slots for texts."""
     texts, running = Texts(3, range(4, 6), SMALL), dict[int, Sequence]()
     for n, (kind, batch_slot, prompt) in enumerate(turns):
@@ -143,7 +143,7 @@ def test_slots_and_memory_stay_within_bounds(turns: list[tuple[int, int, int]]) 
         texts.check()
 
 
-def test_a_large_text_is_kept_from_the_end_of_its_prompt() -> None:
+def test_large_text_is_kept_from_the_end_of_its_prompt_on() -> None:
     texts = Texts(1, range(2, 3))
     ran(texts, "a", [*range(50)], [7, 8])
     ran(texts, "other", [99], [6])

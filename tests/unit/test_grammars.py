@@ -51,7 +51,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gbnf_allows_its_texts(name: str, tmp_path: Path) -> None:
+def test_gbnf_grammar_accepts_its_texts(name: str, tmp_path: Path) -> None:
     text, right, wrong = CASES[name]
     compiler = Compiler(FAMILIES["no marks"].write(tmp_path), 300, [256])
     start = compiler.compile(grammar_of("grammar", text))
@@ -145,7 +145,7 @@ def test_nested_repetitions_are_refused_in_every_form(regex: str) -> None:
 
 
 @pytest.mark.parametrize("regex", KEPT)
-def test_other_repetitions_are_let_in(regex: str) -> None:
+def test_harmless_repetitions_are_accepted(regex: str) -> None:
     assert grammar_of("regex", regex).text == regex
     grammar_of("grammar", f"start: A\nA: /{regex}/")
     grammar_of("json_schema", json.dumps({"type": "string", "pattern": regex}))
@@ -168,31 +168,31 @@ def test_repetitions_multiply_in_regexes_of_grammars(literal: str) -> None:
 
 
 @pytest.mark.parametrize("lark", TOLD_APART)
-def test_distinguishable_repetitions_are_let_in(lark: str) -> None:
+def test_distinguishable_repetitions_are_accepted(lark: str) -> None:
     grammar_of("grammar", lark)
 
 
-def test_long_lists_in_a_schema_are_let_in() -> None:
+def test_long_lists_in_a_schema_are_accepted() -> None:
     word = {"type": "string", "pattern": "^[a-z]{1,64}$", "maxLength": 500}
     table = {"type": "array", "maxItems": 1000, "items": {"type": "array", "maxItems": 1000}}
     table["items"] |= {"items": word}
     grammar_of("json_schema", json.dumps({"properties": {f"p{i}": table for i in range(9)}}))
 
 
-def test_grammars_inside_each_other_have_a_limit() -> None:
+def test_nesting_of_grammars_is_bounded() -> None:
     with pytest.raises(InvalidRequest, match="more than 64 grammars inside each other"):
         grammar_of("grammar", "start: %lark {" * 1000)
 
 
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
-def test_counts_multiply_to_numbers_of_any_length(kind: str) -> None:
+def test_huge_multiplied_repetition_counts_are_refused(kind: str) -> None:
     regex = "a" + "{999999999}" * 500
     with pytest.raises(InvalidRequest, match="multiply to 1000000000000;"):
         grammar_of(kind, regex if kind == "regex" else f"start: /{regex}/")
 
 
 @pytest.mark.parametrize("opened", ['"' + r"\"" * 60_000, "/" + r"\/" * 60_000])
-def test_unclosed_text_is_read_once(opened: str) -> None:
+def test_unclosed_grammar_text_is_read_once(opened: str) -> None:
     assert len([*_tokens(f"start: {opened}")]) == 2  # name and colon
 
 
@@ -247,13 +247,13 @@ def test_objects_with_listed_properties_are_closed(
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_joined_references_are_bounded(width: int) -> None:
+def test_joined_schema_references_are_bounded(width: int) -> None:
     parts = {f"p{i}": {"allOf": [{"$ref": f"#/$defs/p{i + 1}"}] * width, **A} for i in range(200)}
     schema = {"$defs": parts | {"p200": B}, "allOf": [{"$ref": "#/$defs/p0"}, B]}
     with pytest.raises(InvalidRequest, match="where the references of its allOf are followed"):
         closed(schema)
 
 
-def test_a_reference_to_itself_leaves_its_object_open() -> None:
+def test_recursive_reference_leaves_its_object_open() -> None:
     schema = {"$defs": {"A": {"allOf": [{"$ref": "#/$defs/A"}, B]}}, **REF_A}
     assert "additionalProperties" not in json.dumps(closed(schema))

@@ -50,7 +50,7 @@ def run(
     return 0
 
 
-def test_collapse_rests_the_drafter_until_weights_change():
+def test_acceptance_collapse_stops_the_drafter_until_new_weights():
     guard = AcceptanceGuard((OFF, SMALL, EAGLE, PAST, LONG), 0.5)
     assert not run(guard, 0.8, 100)
     guard.renewed()
@@ -67,7 +67,7 @@ def test_collapse_rests_the_drafter_until_weights_change():
     assert not run(guard, 0.75, 400) and guard.permitted(EAGLE) == EAGLE
 
 
-def test_without_history_nothing_is_drafted_meanwhile():
+def test_stopped_drafter_without_history_means_no_drafting():
     guard = AcceptanceGuard((OFF, EAGLE), 0.5)
     run(guard, 0.8, 100)
     guard.renewed()
@@ -75,7 +75,7 @@ def test_without_history_nothing_is_drafted_meanwhile():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_chance_and_a_lesser_drop_are_no_collapse(seed):
+def test_noise_and_a_smaller_drop_do_not_trigger_the_guard(seed):
     guard = AcceptanceGuard((OFF, EAGLE), 0.5)
     run(guard, 0.7, 150, seed=seed)
     for change in range(8):
@@ -83,7 +83,7 @@ def test_chance_and_a_lesser_drop_are_no_collapse(seed):
         assert not run(guard, 0.5, 300, seed=100 * seed + change)
 
 
-def test_what_comes_long_after_a_change_is_not_laid_to_it():
+def test_guard_ignores_drops_long_after_a_weight_change():
     guard = AcceptanceGuard((OFF, EAGLE), 0.5)
     run(guard, 0.8, 100)
     guard.renewed()
@@ -93,7 +93,7 @@ def test_what_comes_long_after_a_change_is_not_laid_to_it():
     assert not run(guard, 0.0, 1000), "so low it was before this change"
 
 
-def test_steps_that_say_nothing_do_not_count():
+def test_guard_ignores_steps_without_evidence():
     guard = AcceptanceGuard((OFF, EAGLE, PAST), 0.5)
     guard.renewed()
     assert not run(guard, 0.0, 1000), "nothing is known of before"
@@ -107,7 +107,7 @@ def test_steps_that_say_nothing_do_not_count():
     assert run(guard, 0.0, 100)
 
 
-def test_a_ratio_of_zero_switches_it_off():
+def test_guard_ratio_of_zero_disables_the_guard():
     guard = AcceptanceGuard((OFF, EAGLE), 0.0)
     run(guard, 0.8, 100)
     guard.renewed()

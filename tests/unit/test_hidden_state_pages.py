@@ -52,7 +52,7 @@ class Device:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 25))
-def test_pages_have_what_was_computed_for_them_last(seed: int, steps: int) -> None:
+def test_pages_hold_the_states_computed_last(seed: int, steps: int) -> None:
     draw, device = random.Random(seed), Device()
     twin: dict[tuple[int, int], torch.Tensor] = {}  # by page and place in it
     for _ in range(steps):
@@ -85,14 +85,14 @@ def test_pages_have_what_was_computed_for_them_last(seed: int, steps: int) -> No
                 assert np.array_equal(hidden_TH, state_TX[:, FEATURES:])
 
 
-def test_the_pages_that_were_filed_first_go_above_the_bound() -> None:
+def test_oldest_state_pages_are_dropped_above_the_bound() -> None:
     device = Device(2 * PAGE_BYTES)
     for page in (4, 1, 2):
         device.step([(0, position) for position in range(PAGE_SIZE)], {0: [page]})
     assert [device.take([page], PAGE_SIZE) is not None for page in (4, 1, 2)] == [False, True, True]
 
 
-def test_a_failure_leaves_the_worker_at_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_callback_does_not_stop_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
     device, room = Device(), SLOTS - 1
 
     def fail(states: StateBytes | None) -> None:

@@ -81,7 +81,7 @@ def trie_slowly(segments, member, most, shortest, matches, depth, width, table):
     st.integers(1, 3),
 )
 @settings(max_examples=150, deadline=None)
-def test_tries_equal_the_twin(segments, member, shortest, matches, depth, width):
+def test_history_index_equals_its_twin(segments, member, shortest, matches, depth, width):
     member %= len(segments)
     tokens_T = np.array([token for segment in segments for token in segment], np.int32)
     length_G = np.array([len(segment) for segment in segments], np.int32)
@@ -119,7 +119,7 @@ def test_tries_equal_the_twin(segments, member, shortest, matches, depth, width)
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_pool_keeps_every_live_token(operations):
+def test_history_pool_keeps_every_token_of_running_requests(operations):
     pool, held = TokenPool(2000), {}
     for kind, which, count in operations:
         running = sorted(held)
@@ -149,16 +149,16 @@ def proposed(history, requests, request=0, **batch):
     return path
 
 
-def test_repetition_in_the_own_output_is_continued():
+def test_history_continues_a_repetition_in_the_output():
     assert proposed(History(), {"a": [1, 2, 3, 4, 5, 6, 7, 2, 3, 4]}) == [5, 6, 7, 2]
 
 
-def test_the_prompt_is_searched():
+def test_history_searches_the_prompt():
     tokens = [*range(10, 17), *range(40, 70), 99, 11, 12]
     assert proposed(History(), {"a": tokens}, prompt_len=37) == [13, 14, 15, 16]
 
 
-def test_a_running_sibling_and_a_finished_one_are_searched():
+def test_history_searches_running_and_finished_siblings():
     history = History()
     proposed(history, {"a": [1, 20, 21, 22, 23, 24], "b": [1, 30]})
     both = {"a": [1, 20, 21, 22, 23, 24, 25], "b": [1, 30, 21, 22]}
@@ -175,7 +175,7 @@ def test_repeated_prompt_finds_responses_of_earlier_rollouts():
     assert proposed(history, {"other": [5, 6, 8, 50]}, group="step-3", prompt_len=3) == []
 
 
-def test_nothing_is_shared_between_salts():
+def test_history_is_not_shared_between_salts():
     batch, text = batch_of({"new": [5, 6, 7, 50]}, prompt_len=3), [5, 6, 7, 50, 51, 52, 53]
     for salts, path in ((["two"], 0), ([""], 0), (["one"], 3)):
         history, sibling = History(), batch_of({"sibling": text}, prompt_len=3)
@@ -184,7 +184,7 @@ def test_nothing_is_shared_between_salts():
         assert len(history.propose(replace(batch, salts=salts), STRATEGY)) == path
 
 
-def test_most_siblings_win_and_the_minority_is_second():
+def test_history_prefers_the_token_of_most_siblings():
     history = History()
     for name, token in (("a", 8), ("b", 9), ("c", 9)):
         history.finish(name, "g", np.array([1, 2, 3, token, 4]), 1)
@@ -193,7 +193,7 @@ def test_most_siblings_win_and_the_minority_is_second():
     assert candidates.acceptance_N[0] > candidates.acceptance_N[1]
 
 
-def test_memory_is_bounded():
+def test_history_memory_is_bounded():
     history = History(HistorySettings(pool_tokens=500, total_tokens=2000, pools=20))
     random = np.random.default_rng(0)
     for step in range(300):
@@ -225,7 +225,7 @@ def test_history_keeps_newest_responses_and_forgets_on_demand():
     assert found(28) == [] and history.gauges()["history_pool_tokens"] < 60
 
 
-def test_prompts_unused_for_longest_go_first():
+def test_history_drops_the_least_recently_used_prompts():
     history = History(HistorySettings(pools=2))
     for step, prompt in enumerate((1, 2, 1, 3)):
         history.finish(f"r{step}", f"g{step}", np.array([prompt, 7, 8, 9, 10]), 1)
@@ -234,7 +234,7 @@ def test_prompts_unused_for_longest_go_first():
     assert list(map(bool, kept)) == [True, True, False]
 
 
-def test_memory_is_bounded_while_others_keep_running():
+def test_history_memory_is_bounded_while_requests_keep_running():
     history = History(HistorySettings(pool_tokens=500, total_tokens=2000, pools=20))
     random = np.random.default_rng(1)
     steady = {f"s{i}": np.array([900 + i, 1, 2, 3]) for i in range(7)}
@@ -248,7 +248,7 @@ def test_memory_is_bounded_while_others_keep_running():
         assert history.gauges()["history_pool_tokens"] <= 2000
 
 
-def test_busy_group_remembers_a_bounded_number_of_prompts():
+def test_busy_group_keeps_a_bounded_number_of_prompts():
     history = History()
     history.propose(batch_of({"anchor": [1, 2, 3]}, group="g"), STRATEGY)
     for step in range(PROMPTS + 300):
@@ -258,7 +258,7 @@ def test_busy_group_remembers_a_bounded_number_of_prompts():
     assert len(group.pool.start_G) <= 4 * SEGMENTS
 
 
-def test_a_full_pool_silences_a_request_and_keeps_its_place():
+def test_full_history_pool_stops_drafts_of_a_growing_request():
     history = History(HistorySettings(pool_tokens=40))
     tokens = [1, 2] * 15
     assert proposed(history, {"a": tokens})
@@ -266,7 +266,7 @@ def test_a_full_pool_silences_a_request_and_keeps_its_place():
     history.finish("a", "g", np.array(tokens + [1, 2] * 10), 1)
 
 
-def test_trust_is_learned():
+def test_history_learns_its_acceptance():
     history = History()
     batch = batch_of({"a": [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]})
     first = history.propose(batch, STRATEGY)

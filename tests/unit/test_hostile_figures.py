@@ -10,13 +10,13 @@ from tests.hostile.table import SCENARIOS, Figure, rows
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
-def test_a_body_fills_its_size_and_is_what_its_name_says(body: Body) -> None:
+def test_hostile_body_has_the_named_kind_and_size(body: Body) -> None:
     content = body.of(3 * 2**20)
     assert 0.99 * 3 * 2**20 < len(content) <= 3 * 2**20
     assert content.startswith(body.head + body.member) and content.endswith(body.tail)
 
 
-def test_figures_are_judged_by_their_bounds() -> None:
+def test_hostile_figures_are_judged_by_their_bounds() -> None:
     most = Figure("a", "bodies", "f", 20, 10)
     least = Figure("a", "tenants", "f", 0.95, 0.99, least=True)
     assert most.keeps(20, most.must) and not most.keeps(20.1, most.must)
@@ -26,6 +26,6 @@ def test_figures_are_judged_by_their_bounds() -> None:
     assert memory.must == 64 + 4 * 16
 
 
-def test_attacks_have_the_size_that_is_asked_for() -> None:
+def test_attacks_have_the_requested_size() -> None:
     for name, (_, body) in attacks(1.0).items():
         assert len(body) <= 1.1 * 2**20, name

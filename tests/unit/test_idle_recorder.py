@@ -75,7 +75,7 @@ ALONE = (["filtered"], ["edited"], ["structured"])
 OTHERS = (*ALONE, ["filtered", "edited"], ["filtered", "structured"])
 
 
-def test_variants_are_recorded_after_a_start_largest_first() -> None:
+def test_graph_variants_are_recorded_largest_first_after_a_start() -> None:
     runner, record = started()
     extends = [key for key in runner.shapes.captured(short) if isinstance(key, ExtendKey)]
     for number in range(1, len(OTHERS) * len(extends) + 1):
@@ -88,7 +88,7 @@ def test_variants_are_recorded_after_a_start_largest_first() -> None:
     assert rows == sorted(rows, reverse=True) and len(extends) > 5
 
 
-def test_half_recorded_pass_is_recorded_again() -> None:
+def test_partly_recorded_pass_is_recorded_again() -> None:
     runner, record = started()
     drain(record)
     halves = [key for key in runner.recorded if key.structured]
@@ -100,7 +100,7 @@ def test_half_recorded_pass_is_recorded_again() -> None:
     assert halves and {SecondHalf(key) for key in halves} <= {*runner.graphs._graphs}
 
 
-def test_another_policy_brings_its_own_steps_first() -> None:
+def test_new_policys_own_graphs_are_recorded_first() -> None:
     runner, record = started()
     assert record(short) and runner.recorded.pop().filtered
     drain(record, wide)
@@ -119,7 +119,7 @@ def test_description_of_a_policy_counts_passes_with_graphs() -> None:
     assert record.prepared(wide).startswith(f"{every} of {every} passes")
 
 
-def test_idle_time_records_all_again_after_a_sleep() -> None:
+def test_all_graphs_are_recorded_again_after_a_sleep() -> None:
     runner, record = started()
     drain(record)
     everything = {*runner.graphs._graphs}
@@ -128,7 +128,7 @@ def test_idle_time_records_all_again_after_a_sleep() -> None:
     assert {*runner.graphs._graphs} == everything
 
 
-def test_recording_needs_quiet_and_half_of_the_memory() -> None:
+def test_graph_recording_needs_idle_time_and_half_of_the_memory() -> None:
     runner, record = started()
     runner.quiet = False
     assert not record(short) and not runner.recorded

@@ -112,12 +112,12 @@ def test_journal_without_owner_is_read() -> None:
     assert said is not None and said.header == HEADER and said.header.owner == ""
 
 
-def test_cut_at_every_byte() -> None:
+def test_journal_cut_at_any_byte_is_read_to_its_last_record() -> None:
     for cut in range(len(WHOLE) + 1):
         check_prefix(WHOLE[:cut], sum(end <= cut for end in ENDS[1:]))
 
 
-def test_every_byte_overwritten() -> None:
+def test_journal_with_any_byte_overwritten_is_read_safely() -> None:
     for at in range(len(WHOLE)):
         for other in {0, 255, WHOLE[at] ^ 1, WHOLE[at] ^ 0x80} - {WHOLE[at]}:
             check_prefix(
@@ -129,7 +129,9 @@ def test_every_byte_overwritten() -> None:
 @given(
     at=st.integers(0, len(WHOLE)), length=st.integers(0, len(WHOLE)), junk=st.binary(max_size=200)
 )
-def test_any_stretch_replaced_by_anything(at: int, length: int, junk: bytes) -> None:
+def test_journal_with_any_stretch_replaced_is_read_safely(
+    at: int, length: int, junk: bytes
+) -> None:
     data = WHOLE[:at] + junk + WHOLE[at + length :]
     same = len(os.path.commonprefix([data, WHOLE]))
     check_prefix(data, sum(end <= same for end in ENDS[1:]))
@@ -137,7 +139,7 @@ def test_any_stretch_replaced_by_anything(at: int, length: int, junk: bytes) -> 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(FRAMES), max_size=6))
-def test_records_out_of_their_order_end_the_reading(frames: list[bytes]) -> None:
+def test_out_of_order_records_end_the_reading_of_a_journal(frames: list[bytes]) -> None:
     said = past(b"".join(frames))
     assert (said is None) == (not frames or frames[0] != FRAMES[0])
     if said is not None:
@@ -148,7 +150,7 @@ def test_records_out_of_their_order_end_the_reading(frames: list[bytes]) -> None
         assert len(said.outputs) == sum(1 if f == FRAMES[1] else 2 for f in frames[1 : 1 + taken])
 
 
-def test_damage_in_outputs_does_not_hide_the_end() -> None:
+def test_damaged_outputs_do_not_hide_the_end_of_a_journal() -> None:
     """Start-up reads every journal; outputs are read when a client asks for them."""
     other = b"\x81\xa4type\xa5grown"  # whole, and nothing that can be decoded
     length = len(other).to_bytes(4, "little")
@@ -161,11 +163,11 @@ def test_damage_in_outputs_does_not_hide_the_end() -> None:
 
 
 @given(st.binary(max_size=300))
-def test_anything_at_all_is_no_journal(data: bytes) -> None:
+def test_arbitrary_bytes_are_not_read_as_a_journal(data: bytes) -> None:
     assert past(data) is None
 
 
-def test_writing_continues_after_the_last_whole_record(tmp_path: Path) -> None:
+def test_journal_continues_after_its_last_whole_record(tmp_path: Path) -> None:
     path = tmp_path / "r.journal"
     path.write_bytes(WHOLE[: ENDS[2] + 11])  # torn in the third
     said = past(path.read_bytes())
@@ -177,12 +179,12 @@ def test_writing_continues_after_the_last_whole_record(tmp_path: Path) -> None:
     assert path.read_bytes() == WHOLE
 
 
-def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
+def test_journal_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     Journal(tmp_path / "r.journal").close()
     assert stat.S_IMODE((tmp_path / "r.journal").stat().st_mode) == 0o600
 
 
-def test_full_disk_is_a_typed_error_with_a_remedy(
+def test_full_disk_at_a_journal_is_a_typed_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: int, data: bytes) -> int:
@@ -196,7 +198,7 @@ def test_full_disk_is_a_typed_error_with_a_remedy(
         Journal(tmp_path / "nowhere" / "r.journal")
 
 
-def test_after_a_reboot_the_wall_clock_counts_forwards() -> None:
+def test_journal_times_never_go_backwards_after_a_reboot() -> None:
     at = now()
     assert elapsed_s(at._replace(boot_s=at.boot_s - 5, wall_s=0)) == pytest.approx(5, abs=1)
     for boot in ("another", ""):
@@ -205,7 +207,7 @@ def test_after_a_reboot_the_wall_clock_counts_forwards() -> None:
         assert elapsed_s(other._replace(wall_s=at.wall_s + 86400.0)) == 0
 
 
-def test_an_end_with_two_fields_less_is_found() -> None:
+def test_journal_end_of_an_older_format_is_found() -> None:
     payload = msgspec.msgpack.encode({"type": "end", "at_s": 3.5, "tokens": 3})
     length = len(payload).to_bytes(4, "little")
     before = length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload

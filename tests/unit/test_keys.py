@@ -23,7 +23,7 @@ def digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def test_a_line_is_a_key_its_scopes_and_its_name(tmp_path: Path) -> None:
+def test_key_file_line_holds_a_key_its_scopes_and_its_name(tmp_path: Path) -> None:
     found = keys(
         tmp_path,
         "# ours\n\n one scopes=data,operate name=ops\n"
@@ -70,13 +70,17 @@ def test_a_line_is_a_key_its_scopes_and_its_name(tmp_path: Path) -> None:
         (f"SECRET\nsha256:{digest('SECRET')} name=x", "given twice"),
     ],
 )
-def test_what_a_line_may_not_say(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_key_file_lines_are_refused_without_the_key(
+    tmp_path: Path, text: str, said: str
+) -> None:
     with pytest.raises(StartupError) as caught:
         keys(tmp_path, text)
     assert said in caught.value.message and "SECR" not in caught.value.message
 
 
-def test_a_variable_holds_keys_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_adds_keys_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROLLOUT_KEYS", "late scopes=data\nlater scopes=operate")
     found = keys(tmp_path, "early scopes=data", api_key_variable="ROLLOUT_KEYS")
     assert [found.find(key) is not None for key in ("early", "late", "later")] == [True] * 3

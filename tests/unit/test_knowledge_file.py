@@ -54,7 +54,7 @@ def kept(folder: Path) -> Path:
     return folder / NAME
 
 
-def test_a_restarted_engine_knows_what_it_knew(tmp_path: Path) -> None:
+def test_restarted_engine_keeps_its_step_times_and_estimates(tmp_path: Path) -> None:
     path, before = kept(tmp_path), learnt()
     found = fresh(WeightsInUse("t", "d"), ("eagle", "history"))
     assert path.stat().st_mode & 0o777 == 0o600
@@ -125,7 +125,7 @@ def test_estimates_of_returning_weights_have_not_aged(tmp_path: Path) -> None:
     assert knowledge.estimates["eagle"].gain(7, 1, nodes) < 1.2 * gain
 
 
-def test_the_file_of_many_weights_and_large_tables_is_bounded(tmp_path: Path) -> None:
+def test_knowledge_file_size_is_bounded(tmp_path: Path) -> None:
     """The numbers have as many digits as they can have."""
     knowledge = Knowledge(("eagle", "history"), "cuda")
     knowledge.cost.profile(Measured(load, cpu_seconds(load)) for load in PROFILED)
@@ -146,7 +146,7 @@ def test_the_file_of_many_weights_and_large_tables_is_bounded(tmp_path: Path) ->
     assert file.load(Knowledge(("eagle", "history"), "cuda"))
 
 
-def test_the_profile_in_use_is_told_with_what_made_it(tmp_path: Path) -> None:
+def test_description_names_the_profile_and_who_made_it(tmp_path: Path) -> None:
     assert profile_in(None).startswith("none is kept (--state-dir keeps it)")
     assert profile_in(tmp_path) == f"none yet in {tmp_path}: measured at the next start"
     path = kept(tmp_path)
@@ -202,7 +202,7 @@ def _as_before(content: dict[str, Any]) -> None:
         (_set("other", value=1), "unknown field"),
     ],
 )
-def test_mismatched_file_is_named_and_not_used(
+def test_mismatched_knowledge_file_is_named_and_not_used(
     change: Callable[[dict[str, Any]], None],
     says: str,
     tmp_path: Path,
@@ -219,12 +219,12 @@ def test_mismatched_file_is_named_and_not_used(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff" * 100, b" " * (MAX_BYTES + 10)])
-def test_a_damaged_file_is_not_used(content: bytes, tmp_path: Path) -> None:
+def test_damaged_knowledge_file_is_not_used(content: bytes, tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(content)
     assert KnowledgeFile(tmp_path, MADE_BY).load(Knowledge(("eagle",))) == ""
 
 
-def test_missing_directory_or_room_only_disables_the_file(
+def test_missing_directory_or_space_only_disables_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nowhere = KnowledgeFile(None, MADE_BY)
@@ -234,7 +234,7 @@ def test_missing_directory_or_room_only_disables_the_file(
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_it_is_written_now_and_then(tmp_path: Path) -> None:
+def test_knowledge_file_is_saved_periodically(tmp_path: Path) -> None:
     now = [0.0]
     file = KnowledgeFile(tmp_path, MADE_BY, lambda: now[0])
     file.save_now_and_then(learnt())

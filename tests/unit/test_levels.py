@@ -26,7 +26,7 @@ def time_ms(line: StepLine, wanted: list[OwnerRows], level: int) -> float:
     st.floats(0, 20),
     st.floats(0.01, 1),
 )
-def test_owners_below_the_level_slow_down_within_the_promise(
+def test_owners_below_the_level_slow_down_at_most_as_promised(
     owners: list[tuple[OwnerRows, float]], fixed: float, per_row: float
 ) -> None:
     wanted, line = [rows for rows, _ in owners], StepLine(per_row, per_row, fixed)
@@ -48,7 +48,7 @@ def test_owners_below_the_level_slow_down_within_the_promise(
 
 
 @given(ROWS, st.integers(1, 100))
-def test_a_cut_leaves_the_level_and_some_of_both_kinds(rows: OwnerRows, level: int) -> None:
+def test_limited_owner_keeps_decode_and_prompt_rows(rows: OwnerRows, level: int) -> None:
     cut = rows.cut(level)
     assert cut.total == min(level, rows.total)
     assert 0 <= cut.decoding <= rows.decoding and 0 <= cut.prompt <= rows.prompt
@@ -57,7 +57,7 @@ def test_a_cut_leaves_the_level_and_some_of_both_kinds(rows: OwnerRows, level: i
 
 
 @given(ROWS, st.integers(2, 6), st.floats(0, 20), st.floats(0, 1))
-def test_owners_that_want_the_same_are_not_cut(
+def test_owners_with_equal_demand_are_not_limited(
     rows: OwnerRows, owners: int, fixed: float, used: float
 ) -> None:
     assert fair_level([rows] * owners, [used] * owners, StepLine(1.0, 1.0, fixed)) is None
@@ -71,7 +71,7 @@ def test_busy_tenant_gets_half_a_step_and_rare_tenant_more() -> None:
 
 
 @pytest.mark.parametrize("parts", [(0.18, 0.2, 2.8), (0.013, 0.02, 3.85), (0.5, 0.1, 0.0)])
-def test_the_time_of_a_step_is_learned_from_steps(parts: tuple[float, float, float]) -> None:
+def test_step_time_line_is_learned_from_steps(parts: tuple[float, float, float]) -> None:
     cost, draw = StepCost(), random.Random(3)
     for _ in range(400):
         decoding, prompt = draw.randint(0, 64), draw.choice([0, 0, draw.randint(0, 512)])
@@ -91,7 +91,7 @@ def test_single_measurement_is_charged_to_rows_at_first() -> None:
     assert cost.line().ms(1, 0) == pytest.approx(2.98, rel=0.05)
 
 
-def test_one_slow_step_changes_little_and_a_slower_machine_is_seen() -> None:
+def test_one_slow_step_barely_counts_but_a_slow_machine_does() -> None:
     cost = StepCost()
     for rows in [1, 64] * 40:
         cost.observe(rows, 0, 3 + 0.2 * rows)

@@ -53,7 +53,7 @@ def test_every_relative_link_leads_somewhere() -> None:
     assert [line for page in PAGES for line in broken(page)] == []
 
 
-def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_check_finds_a_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("# One\n\n[a](#one) [b](#two) [c](gone.md) [d](page.md#one) `[e](no.md)`\n")
@@ -61,7 +61,7 @@ def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_the_site_builds(tmp_path: Path) -> None:
+def test_documentation_site_builds(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,
@@ -87,7 +87,7 @@ def test_all_docs_together_stay_short_enough_to_read() -> None:
     assert sum(words.values()) <= MAX_WORDS, sorted(words.items(), key=lambda item: -item[1])
 
 
-def test_files_that_the_docs_name_exist() -> None:
+def test_files_named_in_the_docs_exist() -> None:
     """Backticked paths from the repository's root name files or folders."""
     roots = "tests|tlt_server|kernels|clients|docs|examples|benchmarks|docker"
     named = {
@@ -101,7 +101,7 @@ def test_files_that_the_docs_name_exist() -> None:
     assert [line for line in missing if line.partition(": ")[2] not in outside] == []
 
 
-def test_the_import_list_is_that_of_the_contract() -> None:
+def test_documented_import_list_equals_the_contract() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text().split("## Import direction")[1]
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = {contract["id"]: contract.get("layers", ()) for contract in contracts["contracts"]}

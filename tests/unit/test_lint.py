@@ -82,7 +82,7 @@ def test_no_file_can_pickle() -> None:
     assert listed(lambda path: banned_in(path.read_text()), FILES) == []
 
 
-def test_sentences_are_plain() -> None:
+def test_sentences_of_the_code_are_in_plain_english() -> None:
     spoken = [path for path in OURS if path.name not in ("english.py", "test_lint.py")]
     assert listed(english.offenders, spoken) == []
 
@@ -128,7 +128,7 @@ def test_no_source_file_is_above_400_lines() -> None:
         "__import__('os')",
     ],
 )
-def test_the_lint_sees(source: str) -> None:
+def test_lint_reports_each_offence(source: str) -> None:
     assert list(banned_in(source))
 
 
@@ -136,12 +136,12 @@ def test_the_lint_sees(source: str) -> None:
     "source",
     ["torch.save", "np.load('x', allow_pickle=False)", "json.load(f)", "from torch import Tensor"],
 )
-def test_the_lint_spares(source: str) -> None:
+def test_lint_accepts_sound_code(source: str) -> None:
     assert not list(banned_in(source))
 
 
 @pytest.mark.parametrize("folder", ["kernels", "clients", "tests", "docker"])
-def test_folders_that_must_not_be_packages(folder: str) -> None:
+def test_plain_folders_have_no_init_file(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
 
@@ -166,7 +166,7 @@ def places_of_classes(files: Iterable[Path]) -> dict[str, list[str]]:
     return dict(found)
 
 
-def test_a_class_name_stands_once_in_a_process() -> None:
+def test_class_names_are_unique_in_a_process() -> None:
     classes = places_of_classes(
         path
         for path in OURS

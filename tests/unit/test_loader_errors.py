@@ -80,17 +80,17 @@ def test_a_sound_directory_loads(directory):
     assert load(directory).eos_token_ids == (3,)
 
 
-def test_missing_shard(directory):
+def test_missing_shard_is_named(directory):
     (directory / SECOND).unlink()
     fails(directory, SECOND, "missing", "download")
 
 
-def test_tensor_missing_from_its_shard(directory):
+def test_tensor_missing_from_its_shard_is_named(directory):
     rewrite(directory / SECOND, **{Q_PROJ: None})
     fails(directory, SECOND, Q_PROJ, "missing", "download the shard again")
 
 
-def test_tensor_missing_from_the_index(directory):
+def test_tensor_missing_from_the_index_is_named(directory):
     raw = index(directory)
     del raw["weight_map"][Q_PROJ]
     write_json(directory, raw)
@@ -115,12 +115,12 @@ NOT_FINITE = ("1 NaN or infinite values of 256", "earlier checkpoint")
         (one_value(float("inf")), NOT_FINITE),
     ],
 )
-def test_wrong_tensor(directory, tensor, words):
+def test_tensor_of_a_wrong_shape_or_dtype_is_refused(directory, tensor, words):
     rewrite(directory / SECOND, **{Q_PROJ: tensor})
     fails(directory, SECOND, Q_PROJ, *words)
 
 
-def test_tensor_of_another_architecture(directory):
+def test_tensor_of_a_different_architecture_is_refused(directory):
     rewrite(directory / SECOND, **{"model.layers.1.self_attn.q_norm.weight": torch.ones(8)})
     raw = index(directory)
     raw["weight_map"]["model.layers.1.self_attn.q_norm.weight"] = SECOND
@@ -129,7 +129,7 @@ def test_tensor_of_another_architecture(directory):
 
 
 @pytest.mark.parametrize("kept", [0, 4, 200, -40])
-def test_truncated_file(directory, kept):
+def test_truncated_file_is_refused(directory, kept):
     path = directory / SECOND
     path.write_bytes(path.read_bytes()[:kept])
     fails(directory, SECOND, "truncated or damaged", "download")
@@ -138,17 +138,17 @@ def test_truncated_file(directory, kept):
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "model.safetensors.index.json"]
 )
-def test_bad_json(directory, name):
+def test_invalid_json_is_refused(directory, name):
     (directory / name).write_text('{"a": ')
     fails(directory, name, "JSON", "download")
 
 
-def test_index_may_not_lead_out_of_the_directory(directory):
+def test_index_cannot_name_files_outside_the_directory(directory):
     write_json(directory, {"weight_map": {Q_PROJ: "../elsewhere.safetensors"}})
     fails(directory, "weight_map", "file name in this directory")
 
 
-def test_no_weights_at_all(directory):
+def test_directory_without_weights_is_refused(directory):
     for path in directory.glob("model*"):
         path.unlink()
     fails(directory, "model.safetensors", "missing")
@@ -156,7 +156,7 @@ def test_no_weights_at_all(directory):
     fails(directory, "convert pytorch_model.bin")
 
 
-def test_missing_directory(tmp_path):
+def test_missing_model_directory_is_refused(tmp_path):
     fails(tmp_path / "nowhere", "config.json", "missing", "Hugging Face")
 
 
@@ -192,7 +192,7 @@ PARTLY_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_fac
         ({"vocab_size": 1}, ("vocab_size", "at least 2")),
     ],
 )
-def test_config_fields(directory, changes, words):
+def test_invalid_config_fields_are_refused(directory, changes, words):
     raw = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
     write_json(directory, raw, "config.json")
     fails(directory, "config.json", *words)
@@ -204,7 +204,7 @@ def test_unknown_architecture_names_the_nearest(directory):
         load(directory)
 
 
-def test_feature_layer_outside_the_target(directory):
+def test_feature_layer_outside_the_target_is_refused(directory):
     with pytest.raises(ModelError, match=r"\[3\].*0 to 2"):
         load_target(directory, numerics=Numerics("strict"), feature_layers=(0, 1, 3))
 

@@ -12,7 +12,7 @@ from tlt_server.frontend.http.slices import PASS_BYTES, LoopShare
 
 
 @in_loop
-async def test_a_pass_has_bounded_work_and_the_loop_runs_in_between() -> None:
+async def test_loop_pass_has_bounded_work_and_yields_between_passes() -> None:
     share, passes = LoopShare(), 0
     done_in: Counter[int] = Counter()
     over = False
@@ -37,7 +37,7 @@ async def test_a_pass_has_bounded_work_and_the_loop_runs_in_between() -> None:
 
 
 @in_loop
-async def test_work_that_fits_never_waits() -> None:
+async def test_work_that_fits_in_a_pass_never_waits() -> None:
     share = LoopShare()
     waits = share.turn("a", PASS_BYTES - 1)
     try:
@@ -73,7 +73,7 @@ async def test_sixteen_streams_delay_another_key_by_two_passes(size: int) -> Non
 
 
 @in_loop
-async def test_who_leaves_while_waiting_takes_no_turn() -> None:
+async def test_cancelled_waiter_takes_no_turn() -> None:
     share = LoopShare()
     await share.turn("a", 10 * PASS_BYTES)
     waiting = [asyncio.create_task(share.turn(owner, 1)) for owner in "abc"]

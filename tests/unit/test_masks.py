@@ -44,7 +44,7 @@ def walk(text: MaskedText, seed: int, *, aside: bool) -> list[tuple[list[int], b
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.text[:12])
-def test_masks_and_their_work_are_functions_of_the_tokens(
+def test_masks_and_their_work_depend_only_on_the_tokens(
     compiler: Compiler, grammar: Grammar
 ) -> None:
     for seed in range(3):
@@ -94,7 +94,7 @@ class Broken:
         (Panic("index out of bounds"), "failed with Panic", True),
     ],
 )
-def test_an_error_of_the_library_concerns_its_text(
+def test_library_error_ends_only_the_text_that_caused_the_error(
     error: BaseException, says: str, spoils: bool
 ) -> None:
     broken: Any = Broken(error)
@@ -104,7 +104,7 @@ def test_an_error_of_the_library_concerns_its_text(
     assert found.value.spoils == spoils
 
 
-def test_unfit_or_ending_token_is_not_followed(compiler: Compiler) -> None:
+def test_token_that_does_not_fit_is_refused(compiler: Compiler) -> None:
     text = compiler.start(Grammar(kind="regex", text="a*"))
     assert text.accepting and int(text.mask_W.view(np.uint32)[EOS // WORD]) >> EOS % WORD & 1
     for token in (EOS, LETTERS.index("b"), VOCAB, -1):

@@ -23,7 +23,7 @@ IDS = [
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_an_id_is_read_as_it_was_written(protocol: int) -> None:
+def test_nccl_id_is_read_as_written(protocol: int) -> None:
     for id in IDS:
         assert id_in(id) == id
         assert id_in(written(id, protocol)) == id
@@ -43,12 +43,12 @@ def test_an_id_is_read_as_it_was_written(protocol: int) -> None:
         written(IDS[0]).replace(b"ncclUniqueId", b"ncclUniqueIe"),
     ],
 )
-def test_anything_else_is_refused(message: bytes) -> None:
+def test_invalid_nccl_id_message_is_refused(message: bytes) -> None:
     with pytest.raises(ContentRefused, match="nccl_unique_id_b64"):
         id_in(message)
 
 
-def test_the_structures_are_laid_out_as_in_the_header() -> None:
+def test_nccl_structures_have_the_layout_of_the_header() -> None:
     assert ctypes.sizeof(NcclId) == 128 and bytes(NcclId.from_buffer_copy(IDS[0])) == IDS[0]
     assert (
         ctypes.sizeof(NcclConfig),
