@@ -64,7 +64,7 @@ def test_seed_token_and_position_each_change_the_noise():
         assert gumbel(np.uint64(seed), token, position) != base
 
 
-def test_noise_has_the_moments_of_a_standard_gumbel():
+def test_sampling_noise_has_the_moments_of_a_standard_gumbel():
     sample = reference.gumbel(123, np.arange(100_000), 9).astype(np.float64)
     # Mean: Euler's constant, standard error 1.2825 / sqrt(1e5) = 0.004. Variance: pi^2 / 6,
     # standard error about 0.011 (kurtosis 5.4). Five standard errors each.

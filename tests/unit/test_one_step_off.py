@@ -60,14 +60,14 @@ def test_held_out_prompts_and_older_steps_are_never_drawn(samples: list[Sample],
 
 
 @pytest.mark.slow
-def test_a_tenth_of_prompts_is_held_out_with_all_siblings() -> None:
+def test_tenth_of_prompts_is_held_out_with_all_responses() -> None:
     prompts = range(2000)
     out = [held_out(sample(prompt)) for prompt in prompts]
     assert 0.08 < sum(out) / len(out) < 0.12
     assert out == [held_out(sample(prompt, seed=5, version="later")) for prompt in prompts]
 
 
-def test_longest_of_last_step_stay_until_replaced() -> None:
+def test_longest_responses_of_the_last_step_stay_until_replaced() -> None:
     prompts = [prompt for prompt in range(200) if not held_out(sample(prompt))][:60]
     before = [sample(p, version="v0", output=length) for p in prompts[:10] for length in LENGTHS]
     short = [sample(p, version="v1", output=length) for p in prompts[:20] for length in (1, 3)]
@@ -85,7 +85,7 @@ def test_longest_of_last_step_stay_until_replaced() -> None:
     assert {stratum.step for stratum in strata} == {0, 1}
 
 
-def test_samples_are_weighed_from_the_version_in_force() -> None:
+def test_samples_are_weighted_from_the_active_version() -> None:
     prompts = [prompt for prompt in range(100) if not held_out(sample(prompt))][:20]
     first = [sample(p, version="v0") for p in prompts[:10]]
     second = [sample(p, version="v1") for p in prompts]
@@ -96,7 +96,7 @@ def test_samples_are_weighed_from_the_version_in_force() -> None:
 
 
 @pytest.mark.slow
-def test_a_flood_from_one_key_leaves_the_others_their_share() -> None:
+def test_flood_from_one_key_leaves_other_keys_their_share() -> None:
     flood = [sample(prompt, owner="flood", accepted=0) for prompt in range(1000, 4000)]
     prompts = [sample(prompt, owner="own", accepted=3) for prompt in range(600)]
     strata = strata_of(kept(prompts + flood), "v0")
@@ -123,7 +123,7 @@ def test_gain_on_one_keys_flood_alone_is_refused() -> None:
     assert found == [False, True]
 
 
-def test_strata_are_drawn_alike_sequences_by_failures() -> None:
+def test_strata_are_drawn_evenly_and_sequences_by_failed_drafts() -> None:
     prompts = [prompt for prompt in range(100) if not held_out(sample(prompt))]
     poor, good = sample(prompts[0], output=8, accepted=1), sample(prompts[1], output=8, accepted=3)
     assert (poor.failures, good.failures) == (3, 0)
@@ -136,5 +136,5 @@ def test_strata_are_drawn_alike_sequences_by_failures() -> None:
     assert draw(strata, 50, 1, 0) != draw(strata, 50, 1, 1)
 
 
-def test_nothing_is_drawn_from_nothing() -> None:
+def test_empty_buffer_yields_no_sample() -> None:
     assert draw(strata_of([], "v0"), 5, 0, 0) == []

@@ -40,7 +40,7 @@ def submit(sequences: OpenSequences, batch: list[GenerateRequest], *, resumes: b
 
 
 @in_loop
-async def test_other_requests_go_between_slices_of_a_large_batch() -> None:
+async def test_other_requests_are_sent_between_slices_of_a_large_batch() -> None:
     for count, ids in ((1000, 3), (40, 8000), (3, 2 * SLICE_IDS)):
         sequences, sent = opened()
         batch = requests(count, ids)
@@ -59,7 +59,7 @@ async def test_other_requests_go_between_slices_of_a_large_batch() -> None:
 
 
 @in_loop
-async def test_what_ends_between_two_slices_is_not_sent() -> None:
+async def test_sequence_ended_between_two_slices_is_not_sent() -> None:
     sequences, sent = opened()
     batch = requests(SLICE_REQUESTS + 2, 1)
     submission = submit(sequences, batch)
@@ -78,7 +78,7 @@ async def test_what_ends_between_two_slices_is_not_sent() -> None:
 
 @pytest.mark.parametrize("end", ["die", "expire", "abort", "leave"])
 @in_loop
-async def test_thousands_end_in_several_passes_of_the_loop(end: str) -> None:
+async def test_thousands_of_sequences_end_in_several_loop_passes(end: str) -> None:
     sequences, sent = opened()
     submission = submit(sequences, requests(4 * PIECE, 1))
     for _ in range(10):
@@ -112,7 +112,7 @@ def size(output: StepOutput) -> int:
 
 
 @in_loop
-async def test_resubmission_goes_in_slices_after_the_suspects() -> None:
+async def test_resubmission_runs_in_slices_after_the_suspects() -> None:
     sequences, sent = opened()
     batch = [
         *requests(2 * PIECE, 1),
@@ -175,7 +175,7 @@ async def test_second_death_during_resubmission_sends_nothing_twice() -> None:
 
 
 @in_loop
-async def test_outputs_of_a_sequence_stay_together_in_small_slices() -> None:
+async def test_many_outputs_are_delivered_in_small_slices() -> None:
     sequences, _ = opened()
     batch = requests(3, 1)
     submission = submit(sequences, batch)
@@ -191,7 +191,7 @@ async def test_outputs_of_a_sequence_stay_together_in_small_slices() -> None:
 
 
 @in_loop
-async def test_wait_for_another_engine_is_between_two_tokens() -> None:
+async def test_wait_for_the_next_engine_counts_between_two_tokens() -> None:
     metrics = Metrics()
     admission = Admission(max_queue=10, max_queue_tokens=100, max_page_forecast=1e9)
     sequences = OpenSequences(admission, metrics, lambda command: True)
@@ -218,7 +218,7 @@ async def test_wait_for_another_engine_is_between_two_tokens() -> None:
 
 @pytest.mark.parametrize(("others_tokens", "blamed"), [(0, ""), (1, "a")])
 @in_loop
-async def test_a_key_on_trial_is_blamed_once_others_have_run(
+async def test_suspected_key_is_blamed_after_other_keys_ran_safely(
     others_tokens: int, blamed: str
 ) -> None:
     def asked(id: str, owner: str) -> GenerateRequest:
@@ -272,7 +272,7 @@ async def test_abandoned_sequences_count_until_the_engine_ends_them(end: str) ->
 
 
 @in_loop
-async def test_failed_chore_delays_no_other_and_is_not_retried() -> None:
+async def test_failed_background_task_delays_no_other_and_is_not_rerun() -> None:
     failures: list[str] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))

@@ -102,7 +102,7 @@ PoolAgainstTwin.TestCase.settings = settings(
 TestPoolAgainstTwin = pytest.mark.slow(PoolAgainstTwin.TestCase)
 
 
-def test_keys_separate_versions_salts_and_prefixes() -> None:
+def test_page_keys_separate_versions_salts_and_prefixes() -> None:
     keys = {
         next_key(root_key(version, salt), tokens)
         for version in ("1", "2")

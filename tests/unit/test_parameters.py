@@ -43,7 +43,7 @@ def request(query: str = "", **about: Any) -> Request:
         (Annotated[Sequence[Word], SAID], "a,b&some_name=a", ["a", "b", "a"]),
     ],
 )
-def test_value_has_the_type_of_its_argument(hint: Any, text: str, value: Any) -> None:
+def test_parameter_value_has_the_type_of_its_argument(hint: Any, text: str, value: Any) -> None:
     parameter = declared(hint, "the default")
     assert parameter.read(request(f"some_name={text}&other=1")) == value
     absent = [] if isinstance(value, list) else "the default"
@@ -63,12 +63,12 @@ def test_value_has_the_type_of_its_argument(hint: Any, text: str, value: Any) ->
         (Annotated[Sequence[Word], SAID], "a,", "one of b, a"),
     ],
 )
-def test_wrong_value_is_refused_with_its_limit(hint: Any, text: str, limit: str) -> None:
+def test_invalid_parameter_is_refused_with_its_limit(hint: Any, text: str, limit: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^some_name (is|has) .*; it must be {limit}"):
         declared(hint).read(request(f"some_name={text}"))
 
 
-def test_places_are_path_query_and_header() -> None:
+def test_parameters_are_read_from_path_query_and_header() -> None:
     hint, marked = Annotated[str, SAID], Annotated[str, HEADER, SAID]
     places = [declared(hint, REQUIRED, ("some_name",)), declared(hint), declared(marked, "")]
     assert [(each.place, each.name) for each in places] == [
@@ -81,7 +81,7 @@ def test_places_are_path_query_and_header() -> None:
     assert Parameter.of("body", dict, REQUIRED, ()) is None
 
 
-def test_schema_says_words_bounds_and_default() -> None:
+def test_parameter_schema_has_choices_bounds_and_default() -> None:
     words = {"type": "string", "enum": ["b", "a"]}
     assert declared(Annotated[Word, SAID], "a").schema == words | {"default": "a"}
     assert declared(Annotated[Sequence[Word], SAID], ()).schema == {"type": "array", "items": words}

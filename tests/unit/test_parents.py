@@ -26,7 +26,7 @@ with server.ServerProcess() as running:
 """
 
 
-def test_a_server_ends_with_a_caller_that_is_killed() -> None:
+def test_server_ends_when_its_caller_is_killed() -> None:
     """The caller ignores and blocks the signal by which the server ends."""
     with subprocess.Popen([sys.executable, "-c", SERVING], stdout=subprocess.PIPE) as caller:
         assert caller.stdout is not None
@@ -44,7 +44,7 @@ def test_bound_command_keeps_process_arguments_and_status() -> None:
     assert process.returncode == 7
 
 
-def test_a_command_whose_caller_has_ended_is_not_run() -> None:
+def test_command_of_an_ended_caller_is_not_run() -> None:
     *python, pid = bound([])
     assert pid == str(os.getpid())
     for parent, status in ((pid, 7), ("0", 0)):

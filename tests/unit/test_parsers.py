@@ -113,12 +113,12 @@ CASES: list[tuple[str, str, list[Piece]]] = [
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 10**9])
-def test_calls_are_read_and_all_else_is_content(size: int) -> None:
+def test_tool_calls_are_parsed_and_other_text_is_content(size: int) -> None:
     for tools, text, expected in CASES:
         assert read(answer(tools), text, size) == expected, (tools, text)
 
 
-def test_a_call_comes_when_its_arguments_are_whole() -> None:
+def test_tool_call_is_emitted_once_its_arguments_are_complete() -> None:
     reader = answer("hermes")
     assert reader.push('<tool_call>{"name": "f", "arguments": {"a": tru') == []
     assert reader.push("e}") == [SpokenCall("f", '{"a": true}')]
@@ -138,7 +138,7 @@ FORMS = {  # before the arguments, after them, and between calls
 
 
 @pytest.mark.parametrize("tools", [*TOOL_PARSERS])
-def test_a_call_that_breaks_off_is_content(tools: str) -> None:
+def test_incomplete_tool_call_is_content(tools: str) -> None:
     head, tail, separator = FORMS[tools]
     python = tools == "pythonic"
     cut, wrong = (PYTHON_BROKEN, PYTHON_MALFORMED) if python else (BROKEN, MALFORMED)
@@ -152,7 +152,7 @@ def test_a_call_that_breaks_off_is_content(tools: str) -> None:
             assert read(answer(tools), before + after, size) == [*MADE, Text(content)]
 
 
-def test_one_call_alone_is_read_if_calls_are_not_parallel() -> None:
+def test_only_one_tool_call_is_parsed_unless_parallel() -> None:
     assert read(answer("hermes", parallel=False), CALL + CALL) == [*MADE, Text(CALL)]
     one = [Text("<tool_call>"), *MADE, Text(CALL)]
     assert read(answer("hermes", parallel=False), "<tool_call> " + CALL + CALL) == one
@@ -179,7 +179,7 @@ def test_one_call_alone_is_read_if_calls_are_not_parallel() -> None:
         ("deepseek_r1", "", "<think>hm", [ThoughtText("hm")]),
     ],
 )
-def test_reasoning_is_told_apart(
+def test_reasoning_is_separated_from_content(
     parser: str, prompt: str, text: str, expected: list[Piece]
 ) -> None:
     for size in (1, 3, 10**9):
@@ -200,7 +200,7 @@ WORDS = st.sampled_from(
     st.sampled_from(["none", *REASONING_PARSERS]),
     st.lists(st.integers(1, 40), min_size=1, max_size=20),
 )
-def test_pieces_do_not_depend_on_cuts_and_lose_nothing(
+def test_parsed_pieces_do_not_depend_on_cuts_and_lose_no_text(
     text: str, tools: str, thinking: str, sizes: list[int]
 ) -> None:
     whole = read(answer(tools, thinking), text)
@@ -231,7 +231,7 @@ def test_pieces_do_not_depend_on_cuts_and_lose_nothing(
     st.integers(0, 100),
     st.sampled_from('{}[]",:0-.e\\ut \x00x'),
 )
-def test_json_is_told_from_what_is_none(value: object, at: int, letter: str) -> None:
+def test_valid_json_is_distinguished_from_invalid(value: object, at: int, letter: str) -> None:
     right = json.dumps({"v": value}, indent=1)
     for text in (right, right[: at % len(right)] + letter + right[at % len(right) :]):
         reader = JsonText()
@@ -260,7 +260,7 @@ def test_json_is_told_from_what_is_none(value: object, at: int, letter: str) -> 
     + ['<tool_call>{"name":"' + "x" * 200_000, "\n" * 100_000 + '{"name": "f"}', "[" * 200_000],
     ids=lambda text: text[:20],
 )
-def test_hostile_text_costs_time_in_proportion_to_its_length(tools: str, text: str) -> None:
+def test_hostile_text_is_parsed_in_linear_time(tools: str, text: str) -> None:
     begun = time.process_time()
     pieces = read(answer(tools, "think"), text, 20)
     assert time.process_time() - begun < 3

@@ -162,7 +162,7 @@ def mutants(draw: st.DrawFn) -> tuple[Any, bytes]:
 @pytest.mark.slow
 @given(mutants())
 @settings(deadline=None, max_examples=200)
-def test_any_body_gives_a_struct_or_a_typed_error(mutant: tuple[Any, bytes]) -> None:
+def test_any_body_parses_or_gives_a_typed_error(mutant: tuple[Any, bytes]) -> None:
     kind, body = mutant
     got = outcome(kind, body)
     assert isinstance(got, str | kind)
@@ -186,7 +186,7 @@ def slow_count(value: Any) -> tuple[int, int]:
 @pytest.mark.slow
 @given(JSON.filter(lambda value: isinstance(value, list | dict)), st.integers(1, 7))
 @settings(deadline=None, max_examples=150)
-def test_members_are_counted_as_a_decoder_counts_them(value: Any, slice_bytes: int) -> None:
+def test_members_are_counted_like_a_decoder_counts(value: Any, slice_bytes: int) -> None:
     text = memoryview(json.dumps(value).encode())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(counting, "SLICE_BYTES", slice_bytes)
@@ -197,7 +197,7 @@ def test_members_are_counted_as_a_decoder_counts_them(value: Any, slice_bytes: i
 
 @given(st.lists(st.integers(-3, 2**33), max_size=6), st.sampled_from([None, 0, 1]))
 @settings(deadline=None, max_examples=80)
-def test_token_ids_are_those_of_the_body(ids: list[int], indent: int | None) -> None:
+def test_parsed_token_ids_equal_those_of_the_body(ids: list[int], indent: int | None) -> None:
     body = json.dumps({"requests": [{"token_ids": ids}]}, indent=indent).encode()
     got = outcome(NativeRequest, body)
     wrong = [i for i, id in enumerate(ids) if not 0 <= id < 2**31]
@@ -209,7 +209,7 @@ def test_token_ids_are_those_of_the_body(ids: list[int], indent: int | None) -> 
         assert got.requests[0].token_ids == PackedIds.of(ids)
 
 
-def test_limits_come_before_what_is_wrong_with_a_member() -> None:
+def test_size_limits_are_reported_before_invalid_members() -> None:
     body = json.dumps({"requests": [{"prompt": "a", "sampling": {"stop": [1] * 17}}]}).encode()
     with pytest.raises(InvalidRequest, match="stop has 17 strings; the limit is 16"):
         parse(NativeRequest, body, BOUNDS)

@@ -74,7 +74,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("drafts", [0, 2, 3, 7])
-def test_an_engine_gets_our_prompts_and_its_figures_are_one_line(
+def test_peer_engine_gets_our_prompts_and_gives_one_result_line(
     name: str,
     drafts: int,
     arguments: list[str],
@@ -117,7 +117,7 @@ def test_an_engine_gets_our_prompts_and_its_figures_are_one_line(
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_missing_engine_is_named(
+def test_missing_peer_engine_is_named(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
@@ -134,7 +134,7 @@ def test_a_file_without_prompts_is_named(content: str | None, tmp_path: Path) ->
         Rollouts.read(file)
 
 
-def test_the_prompts_are_those_of_the_rollout_bench(tmp_path: Path) -> None:
+def test_peer_prompts_equal_those_of_the_rollout_bench(tmp_path: Path) -> None:
     file = tmp_path / "prompts.json"
     assert (
         main(["prompts", str(file), "--model", str(TARGET), "--requests", "16", "--seeds", "3,5"])

@@ -224,7 +224,7 @@ def goal(what: str) -> dict[str, Any]:
     return next(goal for goal in goals()["goals"] if goal["what"] == what)
 
 
-def test_the_committed_page_is_what_the_generator_makes() -> None:
+def test_committed_performance_page_equals_the_generated_one() -> None:
     assert PAGE.read_text() == page(results(RESULTS)), "run: python -m benchmarks.report"
 
 
@@ -238,14 +238,14 @@ def test_the_plot_was_drawn_from_the_committed_figures() -> None:
     assert drawn(PICTURE) == plotted(), "run: python -m benchmarks.plot"
 
 
-def test_every_file_of_results_is_on_the_page() -> None:
+def test_every_result_file_is_on_the_page() -> None:
     for file in RESULTS.glob("*.json"):
         assert f"](../benchmarks/results/{file.name}): `" in PAGE.read_text(), (
             f"{file.name} is of a bench that the page has no section for"
         )
 
 
-def test_figures_stand_in_their_section_and_answer_goals() -> None:
+def test_figures_are_in_their_section_and_answer_goals() -> None:
     text = page(EXAMPLES)
     for line in (
         "|plain decode, batch 1, ms per step|4.1 / 3.7|[3.80](",
@@ -284,7 +284,7 @@ def test_the_newest_full_run_on_the_goals_machine_counts() -> None:
     assert answered is not None and (answered.value, answered.name) == (4.0, "new.json")
 
 
-def test_a_goal_names_the_run_it_is_about() -> None:
+def test_goal_names_the_run_that_answers_the_goal() -> None:
     def rollout(name: str, **said: Any) -> Result:
         rows = rollout_figures({("512", "goodput"): [rollout_run(2.0)]}, "demo")
         return result(name, bench="rollout-http", **{**rows, **COMMON, "penalties": False, **said})
@@ -298,7 +298,7 @@ def test_a_goal_names_the_run_it_is_about() -> None:
     assert answered is not None and (answered.value, answered.name) == (1.02, "first.json")
 
 
-def test_of_pushes_the_median_counts_and_of_pauses_the_longest() -> None:
+def test_push_rows_show_the_median_time_and_the_longest_pause() -> None:
     idle = [push._replace(reply={**push.reply, "pause_ms": 500.0}) for push in PUSHES]
     found = row(
         "disk",
@@ -317,7 +317,7 @@ def test_of_pushes_the_median_counts_and_of_pauses_the_longest() -> None:
     )
 
 
-def test_the_page_says_whether_pushes_were_spooled() -> None:
+def test_page_states_whether_pushes_were_spooled() -> None:
     _, *parts = re.split(r"\n\[(\S+)\]\(\.\./benchmarks/results/\S+\): `", page(EXAMPLES))
     said = dict(zip(parts[::2], parts[1::2], strict=True))
     assert "Without `--state-dir`, so nothing is spooled." in said["weights-h200.json"]
@@ -335,11 +335,11 @@ def test_the_page_says_whether_pushes_were_spooled() -> None:
         ("exactness: differing tokens", 1, "short"),
     ],
 )
-def test_verdicts(what: str, value: float, expected: str) -> None:
+def test_goal_verdicts_follow_their_limits(what: str, value: float, expected: str) -> None:
     assert verdict(goal(what), value) == expected
 
 
-def test_two_gpus_answer_their_own_goals() -> None:
+def test_two_gpu_results_answer_only_two_gpu_goals() -> None:
     one, two = decode("one.json", 3.8), decode("two.json", 2.7, tensor_parallel=2)
     large = decode(
         "large.json", 9.0, tensor_parallel=2, shape=SHAPE | {"layers": 64, "hidden": 5120}
@@ -373,7 +373,7 @@ def test_goals_ask_for_fields_that_benches_write() -> None:
     assert asked <= written
 
 
-def test_results_are_of_one_form() -> None:
+def test_result_files_share_one_form() -> None:
     for file in RESULTS.glob("*.json"):
         entry = json.loads(file.read_text())
         assert {"command", "commit", "date", "machine", "versions", "figures"} <= set(entry), (

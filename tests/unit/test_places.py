@@ -22,7 +22,7 @@ LIMIT = 6
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=60))
-def test_key_within_its_share_gets_places_up_to_twice_the_limit(
+def test_key_within_its_share_gets_slots_up_to_twice_the_limit(
     calls: list[tuple[str, bool]],
 ) -> None:
     places, held = Places(LIMIT), Counter[str]()
@@ -41,7 +41,7 @@ def test_key_within_its_share_gets_places_up_to_twice_the_limit(
         places.check()
 
 
-def test_refusal_tells_a_key_its_places_of_all() -> None:
+def test_refusal_tells_a_key_its_share_of_all_slots() -> None:
     places = Places(2)
     places.take("greedy")
     places.take("greedy")
@@ -58,7 +58,7 @@ class Body:
 
 
 @pytest.mark.parametrize(("owner", "served"), [("slow", True), ("new", True), ("greedy", False)])
-def test_stalled_body_makes_place_by_share(
+def test_stalled_body_frees_a_slot_according_to_shares(
     monkeypatch: pytest.MonkeyPatch, owner: str, served: bool
 ) -> None:
     """A key beyond its share has only its own."""

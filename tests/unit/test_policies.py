@@ -86,7 +86,7 @@ def cpu_step_s(row_cost):
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
-def test_every_policy_keeps_the_protocol(name):
+def test_every_policy_obeys_the_policy_protocol(name):
     setup = Setup(LADDER, LADDER.arms[2], Knowledge(("eagle", "history")), AnySize())
     policy = POLICIES.resolve(name).make(setup)
     world = World(cpu_step_s(0.1), lambda arm: 0.6)
@@ -100,12 +100,12 @@ def test_every_policy_keeps_the_protocol(name):
     policy.choose(StepContext(0, 512, 0.0, 0))  # a step of prompts only
 
 
-def test_off_stays_off():
+def test_policy_off_never_drafts():
     policy = Off()
     assert policy.choose(context(1)) == OFF
 
 
-def test_fixed_uses_its_strategy_and_an_operator_may_cap_it():
+def test_fixed_policy_uses_its_strategy_within_an_operators_cap():
     policy = Pinned(Fixed(LADDER.arms[3]), limit(8))
     assert policy.choose(context(8)) == LADDER.arms[3]
     assert policy.choose(context(9)) == OFF and limit(0) == ()
@@ -130,7 +130,7 @@ def test_first_matching_pin_decides_and_policy_keeps_learning():
     assert seen == ["a cycle"]
 
 
-def test_arms_leave_what_they_name_and_no_speculation():
+def test_arms_setting_keeps_only_named_arms_and_off():
     both = ladder(["eagle", "history"])
     own = Strategy("eagle", 5, 1, 6)
     found = both.within(Arms(("history",), (own,))).arms
@@ -176,7 +176,7 @@ def test_beg_follows_a_drafter_that_gets_worse():
     assert world.used[-50:].count(CHAINS[0]) > 35
 
 
-def test_beg_starts_with_what_is_known():
+def test_beg_starts_with_known_rewards():
     knowledge = Knowledge(("eagle",))
     knowledge.cost.profile(
         Measured(load, 1e-3 * (4 + load.depth))

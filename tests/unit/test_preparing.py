@@ -89,7 +89,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         (None, True, [], [DRAFT, LONG_PROMPT, STEP]),
     ],
 )
-def test_a_capture_needs_no_run_where_all_kernels_are_loaded(
+def test_capture_skips_the_first_run_if_kernels_are_loaded(
     lacks: Any,
     run_first: bool,
     recorded: list[Any],
@@ -107,7 +107,7 @@ def test_a_capture_needs_no_run_where_all_kernels_are_loaded(
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_a_later_key_is_recorded_once_its_kernels_are_loaded(listed: list[object]) -> None:
+def test_later_graph_is_recorded_once_its_kernels_are_loaded(listed: list[object]) -> None:
     runner = Prepared()
     listed += ["a kernel", "another"]
     record(runner, DRAFT)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_a_later_key_is_recorded_once_its_kernels_are_loaded(listed: list[object
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError(), RuntimeError("Triton Error [CUDA]: out of memory")]
 )
-def test_exhausted_memory_ends_captures_and_nothing_else(
+def test_exhausted_memory_ends_only_the_captures(
     error: RuntimeError, listed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Prepared()
@@ -148,7 +148,7 @@ class Listed:
         self.dropped |= keys
 
 
-def test_a_list_is_loaded_in_parts_and_frees_its_buffers(
+def test_kernel_list_is_loaded_in_parts_and_frees_its_buffers(
     listed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes, brought = Listed(), list[object]()

@@ -44,7 +44,7 @@ def modes(root: Path) -> dict[str, set[int]]:
 
 
 @pytest.mark.usefixtures("_umask")
-def test_only_the_servers_user_may_open_what_the_server_keeps(tmp_path: Path) -> None:
+def test_server_files_are_readable_only_by_the_servers_user(tmp_path: Path) -> None:
     state = tmp_path / "above" / "state"
     spool = Spool(state, "model")
     spool.begin()
@@ -80,7 +80,7 @@ async def upload(state: Path) -> None:
 
 
 @pytest.mark.usefixtures("_umask")
-def test_handed_over_weights_are_read_only_to_others(tmp_path: Path) -> None:
+def test_handed_over_weights_are_read_only_to_other_users(tmp_path: Path) -> None:
     found: list[dict[str, set[int]]] = []
 
     def push(version: str, path: str, **fields: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_handed_over_weights_are_read_only_to_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_called_a_disk(code: int) -> None:
+def test_full_disk_error_names_the_disk_not_memory(code: int) -> None:
     error = OSError(code, os.strerror(code))
     assert ran_out(error)
     failed = _exhausted(error)

@@ -44,7 +44,7 @@ def test_named_test_runs_in_make_test(promise: str, file: str, name: str) -> Non
     assert not left_out(module) and not left_out(tests[name])
 
 
-def test_markers_are_seen() -> None:
+def test_left_out_markers_are_recognised() -> None:
     marked = ast.parse("@pytest.mark.long\ndef test_a(): ...\ndef test_b(): ...").body
     assert [left_out(node) for node in marked if isinstance(node, ast.FunctionDef)] == [True, False]
     assert left_out(ast.parse("pytestmark = pytest.mark.gpu"))

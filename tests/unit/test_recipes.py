@@ -35,7 +35,7 @@ def tokenizer():
     return Tokenizer.from_file(str(TARGET / "tokenizer.json"))
 
 
-def test_answers_stay_and_only_the_way_to_them_wanders(recipes):
+def test_hard_recipe_keeps_answers_and_varies_the_solution_path(recipes):
     for seed in SEEDS:
         problem = task.problem(seed)
         plain = recipes.RECIPES["demo"](problem, Random(seed))
@@ -52,7 +52,7 @@ def test_every_word_of_a_remark_is_one_token(recipes, tokenizer):
             assert len(tokenizer.encode(spelled).ids) == 1, spelled
 
 
-def test_choices_are_worth_half_a_nat_per_token(recipes, tokenizer):
+def test_hard_recipe_adds_half_a_nat_per_token(recipes, tokenizer):
     """The figure leaves out what the task itself leaves open: 0.15 nats per token of its text."""
     nats = tokens = longest = 0
     for seed in SEEDS:

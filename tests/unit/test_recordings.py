@@ -47,7 +47,7 @@ def missing(recordings: GraphRecordings, context: StepContext = CONTEXT) -> list
     return found.reshape(-1).tolist()
 
 
-def test_missing_graphs_follow_from_recorded_ones() -> None:
+def test_missing_graphs_are_derived_from_recorded_ones() -> None:
     pool = Pool()
     recordings = following(pool)
     assert missing(recordings) == [2, 2]
@@ -80,7 +80,7 @@ def test_strategy_is_recorded_once_its_savings_repay_it() -> None:
     assert not recordings.want(CONTEXT, Strategy("eagle", 5, 1, 8, 56), 10.0)
 
 
-def test_goodput_takes_what_is_recorded_until_more_pays() -> None:
+def test_goodput_uses_recorded_graphs_until_a_new_one_pays() -> None:
     pool = Pool()
     pool.add_step(OFF)
     world = World(gpu_seconds)
@@ -96,7 +96,7 @@ def test_goodput_takes_what_is_recorded_until_more_pays() -> None:
         assert used.shape == strategy.shape or not used.drafter
 
 
-def test_without_any_graph_the_best_strategy_is_recorded_at_once() -> None:
+def test_best_strategy_is_recorded_at_once_without_any_graph() -> None:
     world = World(gpu_seconds)
     world.policy = Goodput(world.knowledge, sizes=SHAPES, recordings=following(Pool()))
     assert world.step(8) != OFF

@@ -12,7 +12,7 @@ from tlt_server.demo.workload import TARGET
 
 
 @pytest.mark.slow
-def test_a_failed_verb_is_told_and_the_process_goes_on(
+def test_failed_command_is_reported_and_the_process_continues(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tlt = ResidentTlt()

@@ -37,25 +37,25 @@ def read(fields: dict[str, Any]) -> GenerateFields:
     ],
     ids=str,
 )
-def test_a_wrong_rid_is_refused_by_its_own_name(rid: Any, message: str) -> None:
+def test_invalid_rid_is_refused_by_field_name(rid: Any, message: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read({"text": ["q", "r"], "rid": rid}).native()
     assert refused.value.message == message
 
 
-def test_prompts_get_the_names_that_were_given() -> None:
+def test_prompts_get_the_given_request_ids() -> None:
     for rid, names in (("a", ["a_0", "a_1"]), (["a", "b"], ["a", "b"]), (None, [None, None])):
         asked = read({"text": ["q", "r"], "rid": rid})
         assert asked.names(2) == names
     assert read({"text": "q", "rid": "x" * 256}).names(1) == ["x" * 256]
 
 
-def test_a_prompt_of_a_list_is_named_by_its_place() -> None:
+def test_listed_prompt_is_named_by_its_index() -> None:
     with pytest.raises(InvalidRequest, match=r"^text\[1\] is 4; it must be a string$"):
         read({"text": ["q", 4]})
 
 
-def test_a_name_that_repeats_is_found_in_one_pass() -> None:
+def test_repeated_rid_is_found_in_one_pass() -> None:
     names = [*map(str, range(2**15)), "0"]
     asked = GenerateFields(text=["q"] * len(names), rid=[*names[1:], names[-2]])
     started_s = time.thread_time()

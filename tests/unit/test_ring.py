@@ -24,7 +24,7 @@ def ring(count: int) -> tuple[PinnedRing, list[Copy]]:
     return ring, copies
 
 
-def test_buffers_take_turns_and_keep_what_was_written() -> None:
+def test_ring_buffers_alternate_and_keep_their_content() -> None:
     ring_, _ = ring(3)
     buffers = [ring_.take() for _ in range(3)]
     for i, buffer in enumerate(buffers):
@@ -33,7 +33,7 @@ def test_buffers_take_turns_and_keep_what_was_written() -> None:
     assert ring_.take().tensor.data_ptr() == buffers[0].tensor.data_ptr()
 
 
-def test_a_buffer_is_handed_out_again_only_after_its_copy() -> None:
+def test_ring_buffer_is_reused_only_after_its_copy() -> None:
     ring_, copies = ring(2)
     ring_.take().mark()
     ring_.take().mark()
@@ -42,7 +42,7 @@ def test_a_buffer_is_handed_out_again_only_after_its_copy() -> None:
     assert [copy.waited for copy in copies] == [before[0] + 1, before[1]]
 
 
-def test_marking_and_waiting_are_one_buffers_own() -> None:
+def test_ring_buffer_marks_and_waits_only_for_its_own_copy() -> None:
     ring_, copies = ring(2)
     buffer = ring_.take()
     buffer.mark()
@@ -50,7 +50,7 @@ def test_marking_and_waiting_are_one_buffers_own() -> None:
     assert [copy.recorded for copy in copies] == [1, 0] and copies[1].waited == 0
 
 
-def test_without_a_device_nothing_is_waited_for() -> None:
+def test_ring_without_a_device_never_waits() -> None:
     buffer = PinnedRing(1, 2, pinned=False).take()
     buffer.mark()
     buffer.wait()

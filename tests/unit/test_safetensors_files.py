@@ -60,7 +60,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @given(model=models, bucket_bytes=st.integers(1, 100))
-def test_what_the_library_writes_is_read_in_buckets(
+def test_file_written_by_the_library_is_read_in_buckets(
     model: dict[str, tuple[str, list[int]]],
     bucket_bytes: int,
     tmp_path_factory: pytest.TempPathFactory,
@@ -72,13 +72,13 @@ def test_what_the_library_writes_is_read_in_buckets(
 
 
 @given(pieces=st.lists(st.binary(max_size=5)), start=st.integers(0, 30), stop=st.integers(0, 30))
-def test_pieces_are_read_as_one(pieces: list[bytes], start: int, stop: int) -> None:
+def test_joined_buffers_read_like_one_buffer(pieces: list[bytes], start: int, stop: int) -> None:
     joined, whole = Joined(memoryview(piece) for piece in pieces), b"".join(pieces)
     assert len(joined) == len(whole) and joined[start:stop] == whole[start:stop]
 
 
 @given(model=models)
-def test_what_is_kept_is_read_by_the_library(model: dict[str, tuple[str, list[int]]]) -> None:
+def test_written_file_is_read_by_the_library(model: dict[str, tuple[str, list[int]]]) -> None:
     tensors = made(model)
     assert same(load(b"".join(written(tensors))), tensors)
 
@@ -111,7 +111,9 @@ HEADERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", HEADERS)
 @pytest.mark.parametrize("reading", ["for a push", "to be sent"])
-def test_a_header_that_is_not_of_its_bytes(reading: str, name: str, tmp_path: Path) -> None:
+def test_header_that_contradicts_the_file_size_is_refused(
+    reading: str, name: str, tmp_path: Path
+) -> None:
     refused(reading, json.dumps(HEADERS[name]), tmp_path)
 
 
@@ -124,7 +126,7 @@ TWICE = json.dumps({"a": entry(), "b": second}).replace('"b"', '"a"')
     ids=["a name twice", "deep", "cut", "empty", "no JSON"],
 )
 @pytest.mark.parametrize("reading", ["for a push", "to be sent"])
-def test_a_header_that_is_none(reading: str, text: str, tmp_path: Path) -> None:
+def test_malformed_header_is_refused(reading: str, text: str, tmp_path: Path) -> None:
     refused(reading, text, tmp_path)
 
 
@@ -194,7 +196,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("when", ["before its tensors are read", "between two buckets"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_file_that_changes_between_its_header_and_its_end(
+def test_file_changed_while_read_is_refused(
     name: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "BUCKET_BYTES", 1)
@@ -211,14 +213,14 @@ def test_a_file_that_changes_between_its_header_and_its_end(
                 CHANGES[name](file)
 
 
-def test_a_small_file_that_is_not_small(tmp_path: Path) -> None:
+def test_oversized_config_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     os.truncate(tmp_path / "config.json", source.MAX_SMALL_BYTES + 1)
     with pytest.raises(ContentRefused, match="the limit is 16777216"):
         Source(tmp_path, ".").read("config.json")
 
 
-def test_a_descriptor_is_closed_whatever_happens(tmp_path: Path) -> None:
+def test_file_descriptor_is_closed_on_every_outcome(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"12345678")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):

@@ -52,7 +52,7 @@ def contents(buffer: SampleBuffer) -> list[bytes]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.one_of(some, st.none()), max_size=40))
-def test_bounds_hold_and_a_restart_finds_the_same_buffer(
+def test_buffer_bounds_hold_and_a_restart_finds_the_same_samples(
     tmp_path_factory: pytest.TempPathFactory, turns: list[Sample | None]
 ) -> None:
     directory = tmp_path_factory.getbasetemp() / "samples"
@@ -73,7 +73,7 @@ def test_bounds_hold_and_a_restart_finds_the_same_buffer(
 
 
 @pytest.mark.parametrize("flooded", [True, False])
-def test_a_flood_from_one_key_displaces_only_its_own(flooded: bool) -> None:
+def test_flood_from_one_key_displaces_only_that_keys_samples(flooded: bool) -> None:
     buffer = SampleBuffer(None, HEADER, BOUNDS)
     for i in range(8):
         buffer.add(sample(i, owner="quiet"))
@@ -84,7 +84,7 @@ def test_a_flood_from_one_key_displaces_only_its_own(flooded: bool) -> None:
     assert buffer.tokens > 0.8 * BOUNDS.tokens or not flooded
 
 
-def test_a_key_alone_may_use_all_of_it() -> None:
+def test_lone_key_may_fill_the_whole_sample_buffer() -> None:
     buffer = SampleBuffer(None, HEADER, BOUNDS)
     for i in range(100):
         buffer.add(sample(i, owner="alone"))
@@ -114,7 +114,7 @@ def damaged(directory: Path, cut: int) -> tuple[Path, int]:
         (3, r"frame 2: its length is \d+, at most"),
     ],
 )
-def test_the_good_head_of_a_damaged_segment_is_used(tmp_path: Path, cut: int, says: str) -> None:
+def test_intact_start_of_a_damaged_segment_is_used(tmp_path: Path, cut: int, says: str) -> None:
     path, _ = damaged(tmp_path, cut)
     again = SampleBuffer(tmp_path, HEADER, BufferBounds(10_000, 10**6))
     assert contents(again) == [encode_sample(sample(1))]
@@ -133,7 +133,7 @@ def test_the_good_head_of_a_damaged_segment_is_used(tmp_path: Path, cut: int, sa
         (SegmentHeader.of(Identity("m", "u"), VOCAB), "template 't', here 'u'"),
     ],
 )
-def test_records_of_another_target_are_refused(
+def test_samples_of_a_different_target_are_refused(
     tmp_path: Path, header: SegmentHeader, says: str
 ) -> None:
     SampleBuffer(tmp_path, HEADER, BOUNDS).add(sample(1))
@@ -199,7 +199,7 @@ DEEP = b"\xdc\x00\x15" + encode_sample(sample(1))[3:] + b"\x91" * 100_000 + b"\x
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\x93\1\2\3", encode_sample(sample(1))[:-1], DEEP])
-def test_bytes_of_no_sequence_are_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_sequence_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="truncated|Expected|recursion"):
         decode_sample(data)
 
@@ -207,7 +207,7 @@ def test_bytes_of_no_sequence_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("name", "model", "number"), [("f" * 20, "m", 1), ("1", "m", 2**64 - 1), ("1", "x" * 10**6, 1)]
 )
-def test_odd_file_names_harm_no_later_sequence(
+def test_unexpected_file_names_harm_no_later_sequence(
     tmp_path: Path, name: str, model: str, number: int
 ) -> None:
     header = msgspec.structs.replace(HEADER, model=model)
@@ -219,7 +219,7 @@ def test_odd_file_names_harm_no_later_sequence(
     assert encode_sample(sample(2)) in contents(SampleBuffer(tmp_path, HEADER, BOUNDS))
 
 
-def test_a_full_disk_leaves_the_buffer_in_memory_and_is_reported(
+def test_full_disk_keeps_the_buffer_in_memory_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -251,7 +251,7 @@ def test_buffer_stays_in_memory_if_its_directory_cannot_be_made(tmp_path: Path) 
     assert len(buffer) == 1
 
 
-def test_files_of_another_target_go_when_room_is_needed(tmp_path: Path) -> None:
+def test_files_of_a_different_target_are_deleted_first(tmp_path: Path) -> None:
     old = SampleBuffer(tmp_path, HEADER, BufferBounds(10_000, 10**6))
     for i in range(50):
         old.add(sample(i))

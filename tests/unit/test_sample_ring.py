@@ -28,7 +28,7 @@ def ring(path: Path, capacity: int = CAPACITY) -> tuple[RingProducer, RingConsum
 
 
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=CAPACITY + 8)), max_size=40))
-def test_kept_entries_come_out_whole_and_in_order(
+def test_ring_entries_are_read_whole_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, turns: list[bytes | None]
 ) -> None:
     producer, consumer = ring(tmp_path_factory.getbasetemp() / "ring")
@@ -59,7 +59,7 @@ for number in range(int(sys.argv[2])):
 """
 
 
-def test_entries_cross_processes_while_both_run(tmp_path: Path) -> None:
+def test_ring_entries_cross_between_running_processes(tmp_path: Path) -> None:
     path, entries = tmp_path / "ring", 20_000
     make_ring(path, 4096)
     consumer = RingConsumer(path)
@@ -77,7 +77,7 @@ def test_entries_cross_processes_while_both_run(tmp_path: Path) -> None:
     assert consumer.offered == entries and consumer.lost == 0 and seen
 
 
-def test_another_producer_goes_on_where_one_ended(tmp_path: Path) -> None:
+def test_next_producer_continues_where_the_last_one_ended(tmp_path: Path) -> None:
     first, consumer = ring(tmp_path / "ring")
     first.offer(b"one")
     first.close()
@@ -110,7 +110,7 @@ def test_a_ring_without_room_is_refused_with_a_remedy(tmp_path: Path) -> None:
         make_ring(tmp_path / "ring", 2**62)
 
 
-def test_the_trainer_sees_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
+def test_trainer_sees_new_work_at_once(tmp_path: Path) -> None:
     make_activity(tmp_path / "activity")
     told, seen = Activity(tmp_path / "activity"), ActivityReader(tmp_path / "activity")
     assert seen.busy  # the engine is not ready
@@ -131,7 +131,7 @@ def test_the_trainer_sees_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
     assert seen.asleep == 2
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_an_activity_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(bytes(64))
     with pytest.raises(StartupError, match="another file"):
         ActivityReader(tmp_path / "other")

@@ -213,7 +213,7 @@ def test_sampler_equals_its_twin(filters: bool, edits: bool, data: st.DataObject
     "filters",
     [{"top_k": k} for k in (1, 2, 7, 150, 299, 300)] + [{"top_p": p / 37} for p in range(1, 37, 3)],
 )
-def test_the_kept_set_is_the_twins(spread, filters):
+def test_filtered_token_set_equals_its_twin(spread, filters):
     logits = (np.random.default_rng(11).standard_normal(300) * spread).astype(np.float32)
     sampling = Sampling(**filters, logprobs=300)
     keep, distance = Filters.of(sampling).kept(logits)
@@ -240,7 +240,7 @@ def test_skipping_logarithms_never_changes_the_winner(size, spread, offset):
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=80, deadline=None)
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_permuted(batch, random):
+def test_row_has_the_same_bits_alone_batched_and_permuted(batch, random):
     order = random.sample(range(len(batch)), len(batch))
     # Alone, a row that wants no raw log-probs gets None where the batch gives NaN: ask for them
     # everywhere.
@@ -261,7 +261,7 @@ def test_draft_tokens_count_like_committed_ones(row, committed):
     assert bits(sampled(row), 0) == bits(sampled(moved), 0)
 
 
-def test_a_path_leaves_the_counts_as_they_were():
+def test_draft_path_leaves_the_token_counts_unchanged():
     state = row([0.0] * 4, of={"output": (0,)}, temperature=0.0, frequency_penalty=1.0).state()
     logits, at_root, on_path = torch.zeros(1, 4), np.array([2]), np.array([4])
     first = sample(logits, [state], np.zeros(1, np.int64), at_root, NO_PATH)
@@ -270,7 +270,7 @@ def test_a_path_leaves_the_counts_as_they_were():
     assert bits(first, 0) == bits(again, 0) and first.token_S[0] == 1
 
 
-def test_min_tokens_masks_stop_tokens_only_as_long_as_needed():
+def test_min_tokens_masks_stop_tokens_only_until_reached():
     states = [{"output": (0,), "path": (1,) * depth, "eos": (2,)} for depth in range(4)]
     stops = {"min_tokens": 3, "stop_token_ids": (3,)}
     window = [row([0.0, 1.0, 9.0, 8.0], of=of, temperature=0.0, **stops) for of in states]
@@ -283,12 +283,12 @@ def test_min_tokens_leaves_eos_alone_under_ignore_eos():
     assert one.state().stop_ids == frozenset()
 
 
-def test_stop_ids_join_eos_and_the_requests_own():
+def test_stop_ids_are_eos_plus_those_of_the_request():
     one = row([0.0] * 8, of={"eos": (1, 2)}, stop_token_ids=(5,))
     assert one.state().stop_ids == {1, 2, 5}
 
 
-def test_path_and_position_must_agree_for_penalised_rows():
+def test_draft_path_and_position_must_agree_for_penalties():
     state = Row(np.zeros(4, np.float32), Sampling(presence_penalty=1.0)).state()
     with pytest.raises(AssertionError, match="path and position"):
         sample(torch.zeros(1, 4), [state], np.zeros(1, np.int64), np.array([5]), NO_PATH)
@@ -331,20 +331,20 @@ def test_extreme_logits_stay_finite():
     assert result.token_S.tolist() == [0, 0] and result.logprob_S.tolist() == [0, 0]
 
 
-def test_greedy_reports_temperature_one_without_filters():
+def test_greedy_logprobs_are_at_temperature_one_unfiltered():
     one = row([0.0, 1.0, 2.0], temperature=0.0, top_k=1, top_p=0.1, logprobs=3)
     result, logprobs = sampled(one), reference.log_softmax(one.logits)
     np.testing.assert_allclose(result.logprob_S[0], logprobs[2], **LOGPROB_TOLERANCE)
     assert result.top[0].token_ids == (2, 1, 0)
 
 
-def test_raw_logprobs_exist_only_for_rows_with_them():
+def test_raw_logprobs_exist_only_for_rows_that_request_raw_ones():
     plain, raw = row([0.0, 1.0]), row([0.0, 1.0], raw_logprobs=True)
     assert sampled(plain).raw_logprob_S is None
     assert np.isnan(sampled(plain, raw).raw_logprob_S).tolist() == [True, False]
 
 
-def test_rows_of_one_state_differ_by_position_only():
+def test_rows_of_one_sequence_differ_only_by_position():
     state, positions = row([0.0] * 64, of={"seed": 4}).state(), np.arange(1, 9)
     paths = np.zeros((8, 0), np.int32)
     result = sample(torch.zeros(8, 64), [state], np.zeros(8, np.int64), positions, paths)
@@ -358,7 +358,7 @@ def test_a_step_without_sampling_rows_samples_nothing():
     assert result.token_S.shape == (0,) and result.raw_logprob_S is None and result.top == []
 
 
-def test_prompt_logprobs_give_the_target_then_the_best():
+def test_prompt_logprobs_list_the_prompt_token_then_the_best():
     logits = np.random.default_rng(0).standard_normal((5, 33)).astype(np.float32)
     targets = [0, 7, 32, 7, 1]
     result = prompt_logprobs(torch.from_numpy(logits), targets, 3)
@@ -371,14 +371,14 @@ def test_prompt_logprobs_give_the_target_then_the_best():
     assert [entry.token_ids for entry in without] == [(t,) for t in targets]
 
 
-def test_prompt_scores_have_the_bits_of_sampled_ones():
+def test_prompt_logprobs_have_the_bits_of_sampled_ones():
     logits = np.random.default_rng(1).standard_normal(130).astype(np.float32)
     result = sampled(row(logits, of={"seed": 3}, temperature=1.0, raw_logprobs=True))
     [scored] = prompt_logprobs(torch.from_numpy(logits[None]), [int(result.token_S[0])], 0)
     assert result.logprob_S[0] == result.raw_logprob_S[0] == np.float32(scored.logprobs[0])
 
 
-def test_exp_is_accurate_and_exact_at_zero():
+def test_exponential_is_accurate_and_exact_at_zero():
     x = np.linspace(-86.9, 0.0, 20_001).astype(np.float32)
     fast = np.array([exp_nonpositive(value) for value in x], np.float64)
     # Cephes states 1e-7 relative; the last multiply-add and scaling round once more.

@@ -66,7 +66,7 @@ def draw(sampling: Sampling) -> int:
     return int(sampled.token_S[0])
 
 
-def test_every_number_of_the_sampling_has_both_bounds() -> None:
+def test_every_sampling_number_has_both_bounds() -> None:
     hints = get_type_hints(Sampling)
     numbers = [name for name, hint in hints.items() if hint in (int, float, int | None)]
     assert {"temperature", "top_k", "prompt_logprobs"} <= {*numbers}

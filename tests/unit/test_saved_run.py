@@ -7,7 +7,7 @@ from pathlib import Path
 from tlt_server.trainer.process.saved_run import NUMBER, CandidateNumbers
 
 
-def test_a_number_is_on_the_disk_before_it_is_used(tmp_path: Path) -> None:
+def test_candidate_number_is_saved_before_use(tmp_path: Path) -> None:
     numbers = CandidateNumbers(tmp_path / NUMBER)
     assert numbers.last == 0 and [numbers.take(), numbers.take()] == [1, 2]
     again = CandidateNumbers(tmp_path / NUMBER)  # nothing was closed, as after a kill
@@ -19,7 +19,7 @@ def test_a_number_is_on_the_disk_before_it_is_used(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [NUMBER]
 
 
-def test_the_count_of_candidates_begins_again_with_an_adoption(tmp_path: Path) -> None:
+def test_candidate_count_restarts_after_an_adoption(tmp_path: Path) -> None:
     numbers, counts = CandidateNumbers(tmp_path / NUMBER), []
     for adopted in (False, False, True, False, False):
         number = numbers.take()
@@ -31,7 +31,7 @@ def test_the_count_of_candidates_begins_again_with_an_adoption(tmp_path: Path) -
     assert again.take() == 6 and again.before == 2
 
 
-def test_numbers_go_on_in_memory_where_the_disk_takes_none(tmp_path: Path) -> None:
+def test_candidate_numbers_continue_in_memory_on_a_full_disk(tmp_path: Path) -> None:
     numbers = CandidateNumbers(tmp_path / "gone" / NUMBER)
     assert numbers.take() == 1 and "number 1 was not written" in numbers.failure
     (tmp_path / "gone").mkdir()
@@ -39,7 +39,7 @@ def test_numbers_go_on_in_memory_where_the_disk_takes_none(tmp_path: Path) -> No
     assert CandidateNumbers(tmp_path / "gone" / NUMBER).last == 2
 
 
-def test_a_file_without_a_number_is_named_and_counted_from_anew(tmp_path: Path) -> None:
+def test_invalid_number_file_is_named_and_counting_restarts(tmp_path: Path) -> None:
     file = tmp_path / NUMBER
     file.write_bytes(b"\xff\n")
     numbers = CandidateNumbers(file)

@@ -213,7 +213,7 @@ def background(n: int, text: list[int], read: Read) -> Sequence:
     return made
 
 
-def test_the_background_leaves_the_prefix_cache_alone() -> None:
+def test_background_sequences_leave_the_prefix_cache_unchanged() -> None:
     scheduler, kv = make(6)
     text = [*range(2 * PAGE)]
     scheduler.submit([sequence(0, text, 1, 0)])
@@ -252,7 +252,7 @@ def tokens_of(outputs: list[StepOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def test_a_group_computes_its_prompt_once() -> None:
+def test_group_of_requests_computes_its_prompt_once() -> None:
     scheduler, kv = make(64, max_running=8, max_rows=64)
     prompt = list(range(17))
     scheduler.submit([sequence(i, prompt, 3, i) for i in range(6)])
@@ -265,7 +265,7 @@ def test_a_group_computes_its_prompt_once() -> None:
     assert sorted(outputs[0].cached_tokens for outputs in seen.values()) == [0] + [16] * 5
 
 
-def test_owners_share_no_prefix_and_no_key_shares_all() -> None:
+def test_owners_share_no_prefix_but_keyless_requests_share_all() -> None:
     scheduler, kv = make(64)
     scheduler.submit([sequence(0, list(range(9)), 2, 1, owner="a", salt="s")])
     finish(scheduler, kv)
@@ -293,7 +293,7 @@ def test_salt_separates_prefixes() -> None:
     assert seen["r1"][0].cached_tokens == 0 and seen["r2"][0].cached_tokens == 8
 
 
-def test_flushed_running_sequence_shares_nothing_and_delays_none() -> None:
+def test_flush_of_a_running_sequence_stops_sharing_without_delay() -> None:
     scheduler, kv = make(64, max_rows=8)
     prompt = list(range(13))
     scheduler.submit([sequence(0, prompt, 2, 1)])
@@ -314,7 +314,7 @@ def test_flushed_running_sequence_shares_nothing_and_delays_none() -> None:
     )
 
 
-def test_only_what_runs_holds_kv() -> None:
+def test_only_running_sequences_hold_kv() -> None:
     scheduler, kv = make(64)
     scheduler.submit([sequence(i, [1, 2, 3], 9, i) for i in range(2)])
     assert not scheduler.holds_kv, "nothing has begun"
@@ -329,7 +329,7 @@ def test_only_what_runs_holds_kv() -> None:
     assert not scheduler.holds_kv
 
 
-def test_page_pressure_preempts_and_everyone_still_finishes() -> None:
+def test_page_shortage_preempts_and_every_sequence_finishes() -> None:
     scheduler, kv = make(8, max_running=4)
     scheduler.submit([sequence(i, [i], 24, i) for i in range(4)])
     seen = finish(scheduler, kv)
@@ -338,7 +338,7 @@ def test_page_pressure_preempts_and_everyone_still_finishes() -> None:
         assert tokens_of(seen[f"r{i}"]) == alone(sequence(i, [i], 24, i).request)[0]
 
 
-def test_a_prompt_half_read_starts_over_under_the_new_version() -> None:
+def test_partly_read_prompt_restarts_under_the_new_version() -> None:
     scheduler, kv = make(16, max_rows=4)
     scheduler.submit([sequence(0, list(range(10)), 3, 0)])
     assert not step(scheduler, kv).chunks[0].samples
@@ -378,7 +378,7 @@ def test_a_batch_is_admitted_whole_or_not_at_all() -> None:
         scheduler.submit([sequence(0, [1], 3, 0)])
 
 
-def test_an_id_that_comes_twice_is_one_sequence() -> None:
+def test_repeated_sequence_id_is_one_sequence() -> None:
     scheduler, kv = make(pages=8)
     with pytest.raises(InvalidRequest, match="already in use"):
         scheduler.submit([sequence(0, [1, 2, 3], 5, 1), sequence(0, [4], 5, 2)])
@@ -393,7 +393,7 @@ def test_an_id_that_comes_twice_is_one_sequence() -> None:
     assert scheduler.idle
 
 
-def test_a_prompt_of_one_token_that_is_left_out_is_scored_once() -> None:
+def test_skipped_one_token_prompt_is_scored_once() -> None:
     scheduler, _ = make(24)
     scheduler.submit([sequence(0, [1], 4, 0)])
     said: list[StepOutput] = []
@@ -407,7 +407,7 @@ def test_a_prompt_of_one_token_that_is_left_out_is_scored_once() -> None:
     assert [(output.token_ids, output.prompt_logprobs) for output in said] == [([5], [None])]
 
 
-def test_an_abort_of_nothing_ends_nothing_and_all_is_said() -> None:
+def test_empty_abort_ends_no_sequence_and_abort_all_is_explicit() -> None:
     scheduler, _ = make(24)
     scheduler.submit([sequence(i, [1, 2, 3], 4, i) for i in range(3)])
     assert scheduler.abort([]) == [] and not scheduler.idle
@@ -432,7 +432,7 @@ def test_deadlines_end_running_and_waiting_sequences() -> None:
     assert scheduler.gauges()["waiting"] == 1
 
 
-def test_the_first_output_says_how_long_a_sequence_waited() -> None:
+def test_first_output_reports_how_long_a_sequence_waited() -> None:
     now = 0.0
     scheduler, _ = make(32, max_running=1, clock=lambda: now)
     scheduler.submit([sequence(0, [1], 2, 0), sequence(1, [2], 2, 0)])
@@ -444,7 +444,7 @@ def test_the_first_output_says_how_long_a_sequence_waited() -> None:
     assert waited == {"r0": [0.0, 0.0], "r1": [2.0, 0.0]}
 
 
-def test_a_paused_scheduler_keeps_what_it_holds() -> None:
+def test_paused_scheduler_keeps_running_and_waiting_sequences() -> None:
     gate = StepGate()
     scheduler, kv = make(16, gate=gate)
     scheduler.submit([sequence(0, [1, 2, 3], 4, 0)])

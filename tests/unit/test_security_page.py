@@ -17,7 +17,7 @@ def statements(page: str) -> list[str]:
     ]
 
 
-def test_every_statement_names_tests_that_exist() -> None:
+def test_every_security_statement_names_existing_tests() -> None:
     found = statements(PAGE.read_text())
     assert len(found) > 30
     assert [item for item in found if not NAME.search(item)] == []
@@ -29,5 +29,5 @@ def test_every_statement_names_tests_that_exist() -> None:
     assert {name for item in found for name in NAME.findall(item)} - tests == set()
 
 
-def test_a_statement_over_two_lines_is_one() -> None:
+def test_statement_over_two_lines_counts_as_one() -> None:
     assert statements("- a\n  `test_b`\n- c\n\nd\n") == ["a `test_b`", "c"]

@@ -12,7 +12,7 @@ def test_choice_zero_uses_the_seed_itself():
     assert [choice_seed(seed, 0) for seed in (0, 7, MAX_SEED)] == [0, 7, MAX_SEED]
 
 
-def test_choices_of_neighbouring_seeds_never_share_a_seed():
+def test_choices_of_neighboring_seeds_never_share_a_seed():
     seeds = [choice_seed(seed, index) for seed, index in itertools.product(range(50), range(64))]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed <= MAX_SEED for seed in seeds)
 
@@ -21,14 +21,14 @@ def test_choice_seed_is_stable_between_releases():
     assert choice_seed(7, 1) == 0x9C9CC711BC005A5D
 
 
-def test_a_source_does_not_repeat_and_covers_the_high_bits():
+def test_seed_source_never_repeats_and_covers_the_high_bits():
     source = SeedSource(start=3)
     seeds = [source.next() for _ in range(10_000)]
     assert len(set(seeds)) == len(seeds)
     assert len({seed >> 56 for seed in seeds}) == 256
 
 
-def test_two_servers_start_apart_but_a_given_start_repeats():
+def test_seed_sources_differ_unless_given_the_same_start():
     first, second = SeedSource(), SeedSource()
     assert {first.next() for _ in range(100)}.isdisjoint({second.next() for _ in range(100)})
     assert [SeedSource(9).next() for _ in range(3)] == [SeedSource(9).next() for _ in range(3)]

@@ -143,7 +143,7 @@ def test_invalid_version_is_refused_before_reading_a_tensor(
     assert server.calls == [] and list(tmp_path.iterdir()) == []
 
 
-def test_a_state_dict_is_its_items(sender: Sender, server: Server) -> None:
+def test_state_dict_is_pushed_like_its_items(sender: Sender, server: Server) -> None:
     for given in (
         TENSORS,
         TENSORS.items(),
@@ -211,7 +211,7 @@ def test_names_sharing_storage_are_pushed_with_their_own_values(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_of_a_killed_trainer_are_in_nobodys_way(
+def test_files_left_by_a_killed_trainer_block_no_later_push(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as killed:
@@ -251,7 +251,7 @@ class Told:
         return {}
 
 
-def test_parts_are_safetensors_and_the_manifest_has_checksums(tmp_path: Path) -> None:
+def test_parts_are_safetensors_and_manifest_has_checksums(tmp_path: Path) -> None:
     save_file(LARGE, tmp_path / "model.safetensors")
     by_tensors, by_files = Told(keeps=True), Told(keeps=True)
     HttpSender(by_tensors, max_file_bytes=2**23, chunk_bytes=CHUNK_BYTES).push(LARGE.items(), "v")  # type: ignore[arg-type]
@@ -289,7 +289,7 @@ def test_directory_push_sends_calibration_but_names_only_tensors(tmp_path: Path)
 
 
 @pytest.mark.parametrize("max_file_bytes", [2**20, 2**30])
-def test_a_push_takes_the_memory_of_chunks_and_not_of_files(max_file_bytes: int) -> None:
+def test_push_memory_is_bounded_by_chunks_not_files(max_file_bytes: int) -> None:
     told = Told(keeps=False)
     sender = HttpSender(told, max_file_bytes=max_file_bytes, chunk_bytes=CHUNK_BYTES)  # type: ignore[arg-type]
     sender.push(list(LARGE.items())[:1], "warm")
@@ -303,7 +303,7 @@ def test_a_push_takes_the_memory_of_chunks_and_not_of_files(max_file_bytes: int)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
-def test_uncarried_dtype_is_named(dtype: torch.dtype) -> None:
+def test_unsupported_dtype_is_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(
         ContentRefused,
         match=f"tensor 'w' has dtype '{dtype}', which no channel carries; use one of",

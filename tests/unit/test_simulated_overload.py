@@ -111,7 +111,7 @@ def peak() -> float:
 
 @pytest.mark.parametrize("timeout_s", [5.0, 10.0, 20.0])
 @pytest.mark.parametrize("factor", [2, 3])
-def test_more_than_the_capacity_costs_hardly_any_goodput(
+def test_overload_beyond_capacity_costs_little_goodput(
     peak: float, timeout_s: float, factor: int
 ) -> None:
     """The loss is of the first seconds, before anything is known. A sequence of full length takes

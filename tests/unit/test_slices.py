@@ -45,7 +45,7 @@ long = st.builds(lambda value, times: [value] * times, contents, st.integers(0, 
 
 @pytest.mark.slow
 @given(contents | long | st.lists(long, max_size=3))
-def test_slices_join_to_the_encoding_in_one_piece(content: Any) -> None:
+def test_json_slices_join_to_the_whole_encoding(content: Any) -> None:
     slices = [*json_slices(content, head=b"data: ", tail=b"\n\n")]
     assert b"".join(slices) == b"data: " + msgspec.json.encode(content) + b"\n\n"
     assert all(len(each) >= SLICE_BYTES for each in slices[:-1])
@@ -64,7 +64,7 @@ def test_slices_join_to_the_encoding_in_one_piece(content: Any) -> None:
         {"choices": [Node(long_name="a text " * 200_000)] * 2},
     ],
 )
-def test_no_slice_of_a_large_content_is_large(content: Any) -> None:
+def test_slices_of_a_large_content_have_a_bounded_size(content: Any) -> None:
     assert max(map(len, json_slices(content))) < 4 * SLICE_BYTES
 
 
@@ -107,12 +107,12 @@ def test_large_member_after_small_ones_is_counted(content: Any) -> None:
 
 
 @pytest.mark.parametrize("content", ["é\n" * 50_000, {"text": "a" * 20_000}, ["b" * 20_000, 1]])
-def test_a_long_text_stays_a_text(content: Any) -> None:
+def test_long_text_survives_slicing(content: Any) -> None:
     assert msgspec.json.decode(b"".join(json_slices(content))) == content
 
 
 @pytest.mark.parametrize("count", [0, 1, 100_000])
-def test_packed_ids_and_texts_are_lists_and_texts(count: int) -> None:
+def test_packed_ids_and_texts_encode_as_lists_and_strings(count: int) -> None:
     ids, text = [*range(count)], "é\n" * count
     content = {"ids": PackedIds.of(ids), "n": count, "texts": [PackedText.of(text), None]}
     slices = [*json_slices(content)]
@@ -121,7 +121,7 @@ def test_packed_ids_and_texts_are_lists_and_texts(count: int) -> None:
     assert max(map(len, slices)) < 4 * SLICE_BYTES
 
 
-def test_iterators_stand_for_lists_and_are_read_late() -> None:
+def test_iterators_encode_as_lists_and_are_read_lazily() -> None:
     made = 0
 
     def parts() -> Any:
@@ -137,6 +137,6 @@ def test_iterators_stand_for_lists_and_are_read_late() -> None:
     assert found == {"a": [], "scored": [[-i / 3, i, None] for i in range(10_000)], "none": []}
 
 
-def test_an_endless_content_is_never_held_whole() -> None:
+def test_endless_content_is_encoded_lazily() -> None:
     slices = json_slices(repeat(0.5))
     assert sum(len(next(slices)) for _ in range(10)) < 10 * 4 * SLICE_BYTES

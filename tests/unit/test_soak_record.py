@@ -18,7 +18,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_a_record_sums_the_storms_and_is_red_where_one_test_is(tmp_path: Path) -> None:
+def test_soak_record_sums_its_loads_and_is_red_if_a_test_is(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(REPORT)
     assert counts("soak", suites(tmp_path / "report.xml")) == {
         "bench": "soak",
@@ -33,7 +33,7 @@ def test_a_record_sums_the_storms_and_is_red_where_one_test_is(tmp_path: Path) -
     assert counts("soak", suites(tmp_path / "report.xml"))["green"]
 
 
-def test_kills_under_load_are_told_by_how_their_requests_ended() -> None:
+def test_kill_record_reports_how_requests_ended() -> None:
     ends = {"kill under load": 50, "end completed": 900, "end engine_failed": 70}
     files = {"tests/e2e/test_crashes.py": {"passed": 1, "seconds": 9}}
     found = {"files": files, "storms": ends}
@@ -50,7 +50,7 @@ def test_kills_under_load_are_told_by_how_their_requests_ended() -> None:
 
 
 @pytest.mark.parametrize("mark", ["long", "soak"])
-def test_some_tests_do_not_replace_the_record_of_all(
+def test_partial_run_does_not_replace_the_full_soak_record(
     mark: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([mark, "tests/unit/test_soak_record.py"]) == 2

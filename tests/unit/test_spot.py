@@ -171,7 +171,7 @@ def test_next_round_begins_at_once_after_an_unproven_candidate(*, paid: bool) ->
     assert (rig.work.segments > 3) == paid
 
 
-def test_requests_park_a_half_done_round() -> None:
+def test_new_requests_interrupt_and_keep_a_training_round() -> None:
     rig = Rig(turns=2)
     rig.run(3, busy=True)
     assert rig.spot.state == S.PARKED and rig.work.segments == 1 and not rig.work.closed
@@ -181,13 +181,13 @@ def test_requests_park_a_half_done_round() -> None:
     assert rig.spot.state == S.TRAINING and rig.work.segments == 2  # the same round goes on
 
 
-def test_quiet_time_doubles_after_a_miss_and_shrinks_again() -> None:
+def test_idle_time_before_training_doubles_after_a_miss() -> None:
     assert quiet_after(1.0, worked_s=0.9) == 2.0 and quiet_after(1.0, worked_s=1.0) == 0.5
     assert quiet_after(MOST_QUIET_S, worked_s=0.1) == MOST_QUIET_S
     assert quiet_after(LEAST_QUIET_S, worked_s=9.0) == LEAST_QUIET_S
 
 
-def test_no_segment_runs_before_the_quiet_time() -> None:
+def test_no_training_runs_before_the_idle_time_is_over() -> None:
     rig = Rig()
     rig.hand_over()
     rig.run(1, busy=True)
@@ -198,7 +198,7 @@ def test_no_segment_runs_before_the_quiet_time() -> None:
     assert rig.work.segments == 1
 
 
-def test_a_push_drops_the_round_and_asks_for_the_new_weights() -> None:
+def test_push_drops_the_round_and_requests_the_new_weights() -> None:
     rig = Rig(turns=3)
     rig.spot.take(InForce("v2", "d1"))
     assert rig.work.closed == 1 and rig.spot.state == S.IDLE
@@ -257,7 +257,7 @@ def test_training_on_replaced_weights_is_never_adopted(state: TrainerState, caus
     assert report.trained_on == live.target and rig.sent[-1] == OFFER
 
 
-def test_a_verdict_about_a_dropped_offer_changes_nothing() -> None:
+def test_verdict_on_a_withdrawn_candidate_is_ignored() -> None:
     rig = Rig(turns=5)
     assert rig.spot.state == S.ADOPTING
     rig.spot.take(InForce("v2", "d1"))
@@ -268,7 +268,7 @@ def test_a_verdict_about_a_dropped_offer_changes_nothing() -> None:
     assert report.candidate.outcome == "weights_changed"
 
 
-def test_a_pause_keeps_its_reason_over_the_verdict_of_an_offer() -> None:
+def test_pause_keeps_its_reason_after_a_candidates_verdict() -> None:
     rig = Rig(turns=5)
     rig.order("pause")
     rig.verdict(refused="paused", error="paused")
@@ -279,7 +279,7 @@ def test_a_pause_keeps_its_reason_over_the_verdict_of_an_offer() -> None:
     assert rig.spot.state == S.IDLE
 
 
-def test_a_hold_ends_by_its_release_and_changes_no_other_pause() -> None:
+def test_released_hold_changes_no_other_pause() -> None:
     rig = Rig(turns=2)
 
     def ordered(do: Do) -> tuple[TrainerState, bool]:
@@ -305,7 +305,7 @@ def test_a_hold_ends_by_its_release_and_changes_no_other_pause() -> None:
     assert "No space left" in rig.spot.phases.reason
 
 
-def test_a_refused_offer_is_counted_by_its_reason() -> None:
+def test_refused_candidate_is_counted_by_reason() -> None:
     rig = Rig(turns=5)
     rig.verdict(refused="conflict", error="another push")
     report = rig.report
@@ -387,7 +387,7 @@ def test_operator_may_retry_an_untrainable_drafter() -> None:
     assert rig.spot.state == S.IDLE and rig.sent == [WeightsWanted()] and not rig.work.segments
 
 
-def test_no_round_begins_before_the_verdict_about_the_last_one() -> None:
+def test_next_round_waits_for_the_last_candidates_verdict() -> None:
     rig = Rig(turns=5)
     rig.order("pause", "resume", "train")
     rig.run(3)
@@ -398,7 +398,7 @@ def test_no_round_begins_before_the_verdict_about_the_last_one() -> None:
     assert rig.work.adoptions and rig.spot.state == S.TRAINING
 
 
-def test_pause_keeps_a_half_done_round() -> None:
+def test_pause_keeps_a_partly_done_round() -> None:
     rig = Rig(turns=2)
     rig.order("pause")
     rig.run(9)
@@ -409,7 +409,7 @@ def test_pause_keeps_a_half_done_round() -> None:
     assert rig.spot.state == S.EVALUATING and rig.work.segments == 3
 
 
-def test_sleep_gives_memory_back_and_weights_are_asked_for_again() -> None:
+def test_sleep_frees_memory_and_waking_requests_weights_again() -> None:
     rig = Rig(turns=2)
     assert rig.spot.report() is not None
     for _ in range(2):
@@ -421,7 +421,7 @@ def test_sleep_gives_memory_back_and_weights_are_asked_for_again() -> None:
     assert rig.sent == [WeightsWanted()]
 
 
-def test_missing_weights_are_asked_for_again() -> None:
+def test_missing_weights_are_requested_again() -> None:
     rig = Rig()
     rig.spot.take(LIVE)
     rig.run(2)
@@ -506,14 +506,14 @@ def test_a_falling_acceptance_makes_rounds_frequent_again() -> None:
     assert schedule.interval == 100
 
 
-def test_only_known_changes_of_state_are_made() -> None:
+def test_trainer_makes_only_known_state_changes() -> None:
     assert set(NEXT) == set(TrainerState)
     phases = StateMachine(lambda: 0.0)
     with pytest.raises(AssertionError, match="idle to adopting"):
         phases.enter(S.ADOPTING)
 
 
-def test_messages_read_back_from_their_lines() -> None:
+def test_trainer_messages_survive_encoding() -> None:
     for message in (OFFER, WeightsWanted()):
         assert read_from_trainer(line_of(message)) == message
     for order in (LIVE, Order(number=1, do="pause"), Verdict(version="v", refused="x")):
@@ -522,7 +522,7 @@ def test_messages_read_back_from_their_lines() -> None:
         read_from_trainer(b"a warning\n")
 
 
-def test_trials_become_rare_while_their_candidates_gain() -> None:
+def test_trials_become_rare_while_candidates_gain() -> None:
     spacing = TrialSpacing()
     assert spacing.left == 24
     for _ in range(30):
@@ -539,7 +539,7 @@ def test_trials_become_rare_while_their_candidates_gain() -> None:
     assert spacing.left == 192
 
 
-def test_training_goes_on_where_a_round_ends_without_a_trial() -> None:
+def test_training_continues_after_a_round_without_a_trial() -> None:
     rig = Rig()
     rig.work.outcome = RoundEnd(paid=True)
     rig.hand_over()

@@ -36,7 +36,7 @@ def states(of: Sample, version: str = "v0") -> Captured:
     )
 
 
-def test_states_of_old_versions_are_dropped() -> None:
+def test_captured_states_of_old_versions_are_dropped() -> None:
     one = sample(0)
     for staleness, held in ((0, ["v0"]), (1, ["v0", "v1"])):
         store = StateStore(10**6, staleness)
@@ -48,7 +48,7 @@ def test_states_of_old_versions_are_dropped() -> None:
         assert len(store) == 1 + staleness and store.tokens == 11 * (1 + staleness)
 
 
-def test_the_oldest_go_above_the_bound() -> None:
+def test_oldest_captured_states_are_dropped_above_the_bound() -> None:
     samples = [sample(i) for i in range(4)]
     each = 4 * (WIDTH + HIDDEN) * 11
     store = StateStore(2 * each)
@@ -60,7 +60,7 @@ def test_the_oldest_go_above_the_bound() -> None:
     assert (len(store), store.tokens, store.size) == (2, 22, 2 * each)
 
 
-def test_captured_features_are_in_the_order_asked_for() -> None:
+def test_captured_features_are_in_the_requested_order() -> None:
     samples = [sample(i, seed=i) for i in range(4)]
     responses = sample_set(samples, Identity("", ""), VOCAB).responses
     store = StateStore(10**6)
@@ -75,7 +75,7 @@ def test_captured_features_are_in_the_order_asked_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sequences_with_states_are_documents(dtype: torch.dtype) -> None:
+def test_sequences_with_captured_states_become_documents(dtype: torch.dtype) -> None:
     entries = [recorded(i, sample(i, seed=i, output=20 + i))[0] for i in range(6)]
     store, given = StateStore(10**6), {}
     store.expect(recompute_of(entries[3:4]))
@@ -115,7 +115,7 @@ def test_sequences_with_states_are_documents(dtype: torch.dtype) -> None:
     assert pack.feature_NF.dtype == dtype and pack.tokens == sum(documents.lengths) - 3 * 4
 
 
-def test_a_command_asks_for_as_many_sequences_as_it_takes() -> None:
+def test_recompute_command_holds_a_bounded_number_of_sequences() -> None:
     entries = [recorded(i, sample(i, output=8))[0] for i in range(MAX_TEXTS + 2)]
     long = recorded(99, sample(99, output=MAX_TEXT_BYTES // 4 - 20))[0]
     found = recompute_of([entries[0], long, long, *entries[1:]])

@@ -219,7 +219,7 @@ def test_graphs_are_recorded_while_the_pool_has_room(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(("captures", "run_first"), [(False, False), (True, True)])
-def test_no_graph_is_recorded_where_steps_are_launched_first(
+def test_no_graph_is_recorded_ahead_if_steps_must_run_first(
     captures: bool, run_first: bool, gpu: Gpu
 ) -> None:
     gpu.captures, gpu.run_first = captures, run_first
@@ -246,7 +246,7 @@ def test_every_pass_of_a_policy_is_rehearsed_with_its_drafts(gpu: Gpu) -> None:
     assert all(passes.extends for passes in pairs) and len(pairs) == 4
 
 
-def test_nothing_waits_for_the_device_while_it_is_not_quiet(gpu: Gpu) -> None:
+def test_preparation_does_not_wait_for_a_busy_device(gpu: Gpu) -> None:
     preparation = preparation_of(gpu, CHAIN)
     gpu.quiet = False
     assert not preparation.advance() and not gpu.asked
@@ -257,7 +257,7 @@ def test_nothing_waits_for_the_device_while_it_is_not_quiet(gpu: Gpu) -> None:
     assert not preparation.advance() and gpu.asked == asked
 
 
-def test_next_part_waits_for_the_other_ranks(gpu: Gpu) -> None:
+def test_next_kernel_part_waits_for_the_other_ranks(gpu: Gpu) -> None:
     preparation = preparation_of(gpu, CHAIN)
     gpu.ended = Compiled(4, "")
     until(lambda: preparation.advance() or "others load 2" in gpu.asked)
@@ -267,7 +267,7 @@ def test_next_part_waits_for_the_other_ranks(gpu: Gpu) -> None:
     until(preparation.advance)
 
 
-def test_refusal_by_another_rank_drops_the_list(gpu: Gpu) -> None:
+def test_refusal_by_any_rank_drops_the_kernel_list(gpu: Gpu) -> None:
     preparation = preparation_of(gpu, CHAIN)
     assert not preparation.advance()
     gpu.others_fail = True
@@ -277,7 +277,7 @@ def test_refusal_by_another_rank_drops_the_list(gpu: Gpu) -> None:
     assert gpu.asked[-2:] == ["others drop", "drop"]
 
 
-def test_unbegun_preparation_drops_nothing(gpu: Gpu) -> None:
+def test_stopping_an_unstarted_preparation_sends_no_order(gpu: Gpu) -> None:
     preparation_of(gpu, CHAIN).stop()
     assert not gpu.asked
 

@@ -43,7 +43,7 @@ def test_two_crashes_refuse_every_copy_of_a_request() -> None:
     )
 
 
-def test_structures_are_known_by_their_form_and_their_key() -> None:
+def test_suspect_structures_are_matched_by_form_and_key() -> None:
     def structured(text: str, prompt: int = 1, kind: str = "regex") -> GenerateRequest:
         grammar = msgspec.convert({"kind": kind, "text": text}, Grammar)
         return request(prompt, structured_outputs=grammar)
@@ -63,7 +63,7 @@ def test_structures_are_known_by_their_form_and_their_key() -> None:
     assert found.refused == again and found.free == other
 
 
-def test_who_ended_elsewhere_the_second_time_goes_on() -> None:
+def test_request_crashing_at_a_different_token_stays_allowed() -> None:
     suspects = Suspects()
     for time_s, tokens in enumerate((0, 3, 100, 101, 101 - module.UNHEARD - 1, 90)):
         crash(suspects, [(request(), tokens)], float(time_s))
@@ -72,7 +72,7 @@ def test_who_ended_elsewhere_the_second_time_goes_on() -> None:
     assert refused(suspects, [request()], 6.0)
 
 
-def test_choices_of_one_prompt_count_as_the_furthest() -> None:
+def test_choices_of_one_prompt_count_at_their_furthest_token() -> None:
     suspects = Suspects()
     crash(suspects, [(request(id="1"), 3), (request(id="2"), 8)], 0.0)
     assert not refused(suspects, [request()], 0.0), "one crash, however many choices"
@@ -80,7 +80,7 @@ def test_choices_of_one_prompt_count_as_the_furthest() -> None:
     assert not refused(suspects, [request()], 1.0)
 
 
-def test_a_refused_request_stays_refused_until_the_time_is_over() -> None:
+def test_refused_request_stays_refused_for_a_bounded_time() -> None:
     suspects = Suspects()
     for time_s in range(2):
         crash(suspects, [(request(), 0)], float(time_s))
@@ -93,7 +93,7 @@ def test_a_refused_request_stays_refused_until_the_time_is_over() -> None:
     )
 
 
-def test_one_that_completes_is_cleared() -> None:
+def test_request_that_completes_is_cleared_of_suspicion() -> None:
     suspects = Suspects()
     crash(suspects, [(request(), 5)], 0.0)
     assert [r.id for r in suspects.sort([request(), request(2, "b")], 0.0).suspect] == ["a"]
@@ -103,7 +103,7 @@ def test_one_that_completes_is_cleared() -> None:
     assert not refused(suspects, [request()], 1.0)
 
 
-def test_memory_is_bounded() -> None:
+def test_number_of_remembered_suspects_is_bounded() -> None:
     suspects = Suspects()
     crash(suspects, [(request(0), 0)], 0.0)
     crash(suspects, [(request(i), 0) for i in range(1, module.KEPT + 1)], 1.0)
@@ -114,7 +114,7 @@ def test_memory_is_bounded() -> None:
     )
 
 
-def test_what_was_started_is_what_the_last_note_says(tmp_path: Path) -> None:
+def test_started_requests_are_read_from_the_last_note(tmp_path: Path) -> None:
     assert read_started(tmp_path) == set()
     started = StartedFile(tmp_path)
     assert read_started(tmp_path) == set()
@@ -127,7 +127,7 @@ def test_what_was_started_is_what_the_last_note_says(tmp_path: Path) -> None:
     assert read_started(tmp_path) == set(), "a new epoch has started nothing"
 
 
-def test_company_of_a_killer_is_no_reason_to_refuse() -> None:
+def test_requests_next_to_a_crashing_one_stay_allowed() -> None:
     suspects = Suspects()
     killer = request(1, "killer")
     others = [request(i, str(i)) for i in range(2, 6)]
@@ -140,7 +140,7 @@ def test_company_of_a_killer_is_no_reason_to_refuse() -> None:
     assert refused(suspects, [*others, killer], 3.0) == ["killer"]
 
 
-def test_the_first_trial_is_one_step() -> None:
+def test_first_trial_of_a_suspect_is_one_step() -> None:
     suspects = Suspects()
     suspects.crashed([(request(), 500)], None, 0.0)
     assert suspects.trial(request()) == 0

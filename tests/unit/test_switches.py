@@ -22,7 +22,7 @@ def log(*pins: Pin) -> SwitchLog:
     return made
 
 
-def test_first_strategy_is_a_start_and_repeats_no_switch() -> None:
+def test_first_strategy_is_logged_as_start_and_repeats_are_not() -> None:
     made = SwitchLog(clock=lambda: 7.0)
     for _ in range(3):
         made.chose(step(), CHAIN)
@@ -43,13 +43,15 @@ def test_first_strategy_is_a_start_and_repeats_no_switch() -> None:
         (step(context=50.0), OFF, "context"),
     ],
 )
-def test_the_reason_is_what_has_changed(now: StepContext, strategy: Strategy, reason: str) -> None:
+def test_strategy_switch_names_its_reason(
+    now: StepContext, strategy: Strategy, reason: str
+) -> None:
     made = log()
     made.chose(now, strategy)
     assert made.take() == [Switch(1, strategy.name, "eagle:7x1x8", reason, now.decoding)]
 
 
-def test_a_few_rows_more_or_less_are_no_switch() -> None:
+def test_small_row_changes_are_not_strategy_switches() -> None:
     made = log()
     for rows in (9, 7, 6, 11):
         made.chose(step(), Strategy("eagle", 7, 1, rows, budget=16 * rows))
@@ -58,14 +60,14 @@ def test_a_few_rows_more_or_less_are_no_switch() -> None:
     assert len(made.take()) == 1
 
 
-def test_a_pin_is_the_reason_when_it_begins_and_when_it_ends() -> None:
+def test_start_and_end_of_a_pin_are_switch_reasons() -> None:
     made = log(Pin(1, 4, TREE))
     for requests, strategy in ((4, TREE), (5, CHAIN)):
         made.chose(step(requests), strategy)
         assert [switch.reason for switch in made.take()] == ["pin"]
 
 
-def test_a_new_policy_is_the_reason_of_the_next_step_alone() -> None:
+def test_new_policy_is_the_reason_of_only_the_next_switch() -> None:
     made = log()
     for later, reason in ((0, "policy"), (1, "acceptance")):
         made.policy_replaced(())
@@ -75,7 +77,7 @@ def test_a_new_policy_is_the_reason_of_the_next_step_alone() -> None:
         assert [switch.reason for switch in made.take()] == [reason]
 
 
-def test_new_weights_are_the_reason_for_a_while() -> None:
+def test_new_weights_are_the_switch_reason_for_a_bounded_time() -> None:
     for later, reason in ((SOON - 1, "weights"), (SOON, "acceptance")):
         made = log()
         made.weights_changed()
@@ -85,7 +87,7 @@ def test_new_weights_are_the_reason_for_a_while() -> None:
         assert [switch.reason for switch in made.take()] == [reason]
 
 
-def test_steps_in_which_nothing_can_be_drafted_say_nothing() -> None:
+def test_steps_that_cannot_draft_log_no_switch() -> None:
     made = log()
     made.chose(StepContext(0, 512, 0.0, 0), OFF)
     made.chose(StepContext(4, 0, 9.0, 0), OFF)

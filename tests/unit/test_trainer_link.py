@@ -24,7 +24,7 @@ from tlt_server.wire.training import HandedOver, Offer, TrainerState, Verdict
 @pytest.mark.parametrize(
     "code", ["print('a warning')", "print('x' * 2**17, flush=True)", "raise SystemExit(3)"]
 )
-def test_ended_or_unreporting_process_is_replaced(
+def test_ended_or_silent_trainer_process_is_replaced(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "FIRST_DELAY_S", 0.0)
@@ -51,7 +51,7 @@ async def two_processes(code: str) -> None:
     assert all(process.returncode is not None for process in launched)
 
 
-def test_a_process_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_trainer_process_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SILENT_S", 0.3)
     monkeypatch.setattr(links, "FIRST_DELAY_S", 0.01)
     hung = 'import time; print(\'{"type": "buffer"}\', flush=True); time.sleep(60)'
@@ -107,7 +107,7 @@ FAULTS = [(state, fault) for state in TrainerState for fault in ("killed", "hung
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("state", "fault"), FAULTS)
-def test_a_trainer_lost_in_any_state_leaves_nothing_behind(
+def test_trainer_lost_in_any_state_frees_its_resources(
     state: TrainerState, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files are removed, what it had asked for is dropped, its memory counts as given back, and
@@ -242,7 +242,7 @@ sys.stdin.readline()
 
 
 @in_loop
-async def test_memory_is_released_once_the_process_confirms_or_ends(
+async def test_memory_counts_as_released_once_the_trainer_confirms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: asyncio.Queue[Process] = asyncio.Queue()
@@ -270,7 +270,7 @@ async def test_memory_is_released_once_the_process_confirms_or_ends(
 
 
 @in_loop
-async def test_only_a_timed_pause_ends_by_itself(tmp_path: Path) -> None:
+async def test_only_a_timed_trainer_pause_ends_automatically(tmp_path: Path) -> None:
     weights = SlowWeights()
     weights.go_on.set()
     link = TrainerLink(stub, Metrics().samples, None, tmp_path)
@@ -297,7 +297,9 @@ async def test_only_a_timed_pause_ends_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("for_s", [None, 3600.0])
 @in_loop
-async def test_a_pause_outlives_the_process(for_s: float | None, tmp_path: Path) -> None:
+async def test_pause_survives_a_trainer_process_restart(
+    for_s: float | None, tmp_path: Path
+) -> None:
     link = TrainerLink(stub, Metrics().samples, None, tmp_path)
     with pytest.raises(Unavailable):  # no process yet
         await (link.order("pause") if for_s is None else link.hold(for_s))

@@ -58,7 +58,7 @@ def test_sequences_are_kept_and_reported_by_version(tmp_path: Path) -> None:
     assert keeper.report() is None
 
 
-def test_an_idle_buffer_is_counted_once_a_report(
+def test_idle_trainer_counts_its_buffer_once_per_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -89,7 +89,7 @@ def captured(number: int, version: str, length: int = 3) -> Captured:
     )
 
 
-def test_features_of_the_newest_version_are_held(tmp_path: Path) -> None:
+def test_trainer_keeps_features_of_the_newest_version_only(tmp_path: Path) -> None:
     features = tmp_path / "features"
     make_ring(features, 2**14)
     given = msgspec.structs.replace(
@@ -112,7 +112,7 @@ def test_features_of_the_newest_version_are_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_process_loses_no_taken_sequence(tmp_path: Path) -> None:
+def test_killed_trainer_process_loses_no_accepted_sequence(tmp_path: Path) -> None:
     given = settings(tmp_path)
     ring = RingProducer(tmp_path / "ring")
     for turn in range(2):
@@ -139,7 +139,7 @@ def test_killed_process_loses_no_taken_sequence(tmp_path: Path) -> None:
     assert len(Keeper(given).buffer) == 9 and ring.used == 0
 
 
-def test_a_process_without_its_parent_ends(tmp_path: Path) -> None:
+def test_trainer_process_ends_without_its_parent(tmp_path: Path) -> None:
     given = msgspec.structs.replace(settings(tmp_path), parent=1)
     subprocess.run(COMMAND, input=msgspec.json.encode(given) + b"\n", timeout=60, check=True)
 

@@ -48,7 +48,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_mode_finds_a_device_or_names_the_remedy(case: Case) -> None:
+def test_each_training_mode_finds_a_device_or_names_the_remedy(case: Case) -> None:
     settings = {"drafter_training": case.mode, "drafter_training_device": case.asked}
     if case.found in ("cpu", "cuda", "cuda:2"):
         found, reasons = chosen(case.gpu, device=case.device, **settings)
@@ -82,14 +82,14 @@ class Driver:
 @pytest.mark.parametrize(
     ("driver", "enabled"), [(Driver(1), True), (Driver(0), False), (Driver(1, unknown=1), False)]
 )
-def test_the_driver_says_whether_mps_is_on(
+def test_mps_state_is_read_from_the_driver(
     driver: Driver, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: driver)
     assert mps_enabled() is enabled
 
 
-def test_without_a_driver_mps_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mps_counts_as_off_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise OSError(name)
 
@@ -109,7 +109,7 @@ def test_a_client_of_mps_has_its_share_and_a_lower_priority() -> None:
     ("environment", "expected"),
     [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "5, GPU-8932f937"}, "GPU-8932f937")],
 )
-def test_the_trainer_sees_its_gpu_alone(environment: dict[str, str], expected: str) -> None:
+def test_trainer_sees_only_its_own_gpu(environment: dict[str, str], expected: str) -> None:
     assert visible(1, environment) == expected
 
 

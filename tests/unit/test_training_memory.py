@@ -104,7 +104,9 @@ def kept_bytes(architecture: str, slots: int, compute: torch.dtype) -> int:
 
 @pytest.mark.parametrize("architecture", [EAGLE3, EAGLE1])
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
-def test_formula_equals_the_bytes_of_a_slot(architecture: str, compute: torch.dtype) -> None:
+def test_training_memory_formula_equals_the_bytes_of_a_slot(
+    architecture: str, compute: torch.dtype
+) -> None:
     few, many = (kept_bytes(architecture, slots, compute) for slots in (64, 128))
     config = replace(SMALL, architecture=architecture)
     shape = TrainingShape.of(config, DRAFTED, on_gpu=compute == torch.bfloat16)
@@ -119,7 +121,7 @@ def decided(device: str, **changes: Any) -> DecidedSettings:
     return DecidedSettings(**given)
 
 
-def test_the_trainers_share_of_gpu_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_share_covers_gpu_and_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "host_memory", lambda: HostMemory(0, 64 * GIB))
     shape, given = at_7b(EAGLE3), {"feature_bytes": 4 * GIB, "ring_bytes": GIB}
     share = training_share(decided("cuda", **given), DRAFTER)
@@ -137,7 +139,7 @@ def test_the_trainers_share_of_gpu_and_host(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_missing_share_is_refused_with_a_remedy(
+def test_missing_trainer_share_is_refused_with_a_remedy(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sizing, "host_memory", lambda: HostMemory(0, 20 * GIB))
@@ -147,7 +149,7 @@ def test_missing_share_is_refused_with_a_remedy(
         training_share(decided(device, drafter_training_mb=9), DRAFTER)
 
 
-def test_the_trainers_packs_are_as_long_as_its_memory_holds() -> None:
+def test_trainer_packs_are_as_long_as_memory_permits() -> None:
     config = replace(SMALL, architecture=EAGLE3)
     network = trainable_class(EAGLE3)(config, DRAFTED)
     shape = TrainingShape.of(config, DRAFTED, on_gpu=False)

@@ -57,7 +57,7 @@ def forests(draw):
 @pytest.mark.slow
 @given(forests(), st.integers(-1, 45), st.lists(st.integers(0, 6), min_size=5, max_size=5))
 @settings(max_examples=300, deadline=None)
-def test_select_is_the_sorted_top_within_each_requests_limit(forest, budget, most):
+def test_selection_is_the_sorted_top_within_each_requests_limit(forest, budget, most):
     candidates, requests = forest
     for limits in (None, most):
         check_select(candidates, requests, budget, limits)
@@ -77,7 +77,7 @@ def check_select(candidates, requests, budget, most):
         assert (candidates.parent_N[chosen.node_M[m]] < 0) == (parent < 0)
 
 
-def test_select_stays_closed_when_an_acceptance_exceeds_its_parent():
+def test_selection_keeps_parents_when_a_child_is_more_likely():
     i32 = lambda *values: np.array(values, np.int32)  # noqa: E731
     candidates = Candidates(
         i32(0, 0, 0),
@@ -99,7 +99,7 @@ def test_select_reads_nan_as_zero():
     assert select(candidates, 1, 1).node_M.tolist() == [1]
 
 
-def test_select_of_nothing():
+def test_selection_from_no_candidates_is_empty():
     assert select(Candidates.empty(), 3, 10).count_B.tolist() == [0, 0, 0]
 
 
@@ -133,7 +133,7 @@ def best_sums(candidates, request, most):
     ]
 
 
-def test_no_choice_of_subtrees_survives_better_than_the_chosen_one():
+def test_selected_subtree_has_the_best_total_acceptance():
     rng = np.random.default_rng(3)
     for case in range(60):
         requests = int(rng.integers(2, 5))

@@ -20,7 +20,7 @@ def nodes(parent: list[list[int]], depth: list[list[int]], acceptance: list[list
     )
 
 
-def test_trees_come_back_as_candidates() -> None:
+def test_sampled_trees_are_read_back_as_candidates() -> None:
     grown = nodes(
         [[-1, -1, 0, 0], [-1, -1, 1, -1], [-1, -1, -1, -1]],
         [[1, 1, 2, 2], [1, 1, 2, -1], [-1, -1, -1, -1]],
@@ -55,7 +55,7 @@ def test_a_recording_gets_tokens_and_cells_of_every_step() -> None:
         assert found.cell_N.tolist() == [1, 2, 3, 255, 0]
 
 
-def test_nodes_of_branches_have_no_rank() -> None:
+def test_branch_nodes_have_no_draft_rank() -> None:
     grown = nodes(
         [[-1, 0, 0, 2], [-1, -1, -1, 2]],
         [[1, 2, 2, 3], [1, -1, 1, 2]],
@@ -68,7 +68,7 @@ def test_nodes_of_branches_have_no_rank() -> None:
     assert found.rank_N.tolist() == [0, 0, RANK, RANK, 0, RANK, RANK]
 
 
-def test_some_steps_are_sampled_and_large_batches_in_part() -> None:
+def test_large_batches_are_sampled_in_part() -> None:
     grown = nodes([[-1] * 100] * 64, [[1] * 100] * 64, [[0.5] * 100] * 64)
     sampler = TreeSampler(2, pinned=False)
     samples = [sampler.launch(grown, 64, 100) for _ in range(2 * EVERY)]

@@ -46,7 +46,7 @@ works = st.dictionaries(st.sampled_from("abcde"), costs, min_size=1)
 
 
 @given(works)
-def test_the_order_is_the_textbooks(work: dict[str, list[int]]) -> None:
+def test_turn_order_equals_the_textbook_algorithm(work: dict[str, list[int]]) -> None:
     turns, left = Turns(QUANTUM), {owner: deque(each) for owner, each in work.items()}
     for owner in left:
         turns.wait(owner)
@@ -82,7 +82,7 @@ def test_waiting_tenants_get_equal_service_within_a_bound(
             assert apart < QUANTUM + 2 * DEAREST, "the bound, from any moment on"
 
 
-def test_a_greedy_owner_cannot_shed_its_debt_by_leaving() -> None:
+def test_greedy_owner_keeps_its_debt_after_leaving() -> None:
     turns, got = Turns(QUANTUM), Counter[str]()
     turns.wait("small")
     for _ in range(100):
@@ -94,7 +94,7 @@ def test_a_greedy_owner_cannot_shed_its_debt_by_leaving() -> None:
     assert got["greedy"] <= got["small"] + QUANTUM + DEAREST
 
 
-def test_use_that_takes_from_nobody_is_free() -> None:
+def test_uncontended_use_is_not_charged() -> None:
     turns = Turns(QUANTUM)
     turns.wait("a")
     turns.charge("a", 10**6)
@@ -102,7 +102,7 @@ def test_use_that_takes_from_nobody_is_free() -> None:
     assert list(turns.order()) == ["a", "b"]
 
 
-def test_owners_without_debt_leave_nothing_behind() -> None:
+def test_owners_without_debt_are_forgotten() -> None:
     turns = Turns(QUANTUM)
     turns.wait("stays")
     for i in range(1000):

@@ -58,7 +58,7 @@ def test_lost_commit_blocks_until_its_role_is_committed() -> None:
     versions.check()
 
 
-def test_a_name_brings_back_nothing() -> None:
+def test_renaming_does_not_restore_a_lost_version() -> None:
     versions = begun(info("v0"))
     versions.check_name()
     versions.reported(report("named", "target", "v1"))
@@ -70,7 +70,7 @@ def test_a_name_brings_back_nothing() -> None:
         versions.check()
 
 
-def test_a_lost_drafter_needs_a_drafter() -> None:
+def test_lost_drafter_blocks_until_a_drafter_is_pushed() -> None:
     versions = begun(info("v0"))
     versions.reported(report("committed", "all", "v1", "v1"))
     versions.begin(info("v1", "d0"), unanswered=False)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_a_lost_drafter_needs_a_drafter() -> None:
     versions.check()
 
 
-def test_a_rollback_is_asked_for() -> None:
+def test_rollback_changes_the_version_a_restart_must_hold() -> None:
     versions = begun(info("v0"))
     versions.reported(report("committed", "target", "v1"))
     versions.reported(report("rolled_back", "target", "v0"))

@@ -69,7 +69,7 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
 
 @each_family
 @pytest.mark.parametrize("form", forms(""))
-def test_a_structure_takes_tokens_and_their_bytes(
+def test_structure_accepts_a_text_as_tokens_or_as_bytes(
     directory: Path, family: Family, form: str
 ) -> None:
     compiler, tokenizer = _model(directory, family)
@@ -93,7 +93,7 @@ def test_a_structure_takes_tokens_and_their_bytes(
 
 
 @each_family
-def test_every_token_that_a_mask_allows_is_taken(directory: Path, family: Family) -> None:
+def test_every_token_allowed_by_a_mask_is_accepted(directory: Path, family: Family) -> None:
     draw = np.random.default_rng(5)
     for text in TEXTS:
         for form, (content, _) in forms(text).items():
@@ -108,7 +108,7 @@ def test_every_token_that_a_mask_allows_is_taken(directory: Path, family: Family
 
 
 @each_family
-def test_special_tokens_are_no_text_and_marks_are(directory: Path, family: Family) -> None:
+def test_special_tokens_are_not_text_but_mark_tokens_are(directory: Path, family: Family) -> None:
     compiler, tokenizer = _model(directory, family)
     found = allowed(compiler.compile(grammar_of("regex", r"(.|\n)+")))
     for id, token in tokenizer.get_added_tokens_decoder().items():
@@ -117,7 +117,7 @@ def test_special_tokens_are_no_text_and_marks_are(directory: Path, family: Famil
 
 
 @each_family
-def test_a_rule_may_name_a_token(directory: Path, family: Family) -> None:
+def test_grammar_rule_may_name_a_token(directory: Path, family: Family) -> None:
     compiler, tokenizer = _model(directory, family)
     for text in (*family.special[1:], *family.plain):
         grammar = grammar_of("grammar", f'start: "{text}" {text} /[<]think>/ // {text}')

@@ -39,7 +39,7 @@ def ids(sequences: list[Sequence]) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.randoms())
-def test_one_tenant_is_served_in_arrival_order_preempted_first(
+def test_one_tenant_runs_in_arrival_order_after_preempted_ones(
     operations: list[int], draw: random.Random
 ) -> None:
     waiting, twin = WaitingSequences(), list[Sequence]()  # the twin is the queue as a list
@@ -71,7 +71,7 @@ def test_owners_take_turns_by_tokens() -> None:
     assert len(waiting) == 150
 
 
-def test_output_is_charged_as_it_comes() -> None:
+def test_output_tokens_are_charged_as_generated() -> None:
     waiting = WaitingSequences()
     first, *_ = talkative = [waits(i, "talks", max_tokens=10**4) for i in range(4)]
     for each in [*talkative, *(waits(i, "brief") for i in range(4, 8))]:
@@ -82,7 +82,7 @@ def test_output_is_charged_as_it_comes() -> None:
     assert [each.owner for each in starts(waiting, 4)] == ["brief"] * 4
 
 
-def test_priorities_come_first_and_none_waits_for_ever() -> None:
+def test_priorities_run_first_and_no_request_starves() -> None:
     waiting = WaitingSequences()
     for i in range(100):
         waiting.add(waits(i, priority=i % 3 - 1))
@@ -101,7 +101,7 @@ def serve(scheduler: Scheduler, kv: FakeKV, steps: int) -> dict[str, list[StepOu
     return seen
 
 
-def test_a_key_that_has_all_slots_makes_room_for_another() -> None:
+def test_key_with_all_slots_makes_room_for_a_second_key() -> None:
     scheduler, kv = make(400, max_running=8, max_rows=64)
     scheduler.submit([sequence(i, [i, 2], 300, i, owner="greedy") for i in range(12)])
     serve(scheduler, kv, 2)
@@ -118,7 +118,7 @@ def test_a_key_that_has_all_slots_makes_room_for_another() -> None:
     assert {each.owner for each in scheduler.running} == {"greedy"}, "the small ones are done"
 
 
-def test_a_key_that_has_all_pages_makes_room_for_another() -> None:
+def test_key_with_all_pages_makes_room_for_a_second_key() -> None:
     scheduler, kv = make(40, max_running=8, max_rows=400)
     scheduler.submit([sequence(i, [i] * 30, 8, i, owner="greedy") for i in range(8)])
     serve(scheduler, kv, 1)

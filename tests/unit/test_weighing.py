@@ -12,7 +12,7 @@ from tlt_server.frontend.rpc.methods import METHODS
 ABOUT = GenerateRequest.DESCRIPTOR
 
 
-def test_a_message_weighs_what_is_made_of_it() -> None:
+def test_message_weight_equals_the_objects_made_from_the_message() -> None:
     few = GenerateRequest(requests=[Item(prompt="a" * 100)]).SerializeToString()
     assert 100 < weigh(few, ABOUT) < 100 + 4 * PART_WEIGHT
     ids = GenerateRequest(requests=[Item(token_ids=[*range(5000)])]).SerializeToString()
@@ -41,12 +41,12 @@ def test_too_many_parts_are_refused_at_every_level(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "data", [b"\x0a", b"\x0a\x05a", b"\x0b", b"\xff" * 11, b"\x0a\x02\x12\x09", b"\x09abc"]
 )
-def test_what_is_no_message_is_refused_as_the_parser_does(data: bytes) -> None:
+def test_malformed_message_is_refused_like_the_parser_does(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="is no tlt.v1"):
         weigh(data, ABOUT)
 
 
-def test_every_message_of_the_service_can_be_weighed() -> None:
+def test_every_grpc_message_can_be_weighed() -> None:
     assert len(METHODS) > 20 and rollout_pb2.DESCRIPTOR is not None
     for method in METHODS.values():
         assert weigh(method.takes().SerializeToString(), method.takes.DESCRIPTOR) == 0
