@@ -169,7 +169,7 @@ def test_every_channel_pushes_while_requests_decode(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_weights_bench_requests_decode_until_it_stops_them() -> None:
+def test_weights_bench_decodes_until_the_bench_ends() -> None:
     flags = (
         "--max-model-len",
         str(weights.LENGTH),

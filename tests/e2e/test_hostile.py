@@ -286,11 +286,11 @@ def survives(server: ServerProcess, seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.long)])
-def test_hostile_requests_change_nothing(target: ServerProcess, count: int) -> None:
+def test_hostile_requests_leave_the_server_unchanged(target: ServerProcess, count: int) -> None:
     survives(target, 1, count)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_many_hostile_requests_change_nothing(target: ServerProcess) -> None:
+def test_many_hostile_requests_leave_the_server_unchanged(target: ServerProcess) -> None:
     survives(target, 2, 120_000)

@@ -503,7 +503,7 @@ def test_hidden_page_polls_less_often(open_page: Open, server: ServerProcess) ->
         )
 
 
-def test_page_asks_for_a_key_keeps_it_in_the_tab_and_sends_it(
+def test_page_asks_for_a_key_and_keeps_the_key_in_the_tab(
     open_page: Open, guarded: ServerProcess
 ) -> None:
     page = open_page(guarded.url, quiet=False)
@@ -686,7 +686,7 @@ def another_site(html: str) -> Iterator[str]:
             site.shutdown()
 
 
-def test_page_served_from_another_port_cannot_change_the_server(
+def test_page_on_a_foreign_port_cannot_change_the_server(
     browser: Browser, server: ServerProcess
 ) -> None:
     send = f'fetch(`{server.url}${{path}}`, {{method: "POST", mode: "no-cors", body}})'

@@ -105,7 +105,7 @@ def test_adapter_bits_ignore_batch_company_and_speculation(
         assert engine.engine.last_cycle is None or engine.engine.last_cycle.strategy.rows > 1
 
 
-def test_a_prefix_of_another_adapter_is_never_used(engine: Adapting) -> None:
+def test_prefix_computed_with_one_adapter_is_not_used_by_others(engine: Adapting) -> None:
     first = engine.run(asked("a"))
     for name in ("b", ""):
         engine.run(asked(name))
@@ -217,7 +217,7 @@ def test_adapter_version_names_one_content(
     assert again.load("other", root / "b", "1").result == "conflict"
 
 
-def test_adapter_unload_waits_for_its_requests_or_ends_them(engine: Adapting, root: Path) -> None:
+def test_adapter_unload_drains_or_ends_the_adapters_requests(engine: Adapting, root: Path) -> None:
     engine.submit(asked("a"))
     engine.step(3)
     id = engine.send_unload("a")

@@ -308,7 +308,7 @@ GETS_THROUGH = {("http", fault) for fault in ("truncate", "duplicate", "time out
 
 
 @pytest.mark.parametrize("channel, fault, at", CASES)
-def test_a_fault_leaves_the_old_or_the_new_version(
+def test_channel_fault_leaves_the_old_or_the_new_version(
     channel: str, fault: str, at: int, staged: Server
 ) -> None:
     end = ended(staged, channel, fault, at)
@@ -324,14 +324,14 @@ def test_a_fault_leaves_the_old_or_the_new_version(
 
 
 @pytest.mark.parametrize("channel, fault, at", IN_PLACE)
-def test_fault_in_place_leaves_old_or_new_or_serves_nothing(
+def test_in_place_fault_leaves_old_or_new_or_quarantines(
     channel: str, fault: str, at: int, in_place: Server
 ) -> None:
     assert ended(in_place, channel, fault, at) in ("old", "new", "quarantined")
     restore(in_place, channel)
 
 
-def test_fault_in_place_quarantines_only_after_the_first_write(in_place: Server) -> None:
+def test_in_place_fault_quarantines_only_after_the_first_write(in_place: Server) -> None:
     assert ended(in_place, "http", "flip", CHUNKS - 1) == "quarantined"
     report = in_place.engine.push(in_place.root / "nowhere", "v")
     assert report.result == "forbidden"

@@ -84,7 +84,7 @@ def same(engine: Pushable, plain: dict[str, Any], *ids: str) -> bool:
 
 
 @pytest.mark.parametrize("place", ["append", "page_keys", "leave"])
-def test_a_fault_in_one_sequence_ends_it_alone(
+def test_fault_in_one_sequence_ends_only_that_sequence(
     place: str,
     engine: Pushable,
     plain: dict[str, Any],

@@ -199,7 +199,7 @@ def test_a_request_is_drafted_for_within_its_own_limits(
         assert max(drafted) <= most and (max(drafted) > 0) == (most > 0), (limits, drafted)
 
 
-def test_step_drafts_nothing_if_no_request_takes_drafts(base: EngineSettings) -> None:
+def test_step_without_a_speculable_request_drafts_no_token(base: EngineSettings) -> None:
     """Else their time would teach that drafting costs nothing."""
     engine, _ = assemble(replace(base, **fixed("eagle:4x1x5")))
     limits = DraftLimits(drafter="history")
@@ -401,7 +401,7 @@ def test_unfit_settings_are_refused_before_kernels_and_weights(
     assert begun[-1] == ("choose device" if what == "device" else CHECKED)
 
 
-def test_kernels_are_ready_and_none_is_compiled_in_a_step(
+def test_all_kernels_are_compiled_at_start_and_not_in_a_step(
     base: EngineSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine, info = assemble(base)

@@ -297,7 +297,9 @@ DRAFTERS: dict[str, Callable[[Tensors], object]] = {
 
 @pytest.mark.parametrize("role", ["drafter", "all"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_unfit_drafter_fails_the_target_pushed_with_it(name: str, role: str, bench: Bench) -> None:
+def test_unfit_drafter_fails_a_joint_push_with_its_target(
+    name: str, role: str, bench: Bench
+) -> None:
     drafter = bench.copy("new-drafter")
     edit(drafter, DRAFTERS[name])
     if role == "drafter":

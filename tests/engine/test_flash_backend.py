@@ -204,7 +204,7 @@ def test_flash_gathers_keys_for_a_bounded_group_of_requests(library, monkeypatch
     assert library.calls == [(1, 300), (2, 87), (1, 200)] * 2
 
 
-def test_rehearsed_step_has_no_prompt_row_and_calls_nothing(library):
+def test_step_without_prompt_rows_matches_twin_without_flash(library):
     step = a_mixed_step(SHAPES[1], torch.float16, prompts=[], dead=PROMPT_ROWS_HERE)
     assert_like_the_twin(by_flash(step), step, 0, 1e-3)
     assert not library.calls

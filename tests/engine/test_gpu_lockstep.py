@@ -227,7 +227,7 @@ def missed_by(number: int) -> torch.Tensor:
     return torch.tensor([1, number], dtype=torch.int32, device=DEVICE)
 
 
-def test_each_rank_reports_the_peer_it_waited_for() -> None:
+def test_each_rank_reports_which_peer_was_late() -> None:
     turns = Turns(2)
     peers = [LockstepPeers(each, turns) for each in group(2, SUM_FLOATS)]
     agreements = [Agreement(each) for each in peers]

@@ -122,7 +122,7 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def test_push_refused_during_another_broadcast_breaks_the_group(pair: Pair) -> None:
+def test_push_refused_during_a_broadcast_breaks_the_group(pair: Pair) -> None:
     two, three = pair.push(NAMES, "two"), pair.push(NAMES, "three")
     pair.send(2.0, 4)
     pair.send(3.0, 4)
@@ -138,7 +138,7 @@ def test_push_refused_during_another_broadcast_breaks_the_group(pair: Pair) -> N
     assert pair.told(five)[0] == "committed" and pair.live == [5.0] * 4
 
 
-def test_part_refused_during_another_broadcast_breaks_the_group(pair: Pair) -> None:
+def test_part_refused_during_a_broadcast_breaks_the_group(pair: Pair) -> None:
     first, second = (pair.push(names, partial=True) for names in HALVES)
     pair.send(2.0, 4)
     assert pair.told(first)[0] == pair.told(second)[0] == "conflict"

@@ -134,7 +134,7 @@ def test_requests_resume_after_a_sleep_with_the_same_bits(
     )
 
 
-def test_sleep_frees_memory_and_waking_reallocates_it(
+def test_sleep_frees_memory_and_waking_reallocates_memory(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(root / "base", tmp_path / "base")

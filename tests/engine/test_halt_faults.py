@@ -114,7 +114,7 @@ class Counted:
         self._equipment.forget()
 
 
-def test_failed_sleep_aborts_nothing(engine: Pushable, root: Path, expected: object) -> None:
+def test_failed_sleep_aborts_no_request(engine: Pushable, root: Path, expected: object) -> None:
     started(engine)
     id = engine.send_push(root / "base", "v1", commit=False)
     report = send(engine, Sleep("s", ["weights"], "abort"))

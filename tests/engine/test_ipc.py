@@ -207,7 +207,7 @@ def test_existing_socket_is_not_taken_over(intake: Intake) -> None:
     first.close()
 
 
-def test_directory_open_to_others_is_refused_by_both_ends(intake: Intake) -> None:
+def test_directory_open_to_other_users_fails_at_both_ends(intake: Intake) -> None:
     assert intake.sockets is not None
     intake.sockets.chmod(0o750)
     with pytest.raises(PlaceForbidden, match="mode 750"):

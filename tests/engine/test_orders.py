@@ -31,7 +31,7 @@ from tlt_server.models.split import folded
 KEEP = Keep(np.array([3, 2**40], np.int64), np.array([1, 0], np.int64))
 
 
-def test_arrays_arrive_as_they_were_sent() -> None:
+def test_arrays_arrive_unchanged_at_a_rank() -> None:
     table_BP = np.arange(12, dtype=np.int32).reshape(3, 4)[:, :2]
     none_RD = np.zeros((2, 0), np.int32)
     ids_R = np.array([5, 7], np.int64)
@@ -58,7 +58,7 @@ def test_arrays_arrive_as_they_were_sent() -> None:
         ),
     ],
 )
-def test_orders_about_kernels_arrive_as_they_were_sent(sent: RankOrder) -> None:
+def test_kernel_orders_arrive_unchanged_at_a_rank(sent: RankOrder) -> None:
     assert decoded(encoded(Envelope("a", 1, False, sent)), "a", 1).order == sent
 
 
@@ -70,7 +70,7 @@ def test_orders_about_kernels_arrive_as_they_were_sent(sent: RankOrder) -> None:
         ("a", 4, "order 4 came instead of order 5: one came again"),
     ],
 )
-def test_order_out_of_turn_or_of_another_epoch_is_refused(
+def test_order_out_of_turn_or_of_a_wrong_epoch_is_refused(
     epoch: str, number: int, why: str
 ) -> None:
     data = encoded(Envelope(epoch, number, False, KEEP))

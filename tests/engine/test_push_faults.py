@@ -346,7 +346,7 @@ CASES = {
 
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("name", CASES)
-def test_fault_around_a_push_changes_nothing(
+def test_fault_around_a_push_leaves_the_active_version(
     name: str, channel: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
@@ -427,7 +427,7 @@ def test_abort_in_any_phase_ends_only_the_named_push(
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_staging_thread_death_in_any_phase_changes_nothing(
+def test_staging_thread_death_leaves_the_active_version(
     channel: str, phase: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = (MemoryError, SystemExit, KeyboardInterrupt, RecursionError)

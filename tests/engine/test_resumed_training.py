@@ -59,7 +59,7 @@ def steps_of_a_new_process(settings: EngineSettings, place: Path, done: int) -> 
     return found
 
 
-def test_checkpoint_of_another_drafter_is_not_resumed(
+def test_checkpoint_of_a_different_drafter_is_not_resumed(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     places = [tmp_path / str(number) for number in range(4)]

@@ -137,7 +137,7 @@ def test_drafted_rows_have_the_bits_of_committed_ones(model):
     assert torch.equal(found, expected[62:69])
 
 
-def test_fast_numerics_skip_the_self_test_and_report_it():
+def test_fast_numerics_report_a_skipped_self_test():
     numerics = Numerics("fast")
     build(numerics)
     assert numerics.tested == 0 and "in distribution" in numerics.describe()

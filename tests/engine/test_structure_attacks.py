@@ -118,7 +118,7 @@ def while_busy(engine: Pushable, ids: list[str], most: int = 20_000) -> list[flo
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ATTACKS)
-def test_structure_attacks_cost_others_like_plain_requests(
+def test_structure_attacks_delay_owners_like_plain_requests(
     engine: Pushable, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     """The p99 of another owner's requests for one token, next to the attack and next to the same

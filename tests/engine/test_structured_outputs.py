@@ -187,7 +187,7 @@ def test_no_output_contains_a_multi_token_bad_word(engine: Pushable) -> None:
 
 
 @once
-def test_structured_request_alone_has_the_bits_it_has_in_a_batch(
+def test_structured_request_has_the_same_bits_alone_and_batched(
     engine: Pushable, plain: dict[str, Any]
 ) -> None:
     engine.engine.send(SetPolicy("off"))

@@ -53,7 +53,7 @@ def test_update_end_and_active_version_can_be_labelled(engine: Pushable, root: P
     assert initial.version == initial.state.target != "initial"
 
 
-def test_restarted_trainer_may_send_parts_in_another_order(
+def test_restarted_trainer_may_send_parts_in_a_different_order(
     settings: EngineSettings, engine: Pushable, root: Path
 ) -> None:
     asked = {"version": "1", "labelled": True, "group": "g"}

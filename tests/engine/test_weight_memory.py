@@ -98,7 +98,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("http", "not spooled", marks=pytest.mark.long),
     ],
 )
-def test_files_are_staged_bucket_by_bucket(channel: str, keeps: str, root: Path) -> None:
+def test_staging_files_needs_memory_for_buckets_only(channel: str, keeps: str, root: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHILD, channel, root, keeps, str(TENSORS), str(TENSOR_MIB)],
         timeout=400,

@@ -154,7 +154,7 @@ def test_restart_after_rollback_serves_the_restored_version(
     )
 
 
-def test_unrecordable_commit_changes_nothing(kept: EngineSettings, root: Path) -> None:
+def test_unrecordable_commit_leaves_the_active_version(kept: EngineSettings, root: Path) -> None:
     engine = Pushable(kept)
     spool = Path(kept.state_dir) / "weights"
     assert engine.push(root / "new", "v1").result == "committed"

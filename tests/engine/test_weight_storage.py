@@ -153,7 +153,7 @@ NO_ROOM = [
 
 
 @pytest.mark.parametrize("error", NO_ROOM, ids=repr)
-def test_full_staging_place_falls_back_to_the_next_and_logs_it(
+def test_full_staging_place_falls_back_with_a_log_line(
     error: Exception, pins: Pins, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage, made = storage_with(Free(1, 1, 1), tmp_path, device="cuda"), []
@@ -230,7 +230,7 @@ def test_pinned_memory_has_its_tensors_size_and_lifetime(pins: Pins) -> None:
     assert pins.count(0)
 
 
-def test_pinned_pages_are_unpinned_while_they_are_dropped(
+def test_pinned_pages_are_unpinned_when_dropped(
     pins: Pins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = pinned((2**16,), torch.float32).fill_(1)

@@ -135,7 +135,7 @@ def test_without_keys_only_local_calls_reach_closed_routes(server: LiveServer) -
     ],
     ids=lambda headers: next(iter(headers.values())),
 )
-def test_a_page_of_another_site_may_call_open_routes_only(
+def test_page_of_a_foreign_site_may_call_only_open_routes(
     headers: dict[str, str], keyed: LiveServer, model: Path
 ) -> None:
     """Each page's request is refused with every key and without keys, by any method."""

@@ -55,7 +55,7 @@ def tlt(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["--version"],
     ],
 )
-def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
+def test_help_is_quick_and_imports_no_heavy_package(arguments: list[str]) -> None:
     script = (
         "import sys\nfrom tlt_server.__main__ import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"

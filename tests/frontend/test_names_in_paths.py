@@ -74,7 +74,7 @@ def ask(connection: http.client.HTTPConnection, method: str, target: str) -> tup
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_no_spelling_of_a_name_in_a_path_reaches_another_object(
+def test_no_spelling_of_a_name_reaches_a_different_object(
     method: str, path: str, server: LiveServer, names: dict[str, str]
 ) -> None:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)

@@ -67,7 +67,7 @@ def test_stop_token_is_in_the_ids_but_not_in_the_text(client: Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_string_cuts_text_before_it_and_ids_after_it(client: Client, stream: bool) -> None:
+def test_stop_string_is_cut_from_the_text_but_kept_in_the_ids(client: Client, stream: bool) -> None:
     item = {"prompt": "hello world", "sampling": {"stop": ["wo", "zz"], "max_tokens": 100}}
     if stream:
         events = list(client.stream([item]))

@@ -188,7 +188,7 @@ def test_two_origins_in_one_request_are_refused(http: httpx.Client) -> None:
         assert reply.status_code == 403, reply.text
 
 
-def test_replies_without_origin_vary_on_it_and_name_none(http: httpx.Client) -> None:
+def test_replies_without_origin_vary_on_origin_and_name_no_page(http: httpx.Client) -> None:
     """A cache must not give a page what it kept for a program."""
     reply = http.get("/version", headers=KEY)
     assert reply.status_code == 200 and shown_to(reply) is None

@@ -266,7 +266,7 @@ async def test_only_the_key_of_crashing_jobs_is_delayed(reader: Reader) -> None:
 
 @with_reader()
 @pytest.mark.usefixtures("_deadly")
-async def test_hung_trial_job_delays_others_only_briefly(
+async def test_hung_trial_job_delays_other_jobs_only_briefly(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "TRIAL_S", 0.5)
@@ -370,7 +370,7 @@ def test_the_process_ends_with_the_server_and_gets_no_keys(
 
 
 @with_reader()
-async def test_running_process_ignores_files_of_another_version(
+async def test_running_process_ignores_replaced_source_files(
     reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "tlt_server"

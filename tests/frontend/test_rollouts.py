@@ -106,7 +106,7 @@ def test_rollout_poll_ends_when_its_wait_time_is_over(server: LiveServer) -> Non
         rollout.delete()
 
 
-def test_deleting_a_rollout_aborts_and_forgets_it(server: LiveServer) -> None:
+def test_deleted_rollout_is_aborted_and_forgotten(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         rollout = client.generate([{"token_ids": [HANGS], "n": 2}], detach=True)
         until(lambda: len(server.client) == 2)

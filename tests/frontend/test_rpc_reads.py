@@ -77,7 +77,7 @@ async def test_free_read_slots_go_to_the_owner_with_fewest_reads() -> None:
 
 @in_loop
 @pytest.mark.usefixtures("_impatient")
-async def test_a_stalled_read_is_cut_only_while_others_wait() -> None:
+async def test_stalled_read_is_cut_only_while_other_calls_wait() -> None:
     messages = Messages(2)
     stalled = [messages.start("a1"), messages.start("a2")]
     await asyncio.sleep(0.3)

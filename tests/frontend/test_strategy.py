@@ -107,7 +107,7 @@ def test_a_policy_in_preparation_is_shown_next_to_the_active_one(unprepared: Liv
         assert (state["prepared"], state["preparing"]) == ("beg is prepared", None)
 
 
-def test_restart_restores_the_active_policy_before_the_pending(
+def test_restart_restores_the_active_then_the_pending_policy(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategy, "PATIENCE_S", 0.0)

@@ -115,7 +115,7 @@ def test_request_spans_form_one_trace_under_the_callers_span(model: Path) -> Non
         assert b"tlt-server" in sent
 
 
-def test_a_push_has_a_span_and_probes_have_none(model: Path) -> None:
+def test_pushes_have_a_span_but_probes_have_no_span(model: Path) -> None:
     with collecting() as collector:
         with server_and_client(model, otlp_endpoint=collector.url) as (server, client):
             client.update_weights("p", "v1", role="target")
@@ -148,7 +148,7 @@ def test_only_valid_sampled_trace_contexts_are_followed(model: Path) -> None:
     assert (over_grpc.trace_id.hex(), over_grpc.parent_span_id.hex()) == (TRACE, CALLER)
 
 
-def test_a_missing_collector_delays_nothing_for_long() -> None:
+def test_missing_trace_collector_delays_requests_only_briefly() -> None:
     traces = OtlpTraces("http://127.0.0.1:9")
     began_s = time.monotonic()
     for _ in range(5000):  # more than the queue holds

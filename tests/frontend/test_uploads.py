@@ -163,7 +163,7 @@ MALFORMED: list[tuple[str, str, str]] = [  # path, range, what is said of it
 ]
 
 
-def test_malformed_ranges_parts_and_versions_store_nothing(server: LiveServer) -> None:
+def test_malformed_ranges_parts_and_versions_store_no_byte(server: LiveServer) -> None:
     for path, header, said in MALFORMED:
         headers = {"content-range": header} if header else {}
         reply = httpx.put(f"{server.url}/weights/{path}", content=b"abc", headers=headers)

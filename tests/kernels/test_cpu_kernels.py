@@ -177,7 +177,7 @@ SHAPES = [(2, 1, 128), (4, 4, 16), (6, 2, 10), (7, 1, 64)]
 
 @pytest.mark.parametrize("first", [0, 1, 70])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first):
+def test_attention_matches_its_twin_and_reads_only_visible_kv(shape, first):
     step = a_step(*shape)
     expected_RND = reference.attend_rows(
         step.q_RND, step.k_SKD, step.v_SKD, keys_of(step.rows), first, shape[2] ** -0.5, double=True

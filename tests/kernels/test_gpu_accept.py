@@ -40,7 +40,7 @@ def test_cycle_without_prefill_chunks_matches_the_cpu_walk() -> None:
     check_cycle(Cycle(1, requests=3, depth=3, width=2, decode_rows=12, chunks=False))
 
 
-def test_sequence_with_no_tokens_left_emits_none() -> None:
+def test_sequence_with_no_tokens_left_ends_without_a_token() -> None:
     cycle = Cycle(0, requests=3, depth=2, width=2, decode_rows=8)
     batch_slot = int(cycle.batch_slot_W[0])
     cycle.batch_slots.limit_Q[batch_slot] = cycle.batch_slots.length_Q[batch_slot]

@@ -78,7 +78,7 @@ STARTS = [(0, True), (0, False), (1, True), (70, True)]
         for t, start in enumerate(STARTS)
     ],
 )
-def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first, root_in_pages):
+def test_attention_matches_its_twin_and_reads_only_visible_kv(shape, first, root_in_pages):
     step = a_step(shape, REQUESTS, dead=2, root_in_pages=root_in_pages)
     alive = (step.rows.position_R >= 0).nonzero()[:, 0]
     found, expected = step.attend(first, tile=64)[alive], step.expected(first)[alive]

@@ -100,7 +100,7 @@ def test_draft_vocabulary_ties_go_to_the_lower_ids():
     assert draft_vocabulary(counts, 99, always=()).tolist() == list(range(7))
 
 
-def test_drafter_started_from_another_keeps_its_weights(head, lines, tmp_path, capsys):
+def test_drafter_init_start_from_keeps_the_given_weights(head, lines, tmp_path, capsys):
     def started(name, *flags):
         flags = ["--start-from", str(head), "--out", str(tmp_path / name), *flags]
         return main(["drafter", "init", *PAIR, *flags])

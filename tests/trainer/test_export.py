@@ -192,7 +192,7 @@ def test_a_stale_vocabulary_map_is_refused(root: Path, tmp_path: Path) -> None:
         exported(root, "sglang", tmp_path / "out", directory)
 
 
-def test_export_failing_its_read_back_leaves_nothing(
+def test_export_failing_its_read_back_leaves_no_file(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(tensors, path, **kwargs) -> None:

@@ -212,7 +212,7 @@ def test_training_tensors_equal_the_serving_networks_tensors(
     assert all(torch.equal(x, again.parameters()[name]) for name, x in theirs.items())
 
 
-def test_a_drafter_with_its_own_embedding_keeps_it(directories, target, tmp_path):
+def test_drafter_with_its_own_embedding_keeps_that_embedding(directories, target, tmp_path):
     directory = write_eagle(tmp_path / "own", own_embedding=True)
     own = load_trainable(directory, target.config)
     frozen = own.frozen(target.embedding_VH, CpuPrefill(target).head_rows(own.target_ids_C))

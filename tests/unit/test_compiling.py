@@ -84,7 +84,7 @@ def test_kernels_found_in_the_cache_are_not_counted_as_compiled(tmp_path: Path) 
     assert compiler.end(lambda done, of: None) == Compiled(3, "", 1)
 
 
-def test_compiler_that_ended_before_its_first_request_is_noticed(
+def test_end_of_the_compiler_before_its_first_request_is_found(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "compiler.py").write_text("import sys\nsys.exit(3)")

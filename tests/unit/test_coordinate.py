@@ -185,7 +185,7 @@ def test_lone_coordinator_reports_no_second_coordinator(fleet: list[FakeServer])
     alone.coordinator.end()
 
 
-def test_a_server_of_another_target_is_named_and_gets_nothing(fleet: list[FakeServer]) -> None:
+def test_server_of_a_different_target_is_named_and_left_out(fleet: list[FakeServer]) -> None:
     coordinated, first = Run(fleet[:3]), fleet[0]
     fleet[2].target = "t1"
     coordinated.trains = first

@@ -238,7 +238,7 @@ def test_server_unable_to_train_gets_no_command(state: str) -> None:
         assert fleet.step() == []
 
 
-def test_at_any_time_at_most_one_trains_and_it_was_idle() -> None:
+def test_at_most_one_server_trains_and_only_an_idle_one() -> None:
     rng = random.Random(5)
     for min_idle in (0, 1, 3):
         fleet, adopted = Fleet(6, min_idle=min_idle), 0

@@ -95,7 +95,7 @@ def test_restart_keeps_estimates_of_earlier_weights(tmp_path: Path) -> None:
     assert doubted.estimates["eagle"].requests == second.estimates["eagle"].requests / DOUBT
 
 
-def test_counts_for_another_calibration_are_not_loaded(tmp_path: Path) -> None:
+def test_counts_for_a_different_calibration_are_not_loaded(tmp_path: Path) -> None:
     kept(tmp_path)
     found = fresh(WeightsInUse("t", "d"))
     found.tables = {"eagle": Calibration(np.full((PHASES, RANKS, BUCKETS), 0.5, np.float32))}
@@ -146,7 +146,7 @@ def test_knowledge_file_size_is_bounded(tmp_path: Path) -> None:
     assert file.load(Knowledge(("eagle", "history"), "cuda"))
 
 
-def test_description_names_the_profile_and_who_made_it(tmp_path: Path) -> None:
+def test_profile_description_names_its_file_and_origin(tmp_path: Path) -> None:
     assert profile_in(None).startswith("none is kept (--state-dir keeps it)")
     assert profile_in(tmp_path) == f"none yet in {tmp_path}: measured at the next start"
     path = kept(tmp_path)

@@ -49,7 +49,7 @@ async def test_work_that_fits_in_a_pass_never_waits() -> None:
 
 @pytest.mark.parametrize("size", [PASS_BYTES, 30 * PASS_BYTES])
 @in_loop
-async def test_sixteen_streams_delay_another_key_by_two_passes(size: int) -> None:
+async def test_sixteen_streams_delay_a_second_key_by_two_passes(size: int) -> None:
     share = LoopShare()
 
     async def greedy() -> None:

@@ -46,7 +46,7 @@ def benches(commands: list[list[str]]) -> list[argparse.Namespace]:
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
-def test_every_bench_takes_the_flags_that_it_is_given(
+def test_benches_accept_the_flags_of_the_makefile(
     gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # records go to a folder that exists
@@ -59,7 +59,7 @@ def test_every_bench_takes_the_flags_that_it_is_given(
     ]
 
 
-def test_two_gpus_have_records_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_gpu_runs_have_their_own_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for variables, middle in (((), ""), (("SHAPE=qwen2.5-32b",), "-qwen2.5-32b")):
         commands = told("bench-gpu", "GPUS=2", *variables)

@@ -157,7 +157,7 @@ async def test_tokens_of_an_earlier_server_reach_every_engine() -> None:
 
 
 @in_loop
-async def test_second_death_during_resubmission_sends_nothing_twice() -> None:
+async def test_second_crash_during_resubmission_sends_no_request_twice() -> None:
     sequences, sent = opened()
     batch = requests(3 * PIECE, 1)
     submission = submit(sequences, batch, resumes=True)

@@ -66,7 +66,7 @@ def test_missing_graphs_are_derived_from_recorded_ones() -> None:
     assert missing(recordings) == [0], "a device that captures nothing"
 
 
-def test_strategy_is_recorded_once_its_savings_repay_it() -> None:
+def test_strategy_is_recorded_once_its_savings_repay_the_cost() -> None:
     pool = Pool()
     pool.add_step(OFF)
     recordings = following(pool)

@@ -352,7 +352,7 @@ def test_rows_of_one_sequence_differ_only_by_position():
     assert result.token_S.tolist() == noise and len(set(noise)) > 4
 
 
-def test_a_step_without_sampling_rows_samples_nothing():
+def test_step_without_sampling_rows_samples_no_token():
     none = np.zeros(0, np.int64)
     result = sample(torch.zeros(0, 8), [], none, none, np.zeros((0, 0), np.int32))
     assert result.token_S.shape == (0,) and result.raw_logprob_S is None and result.top == []

@@ -436,7 +436,7 @@ def test_missing_weights_are_requested_again() -> None:
     assert rig.sent == [WeightsWanted()] * 3
 
 
-def test_features_are_computed_before_a_round_as_they_arrive() -> None:
+def test_features_are_computed_on_arrival_before_a_round() -> None:
     rig = Rig()
     rig.work.without = 5
     rig.hand_over()
