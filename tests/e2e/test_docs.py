@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.parametrize(("language", "block"), COMMANDS)
-def test_an_example_runs(
+def test_every_documented_example_runs(
     language: str,
     block: str,
     server: ServerProcess,

@@ -620,7 +620,7 @@ def test_the_page_shows_the_state_of_the_probes(
 
 
 @pytest.mark.long
-def test_the_page_sees_a_server_drain_stop_and_return(open_page: Open) -> None:
+def test_page_shows_a_server_drain_stop_and_return(open_page: Open) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

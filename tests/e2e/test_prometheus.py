@@ -173,7 +173,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 
 @pytest.mark.parametrize("place", SHOWN)
-def test_a_panel_shows_data(place: str, watched: Prometheus) -> None:
+def test_every_panel_shows_data(place: str, watched: Prometheus) -> None:
     expression = plain(SHOWN[place], interval="1m")
     give_up = time.monotonic() + PATIENCE_S
     while not watched.shows(

@@ -304,7 +304,7 @@ def async_grpo(
 
 @pytest.mark.long
 @pytest.mark.parametrize("channel", ["http", "broadcast"])
-def test_the_asynchronous_trainer_pushes_after_every_step(
+def test_asynchronous_trainer_pushes_after_every_step(
     channel: str,
     server: ServerProcess,
     client: Client,

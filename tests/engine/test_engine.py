@@ -186,7 +186,7 @@ LIMITS = {
 }
 
 
-def test_a_request_is_drafted_for_within_its_own_limits(
+def test_drafts_stay_within_the_limits_of_their_request(
     base: EngineSettings, reference: dict[str, tuple[object, ...]]
 ) -> None:
     of = {f"r{i}": LIMITS[name] for i, name in enumerate(2 * [*LIMITS])}
@@ -288,7 +288,7 @@ def test_step_reports_the_context_of_its_strategy_choice(base: EngineSettings) -
     assert {context.decoding for context in seen} > {0, 3}
 
 
-def test_abort_frees_everything_and_reports_partials(base: EngineSettings) -> None:
+def test_abort_frees_pages_and_slots_and_reports_partials(base: EngineSettings) -> None:
     engine, info = assemble(base)
     engine.send(Submit(requests(6)))
     for _ in range(5):

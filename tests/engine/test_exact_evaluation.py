@@ -278,7 +278,7 @@ def assert_covers(walked: Walked, responses: Responses, chosen: Sequence[int]) -
         assert ends_C[-1] == len(responses.tokens(n)) - 1
 
 
-def test_the_command_prints_every_drafter_against_the_first(
+def test_evaluate_command_compares_every_drafter_with_the_first(
     record: RolloutRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record.save(tmp_path / "record.safetensors")

@@ -283,7 +283,7 @@ def test_other_requests_in_the_batch_change_no_bit(
 
 
 @pytest.mark.parametrize("id", ["edited 2", "reported 0", "structured 3"])
-def test_the_host_stays_one_step_ahead(id: str, engine: Pushable) -> None:
+def test_host_prepares_one_step_ahead_of_the_gpu(id: str, engine: Pushable) -> None:
     [one] = [each for each in KINDS[id.split()[0]] if each.id == id]
     choose(engine, None)
     engine.said.pop(id, None)
@@ -320,7 +320,7 @@ def test_stop_ids_end_and_wait_for_min_tokens(twin: Pushable) -> None:
     assert len(before) >= 5
 
 
-def test_penalties_change_the_tokens_that_are_sampled(twin: Pushable) -> None:
+def test_penalties_change_sampled_tokens(twin: Pushable) -> None:
     unedited = twin.run(request(2, 5, 10, temperature=0.0))["r2"]
     assert len({*twin.tokens("edited 2")}) > len({*unedited[0]})
 
@@ -394,7 +394,7 @@ def test_requesting_raw_logprobs_changes_no_bit(
     assert calls
 
 
-def test_reports_have_a_value_for_each_token(twin: Pushable) -> None:
+def test_raw_logprobs_and_top_tokens_cover_each_token(twin: Pushable) -> None:
     for each in KINDS["reported"]:
         tokens, sampling = len(twin.tokens(each.id)), each.sampling
         said = twin.said[each.id]

@@ -12,7 +12,7 @@ from tlt_server.models.gpu.matmuls import FEW_ROWS, FastMatmuls
 
 
 @pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])
-def test_logits_keep_their_float32(rows: int) -> None:
+def test_logits_stay_in_float32(rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(count, 64, generator=generator).to(DEVICE, torch.bfloat16)

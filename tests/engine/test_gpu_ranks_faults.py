@@ -304,7 +304,7 @@ def test_versions_of_a_model_share_one_rotary_table(tmp_path: Path) -> None:
     assert id(device_table(made.config, of_rank)) == mine
 
 
-def test_meeting_ranks_notice_a_death(tmp_path: Path) -> None:
+def test_ranks_waiting_to_meet_notice_a_dead_rank(tmp_path: Path) -> None:
     def check() -> None:
         raise EngineFailed("rank 1 ended")
 
@@ -352,7 +352,7 @@ class Sharing(Ranks[Any]):
             raise torch.OutOfMemoryError("out of memory")
 
 
-def test_model_keeps_no_memory_of_its_predecessor() -> None:
+def test_new_model_frees_the_memory_of_its_old_version() -> None:
     class Model:
         def __init__(self, split: Split) -> None:
             self.split = self.of_layers = split

@@ -184,7 +184,9 @@ def test_ipc_grant_of_a_different_protocol_is_refused(intake: Intake) -> None:
         received(intake, say(grant=b"NOPE" + bytes(GRANT.size - 4)))
 
 
-def test_silent_or_absent_trainer_is_given_up(intake: Intake, memory: SharedMemory) -> None:
+def test_ipc_push_of_a_silent_or_absent_trainer_times_out(
+    intake: Intake, memory: SharedMemory
+) -> None:
     intake.groups.timeout_s = 0.5
     with pytest.raises(ChannelLost, match=r"0\.5 s passed"):
         received(intake, say(memory=memory))
@@ -245,7 +247,7 @@ def test_ipc_push_to_a_server_without_ipc_fails_before_sending() -> None:
         IpcSender(Closed()).push([("a", torch.zeros(3))], "v")  # type: ignore[arg-type]
 
 
-def test_the_structs_have_no_gaps() -> None:
+def test_ipc_message_structs_have_no_padding() -> None:
     assert (GRANT.size, OFFER.size, DONE.size) == (4 + 4 + 16 + 64 + 8, 24, 8)
     assert struct.calcsize(GRANT.format) == GRANT.size
 

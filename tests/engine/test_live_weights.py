@@ -66,7 +66,7 @@ def test_active_version_can_be_renamed(
     assert Pushable(kept).info.weight_version == "second", "a restart knows the name"
 
 
-def test_a_staged_push_is_committed_under_the_name_given_last(
+def test_staged_push_is_committed_under_the_latest_given_name(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     kept = replace(settings, state_dir=str(tmp_path))

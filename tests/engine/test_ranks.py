@@ -147,7 +147,7 @@ def test_pushes_rollback_and_sleep_change_both_ranks(
     assert responses(shared) == first and one.checksums() == shared.checksums()
 
 
-def test_ranks_forget_replaced_versions(shared: Pushable, root: Path) -> None:
+def test_ranks_free_replaced_versions(shared: Pushable, root: Path) -> None:
     for turn in range(3):
         path = root / ("new", "newer")[turn % 2]
         assert shared.push(path, f"turn {turn}").result == "committed"

@@ -67,13 +67,15 @@ def gpu_record(tmp_path_factory: pytest.TempPathFactory) -> RolloutRecord:
 
 
 @pytest.mark.parametrize("run", range(len(RUNS)), ids=RUNS)
-def test_replay_accepts_as_the_engine_did(record: RolloutRecord, run: int) -> None:
+def test_replay_accepts_the_drafts_the_engine_accepted(record: RolloutRecord, run: int) -> None:
     assert_predicted(record, run, RUNS[run])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("run", range(len(GPU_RUNS)), ids=GPU_RUNS)
-def test_replay_accepts_as_the_gpu_engine_did(gpu_record: RolloutRecord, run: int) -> None:
+def test_replay_accepts_the_drafts_the_gpu_engine_accepted(
+    gpu_record: RolloutRecord, run: int
+) -> None:
     assert_predicted(gpu_record, run, GPU_RUNS[run])
 
 

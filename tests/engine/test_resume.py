@@ -117,7 +117,7 @@ def test_request_resumed_at_any_token_has_the_same_bits(
         (Sampling(ignore_eos=True), [VOCAB], f"ids of this model end at {VOCAB - 1}"),
     ],
 )
-def test_unresumable_request_ends_its_batch_with_a_typed_error(
+def test_batch_with_an_unresumable_request_gets_a_typed_error(
     base: EngineSettings, sampling: Sampling, generated: list[int], says: str
 ) -> None:
     engine, _ = assemble(base)

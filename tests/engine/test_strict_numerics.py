@@ -107,7 +107,7 @@ def test_other_rows_in_the_batch_do_not_change_a_bit(model):
     assert torch.equal(found, torch.cat(wanted))
 
 
-def test_threads_do_not_change_a_bit(model):
+def test_number_of_threads_does_not_change_a_bit(model):
     expected = in_chunks(model, [33])
     torch.set_num_threads(1)
     try:
@@ -178,7 +178,7 @@ def test_every_row_count_gives_the_bits_of_all_rows_at_once(threads):
             assert torch.equal(found_RN, all_RN[start : start + count]), f"{count} rows"
 
 
-def test_a_method_pads_to_its_row_counts():
+def test_matmul_method_pads_rows_to_its_row_counts():
     calls = []
 
     def recorded(x_RK, weight_KN, bias_N):

@@ -91,7 +91,7 @@ def test_promql_parser_finds_names_labels_and_groups() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_a_panel_has_a_title_a_description_and_a_unit(
+def test_every_panel_has_a_title_a_description_and_a_unit(
     panel: dict[str, Any], exposed: dict[str, set[str]]
 ) -> None:
     assert panel["title"] and len(panel["description"]) > 20
@@ -120,7 +120,7 @@ def test_panels_are_unique_and_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_has_severity_summary_and_runbook(rule: dict[str, Any]) -> None:
+def test_every_alert_has_severity_summary_and_runbook(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert "{{" in rule["annotations"]["summary"]
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")

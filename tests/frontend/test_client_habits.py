@@ -106,7 +106,7 @@ def test_negative_seeds_are_accepted(server: LiveServer) -> None:
     assert server.engine.submitted[-1].seed != MAX_SEED, "no seed"
 
 
-def test_sglang_replies_have_texts_and_its_field_names(server: LiveServer) -> None:
+def test_sglang_replies_have_texts_and_sglangs_field_names(server: LiveServer) -> None:
     def generate(**body: Any) -> httpx.Response:
         return post(server, "/generate", **body)
 

@@ -147,7 +147,9 @@ def test_bad_flags_name_value_limit_and_remedy(
         ("[1]: 2", "cannot read the configuration file"),
     ],
 )
-def test_bad_files_are_refused(model: Path, tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_config_files_are_refused(
+    model: Path, tmp_path: Path, text: str, says: str
+) -> None:
     with pytest.raises(StartupError) as caught:
         load({"model": str(model)}, file=yaml_file(tmp_path, text))
     assert says in caught.value.message
@@ -184,7 +186,7 @@ def test_unusable_config_json_is_refused_naming_its_fault(
         ("TLT_ZZZ", "1", "unknown variable TLT_ZZZ"),
     ],
 )
-def test_bad_variables_are_refused(
+def test_invalid_environment_variables_are_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
 ) -> None:
     monkeypatch.setenv(name, value)

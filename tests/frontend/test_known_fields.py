@@ -320,7 +320,7 @@ def test_a_prompt_is_truncated_to_its_last_tokens(server: LiveServer) -> None:
     assert none.status_code == 400 and none.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
-def test_impossible_words_and_tokens_are_refused(server: LiveServer) -> None:
+def test_impossible_bad_words_and_token_ids_are_refused(server: LiveServer) -> None:
     for fields, says in (
         ({"bad_words": [f"{i:0256}" for i in range(9)]}, "bad_words are 4617 tokens of this"),
         ({"bad_words": ["  "]}, "which is not a word"),

@@ -46,7 +46,9 @@ def test_absent_seeds_differ_and_are_reported(client: Client, server: LiveServer
     assert {request.seed for request in server.engine.submitted[-2:]} == set(seeds)
 
 
-def test_item_sampling_wins_field_by_field(client: Client, server: LiveServer) -> None:
+def test_sampling_of_an_item_overrides_each_field_it_sets(
+    client: Client, server: LiveServer
+) -> None:
     client.generate(
         [{"prompt": "ab", "n": 2, "sampling": {"top_k": 5}}, {"prompt": "ab", "group_id": "g"}],
         sampling={"max_tokens": 2, "top_k": 9, "temperature": 0.5},

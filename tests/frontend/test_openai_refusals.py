@@ -135,7 +135,7 @@ def test_a_failed_item_ends_the_request_whole_and_streamed(server: LiveServer) -
     assert last["error"]["type"] == "server_error" and last["error"]["message"] == "out of luck"
 
 
-def test_early_refusals_of_openai_routes_have_its_envelope(model: Path) -> None:
+def test_early_refusals_of_openai_routes_use_the_openai_envelope(model: Path) -> None:
     with live_server(model, keys="secret\n", max_body_mb=1) as server:
         assert post(server, COMPLETIONS).json()["error"]["type"] == "authentication_error"
         assert post(server, "/generate").json()["error"].keys() == {"code", "message", "retryable"}

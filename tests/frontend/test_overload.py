@@ -142,7 +142,7 @@ def hundreds(n: int) -> dict[str, Any]:
     return {"requests": [{"token_ids": [1] * 100, "n": n}], "sampling": {"max_tokens": 1}}
 
 
-def test_a_queue_full_of_tokens_or_pages_refuses(model: Path) -> None:
+def test_queue_full_of_tokens_or_pages_refuses_requests(model: Path) -> None:
     with live_server(model, max_queue_tokens=500, max_page_forecast=1.0) as server:
         one = {"requests": [{"token_ids": [HANGS] * 100}], "sampling": {"max_tokens": 300}}
         with (

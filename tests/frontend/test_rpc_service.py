@@ -214,7 +214,7 @@ async def endless(closed: list[str], name: str) -> AsyncGenerator[str, None]:
 
 
 @in_loop
-async def test_stuck_stream_makes_room_with_a_status() -> None:
+async def test_stuck_stream_is_ended_with_a_status_to_make_room() -> None:
     streams, closed = SideStreams(1), list[str]()
     old, new = Call(reads=2), Call(reads=1)
     first = asyncio.create_task(streams.send(old, endless(closed, "a")))  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ async def test_stuck_stream_makes_room_with_a_status() -> None:
 
 
 @in_loop
-async def test_an_ended_or_failed_stream_gives_its_place_back() -> None:
+async def test_ended_or_failed_stream_frees_its_slot() -> None:
     async def failing() -> AsyncGenerator[str, None]:
         yield "a"
         raise ValueError("no more")

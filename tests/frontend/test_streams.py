@@ -193,7 +193,7 @@ def test_outputs_for_a_slow_reader_become_one_event(server: LiveServer) -> None:
         assert "".join(delta.text or "" for delta in mine) == choice.text
 
 
-def test_resumable_stream_loses_no_token_with_its_engine(server: LiveServer) -> None:
+def test_resumable_stream_loses_no_token_when_the_engine_dies(server: LiveServer) -> None:
     """The engine dies while outputs wait for a turn; the next one goes on after them."""
 
     class Slow(LoopShare):

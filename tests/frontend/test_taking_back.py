@@ -174,7 +174,7 @@ def test_server_keeps_uploaded_parts_for_a_later_push(
     assert there(client, "a") == stays
 
 
-def test_an_upload_without_bytes_takes_no_place(client: Client) -> None:
+def test_upload_without_bytes_takes_no_upload_slot(client: Client) -> None:
     for version in ("a", "b", "c"):  # more than max_uploads
         with pytest.raises(Conflict, match="send from 0"):
             client.put_weights(version, PART, b"abc", start=5, total=100)

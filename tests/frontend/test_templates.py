@@ -223,7 +223,7 @@ async def test_template_of_the_maximum_length_is_rendered(reader: Reader, render
 
 
 @with_renderer
-async def test_untokenisable_text_does_not_leave_its_process(
+async def test_overlong_text_is_refused_inside_the_template_process(
     reader: Reader, render: Render
 ) -> None:
     with pytest.raises(TooLarge, match="12000000 characters; the server tokenises at most"):

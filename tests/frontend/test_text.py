@@ -74,7 +74,7 @@ def test_byte_fallback_tokenizers_show_no_half_characters(text: str) -> None:
     assert REPLACEMENT not in "".join(deltas)
 
 
-def test_long_garbage_stays_bounded() -> None:
+def test_undecodable_text_is_held_back_within_a_bound() -> None:
     incremental = Incremental(TEXT)
     shown = "".join(incremental.push(0x80) for _ in range(2000)) + incremental.flush()
     assert shown == REPLACEMENT * 2000
@@ -239,7 +239,7 @@ def test_a_failing_or_prying_template_is_a_client_error(template: str) -> None:
         Text(TEXT.tokenizer, template).render([{"role": "user", "content": "x"}])
 
 
-def test_template_features_of_published_models() -> None:
+def test_template_features_of_published_models_render() -> None:
     template = (
         "{%- for m in messages %}{%- if loop.first %}{%- continue %}{%- endif %}"
         "{% generation %}{{ m.content | tojson }}{% endgeneration %}{%- endfor %}"

@@ -229,7 +229,7 @@ def test_spoiled_weights_are_not_served_until_the_next_push(
     assert client.is_ready() and "tlt_weights_quarantined 0.0" in client.metrics()
 
 
-def test_an_unwritable_upload_takes_no_place(client: Client, server: LiveServer) -> None:
+def test_unwritable_upload_takes_no_upload_slot(client: Client, server: LiveServer) -> None:
     assert server.config.state_dir is not None
     directory = server.config.state_dir / "uploads"
     directory.rmdir()

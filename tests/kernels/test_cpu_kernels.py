@@ -195,7 +195,7 @@ def test_torch_backend_agrees_with_the_cpu_backend():
 
 
 @pytest.mark.parametrize(("width", "group"), [(10, 1), (37, 3), (64, 2), (128, 7)])
-def test_query_bits_do_not_depend_on_its_tile_partner(width, group):
+def test_query_bits_do_not_depend_on_the_other_query_of_a_tile(width, group):
     step = a_step(group, 1, width, lengths=(500,), certain=40)
     together_RND = step.attend()
     for chosen in ([0, 1], [7, 20, 44], [44, 3], list(range(44, -1, -3))):

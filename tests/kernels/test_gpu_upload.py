@@ -152,7 +152,7 @@ def test_upload_changes_without_room_are_refused_whole() -> None:
 
 
 @gpu
-def test_a_batch_slot_is_started_again_in_stream_order() -> None:
+def test_batch_slot_restarts_in_stream_order() -> None:
     batch_slots, upload, buffer_U = make()
     for length in (300, 20):
         upload.begin()

@@ -258,7 +258,7 @@ def test_full_queue_of_one_key_refuses_only_that_keys_requests() -> None:
         admission.admit(Demand(11, owner="fourth"))  # within its share, and over twice the limit
 
 
-def test_key_waits_for_an_equal_share_of_each_other_key() -> None:
+def test_forecast_wait_of_a_key_adds_a_share_of_each_other_key() -> None:
     admission = experienced(make(max_queue=1000, max_queue_tokens=10**6))
     admission.open(sequences(range(100), owner="greedy"))
     for id in range(8):

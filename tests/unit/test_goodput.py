@@ -416,7 +416,7 @@ def test_speculation_stops_and_returns_as_the_load_changes() -> None:
     assert simulated.used[179] != OFF
 
 
-def test_drafter_worsened_by_a_push_is_retried_after_the_next() -> None:
+def test_drafter_worsened_by_a_push_is_retried_after_a_new_push() -> None:
     simulated = World(cpu_seconds)
     simulated.run(50, 4)
     assert simulated.used[-1] != OFF
@@ -430,7 +430,7 @@ def test_drafter_worsened_by_a_push_is_retried_after_the_next() -> None:
     assert simulated.used[-1] != OFF
 
 
-def test_rollback_restores_the_estimates_of_that_version() -> None:
+def test_rollback_restores_the_estimates_of_the_restored_version() -> None:
     simulated = World(cpu_seconds)
     knowledge = simulated.knowledge
     knowledge.weights = WeightsInUse("good", "")

@@ -82,7 +82,7 @@ def test_step_time_line_is_learned_from_steps(parts: tuple[float, float, float])
         assert cost.line().ms(decoding, prompt) == pytest.approx(ms, rel=0.2)
 
 
-def test_single_measurement_is_charged_to_rows_at_first() -> None:
+def test_single_step_time_is_attributed_to_rows_at_first() -> None:
     cost = StepCost()
     assert cost.line().ms(1, 0) == 0.0
     cost.observe(0, 256, 48.9)

@@ -48,7 +48,7 @@ def broken(page: Path) -> list[str]:
     return found
 
 
-def test_every_relative_link_leads_somewhere() -> None:
+def test_every_relative_link_has_a_target() -> None:
     assert len(PAGES) > 15
     assert [line for page in PAGES for line in broken(page)] == []
 
@@ -79,7 +79,7 @@ def prose_words(markdown: str) -> int:
     return sum(len(line.split()) for line in markdown.splitlines() if not line.startswith("|"))
 
 
-def test_all_docs_together_stay_short_enough_to_read() -> None:
+def test_total_length_of_the_docs_is_bounded() -> None:
     counted = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")]
     words = {page.name: prose_words(page.read_text()) for page in counted}
     for grows_with_the_project in ("CHANGELOG.md", "performance.md"):  # a list, generated tables

@@ -71,7 +71,7 @@ def test_two_gpu_runs_have_their_own_records(monkeypatch: pytest.MonkeyPatch) ->
         assert {asked.tensor_parallel for asked in over} == {2}
 
 
-def test_tests_of_two_gpus_are_asked_for_by_number() -> None:
+def test_two_gpu_tests_are_selected_by_number_of_gpus() -> None:
     for variables, gpus in (((), "1"), (("GPUS=2",), "2")):
         [*_, words] = told("test-gpu", *variables)
         assert words[1:] == ["-m", "benchmarks.record_tests", "--gpus", gpus]

@@ -45,7 +45,7 @@ def test_hard_recipe_keeps_answers_and_varies_the_solution_path(recipes):
         assert task.reward(problem, hard) == task.reward(problem, plain)
 
 
-def test_every_word_of_a_remark_is_one_token(recipes, tokenizer):
+def test_words_of_remarks_are_single_tokens(recipes, tokenizer):
     for name, words in recipes.SLOTS.items():
         for word in words[1].split():
             spelled = word if name == "opening" else f" {word}"

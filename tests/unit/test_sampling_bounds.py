@@ -74,13 +74,13 @@ def test_every_sampling_number_has_both_bounds() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), bounds(SamplingFields))
-def test_the_sampler_takes_every_bound(name: str, value: float) -> None:
+def test_sampler_accepts_values_at_every_bound(name: str, value: float) -> None:
     given = parse(SamplingFields, json.dumps({name: value}).encode(), BOUNDS)
     assert 0 <= draw(Sampling(**{name: getattr(given, name)})) < VOCAB
 
 
 @pytest.mark.parametrize("bias", [-100.0, 100.0])
-def test_the_sampler_takes_the_largest_biases(bias: float) -> None:
+def test_sampler_accepts_the_largest_biases(bias: float) -> None:
     sampling = Sampling(logit_bias={0: bias, VOCAB - 1: bias})
     assert 0 <= draw(sampling) < VOCAB
 

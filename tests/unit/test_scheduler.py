@@ -51,7 +51,7 @@ from tlt_server.wire.records import StepOutput
     texts=st.lists(st.integers(2, 24), max_size=4),
     patients=st.sets(st.integers(0, 8)),
 )
-def test_every_sequence_ends_as_if_alone(
+def test_every_sequence_ends_as_when_run_alone(
     pages: int,
     max_running: int,
     max_rows: int,

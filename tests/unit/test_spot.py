@@ -354,7 +354,7 @@ def test_weights_beyond_memory_pause_training_and_are_retried(adopts: bool) -> N
     assert rig.sent[-1] == WeightsWanted()
 
 
-def test_a_full_disk_pauses_and_keeps_the_process() -> None:
+def test_full_disk_pauses_training_and_keeps_the_process() -> None:
     rig = Rig()
     rig.hand_over()
     rig.work.fault = OSError(28, "No space left on device")

@@ -101,7 +101,7 @@ def test_spool_decides_only_if_a_weight_command_was_open() -> None:
     )
 
 
-def test_version_reported_lost_by_the_engine_may_come_back() -> None:
+def test_version_lost_by_the_engine_may_be_restored() -> None:
     versions = begun(
         info(
             "v0",
@@ -115,7 +115,7 @@ def test_version_reported_lost_by_the_engine_may_come_back() -> None:
     versions.check()
 
 
-def test_push_finding_its_version_live_ends_the_wait() -> None:
+def test_push_of_an_already_active_version_ends_the_wait() -> None:
     versions = begun(info("v0"), info("v1"))  # committed, but the engine died before it said so
     assert list(versions.lost) == ["target"]
     versions.reported(report("unchanged", "target", "v1"))
