@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from msgspec import Struct
 from tlt_server import __version__
 from tlt_server.process.private import private_file
 from tlt_server.speculation.knowledge import Knowledge, KnowledgeRecord
-from tlt_server.wire.fingerprint import sources
+from tlt_server.wire.fingerprint import libraries
 
 NAME = "knowledge.json"
 MAX_BYTES = 2**20
@@ -97,7 +96,7 @@ class KnowledgeFile:
 
 def code() -> dict[str, str]:
     """Return the versions of the code that computes steps."""
-    return {"version": __version__, "kernels": sources("tlt_kernels"), "torch": version("torch")}
+    return {"version": __version__, **libraries()}
 
 
 def profile_in(directory: Path | None) -> str:

@@ -33,7 +33,12 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     drafter: Annotated[str, "where draft tokens come from"]
     policy: Annotated[str, "who chooses each step's strategy"]
     numerics: Annotated[str, "the guarantee that the tokens have, with how it is kept"]
-    fingerprint: Annotated[Fingerprint, "equal on servers that give the same bits"]
+    fingerprint: Annotated[
+        Fingerprint, "equal on servers that give the same bits, if their libraries are equal, too"
+    ]
+    libraries: Annotated[
+        dict[str, str], "library that bits depend on -> its version; kernels: a digest of the files"
+    ] = {}
     tensor_parallel: Annotated[int, "ranks that share the target"] = 1
     max_rows: Annotated[int, "prompt rows that one step processes"] = 0
     attention: Annotated[str, "the attention backend"]
@@ -57,6 +62,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     rank_pids: Annotated[list[int], "of the ranks after the first"] = []
     adapters: Annotated[dict[str, str], "LoRA adapter that is loaded -> its version"] = {}
     spooled: Annotated[bool, "whether committed versions are kept for a restart"] = False
+    stages: Annotated[
+        bool, "whether pushed weights wait, verified, for their commit; else they are written live"
+    ] = True
     lost: Annotated[
         dict[str, str], "role -> which committed version is not what is live, and why"
     ] = {}

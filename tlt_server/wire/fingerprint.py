@@ -1,6 +1,6 @@
 """The fingerprint of a server's numerics: everything, next to the weights and the request, that a
-token's bits depend on. Two servers with equal fingerprints and the same versions of torch, Triton
-and numba give equal bits, at every width.
+token's bits depend on. Two servers with equal fingerprints and equal libraries give equal bits, at
+every width.
 
 A part changes only when bits change. No torch.
 """
@@ -8,11 +8,14 @@ A part changes only when bits change. No torch.
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 from msgspec import Struct
+
+LIBRARIES = ("torch", "triton", "numba", "llvmlite")  # they compute, or compile what computes
 
 
 class Fingerprint(Struct, frozen=True):
@@ -41,3 +44,17 @@ def sources(package: str) -> str:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(location)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:12]
+
+
+def libraries() -> dict[str, str]:
+    """Return the versions of the installed libraries that bits depend on; of the project's own
+    kernels, the digest of their files. A GPU's driver compiles no kernel, and torch's version names
+    the CUDA that it was built for.
+    """
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # such as Triton where there is none
+            continue
+    return found | {"kernels": sources("tlt_kernels")}

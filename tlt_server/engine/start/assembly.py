@@ -54,6 +54,7 @@ from tlt_server.weights.storage import Options, Storage
 from tlt_server.weights.transaction import Transaction
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.events import CHECKED, EngineInfo
+from tlt_server.wire.fingerprint import libraries
 from tlt_server.wire.records import Arms, GenerateRequest, Strategy
 
 KEPT_POLICIES = 8  # policies whose memory is kept while others are active
@@ -304,6 +305,7 @@ def _describe(
         policy=settings.policy,
         numerics=device.numerics,
         fingerprint=device.fingerprint,
+        libraries=libraries(),
         tensor_parallel=settings.tensor_parallel,
         max_rows=settings.max_rows,
         attention=settings.attention,
@@ -319,6 +321,7 @@ def _describe(
         rank_pids=equipment.ranks.pids,
         training_device=settings.drafter_training_device,
         spooled=bool(settings.state_dir),
+        stages=settings.weight_staging != "none",
         lost=lost,
     )
 

@@ -1,0 +1,56 @@
+"""Comparison of a replica with the fleet that it wants to join, and the reports of replicas.
+
+Two servers give the same tokens and log-prob bits if nothing that these depend on differs, so a
+fleet compares the descriptions of their engines. Pure: no I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Struct
+
+from tlt_server.wire.events import EngineInfo
+
+ReplicaState = Literal["joining", "catching up", "ready", "draining", "lost"]
+STATES: tuple[ReplicaState, ...] = ("joining", "catching up", "ready", "draining", "lost")
+
+
+class ReplicaStatus(Struct, frozen=True, kw_only=True):
+    name: Annotated[str, "of the replica, by which an order names it"]
+    state: Annotated[ReplicaState, "ready: requests are placed there"]
+    address: Annotated[str, "of its link: host and port"] = ""
+    url: Annotated[str, "of its own HTTP server; empty until it has joined"] = ""
+    versions: Annotated[dict[str, str], "role -> version that is live there"] = {}
+    running: Annotated[int, "sequences that decode there"] = 0
+    waiting: Annotated[int, "sequences that wait there"] = 0
+    expected_wait_s: Annotated[float, "expected wait of a further sequence"] = 0.0
+    moves: Annotated[int, "sequences that were moved away from there"] = 0
+    fault: Annotated[str, "why it was last lost or refused; empty if it never was"] = ""
+
+
+def differences(mine: EngineInfo, other: EngineInfo) -> str:
+    """Return the first difference that keeps the replica `other` out of the fleet of `mine`, with
+    both values; empty if it may join. Comparing a replica with itself checks what no fleet takes.
+    """
+    if not other.numerics.startswith("strict"):
+        return f"numerics is {other.numerics!r}; a fleet needs replicas with --numerics strict"
+    if not other.stages:
+        return "weight_staging is 'none'; a fleet needs replicas that stage what is pushed"
+    if mine.model != other.model:
+        return _differ("model", mine.model, other.model)
+    if found := mine.fingerprint.difference(other.fingerprint):
+        return f"fingerprint: {found}"
+    for name in sorted(mine.libraries.keys() | other.libraries.keys()):
+        ours, theirs = mine.libraries.get(name, "missing"), other.libraries.get(name, "missing")
+        if ours != theirs:
+            return f"{_differ(name, ours, theirs)}; install the same versions"
+    for name in ("vocab_size", "eos_token_ids", "max_model_len"):
+        if getattr(mine, name) != getattr(other, name):
+            return _differ(name, getattr(mine, name), getattr(other, name))
+    ours, theirs = mine.gpu.partition(",")[0], other.gpu.partition(",")[0]  # without its memory
+    return _differ("gpu", ours, theirs) if ours != theirs else ""
+
+
+def _differ(name: str, mine: object, other: object) -> str:
+    return f"{name} is {mine!r} here and {other!r} there"
