@@ -1,0 +1,169 @@
+"""Records of a link, by which a gateway of a fleet uses a server's engine from another host.
+
+One gRPC stream of bytes in both directions carries them as msgpack, one in each message. Commands
+and events are those of an engine, except that a gateway attaches first and a server reports the
+death of its engine. Clocks of two hosts differ, so deadlines cross as seconds left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from tlt_server.wire.commands import (
+    Abort,
+    ControlCommand,
+    Recompute,
+    SetPolicy,
+    Submit,
+    WeightCommand,
+)
+from tlt_server.wire.events import (
+    ControlReport,
+    Ending,
+    Outputs,
+    Phase,
+    PhaseProgress,
+    Ready,
+    WeightReport,
+)
+from tlt_server.wire.records import GenerateRequest, encode
+
+METHOD = "/tlt.Link/Stream"
+PING_S = 1.0  # from one ping of a gateway to the next
+PART_BYTES = 2**22  # requests or outputs share a message up to this size
+MAX_KEPT = 64  # versions that an `Attach` may keep
+
+
+class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
+    """The first command of a stream, and the one that follows each `Died`. Commands between a
+    `Died` and the next `Attach` were meant for the engine that died, and are dropped.
+    """
+
+    fleet: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]  # id of the state directory
+    epoch: Annotated[int, Meta(ge=1, le=2**53)]  # grows with each start of the gateway
+    gateway: Annotated[str, Meta(max_length=256)] = ""  # its address, for people
+    take_over: bool = False  # also from a living gateway of another fleet
+    # Versions that the fleet has committed. A staged push of another version is aborted.
+    keep: Annotated[list[str], Meta(max_length=MAX_KEPT)] = []
+
+
+class Ping(Struct, frozen=True, tag="ping"):
+    """A sign of life, answered by a `Pong`."""
+
+
+class Pong(Struct, frozen=True, tag="pong"):
+    """The answer to a `Ping`."""
+
+
+class Attached(Struct, frozen=True, tag="attached"):
+    """The gateway has the server; `Ready` follows as soon as there is an engine."""
+
+    epoch: int
+    url: str  # the server's own HTTP address, for its peers
+
+
+class Died(Struct, frozen=True, kw_only=True, tag="died"):
+    """The server's engine has ended. `Ready` follows once the next one is ready."""
+
+    ending: Ending
+    code: str
+    message: str
+    started: list[str]  # ids of the sequences that ran; an empty one: some of other clients
+    restart_in_s: float | None  # None: never
+    start_s: float  # time that a start took before
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The last event of a stream that the server ends."""
+
+    code: str
+    message: str
+
+
+LinkCommand = (
+    Attach | Ping | Submit | Abort | SetPolicy | Recompute | ControlCommand | WeightCommand
+)
+LinkEvent = (
+    Attached
+    | Pong
+    | Died
+    | Refused
+    | Ready
+    | Phase
+    | PhaseProgress
+    | Outputs
+    | WeightReport
+    | ControlReport
+)
+_COMMANDS = msgspec.msgpack.Decoder(LinkCommand)
+_EVENTS = msgspec.msgpack.Decoder(LinkEvent)
+
+
+def decode_link_command(data: bytes) -> LinkCommand:
+    """Decode a command; `msgspec.DecodeError` if it is malformed or none of a link's."""
+    return _COMMANDS.decode(data)
+
+
+def decode_link_event(data: bytes) -> LinkEvent:
+    """Decode an event; `msgspec.DecodeError` if it is malformed or none of a link's."""
+    return _EVENTS.decode(data)
+
+
+def command_messages(command: LinkCommand, now_s: float) -> Iterator[bytes]:
+    """Yield the messages of a command: one, or for a large batch several smaller batches."""
+    if not isinstance(command, Submit):
+        yield encode(command)
+        return
+    for requests in _parts(departing(request, now_s) for request in command.requests):
+        yield encode({"type": "submit", "requests": requests})
+
+
+def event_messages(event: LinkEvent) -> Iterator[bytes]:
+    """Yield the messages of an event: one, or for large outputs several. The last has the cycle."""
+    if not isinstance(event, Outputs):
+        yield encode(event)
+        return
+    *first, last = _parts(event.outputs)
+    for outputs in first:
+        yield encode({"type": "outputs", "outputs": outputs, "gauges": event.gauges})
+    figures = {name: getattr(event, name) for name in event.__struct_fields__}
+    yield encode({"type": "outputs", **figures, "outputs": last})
+
+
+def _parts(members: Iterable[Any]) -> Iterator[list[Raw]]:
+    """Yield encoded members in lists of at most `PART_BYTES`, or one member; at least one list."""
+    part: list[Raw] = []
+    size = 0
+    for member in members:
+        data = encode(member)
+        if part and size + len(data) > PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(Raw(data))
+        size += len(data)
+    yield part
+
+
+def departing(request: GenerateRequest, now_s: float) -> GenerateRequest:
+    """Return the request for another host: its deadlines are seconds left, at least 0."""
+    return _with_deadlines(request, lambda clock_s: max(0.0, clock_s - now_s))
+
+
+def arriving(request: GenerateRequest, now_s: float) -> GenerateRequest:
+    """Return a request of another host with deadlines by this host's monotonic clock."""
+    return _with_deadlines(request, lambda left_s: now_s + left_s)
+
+
+def _with_deadlines(request: GenerateRequest, change: Callable[[float], float]) -> GenerateRequest:
+    deadline_s, begin_by_s = request.deadline_s, request.begin_by_s
+    if deadline_s is None and begin_by_s is None:
+        return request
+    return msgspec.structs.replace(
+        request,
+        deadline_s=None if deadline_s is None else change(deadline_s),
+        begin_by_s=None if begin_by_s is None else change(begin_by_s),
+    )
