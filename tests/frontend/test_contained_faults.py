@@ -95,7 +95,7 @@ def test_an_unsendable_batch_ends_alone(
 ) -> None:
     plain = generated(server)
     with Client(server.url, timeout_s=30) as client, monkeypatch.context() as patched:
-        patched.setattr(server.client._sequences, "_send", broken)
+        patched.setattr(server.client.replica, "send", broken)
         [result] = client.generate([{"token_ids": [65]}]).results
     assert result.error is not None and result.error.code == "engine_failed"
     assert generated(server) == plain and len(server.client) == 0

@@ -149,5 +149,6 @@ def test_request_that_ends_each_engine_is_soon_refused(last: int) -> None:
                     route.take(output)
             else:
                 break
+        route.crashed = True
         suspects.crashed([(request, route.tokens)], request, float(deaths))
         assert deaths <= 4

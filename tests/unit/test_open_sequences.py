@@ -6,9 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.frontend.fake_engine import INFO
 from tests.waiting import in_loop
 from tlt_server.errors import EngineFailed, QueueFull
 from tlt_server.frontend.link.admission import Admission
+from tlt_server.frontend.link.replica import Replica, Replicas
 from tlt_server.frontend.link.sequences import OpenSequences
 from tlt_server.frontend.link.submission import PIECE, SLICE_IDS, SLICE_REQUESTS, Chores
 from tlt_server.metrics import Metrics
@@ -24,15 +26,31 @@ def requests(count: int, ids: int) -> list[GenerateRequest]:
     ]
 
 
-def opened() -> tuple[OpenSequences, list[Command]]:
-    sent: list[Command] = []
+class Sent(list[Command]):
+    """A link that keeps what it was given."""
 
-    def send(command: Command) -> bool:
-        sent.append(command)
+    def __init__(self) -> None:
+        self.replica = Replica()
+        self.begin()
+
+    def begin(self) -> None:
+        self.replica.connect(self)
+        self.replica.ready(INFO)
+
+    def send(self, command: Command) -> bool:
+        self.append(command)
         return True
 
-    admission = Admission(max_queue=10**6, max_queue_tokens=10**9, max_page_forecast=1e9)
-    return OpenSequences(admission, Metrics(), send), sent
+
+def opened(
+    admission: Admission | None = None, metrics: Metrics | None = None
+) -> tuple[OpenSequences, Sent]:
+    sent = Sent()
+    if admission is None:
+        admission = Admission(max_queue=10**6, max_queue_tokens=10**9, max_page_forecast=1e9)
+    sequences = OpenSequences(admission, metrics or Metrics(), Replicas(sent.replica))
+    sent.replica.queue = sequences.queue(sent.replica)
+    return sequences, sent
 
 
 def submit(sequences: OpenSequences, batch: list[GenerateRequest], *, resumes: bool = False) -> Any:
@@ -86,11 +104,11 @@ async def test_thousands_of_sequences_end_in_several_loop_passes(end: str) -> No
     assert len(sequences) == 4 * PIECE and not sequences.held_ids
     match end:
         case "die":
-            sequences.died([], EngineFailed("it is gone"))
+            sequences.died(sent.replica, [], EngineFailed("it is gone"))
         case "expire":
             sequences.expire(submission)
         case "abort":
-            sequences.died([], EngineFailed("it is gone"))
+            sequences.died(sent.replica, [], EngineFailed("it is gone"))
             sequences.resume()
             sequences.abort(sequences.ids, "abort")
         case "leave":
@@ -122,7 +140,7 @@ async def test_resubmission_runs_in_slices_after_the_suspects() -> None:
     await asyncio.sleep(0.01)
     first = batch[-1].id
     sequences.dispatch([StepOutput(id=first, token_ids=[7, 8], logprobs=[-1.0, -1.0])])
-    sequences.died([first], EngineFailed("it is gone"))
+    sequences.died(sent.replica, [first], EngineFailed("it is gone"))
     sent.clear()
     sequences.resume()
     submit(sequences, [GenerateRequest(id="b", token_ids=[1], sampling=Sampling(), seed=1)])
@@ -145,7 +163,7 @@ async def test_tokens_of_an_earlier_server_reach_every_engine() -> None:
     submission = submit(sequences, [request], resumes=True)
     for token in (7, 8):
         sequences.dispatch([StepOutput(id=request.id, token_ids=[token], logprobs=[-1.0])])
-        sequences.died([], EngineFailed("it is gone"))
+        sequences.died(sent.replica, [], EngineFailed("it is gone"))
         sequences.resume()
     submits = [command for command in sent if isinstance(command, Submit)]
     assert [r.generated for few in submits for r in few.requests] == [
@@ -161,12 +179,14 @@ async def test_second_crash_during_resubmission_sends_no_request_twice() -> None
     sequences, sent = opened()
     batch = requests(3 * PIECE, 1)
     submission = submit(sequences, batch, resumes=True)
-    sequences.died([], EngineFailed("it is gone"))
+    sequences.died(sent.replica, [], EngineFailed("it is gone"))
     sequences.resume()
     await asyncio.sleep(0)
-    sequences.died([], EngineFailed("it is gone again"))
+    sequences.died(sent.replica, [], EngineFailed("it is gone again"))
+    sent.replica.died("it is gone again", 0.0, 0.0)
     await asyncio.sleep(0.01)
     sent.clear()
+    sent.begin()
     sequences.resume()
     await asyncio.sleep(0.01)
     given = [r.id for command in sent if isinstance(command, Submit) for r in command.requests]
@@ -176,7 +196,7 @@ async def test_second_crash_during_resubmission_sends_no_request_twice() -> None
 
 @in_loop
 async def test_many_outputs_are_delivered_in_small_slices() -> None:
-    sequences, _ = opened()
+    sequences, sent = opened()
     batch = requests(3, 1)
     submission = submit(sequences, batch)
     for token in range(10):
@@ -194,14 +214,14 @@ async def test_many_outputs_are_delivered_in_small_slices() -> None:
 async def test_wait_for_the_next_engine_counts_between_two_tokens() -> None:
     metrics = Metrics()
     admission = Admission(max_queue=10, max_queue_tokens=100, max_page_forecast=1e9)
-    sequences = OpenSequences(admission, metrics, lambda command: True)
+    sequences, sent = opened(admission, metrics)
     [request] = batch = requests(1, 1)
     submission = sequences.submit(batch, deadline_s=None, resumes=True, accepted=False)
     for tokens in ([1], [2, 3]):
         sequences.dispatch(
             [StepOutput(id=request.id, token_ids=tokens, logprobs=[-1.0] * len(tokens))]
         )
-    sequences.died([request.id], EngineFailed("it is gone"))
+    sequences.died(sent.replica, [request.id], EngineFailed("it is gone"))
     await asyncio.sleep(0.02)
     sequences.resume()
     await asyncio.sleep(0.02)
@@ -226,9 +246,9 @@ async def test_suspected_key_is_blamed_after_other_keys_ran_safely(
             id=id, token_ids=[ord(owner)], sampling=Sampling(max_tokens=9), seed=1, owner=owner
         )
 
-    sequences, _ = opened()
+    sequences, sent = opened()
     submit(sequences, [asked("a1", "a")])
-    sequences.died(["a1"], EngineFailed("it is gone"))
+    sequences.died(sent.replica, ["a1"], EngineFailed("it is gone"))
     await asyncio.sleep(0.01)
     submit(sequences, [asked("b1", "b")])
     for token in range(others_tokens):
@@ -243,9 +263,8 @@ async def test_suspected_key_is_blamed_after_other_keys_ran_safely(
 @pytest.mark.parametrize("end", ["leave", "expire"])
 @in_loop
 async def test_abandoned_sequences_count_until_the_engine_ends_them(end: str) -> None:
-    sent: list[Command] = []
     admission = Admission(max_queue=10, max_queue_tokens=10**9, max_page_forecast=1e9)
-    sequences = OpenSequences(admission, Metrics(), lambda command: not sent.append(command))
+    sequences, sent = opened(admission)
 
     def leave(batch: list[GenerateRequest]) -> None:
         submission = submit(sequences, batch)
@@ -265,7 +284,7 @@ async def test_abandoned_sequences_count_until_the_engine_ends_them(end: str) ->
     assert len(admission) == 8
     leave(more)
     assert len(admission) == 10
-    sequences.died(["a-3.0"], EngineFailed("it is gone"))
+    sequences.died(sent.replica, ["a-3.0"], EngineFailed("it is gone"))
     await asyncio.sleep(0.01)
     assert len(admission) == 0
     admission.check()

@@ -19,9 +19,9 @@ import structlog
 from tlt_server.errors import EngineFailed, Unavailable, from_code
 from tlt_server.frontend.http.access import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
-from tlt_server.frontend.link.answers import Answers, Changes
+from tlt_server.frontend.link.answers import Changes
 from tlt_server.frontend.link.link import Death
-from tlt_server.frontend.link.replica import Replica
+from tlt_server.frontend.link.replica import Replicas
 from tlt_server.frontend.link.sequences import OpenSequences
 from tlt_server.frontend.link.standing import PauseState, PolicyState, WantedVersions
 from tlt_server.frontend.link.submission import Submission
@@ -54,7 +54,11 @@ log = structlog.get_logger()
 
 class EngineClient:
     def __init__(
-        self, admission: Admission, metrics: Metrics, activity: Activity | None = None
+        self,
+        admission: Admission,
+        metrics: Metrics,
+        activity: Activity | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         """`activity`: is told whether there is work, for the trainer."""
         self.admission, self._metrics = admission, metrics
@@ -62,18 +66,21 @@ class EngineClient:
         metrics.sequences.open_tokens.set_function(lambda: admission.tokens)
         metrics.sequences.forecast_pages.set_function(lambda: admission.pages)
         metrics.sequences.forecast_wait_s.set_function(admission.wait_s)
-        self.replica = Replica()
+        self.replicas = replicas or Replicas()
+        self.replica = self.replicas.whole
         self._send = self.replica.send
         self.faults = Containment(log=self._contained)
         self._sequences = OpenSequences(
             admission,
             metrics,
-            self._send,
+            self.replicas,
             lambda count: self.activity.set("sequences", count),
             self.faults,
         )
-        self._weight_answers = Answers[WeightReport](self._send)
-        self._control_answers = Answers[ControlReport](self._send)
+        for replica in self.replicas:
+            replica.queue = self._sequences.queue(replica)
+        self._weight_answers = self.replica.weight_answers
+        self._control_answers = self.replica.control_answers
         self._unanswered = False  # weight commands were open at a death; False again when ready
         self._command_ids = itertools.count(1)
         self._started = asyncio.Event()
@@ -146,22 +153,14 @@ class EngineClient:
         their number. `restart_in_s` and `start_s`: see `Replica.died`.
         """
         reason = death.error.message
+        self._unanswered |= bool(self._weight_answers)
         self.replica.died(reason, restart_in_s, start_s)
         self.activity.set("engine", 1)  # it starts again, and measures its steps
         self.pauses.died()
         with self.faults.containing("the figures of an engine that is gone"):
             self._metrics.engine_gone()
-        self._unanswered |= bool(self._weight_answers)
-        self._weight_answers.fail(
-            lambda: EngineFailed(
-                f"{reason}; GET /weights says what is live once the engine is back"
-            )
-        )
-        self._control_answers.fail(
-            lambda: EngineFailed(f"{reason}; ask again once the engine is back")
-        )
         self.policies.died(reason)
-        resumable = self._sequences.died(death.started, EngineFailed(reason))
+        resumable = self._sequences.died(self.replica, death.started, EngineFailed(reason))
         self.changes.tell()
         return resumable
 

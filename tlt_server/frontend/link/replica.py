@@ -1,27 +1,40 @@
-"""One engine over its epochs: the way to it, whether it can be asked, and its last reports.
+"""One engine over its epochs: the way to it, whether it can be asked, and its last reports; and the
+table of them, which has one in a server and n in a fleet.
 
-`supervisor` begins and ends its epochs, `client` hands over its events. A replica knows nothing of
-requests.
+`supervisor` or `remote` begins and ends its epochs, `client` hands over its events.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
-from tlt_server.errors import Unavailable
-from tlt_server.frontend.link.link import EngineLink
+from tlt_server.errors import EngineFailed, Unavailable
+from tlt_server.frontend.link.answers import Answers
 from tlt_server.frontend.link.starting import StartState
+from tlt_server.frontend.link.submission import EngineQueue
 from tlt_server.wire.commands import Command
-from tlt_server.wire.events import EngineInfo, Outputs
-from tlt_server.wire.records import Cycle, Switch
+from tlt_server.wire.events import ControlReport, EngineInfo, Outputs, WeightReport
+from tlt_server.wire.records import Cycle, GenerateRequest, Switch
 
 SWITCHES = 32  # the last ones that are kept
 DRAFTED = 128  # the last steps that verified drafts and are kept
 
 
+class Link(Protocol):
+    """The way to an engine."""
+
+    def send(self, command: Command) -> bool:
+        """Send a command. Return False if there is no engine to take it."""
+        ...
+
+
 class Replica:
-    def __init__(self) -> None:
+    queue: EngineQueue  # the batches that it gets next
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
         self.start = StartState()
         self.info: EngineInfo | None = None  # report of the last epoch that was ready
         self.gauges: Mapping[str, float] = {}  # the last that the engine sent
@@ -29,26 +42,37 @@ class Replica:
         self.drafted: deque[Cycle] = deque(maxlen=DRAFTED)
         self.switches: deque[Switch] = deque(maxlen=SWITCHES)
         self.failure = ""  # why there is no engine, from a death until the next epoch is ready
+        self.runs = False  # its engine is ready
         self._over = False  # there will be none any more
         self._again_s = 0.0  # time in which there may be one again
-        self._link: EngineLink | None = None
+        self._link: Link | None = None
+        self.weight_answers = Answers[WeightReport](self.send)
+        self.control_answers = Answers[ControlReport](self.send)
 
-    def connect(self, link: EngineLink) -> None:
+    def connect(self, link: Link) -> None:
         """Begin an epoch. Nothing is submitted to it until it is ready."""
         self._link = link
         self.start.begin()
 
     def ready(self, info: EngineInfo) -> None:
-        self.info, self.failure = info, ""
+        self.info, self.failure, self.runs = info, "", True
         self.start.ready()
 
     def died(self, reason: str, restart_in_s: float | None, start_s: float) -> None:
         """End an epoch. `restart_in_s`: None for never; `start_s`: how long a start then takes."""
-        self._link, self.start.over = None, True
+        self._link, self.start.over, self.runs = None, True, False
         restart = "will not be" if restart_in_s is None else "is being"
         self.failure = f"the engine is gone and {restart} restarted: {reason}"
         self._over = restart_in_s is None
         self._again_s = (restart_in_s or 0.0) + start_s
+        self.weight_answers.fail(
+            lambda: EngineFailed(
+                f"{reason}; GET /weights says what is live once the engine is back"
+            )
+        )
+        self.control_answers.fail(
+            lambda: EngineFailed(f"{reason}; ask again once the engine is back")
+        )
 
     def send(self, command: Command) -> bool:
         """Send a command. Return False if there is no engine to take it."""
@@ -75,3 +99,27 @@ class Replica:
         """Raise `Unavailable` if the engine is gone and will not be restarted."""
         if self._over:
             raise Unavailable(self.failure, retry_after_s=self._again_s)
+
+
+class Replicas:
+    """The one replica of a server, where every sequence runs. `Fleet` has more."""
+
+    def __init__(self, replica: Replica | None = None) -> None:
+        self.whole = replica or Replica()
+
+    def __iter__(self) -> Iterator[Replica]:
+        yield self.whole
+
+    def place(
+        self, request: GenerateRequest, tokens: int = 0, at: Replica | None = None
+    ) -> Replica | None:
+        """Return where to run a sequence that has `tokens` tokens of output, or `at` if that can
+        run it; None: nowhere at present.
+        """
+        return self.whole if self.whole.runs else None
+
+    def took(self, id: str, tokens: int) -> None:
+        """Count further tokens of a placed sequence."""
+
+    def ended(self, id: str) -> None:
+        """Forget a sequence that was placed."""

@@ -1,8 +1,8 @@
-"""The open sequences: the receiver of each one's outputs, and the order in which the engine gets
-them.
+"""The open sequences: the receiver of each one's outputs, and the order in which engines get them.
 
-Invariant: every sequence gets exactly one output with a `finish_reason`, even if the engine dies,
-the client leaves or time runs out. `EngineClient` owns this and reports deaths and epochs.
+Invariant: every sequence gets exactly one output with a `finish_reason`, even if its engine dies,
+it moves to another, the client leaves or time runs out. `EngineClient` owns this and reports deaths
+and epochs.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
+import msgspec
 import structlog
 
 from tlt_server.errors import DeadlineExceeded, Poisoned, TltError
 from tlt_server.frontend.link.admission import Admission, Demand
-from tlt_server.frontend.link.submission import Chores, EngineQueue, Route, Submission
+from tlt_server.frontend.link.replica import Replica, Replicas
+from tlt_server.frontend.link.submission import HOP, Chores, EngineQueue, Route, Submission
 from tlt_server.frontend.link.suspects import KEPT_S, Suspects
 from tlt_server.metrics import Metrics
 from tlt_server.process.faults import Containment
-from tlt_server.wire.commands import Abort, Command, Submit
+from tlt_server.wire.commands import Abort, Submit
 from tlt_server.wire.records import GenerateRequest, StepOutput, last_output
 
 log = structlog.get_logger()
@@ -31,17 +35,17 @@ class OpenSequences:
         self,
         admission: Admission,
         metrics: Metrics,
-        send: Callable[[Command], bool],
+        replicas: Replicas,
         counted: Callable[[int], None] = lambda count: None,
         faults: Containment | None = None,
     ) -> None:
         """`counted`: is told how many are open."""
-        self._admission, self._metrics, self._send = admission, metrics, send
+        self._admission, self._metrics, self._replicas = admission, metrics, replicas
         self._counted, self._faults = counted, faults or Containment()
         self._suspects, self._chores = Suspects(), Chores()
         self._routes: dict[str, Route] = {}  # in order of arrival
-        self._left: dict[str, Route] = {}  # ended here before the engine said that it ended them
-        self._queue = EngineQueue(self._routes, self._hand_over, self._suspects.trial)
+        # Ended here before their engines said that they ended them, by `sent_as`.
+        self._left: dict[str, Route] = {}
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -54,8 +58,13 @@ class OpenSequences:
 
     @property
     def held_ids(self) -> list[str]:
-        """Ids of the sequences waiting here, unknown to the engine."""
+        """Ids of the sequences waiting here, unknown to any engine."""
         return [id for id, route in self._routes.items() if route.held]
+
+    def queue(self, replica: Replica) -> EngineQueue:
+        """Return a queue of these sequences for a replica."""
+        hand_over = partial(self._hand_over, replica)
+        return EngineQueue(self._routes, hand_over, self._suspects.trial)
 
     def submit(
         self,
@@ -75,18 +84,18 @@ class OpenSequences:
         )
         self._admission.open(requests)
         accepted_s = time.monotonic()
-        self._routes.update(
-            (request.id, Route(submission, request, accepted_s, held=True)) for request in requests
-        )
+        for request in requests:
+            route = Route(submission, request, accepted_s=accepted_s, held=True)
+            self._routes[request.id] = route
         self._count()
         tried: list[GenerateRequest] = []
 
         def hand_over(few: list[GenerateRequest]) -> None:
             free, suspect = self._sort(few)
-            self._queue.add(free)
+            self._place(free)
             tried.extend(suspect)
 
-        self._chores.add(requests, hand_over, lambda: self._queue.add_trials(tried))
+        self._chores.add(requests, hand_over, lambda: self._try(tried))
         if submission.open and deadline_s is not None:
             submission.expire_at(deadline_s, lambda: self.expire(submission))
         return submission
@@ -96,17 +105,24 @@ class OpenSequences:
         now_s = time.monotonic()
         for output in outputs:
             route = self._routes.get(output.id)
-            if route is None:
-                if output.finish_reason is not None:
-                    self._left.pop(output.id, None)
-                    self._close([output.id])
-                continue
+            if route is None or route.hops:
+                route = self._moved(output.id)
+                if route is None:
+                    if output.finish_reason is not None:
+                        self._close([self._left.pop(output.id, None)])
+                    continue
+                output = msgspec.structs.replace(output, id=route.request.id)
             if output.token_ids:
                 if not route.stepped:
                     with self._faults.containing("the latency of an engine's first token"):
                         self._first(route, output, now_s)
                 route.last_s = now_s
             self._give(route, output)
+
+    def _moved(self, id: str) -> Route | None:
+        """Return the open sequence of this id, if it came by a move and has not moved on since."""
+        route = self._routes.get(id.partition(HOP)[0])
+        return route if route is not None and route.sent_as == id else None
 
     def _first(self, route: Route, output: StepOutput, now_s: float) -> None:
         """Observe how long a sequence waited for the first tokens of an engine, which knows of the
@@ -128,10 +144,11 @@ class OpenSequences:
             self._routes[id].ending = finish_reason
 
         def end(few: list[str]) -> None:
-            for id in few:
-                if id in self._routes and self._routes[id].held:
-                    self._finish(id, finish_reason)
-            self._send(Abort(ids=few, finish_reason=finish_reason))
+            ended = [self._routes[id] for id in few if id in self._routes]
+            for route in ended:
+                if route.held:
+                    self._finish(route.request.id, finish_reason)
+            self._abort(ended, finish_reason)
 
         self._chores.add(live, end)
         return len(live)
@@ -146,27 +163,26 @@ class OpenSequences:
         """
         ran = self._ran(started)
         owners = {route.request.owner for route in ran}
-        tried = {route.request.owner for route in ran if route.request.id == self._queue.on_trial}
+        tried = {route.request.owner for route in ran if on_trial(route)}
         if tried and all(route.stepped for route in ran if route.request.owner not in tried):
             owners = tried
         return owners.pop() if len(owners) == 1 else ""
 
     def _ran(self, started: Iterable[str]) -> list[Route]:
         """Return the routes that had not ended in the engine; their client may have left."""
-        known = self._left | self._routes
+        known = self._left | {route.sent_as: route for route in self._routes.values()}
         return [known[id] for id in started if id in known]
 
-    def died(self, started: Iterable[str], error: TltError) -> int:
-        """End sequences that cannot resume, hold the rest until `resume`, and return their number.
-        `started`: ids of the sequences that ran when the engine died.
+    def died(self, replica: Replica, started: Iterable[str], error: TltError) -> int:
+        """End the replica's sequences that cannot resume, hold the rest until `resume`, and return
+        their number. `started`: ids of the sequences that ran when its engine died.
         """
         ran = self._ran(started)
-        left, self._left = [*self._left], {}
         tried = next(
             (
                 route.request
                 for route in ran
-                if (len(ran) == 1 or route.request.id == self._queue.on_trial)
+                if (len(ran) == 1 or on_trial(route))
                 and all(other.stepped for other in ran if other is not route)
             ),
             None,
@@ -174,43 +190,74 @@ class OpenSequences:
         self._suspects.crashed(
             [(route.request, route.tokens) for route in ran], tried, time.monotonic()
         )
-        self._queue.clear()
+        for route in ran:
+            route.crashed = True
+        return self._let_go(replica, error)
+
+    def _let_go(self, replica: Replica, error: TltError) -> int:
+        """Take every sequence from a replica that is gone, and return how many resume."""
+        left = [route for route in self._left.values() if route.replica is replica]
+        for route in left:
+            del self._left[route.sent_as]
         self._chores.add(left, self._close)
-        for route in self._routes.values():
-            route.held = True
+        replica.queue.clear()
+        mine = [route for route in self._routes.values() if route.replica is replica]
+        for route in mine:
+            route.held, route.replica = True, None
 
-        def end(few: list[str]) -> None:
-            for id in few:
-                route = self._routes.get(id)
-                if route is not None and not route.submission.resumes:
-                    self._end(id, error)
-                elif route is not None and route.ending:
-                    self._finish(id, route.ending)
+        def end(few: list[Route]) -> None:
+            for route in few:
+                if not route.submission.resumes:
+                    self._end(route.request.id, error)
+                elif route.ending:
+                    self._finish(route.request.id, route.ending)
 
-        self._chores.add(self.ids, end, self._queue.clear)
-        return sum(route.submission.resumes for route in self._routes.values())
+        self._chores.add(mine, end)
+        return sum(route.submission.resumes for route in mine)
 
     def resume(self) -> None:
-        """Submit all open sequences again; no new ones were accepted meanwhile. Those that ran when
-        the engine died go first and one at a time, each after the previous one has completed a
-        step, so the request that crashes the engine is identified.
+        """Place all sequences that wait for a replica. Those that ran when an engine died go first
+        and one at a time, each after the previous one has completed a step, so the request that
+        crashes engines is identified.
         """
         tried: list[GenerateRequest] = []
         others: list[GenerateRequest] = []
 
         def sort(few: list[str]) -> None:
-            free, suspect = self._sort(
-                [self._routes[id].request for id in few if id in self._routes]
-            )
+            routes = [self._routes[id] for id in few if id in self._routes]
+            free, suspect = self._sort([each.request for each in routes if each.replica is None])
             self._metrics.rollouts.resumed.inc(len(free) + len(suspect))
             tried.extend(suspect)
             others.extend(free)
 
         def end() -> None:
-            self._queue.add_trials(tried)
-            self._queue.add(others)
+            self._try(tried)
+            self._place(others)
 
         self._chores.add(self.ids, sort, end)
+
+    def _place(self, requests: list[GenerateRequest]) -> None:
+        """Queue each of these at the replica that is best for it; without any, they wait."""
+        groups = defaultdict[Replica, list[GenerateRequest]](list)
+        for request in requests:
+            route = self._routes.get(request.id)
+            if route is None or route.replica is not None:
+                continue
+            route.replica = self._replicas.place(request, route.tokens)
+            if route.replica is not None:
+                groups[route.replica].append(request)
+        for replica, group in groups.items():
+            replica.queue.add(group)
+
+    def _try(self, requests: list[GenerateRequest]) -> None:
+        """Queue these at the one replica that has requests on trial."""
+        open = [route for each in requests if (route := self._routes.get(each.id)) is not None]
+        open = [route for route in open if route.replica is None]
+        trying = next((each for each in self._replicas if each.queue.trying), None)
+        for route in open:
+            trying = route.replica = self._replicas.place(route.request, route.tokens, trying)
+        if trying is not None:
+            trying.queue.add_trials([route.request for route in open])
 
     def expire(self, submission: Submission) -> None:
         error = DeadlineExceeded(
@@ -219,11 +266,10 @@ class OpenSequences:
         )
 
         def end(few: list[str]) -> None:
-            live = [id for id in few if id in self._routes]
-            if live:
-                self._send(Abort(ids=live))
-            for id in live:
-                self._end(id, error)
+            live = [self._routes[id] for id in few if id in self._routes]
+            self._abort(live)
+            for route in live:
+                self._end(route.request.id, error)
 
         self._chores.add([*submission.open], end)
 
@@ -247,10 +293,13 @@ class OpenSequences:
                 ),
             )
 
-    def _hand_over(self, routes: list[Route]) -> None:
-        """Send these to the engine; if that fails, only these end."""
+    def _hand_over(self, replica: Replica, routes: list[Route]) -> None:
+        """Send those of these that are still the replica's; if that fails, only these end."""
+        routes = [route for route in routes if route.held and route.replica is replica]
+        if not routes:
+            return
         try:
-            sent = self._send(Submit([route.rest() for route in routes]))
+            sent = replica.send(Submit([route.rest() for route in routes]))
         except Exception as error:
             failed = self._faults.contain(error, f"the batch of {routes[0].request.id}")
             for route in routes:
@@ -258,6 +307,15 @@ class OpenSequences:
         else:
             for route in routes:
                 route.held, route.stepped = not sent, False
+
+    def _abort(self, routes: Iterable[Route], finish_reason: str = "abort") -> None:
+        """Ask the replicas of these to end them."""
+        ids = defaultdict[Replica, list[str]](list)
+        for route in routes:
+            if route.replica is not None:
+                ids[route.replica].append(route.sent_as)
+        for replica, few in ids.items():
+            replica.send(Abort(few, finish_reason))
 
     def _end(self, id: str, error: TltError) -> None:
         self._finish(id, "error", (error.code, error.message))
@@ -274,18 +332,21 @@ class OpenSequences:
             failed = self._faults.contain(error, f"an output of {output.id}")
             if output.finish_reason is None:
                 self._leave(route)
-                self._send(Abort([output.id]))
+                self._abort([route])
             output = last_output(output.id, "error", (failed.code, failed.message))
             self._drop(output.id)
         route.submission.put(output)
-        self._queue.reached(
-            output.id, math.inf if output.finish_reason is not None else route.tokens
-        )
+        if route.replica is not None:
+            route.replica.queue.reached(
+                output.id, math.inf if output.finish_reason is not None else route.tokens
+            )
 
     def _take(self, output: StepOutput, route: Route) -> None:
         route.take(output)
+        if output.token_ids:
+            self._replicas.took(output.id, len(output.token_ids))
         try:
-            self._admission.take(output, closes=output.id not in self._left)
+            self._admission.take(output, closes=route.sent_as not in self._left)
         except Exception as error:
             self._faults.contain(error, "the figures of open sequences")
         if output.finish_reason is not None:
@@ -296,17 +357,18 @@ class OpenSequences:
     def _leave(self, route: Route) -> None:
         """Remember a sequence that ends here; it counts until the engine, if it has it, ends it."""
         if not route.held:
-            self._left[route.request.id] = route
+            self._left[route.sent_as] = route
 
-    def _close(self, ids: Iterable[str]) -> None:
-        for id in ids:
-            if id not in self._left:
-                self._admission.close(id)
+    def _close(self, routes: Iterable[Route | None]) -> None:
+        for route in routes:
+            if route is not None and route.sent_as not in self._left:
+                self._admission.close(route.request.id)
 
     def _drop(self, id: str) -> None:
         """Forget a sequence, unless that was done."""
-        if self._routes.pop(id, None) is not None:
-            self._close([id])
+        if (route := self._routes.pop(id, None)) is not None:
+            self._replicas.ended(id)
+            self._close([route])
             self._count()
 
     def _abandon(self, submission: Submission) -> None:
@@ -314,15 +376,17 @@ class OpenSequences:
         submission.open.clear()
         if not ids:
             return
-        self._send(Abort(ids=ids))
+        self._abort(self._routes[id] for id in ids if id in self._routes)
         self._metrics.sequences.ended.labels("abandoned").inc(len(ids))
 
         def drop(few: list[str]) -> None:
             for id in few:
                 if (route := self._routes.pop(id, None)) is not None:
+                    self._replicas.ended(id)
                     self._leave(route)
-                    self._close([id])
-                self._queue.reached(id)
+                    self._close([route])
+                    if route.replica is not None:
+                        route.replica.queue.reached(id)
 
         self._chores.add(ids, drop, self._count)
 
@@ -334,3 +398,7 @@ class OpenSequences:
             self.idle.clear()
         else:
             self.idle.set()
+
+
+def on_trial(route: Route) -> bool:
+    return route.replica is not None and route.replica.queue.on_trial == route.request.id

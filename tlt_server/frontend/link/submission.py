@@ -13,12 +13,17 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from tlt_server.wire.records import GenerateRequest, StepOutput
+
+if TYPE_CHECKING:
+    from tlt_server.frontend.link.replica import Replica
+
+HOP = "~"  # between an id and the number of the sequence's move; no id has it
 
 
 class Submission:
@@ -82,39 +87,56 @@ class Submission:
 
 
 class Route(Struct, gc=False):
-    """Routes a sequence's outputs to its submission."""
+    """Routes a sequence from its replica to its submission."""
 
     submission: Submission
     request: GenerateRequest
+    replica: Replica | None = None  # has it, or will get it; None: it waits for a replica
+    hops: int = 0  # moves away from a replica that still served it
     accepted_s: float = 0.0  # time.monotonic()
     last_s: float = 0.0  # likewise, of the last output with tokens; 0: there was none
     tokens: int = 0  # tokens given so far
     stepped: bool = False  # the engine that has it now gave some of them
     generated: list[int] = []  # these tokens, of a sequence that can resume; not the request's own
-    held: bool = False  # the sequence waits here, and the engine does not know it
+    held: bool = False  # the sequence waits here, and no engine knows it
     ending: str = ""  # the finish reason that an abort asked for
+    crashed: bool = False  # it ran when an engine ended
+    version: str = ""  # the weights that computed its last tokens
+    mixed: bool = False  # others computed tokens before those
 
     @property
     def is_open(self) -> bool:
         """Return False once the client has left."""
         return self.request.id in self.submission.open
 
+    @property
+    def sent_as(self) -> str:
+        """The id by which its replica knows it. A late output of an earlier replica has another."""
+        return f"{self.request.id}{HOP}{self.hops}" if self.hops else self.request.id
+
     def take(self, output: StepOutput) -> None:
         """Count an output."""
-        self.tokens += len(output.token_ids)
-        self.stepped |= bool(output.token_ids)
-        if self.submission.resumes:
-            self.generated += output.token_ids
+        if output.token_ids:
+            self.tokens += len(output.token_ids)
+            self.stepped = True
+            if self.submission.resumes:
+                self.generated += output.token_ids
+            if output.weight_version != self.version:
+                self.mixed |= bool(self.version)
+                self.version = output.weight_version
 
     def rest(self) -> GenerateRequest:
-        """Return the request by which an engine starts or continues the sequence. A continued one
+        """Return the request by which an engine starts or continues the sequence. After a crash it
         is not patient: if it ends the engine again, its tokens up to there have come.
         """
-        if not self.generated:
+        if not self.generated and not self.hops:
             return self.request
-        generated = [*self.request.generated, *self.generated]
         return msgspec.structs.replace(
-            self.request, generated=generated, begin_by_s=None, patient=False
+            self.request,
+            id=self.sent_as,
+            generated=[*self.request.generated, *self.generated],
+            begin_by_s=None if self.generated else self.request.begin_by_s,
+            patient=self.request.patient and not self.crashed,
         )
 
 
@@ -192,6 +214,11 @@ class EngineQueue:
     def add_trials(self, requests: list[GenerateRequest]) -> None:
         self._batches += [([request], True) for request in requests]
         self._advance()
+
+    @property
+    def trying(self) -> bool:
+        """Return True while a request is on trial here, or will be."""
+        return bool(self.on_trial) or any(trial for _, trial in self._batches)
 
     def clear(self) -> None:
         self._batches.clear()
