@@ -95,6 +95,18 @@ def test_new_request_interrupts_recomputation(settings: EngineSettings, tmp_path
     assert engine.recomputed([text]).keys() == {key_of(text)}
 
 
+def test_continued_sequence_has_states_of_all_its_tokens(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    engine, whole = Capturing(settings, tmp_path / "rings"), recorded(1, 6, 5)
+    engine.run(whole)
+    (states,) = engine.taken().values()
+    rest = msgspec.structs.replace(whole, id="rest", salt="s", generated=engine.tokens("r1")[:2])
+    engine.run(rest)
+    assert [*engine.taken().values()] == [states]
+    assert engine.engine.gauges()["samples_offered"] == 2
+
+
 def test_captured_states_have_one_version_and_end_at_a_sleep(
     settings: EngineSettings, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.ring import RingConsumer, make_ring
 from tlt_server.samples.sample import Sample, decode_sample, sample_set
+from tlt_server.wire.commands import Abort
 from tlt_server.wire.records import DraftLimits, GenerateRequest
 
 NOBODY = Identity("", "")
@@ -133,15 +134,35 @@ def test_weight_version_of_every_token_is_recorded(
     assert any(len(spans) == 2 for spans in seen)
 
 
+def test_continued_sequence_is_recorded_from_its_first_new_token(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    engine, whole = Recording(settings, tmp_path / "ring"), asked(0)[0]
+    engine.run(whole)
+    engine.taken()
+    tokens, k = engine.tokens(whole.id), 9
+    rest = msgspec.structs.replace(whole, id="rest", generated=tokens[:k])
+    engine.run(rest)
+    sample, prompt = engine.taken()[whole.seed], whole.token_ids
+    assert sample.token_T.tolist() == [*prompt, *tokens] and sample.prompt_len == len(prompt)
+    assert sample.spans == [(k, engine.info.weight_version)]
+    assert sample.recorded_from == sample.first_root == len(prompt) + k
+    gave = [len(output.token_ids) for output in engine.said["rest"] if output.token_ids]
+    assert sample.root_C.tolist() == (len(prompt) + k - 1 + np.cumsum(gave[:-1])).tolist()
+
+
 def test_only_permitted_sequences_are_recorded(settings: EngineSettings, tmp_path: Path) -> None:
     engine = Recording(settings, tmp_path / "ring")
     work = asked(0)
     kept_out = msgspec.structs.replace(work[0], train=False)
-    goes_on = msgspec.structs.replace(work[1], generated=[1, 2])
+    without_tokens = msgspec.structs.replace(work[1], generated=[1, 2])
     prompt_only = msgspec.structs.replace(
         work[2], sampling=msgspec.structs.replace(work[2].sampling, max_tokens=0)
     )
-    engine.run(kept_out, goes_on, prompt_only, work[3])
+    engine.submit(without_tokens)
+    engine.engine.send(Abort([without_tokens.id]))
+    engine.finish()
+    engine.run(kept_out, prompt_only, work[3])
     assert [*engine.taken()] == [work[3].seed]
     assert engine.engine.gauges()["samples_offered"] == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -283,11 +284,14 @@ def test_data_with_too_many_tokens_in_total_is_refused(tmp_path, monkeypatch):
 def test_segments_of_a_server_are_read_and_damaged_parts_named(tmp_path, capsys):
     header, path = SegmentHeader.of(identity_of(TARGET), 512), tmp_path / "0.segment"
     samples = [sample(prompt, output=9) for prompt in range(3)]
+    moved = {"spans": [(3, "v0")], "first_root": 7}  # another engine began it
+    samples[2] = msgspec.structs.replace(sample(2, output=9, accepted=2), **moved)
     frames = b"".join(recorded(n, each)[1] for n, each in enumerate(samples))
     path.write_bytes(header_bytes(header) + frames)
     found = read_documents([path], LIMITS, TARGET)
     assert [d.token_T.tolist() for d in found] == [s.token_T.tolist() for s in samples]
     assert found[0].counted_T.tolist() == [False] * 4 + [True] * 9
+    assert found[2].counted_T.tolist() == [False] * 7 + [True] * 6
     path.write_bytes(path.read_bytes()[:-3])
     assert len(read_documents([path], LIMITS, TARGET)) == 2
     assert str(path) in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -65,6 +66,14 @@ def test_tenth_of_prompts_is_held_out_with_all_responses() -> None:
     out = [held_out(sample(prompt)) for prompt in prompts]
     assert 0.08 < sum(out) / len(out) < 0.12
     assert out == [held_out(sample(prompt, seed=5, version="later")) for prompt in prompts]
+
+
+def test_sequence_begun_elsewhere_is_trained_on_and_never_judged() -> None:
+    whole = [sample(prompt, output=8) for prompt in range(50)]
+    moved = [msgspec.structs.replace(each, spans=[(3, "v0")], first_root=7) for each in whole]
+    assert len(evaluated(kept(whole), "v0")) > 0 == len(evaluated(kept(moved), "v0"))
+    (trained,) = strata_of(kept(moved), "v0").values()
+    assert len(trained) == 50 - len(evaluated(kept(whole), "v0"))
 
 
 def test_longest_responses_of_the_last_step_stay_until_replaced() -> None:

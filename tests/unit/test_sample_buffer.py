@@ -167,7 +167,8 @@ def test_segments_with_other_headers_are_left_out(tmp_path: Path, header: bytes,
         ({"max_tokens": 3}, "output has 8 tokens, max_tokens is 3"),
         ({"prompt_len": 40}, "output has -28 tokens"),
         ({"rows": b"123"}, "rows has 3 bytes for 3 cycles"),
-        ({"spans": [(3, "v")]}, r"spans begin at \[3\]"),
+        ({"spans": [(3, "v"), (1, "w")]}, r"spans begin at \[3, 1\]"),
+        ({"spans": [(3, "v")]}, "first root is at 4, before 7, where the record begins"),
         ({"spans": []}, r"spans begin at \[\]"),
         ({"spans": [(0, "v"), (99, "w")]}, "span_start_S"),
         ({"first_root": 10}, "last root is at 14 of 12 tokens"),
@@ -266,6 +267,7 @@ def test_output_tokens_are_counted_by_version() -> None:
     buffer = SampleBuffer(None, HEADER, BOUNDS)
     buffer.add(sample(1, output=8))
     buffer.add(msgspec.structs.replace(sample(2, output=8), spans=[(0, "v0"), (5, "v1")]))
+    buffer.add(msgspec.structs.replace(sample(3, output=8), spans=[(6, "v2")], first_root=10))
     assert buffer.tokens_by_version() == {"v0": 13, "v1": 3}
 
 

@@ -74,7 +74,7 @@ def read_documents(files: Sequence[Path], limits: TargetLimits, target: Path) ->
 def _segments_of(file: Path, limits: TargetLimits, target: Path) -> PlacedDocuments:
     header, refusals = SegmentHeader.of(identity_of(target), limits.vocab_size), Refusals()
     for number, sample, _ in read_segment(file, header, refusals, limits.max_position):
-        yield f"{file}, sequence {number}", _marked(sample.token_T, sample.prompt_len)
+        yield f"{file}, sequence {number}", _marked(sample.token_T, sample.recorded_from)
     for message in refusals.take():
         print(message, file=sys.stderr)
 
@@ -87,8 +87,8 @@ def _rollout_of(file: Path, limits: TargetLimits, target: Path) -> PlacedDocumen
         yield place, _marked(token_T, prompt_len)
 
 
-def _marked(token_T: NDArray[np.int32], prompt_len: int) -> Document:
-    return Document(token_T, np.arange(len(token_T)) >= prompt_len)
+def _marked(token_T: NDArray[np.int32], start: int) -> Document:
+    return Document(token_T, np.arange(len(token_T)) >= start)
 
 
 def _check_length(length: int, limits: TargetLimits, place: str) -> None:

@@ -52,7 +52,9 @@ class Sample(Struct, frozen=True, array_like=True, kw_only=True, dict=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)]
     max_tokens: Count
     end: EndReason
-    spans: list[tuple[Count, Name]]  # first output token of each, and its weight version
+    # First output token of each, and its weight version. Another engine, under versions that are
+    # not known, computed the tokens before the first span.
+    spans: list[tuple[Count, Name]]
     first_root: Count
     gaps: list[tuple[Count, Count]]  # cycle, and tokens between it and the next root
     drafted: Annotated[list[HowDrafted], Meta(max_length=256)]
@@ -69,6 +71,11 @@ class Sample(Struct, frozen=True, array_like=True, kw_only=True, dict=True):
     @property
     def output_len(self) -> int:
         return len(self.tokens) // 4 - self.prompt_len
+
+    @property
+    def recorded_from(self) -> int:
+        """Position of the first token that was recorded, in prompt and output."""
+        return self.prompt_len + self.spans[0][0]
 
     @property
     def cycles(self) -> int:
@@ -118,11 +125,16 @@ class Sample(Struct, frozen=True, array_like=True, kw_only=True, dict=True):
                     f"{name} has {len(getattr(self, name))} bytes for {self.cycles} cycles"
                 )
         firsts = [first for first, _ in self.spans]
-        if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)):
-            raise ValueError(f"version spans begin at {firsts[:8]}, not at 0 and ascending")
+        if not firsts or firsts != sorted(set(firsts)):
+            raise ValueError(f"version spans begin at {firsts[:8]}; they must be ascending")
         beyond = [cycle for cycle, _ in self.gaps if cycle >= self.cycles]
         if beyond:
             raise ValueError(f"a gap is after cycle {beyond[0]} of {self.cycles}")
+        if self.cycles and self.first_root + 1 < self.recorded_from:
+            raise ValueError(
+                f"the first root is at {self.first_root}, before {self.recorded_from}, where the "
+                "record begins"
+            )
         if self.cycles and int(self.root_C[-1]) >= len(self.tokens) // 4:
             raise ValueError(
                 f"the last root is at {int(self.root_C[-1])} of {len(self.tokens) // 4} tokens"

@@ -68,10 +68,10 @@ class Trace:
             self.cycles.extend((sequence.length - 1, 1 + emission.drafted, own, *accepted, how))
 
     def ended(self, sequence: Sequence, reason: str) -> None:
-        """Offer the sequence, which still has its pages. A sequence that ended with an error is not
-        recorded.
+        """Offer the sequence, which still has its pages. A sequence without new tokens, or one that
+        ended with an error, is not recorded.
         """
-        if sequence.output_len and reason in get_args(EndReason):
+        if self.spans and reason in get_args(EndReason):
             self._recorder.offer(sequence, self, [*self._how], cast(EndReason, reason))
 
 
@@ -94,12 +94,11 @@ class Recorder:
         self.offered = self.dropped = 0
 
     def trace(self, request: GenerateRequest) -> Trace | None:
-        """Return a trace for a sequence that may be recorded. None for one that an earlier engine
-        started, as its first tokens were not traced, or one with an adapter, as the drafter learns
-        to follow the target alone.
+        """Return a trace for a sequence that may be recorded: not for one with an adapter, as the
+        drafter learns to follow the target alone. One that another engine started is recorded from
+        the first token that this engine computes.
         """
-        kept = request.train and not request.generated and not request.lora
-        return Trace(self) if kept else None
+        return Trace(self) if request.train and not request.lora else None
 
     def installed(self, drafter: str) -> None:
         """Note that the drafter of this version is active, with its table."""

@@ -55,7 +55,7 @@ class RecordedDocuments:
             torch.from_numpy(sample.token_T[start:stop].astype(np.int64)),
             _rows(captured, captured.features, captured.feature_width, start, stop),
             _rows(captured, captured.hidden, captured.hidden_width, start, stop),
-            torch.arange(start, stop) >= sample.prompt_len,
+            torch.arange(start, stop) >= sample.recorded_from,
         )
 
 

@@ -102,11 +102,13 @@ def draw(
 
 
 def evaluated(entries: Sequence[Recorded], version: str) -> list[Recorded]:
-    """Return the held-out sequences that this target version computed completely."""
+    """Return the held-out sequences that this target version is known to have computed
+    completely.
+    """
     return [
         entry
         for entry in entries
-        if held_out(entry.sample) and [v for _, v in entry.sample.spans] == [version]
+        if held_out(entry.sample) and entry.sample.spans == [(0, version)]
     ]
 
 
