@@ -49,7 +49,7 @@ def opened(
     if admission is None:
         admission = Admission(max_queue=10**6, max_queue_tokens=10**9, max_page_forecast=1e9)
     sequences = OpenSequences(admission, metrics or Metrics(), Replicas(sent.replica))
-    sent.replica.queue = sequences.queue(sent.replica)
+    sent.replica.queue = sequences.where.queue(sent.replica)
     return sequences, sent
 
 

@@ -78,7 +78,7 @@ class EngineClient:
             self.faults,
         )
         for replica in self.replicas:
-            replica.queue = self._sequences.queue(replica)
+            replica.queue = self._sequences.where.queue(replica)
         self._weight_answers = self.replica.weight_answers
         self._control_answers = self.replica.control_answers
         self._unanswered = False  # weight commands were open at a death; False again when ready

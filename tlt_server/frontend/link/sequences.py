@@ -10,21 +10,18 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import msgspec
 import structlog
 
-from tlt_server.errors import DeadlineExceeded, Poisoned, TltError
+from tlt_server.errors import DeadlineExceeded, TltError
 from tlt_server.frontend.link.admission import Admission, Demand
+from tlt_server.frontend.link.distribution import Distribution
 from tlt_server.frontend.link.replica import Replica, Replicas
-from tlt_server.frontend.link.submission import HOP, Chores, EngineQueue, Route, Submission
-from tlt_server.frontend.link.suspects import KEPT_S, Suspects
+from tlt_server.frontend.link.submission import HOP, Chores, Route, Submission
 from tlt_server.metrics import Metrics
 from tlt_server.process.faults import Containment
-from tlt_server.wire.commands import Abort, Submit
 from tlt_server.wire.records import GenerateRequest, StepOutput, last_output
 
 log = structlog.get_logger()
@@ -41,9 +38,11 @@ class OpenSequences:
     ) -> None:
         """`counted`: is told how many are open."""
         self._admission, self._metrics, self._replicas = admission, metrics, replicas
-        self._counted, self._faults = counted, faults or Containment()
-        self._suspects, self._chores = Suspects(), Chores()
+        self._counted = counted
         self._routes: dict[str, Route] = {}  # in order of arrival
+        self._faults = faults or Containment()
+        self.where = Distribution(self._routes, replicas, self._faults, self._end)
+        self._chores = Chores()
         # Ended here before their engines said that they ended them, by `sent_as`.
         self._left: dict[str, Route] = {}
         self.idle = asyncio.Event()
@@ -60,11 +59,6 @@ class OpenSequences:
     def held_ids(self) -> list[str]:
         """Ids of the sequences waiting here, unknown to any engine."""
         return [id for id, route in self._routes.items() if route.held]
-
-    def queue(self, replica: Replica) -> EngineQueue:
-        """Return a queue of these sequences for a replica."""
-        hand_over = partial(self._hand_over, replica)
-        return EngineQueue(self._routes, hand_over, self._suspects.trial)
 
     def submit(
         self,
@@ -91,11 +85,11 @@ class OpenSequences:
         tried: list[GenerateRequest] = []
 
         def hand_over(few: list[GenerateRequest]) -> None:
-            free, suspect = self._sort(few)
-            self._place(free)
+            free, suspect = self.where.sort(few)
+            self.where.place(free)
             tried.extend(suspect)
 
-        self._chores.add(requests, hand_over, lambda: self._try(tried))
+        self._chores.add(requests, hand_over, lambda: self.where.try_out(tried))
         if submission.open and deadline_s is not None:
             submission.expire_at(deadline_s, lambda: self.expire(submission))
         return submission
@@ -148,7 +142,7 @@ class OpenSequences:
             for route in ended:
                 if route.held:
                     self._finish(route.request.id, finish_reason)
-            self._abort(ended, finish_reason)
+            self.where.abort(ended, finish_reason)
 
         self._chores.add(live, end)
         return len(live)
@@ -163,7 +157,7 @@ class OpenSequences:
         """
         ran = self._ran(started)
         owners = {route.request.owner for route in ran}
-        tried = {route.request.owner for route in ran if on_trial(route)}
+        tried = {route.request.owner for route in ran if route.on_trial}
         if tried and all(route.stepped for route in ran if route.request.owner not in tried):
             owners = tried
         return owners.pop() if len(owners) == 1 else ""
@@ -182,12 +176,12 @@ class OpenSequences:
             (
                 route.request
                 for route in ran
-                if (len(ran) == 1 or on_trial(route))
+                if (len(ran) == 1 or route.on_trial)
                 and all(other.stepped for other in ran if other is not route)
             ),
             None,
         )
-        self._suspects.crashed(
+        self.where.suspects.crashed(
             [(route.request, route.tokens) for route in ran], tried, time.monotonic()
         )
         for route in ran:
@@ -225,39 +219,18 @@ class OpenSequences:
 
         def sort(few: list[str]) -> None:
             routes = [self._routes[id] for id in few if id in self._routes]
-            free, suspect = self._sort([each.request for each in routes if each.replica is None])
+            free, suspect = self.where.sort(
+                [each.request for each in routes if each.replica is None]
+            )
             self._metrics.rollouts.resumed.inc(len(free) + len(suspect))
             tried.extend(suspect)
             others.extend(free)
 
         def end() -> None:
-            self._try(tried)
-            self._place(others)
+            self.where.try_out(tried)
+            self.where.place(others)
 
         self._chores.add(self.ids, sort, end)
-
-    def _place(self, requests: list[GenerateRequest]) -> None:
-        """Queue each of these at the replica that is best for it; without any, they wait."""
-        groups = defaultdict[Replica, list[GenerateRequest]](list)
-        for request in requests:
-            route = self._routes.get(request.id)
-            if route is None or route.replica is not None:
-                continue
-            route.replica = self._replicas.place(request, route.tokens)
-            if route.replica is not None:
-                groups[route.replica].append(request)
-        for replica, group in groups.items():
-            replica.queue.add(group)
-
-    def _try(self, requests: list[GenerateRequest]) -> None:
-        """Queue these at the one replica that has requests on trial."""
-        open = [route for each in requests if (route := self._routes.get(each.id)) is not None]
-        open = [route for route in open if route.replica is None]
-        trying = next((each for each in self._replicas if each.queue.trying), None)
-        for route in open:
-            trying = route.replica = self._replicas.place(route.request, route.tokens, trying)
-        if trying is not None:
-            trying.queue.add_trials([route.request for route in open])
 
     def expire(self, submission: Submission) -> None:
         error = DeadlineExceeded(
@@ -267,55 +240,11 @@ class OpenSequences:
 
         def end(few: list[str]) -> None:
             live = [self._routes[id] for id in few if id in self._routes]
-            self._abort(live)
+            self.where.abort(live)
             for route in live:
                 self._end(route.request.id, error)
 
         self._chores.add([*submission.open], end)
-
-    def _sort(
-        self, requests: list[GenerateRequest]
-    ) -> tuple[list[GenerateRequest], list[GenerateRequest]]:
-        """Refuse requests that crash the engine; return those that do not, and those that may."""
-        free, suspect, refused = self._suspects.sort(requests, time.monotonic())
-        self._refuse(refused)
-        return free, suspect
-
-    def _refuse(self, requests: Iterable[GenerateRequest]) -> None:
-        for request in requests:
-            log.warning("poisoned", id=request.id)
-            self._end(
-                request.id,
-                Poisoned(
-                    "was running at two crashes of the engine and got no further in between, so it "
-                    "is not run again; leave it out, or change its prompt, sampling or structure, "
-                    f"or wait {KEPT_S / 60:g} minutes"
-                ),
-            )
-
-    def _hand_over(self, replica: Replica, routes: list[Route]) -> None:
-        """Send those of these that are still the replica's; if that fails, only these end."""
-        routes = [route for route in routes if route.held and route.replica is replica]
-        if not routes:
-            return
-        try:
-            sent = replica.send(Submit([route.rest() for route in routes]))
-        except Exception as error:
-            failed = self._faults.contain(error, f"the batch of {routes[0].request.id}")
-            for route in routes:
-                self._end(route.request.id, failed)
-        else:
-            for route in routes:
-                route.held, route.stepped = not sent, False
-
-    def _abort(self, routes: Iterable[Route], finish_reason: str = "abort") -> None:
-        """Ask the replicas of these to end them."""
-        ids = defaultdict[Replica, list[str]](list)
-        for route in routes:
-            if route.replica is not None:
-                ids[route.replica].append(route.sent_as)
-        for replica, few in ids.items():
-            replica.send(Abort(few, finish_reason))
 
     def _end(self, id: str, error: TltError) -> None:
         self._finish(id, "error", (error.code, error.message))
@@ -332,7 +261,7 @@ class OpenSequences:
             failed = self._faults.contain(error, f"an output of {output.id}")
             if output.finish_reason is None:
                 self._leave(route)
-                self._abort([route])
+                self.where.abort([route])
             output = last_output(output.id, "error", (failed.code, failed.message))
             self._drop(output.id)
         route.submission.put(output)
@@ -352,7 +281,7 @@ class OpenSequences:
         if output.finish_reason is not None:
             self._drop(output.id)
             if output.finish_reason in ("stop", "length"):
-                self._suspects.completed(route.request)
+                self.where.suspects.completed(route.request)
 
     def _leave(self, route: Route) -> None:
         """Remember a sequence that ends here; it counts until the engine, if it has it, ends it."""
@@ -376,7 +305,7 @@ class OpenSequences:
         submission.open.clear()
         if not ids:
             return
-        self._abort(self._routes[id] for id in ids if id in self._routes)
+        self.where.abort(self._routes[id] for id in ids if id in self._routes)
         self._metrics.sequences.ended.labels("abandoned").inc(len(ids))
 
         def drop(few: list[str]) -> None:
@@ -398,7 +327,3 @@ class OpenSequences:
             self.idle.clear()
         else:
             self.idle.set()
-
-
-def on_trial(route: Route) -> bool:
-    return route.replica is not None and route.replica.queue.on_trial == route.request.id

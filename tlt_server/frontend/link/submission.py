@@ -13,15 +13,13 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from tlt_server.wire.commands import Command
 from tlt_server.wire.records import GenerateRequest, StepOutput
-
-if TYPE_CHECKING:
-    from tlt_server.frontend.link.replica import Replica
 
 HOP = "~"  # between an id and the number of the sequence's move; no id has it
 
@@ -86,12 +84,20 @@ class Submission:
         self._close(self)
 
 
+class Holder(Protocol):
+    """A replica, as its sequences see it."""
+
+    queue: EngineQueue
+
+    def send(self, command: Command) -> bool: ...
+
+
 class Route(Struct, gc=False):
     """Routes a sequence from its replica to its submission."""
 
     submission: Submission
     request: GenerateRequest
-    replica: Replica | None = None  # has it, or will get it; None: it waits for a replica
+    replica: Holder | None = None  # has it, or will get it; None: it waits for a replica
     hops: int = 0  # moves away from a replica that still served it
     accepted_s: float = 0.0  # time.monotonic()
     last_s: float = 0.0  # likewise, of the last output with tokens; 0: there was none
@@ -108,6 +114,11 @@ class Route(Struct, gc=False):
     def is_open(self) -> bool:
         """Return False once the client has left."""
         return self.request.id in self.submission.open
+
+    @property
+    def on_trial(self) -> bool:
+        """Return True while nothing new follows it to its replica."""
+        return self.replica is not None and self.replica.queue.on_trial == self.request.id
 
     @property
     def sent_as(self) -> str:
