@@ -1,0 +1,264 @@
+"""Chooses the replica of each sequence: the one where it is expected to be done first.
+
+A replica's steps are modelled by `Speed`, which is learned from its cycles. All begin with the same
+prior, so without cycles the least loaded replica is chosen. Prompt tokens that the sequence's
+session has left in a replica's cache are not read again. `OpenSequences` asks and reports; nothing
+here reads a clock, and equal histories give equal choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.wire.records import Cycle, GenerateRequest
+
+UNKNOWN_SHARE = 0.25  # output over max_tokens, until it is known
+SESSIONS = 2**14  # remembered, the ones used last
+CACHES = 8  # replicas remembered for each
+FULL = 0.05  # free share of the KV pages when sequences wait for pages, not for a batch slot
+PRIOR_S = 0.05  # time of steps with the weight of the prior
+MEMORY_S = 20.0  # steps this long ago count 1/e
+SOLVE_S = 0.25  # time of steps between two computations of the speed
+
+
+class Speed(NamedTuple):
+    """Seconds that a replica takes; with n sequences a token of each takes `each + n * shared`."""
+
+    each: float
+    shared: float
+    read: float  # for a prompt token
+
+
+PRIOR = Speed(each=2.5e-3, shared=3e-5, read=2.5e-5)
+
+
+class Pace:
+    """The learned speed of a replica: least squares over its steps, in multiples of the prior."""
+
+    def __init__(self) -> None:
+        self.speed = PRIOR
+        self._products_33, self._sums_3 = PRIOR_S * np.eye(3), PRIOR_S * np.ones(3)
+        self._new_s = 0.0
+
+    def stepped(self, cycle: Cycle) -> bool:
+        """Learn from a step, or the sum of a few. Return True if the speed has changed."""
+        seconds, decoding = cycle.step_s, cycle.context.decoding
+        if not 0.0 < seconds < math.inf:
+            return False
+        per_sequence = cycle.emitted / decoding if decoding else 0.0
+        prior_3 = np.array([per_sequence, cycle.emitted, cycle.context.prefill_rows]) * PRIOR
+        fade = math.exp(-seconds / MEMORY_S)
+        kept = PRIOR_S * (1.0 - fade)  # the prior does not fade
+        self._products_33 *= fade
+        self._products_33 += np.outer(prior_3, prior_3) / seconds + kept * np.eye(3)
+        self._sums_3 = self._sums_3 * fade + prior_3 + kept
+        self._new_s += seconds
+        if self._new_s < SOLVE_S:
+            return False
+        factors_3 = np.linalg.solve(self._products_33, self._sums_3)
+        self.speed = Speed(*(np.clip(factors_3, 0.02, 50.0) * PRIOR).tolist())
+        self._new_s = 0.0
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class ReplicaLoad:
+    """The open sequences of one replica."""
+
+    name: str
+    max_running: int
+    places: int  # sequences that can run at once; fewer than max_running while KV pages are few
+    index: int = -1  # among all replicas; -1: it is not one of them
+    waiting: int = 0  # sequences that wait for a place, as the replica last said
+    pace: Pace = field(default_factory=Pace)
+    sequences: int = 0
+    expected: int = 0  # output tokens still to come
+    unread: int = 0  # tokens to read for sequences that have not started
+
+    def figures(self) -> tuple[float, ...]:
+        """Return the expected seconds until one more sequence would be read; per token of it alone,
+        and to read; of all tokens of the others, and per token of each.
+        """
+        each, shared, read = self.pace.speed
+        begin_s, over = self.unread * read, self.sequences + 1 - self.places
+        if over > 0 and self.sequences:
+            begin_s += self.expected * over / self.sequences * (each / self.places + shared)
+        others = min(self.sequences, self.places - 1)
+        return begin_s, each + shared, read, shared * self.expected, shared * others
+
+
+@dataclass(eq=False, slots=True)
+class PlacedSequence:
+    """An open sequence at its replica."""
+
+    load: ReplicaLoad
+    session: tuple[str, str]
+    tokens: int  # prompt and output
+    left: int  # output tokens that max_tokens still permits
+    mean: int  # output tokens of a sequence with this max_tokens
+    unread: int  # tokens that its replica had to read
+    started: bool = False  # its replica has given tokens
+
+    @property
+    def expected(self) -> int:
+        """Return the output tokens still expected. The age of a sequence does not change them:
+        without a long tail they would be fewer, with one more.
+        """
+        return min(self.mean, self.left)
+
+
+class Placer:
+    def __init__(self) -> None:
+        self.loads: dict[str, ReplicaLoad] = {}  # in the order of their names
+        self.placed: dict[str, PlacedSequence] = {}
+        # Tokens of a session that replicas have read or computed; the one used last at the end.
+        self._sessions = OrderedDict[tuple[str, str], dict[ReplicaLoad, int]]()
+        self._figures_5L = np.zeros((5, 0))  # `ReplicaLoad.figures` of L loads
+
+    # replicas
+
+    def add(self, name: str, max_running: int) -> None:
+        """Add a replica with an empty cache; a known one of that name is removed before."""
+        self.remove(name)
+        self.loads[name] = ReplicaLoad(name, max_running, max_running)
+        self._index()
+
+    def remove(self, name: str) -> None:
+        """Remove a replica, if it is known. Its sequences count nowhere until they are placed."""
+        if name in self.loads:
+            self.loads.pop(name).index = -1
+            self._index()
+
+    def _index(self) -> None:
+        self.loads = dict(sorted(self.loads.items()))
+        self._figures_5L = np.zeros((5, len(self.loads)))
+        for index, load in enumerate(self.loads.values()):
+            load.index = index
+            self._update(load)
+
+    def _update(self, load: ReplicaLoad) -> None:
+        if load.index >= 0:
+            self._figures_5L[:, load.index] = load.figures()
+
+    def forget(self) -> None:
+        """Forget all caches, since the weights have changed."""
+        self._sessions.clear()
+
+    def stepped(self, name: str, cycle: Cycle | None, gauges: Mapping[str, float]) -> None:
+        """Learn from steps of a replica, and from its gauges after them."""
+        load = self.loads.get(name)
+        if load is None:
+            return
+        load.waiting, before = int(gauges.get("waiting", 0.0)), load.places
+        full = gauges.get("pages_free", math.inf) < FULL * gauges.get("pages", 0.0)
+        running = int(gauges.get("running", 0.0))
+        load.places = max(1, running) if full and load.waiting else load.max_running
+        if (cycle is not None and load.pace.stepped(cycle)) or load.places != before:
+            self._update(load)
+
+    # sequences
+
+    def place(
+        self,
+        request: GenerateRequest,
+        tokens: int = 0,
+        share: float = 0.0,
+        among: Collection[str] | None = None,
+    ) -> str | None:
+        """Choose a replica, among these if any are given, and count the sequence there. `tokens`:
+        its output so far; `share`: of max_tokens that sequences use, 0 if unknown. Return None if
+        there is no replica. A sequence that was placed before moves.
+        """
+        self.ended(request.id)
+        limit, size = request.sampling.max_tokens, len(request.token_ids) + tokens
+        mean, left = math.ceil((share or UNKNOWN_SHARE) * limit), max(0, limit - tokens)
+        session = request.tenant, request.group_id
+        cached = self._sessions.get(session, {})
+        seconds_L = self._seconds(min(mean, left), size, cached)
+        if among is not None:
+            for name in self.loads.keys() - among:
+                seconds_L[self.loads[name].index] = math.inf
+        index = int(seconds_L.argmin()) if self.loads else -1
+        if index < 0 or seconds_L[index] == math.inf:
+            return None
+        [load] = [load for load in self.loads.values() if load.index == index]
+        placed = PlacedSequence(
+            load, session, size, left, mean, size - min(size, cached.get(load, 0))
+        )
+        self.placed[request.id] = placed
+        load.sequences += 1
+        load.expected += placed.expected
+        load.unread += placed.unread
+        self._read(placed)
+        self._update(load)
+        return load.name
+
+    def _seconds(
+        self, expected: int, size: int, cached: Mapping[ReplicaLoad, int]
+    ) -> NDArray[np.float64]:
+        """Return the expected seconds until such a sequence would be done at each replica, which
+        every other one there slows down until one of the two is done.
+        """
+        begin_L, alone_L, read_L, others_L, per_token_L = self._figures_5L
+        seconds_L = np.minimum(expected * per_token_L, others_L)
+        seconds_L += begin_L + expected * alone_L + size * read_L
+        for load, tokens in cached.items():
+            if load.index >= 0:
+                seconds_L[load.index] -= min(size, tokens) * load.pace.speed.read
+        return seconds_L
+
+    def took(self, id: str, tokens: int) -> None:
+        """Count the tokens of an output, unless the sequence is unknown."""
+        placed = self.placed.get(id)
+        if placed is None or not tokens:
+            return
+        before, first, placed.started = placed.expected, not placed.started, True
+        placed.tokens += tokens
+        placed.left = max(0, placed.left - tokens)
+        if first or placed.expected != before:
+            placed.load.expected += placed.expected - before
+            placed.load.unread -= placed.unread if first else 0
+            self._update(placed.load)
+
+    def ended(self, id: str) -> None:
+        """Count a sequence no longer, unless it is unknown."""
+        placed = self.placed.pop(id, None)
+        if placed is None:
+            return
+        placed.load.sequences -= 1
+        placed.load.expected -= placed.expected
+        if placed.started:
+            self._read(placed)
+        else:
+            placed.load.unread -= placed.unread
+        self._update(placed.load)
+
+    def _read(self, placed: PlacedSequence) -> None:
+        """Note that its replica has the sequence in its cache before it reads a later one."""
+        cached = self._sessions.setdefault(placed.session, {})
+        self._sessions.move_to_end(placed.session)
+        cached[placed.load] = max(placed.tokens, cached.pop(placed.load, 0))
+        if len(cached) > CACHES:
+            del cached[next(iter(cached))]
+        if len(self._sessions) > SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert [*self.loads] == sorted(self.loads)
+        for index, load in enumerate(self.loads.values()):
+            own = [placed for placed in self.placed.values() if placed.load is load]
+            unread = sum(placed.unread for placed in own if not placed.started)
+            expected = sum(placed.expected for placed in own)
+            sums = load.index, load.sequences, load.expected, load.unread
+            assert sums == (index, len(own), expected, unread), "the sums leak"
+            assert tuple(self._figures_5L[:, index]) == load.figures(), "figures are out of date"
+        assert len(self._sessions) <= SESSIONS, "too many sessions"
+        assert all(len(cached) <= CACHES for cached in self._sessions.values())
