@@ -58,7 +58,8 @@ def test_key_file_line_holds_a_key_its_scopes_and_its_name(tmp_path: Path) -> No
         ("SECRET role=data", "one scopes=... or one name=..."),
         (
             "SECRET scopes=oprate",
-            "has the scope 'oprate'; known are data, push-weights, operate; did you mean operate?",
+            "has the scope 'oprate'; known are data, push-weights, operate, link; did you mean "
+            "operate?",
         ),
         ("SECRET scopes=data,", "has the scope ''"),
         ("SECRET name=a/b", "names the key 'a/b'; a name has 1 to 64 letters"),

@@ -25,5 +25,6 @@ DIALECTS = Registry(
         "strategy": "tlt_server.frontend.dialects.strategy:ROUTES",
         "vllm_rl": "tlt_server.frontend.dialects.vllm_rl:ROUTES",
         "weights": "tlt_server.frontend.dialects.weights.routes:ROUTES",
+        "weight_files": "tlt_server.frontend.dialects.weights.files:ROUTES",
     },
 )

@@ -6,36 +6,24 @@ candidate, which a client may push with its next target.
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
-from tlt_server.errors import (
-    Conflict,
-    InvalidRequest,
-    ModelError,
-    NotFound,
-    StorageFailed,
-    Unavailable,
-)
+from tlt_server.errors import Conflict, InvalidRequest, ModelError, NotFound, StorageFailed
 from tlt_server.frontend.dialects.replies.drafter import CandidateState, candidate_state
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.files import listed, live_files, slice_of
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.inbox import Put
-from tlt_server.speculation.drafters import weights_directory
-from tlt_server.wire.kept import CURRENT, WEIGHTS, Current
 
 MAX_NUMBER = 2**63 - 1
-MAX_SLICE = 2**23  # bytes of a reply
 Offered = Annotated[
     Literal["live", "candidate"],
     "live: the drafter that is served; candidate: the last one that the trainer has judged",
@@ -144,7 +132,7 @@ async def file(
     if not any(found.name == name for found in drafter.files):
         raise NotFound(f"the drafter has no file {shown(name)}; GET /drafter/files lists them")
     try:
-        data = await asyncio.to_thread(_slice, drafter.directory / name, start)
+        data = await asyncio.to_thread(slice_of, drafter.directory / name, start)
     except OSError as error:
         raise Conflict(f"the file has been removed ({error.strerror}); start again") from None
     return Response(data, media_type=OCTETS)
@@ -157,8 +145,8 @@ def _put(files: SampleFiles, content: bytes) -> Put:
 async def _asked(service: Service, of: Offered) -> OfferedFiles:
     """Return the drafter that `of` names."""
     if of == "live":
-        version, directory = await asyncio.to_thread(_live, service)
-        return OfferedFiles(version, directory, await asyncio.to_thread(_listed, directory), None)
+        live = await asyncio.to_thread(live_files, service.config, service.running(), "drafter")
+        return OfferedFiles(live.version, live.directory, await _files(live.directory), None)
     service.engine.check_running()
     last = service.spot_trainer().candidate
     if last is None:
@@ -167,7 +155,7 @@ async def _asked(service: Service, of: Offered) -> OfferedFiles:
             "then ask again once GET /drafter shows one"
         )
     judged, directory = last
-    found = await asyncio.to_thread(_listed, directory)
+    found = await _files(directory)
     if not {SINGLE, CALIBRATION} <= {file.name for file in found}:
         raise Conflict(
             f"the files of candidate {judged.version!r} are removed, as the next one is being "
@@ -176,44 +164,6 @@ async def _asked(service: Service, of: Offered) -> OfferedFiles:
     return OfferedFiles(judged.version, directory, found, candidate_state(judged))
 
 
-def _live(service: Service) -> tuple[str, Path]:
-    """Return version and directory of the live drafter."""
-    info, config = service.running(), service.config
-    started = weights_directory(config.drafter)
-    if started is None:
-        raise Conflict("no drafter with weights is loaded; tlt serve --drafter names one")
-    if config.state_dir is None:
-        raise Conflict("pushed drafters are not kept in files; restart the server with --state-dir")
-    spool = config.state_dir / WEIGHTS
-    try:
-        current = msgspec.json.decode((spool / CURRENT).read_bytes(), type=Current)
-    except FileNotFoundError:
-        return info.drafter_version, started
-    except (OSError, ValueError) as error:
-        raise Conflict(f"{CURRENT} is not read ({error}); push a drafter again") from None
-    kept = current.roles.get("drafter")
-    if kept is None:
-        return info.drafter_version, started
-    if kept.version != info.drafter_version:
-        raise Unavailable("the weights are changing; ask again")
-    return kept.version, spool / kept.directory if kept.directory else started
-
-
-def _listed(directory: Path) -> list[DrafterFile]:
-    found = []
-    if directory.is_dir():
-        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-            named = entry.name.endswith(".safetensors") or entry.name == CALIBRATION
-            if named and entry.is_file():
-                found.append(DrafterFile(name=entry.name, bytes=entry.stat().st_size))
-    return found
-
-
-def _slice(path: Path, start: int) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return b""
-        return os.pread(descriptor, MAX_SLICE, start)
-    finally:
-        os.close(descriptor)
+async def _files(directory: Path) -> list[DrafterFile]:
+    found = await asyncio.to_thread(listed, directory)
+    return [DrafterFile(name=name, bytes=size) for name, size in found.items()]

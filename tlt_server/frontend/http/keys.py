@@ -1,9 +1,9 @@
 """API keys and certificates, whose files are read again when they change, without a restart.
 
-A line of the key file is `<key> [scopes=data,push-weights,operate] [name=NAME]`, with the key plain
-or as `sha256:<hex>`. A key without scopes has all of them. Requests, rollouts and uploads belong to
-the name, so during a rotation two lines have the same name. Keys are held as SHA-256 digests and
-compared in constant time.
+A line of the key file is `<key> [scopes=data,push-weights,operate,link] [name=NAME]`, with the key
+plain or as `sha256:<hex>`. A key without scopes has all of them. Requests, rollouts and uploads
+belong to the name, so during a rotation two lines have the same name. Keys are held as SHA-256
+digests and compared in constant time.
 
 TLS of the HTTP and the gRPC server is mutual with a client CA. Each new connection gets the newest
 certificate, through TLS's callback for the choice of one; open connections keep theirs.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tlt_server.config import Config
 
 
-KeyScope = Literal["data", "push-weights", "operate"]
+KeyScope = Literal["data", "push-weights", "operate", "link"]
 Needs = KeyScope | Literal["open", "any"]  # a key with this scope; no key; any key
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 REMEDY = (

@@ -317,6 +317,11 @@ class Uploads:
         upload.pushes += 1
         return Sealed(upload.directory.name, upload)
 
+    def sealed(self, version: str) -> Path | None:
+        """Return the directory of a version that is being pushed; None without such a push."""
+        upload = self._uploads.get(version)
+        return upload.directory if upload is not None and upload.pushes else None
+
     def release(self, version: str, sealed: Sealed, *, keep: bool) -> None:
         """Release a `seal` after its push. Without `keep` the upload ends as soon as no other push
         reads it.

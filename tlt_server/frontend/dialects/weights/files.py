@@ -1,0 +1,104 @@
+"""Files of weights for other servers of a fleet: `GET /weights/files` lists those of a version,
+`GET /weights/files/{role}/{name}` returns them in slices.
+
+A version is what is committed for a role, or an upload that is being pushed, which a gateway's
+replicas take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+from starlette.responses import Response
+
+from tlt_client.channels.checkpoint import ADAPTER_CONFIG, CALIBRATION
+from tlt_server.errors import Conflict, NotFound
+from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.files import KeptFiles, WeightFile, live_files, slice_of
+
+MAX_NUMBER = 2**63 - 1
+OCTETS = "application/octet-stream"
+FilesRole = Annotated[Literal["target", "drafter", "all", "adapter"], "whose weights"]
+FilesAdapter = Annotated[str, "with role adapter: its name"]
+FilesVersion = Annotated[str, "the version that is wanted; absent: the one that is live"]
+FilesTaker = Annotated[str, "a name that the requests of one taker share; at most 4 take at a time"]
+FilesPart = Annotated[str, "a name in GET /weights/files"]
+FilesStart = Annotated[
+    int, "first byte of the reply, which has at most 8 MiB", Meta(ge=0, le=MAX_NUMBER)
+]
+
+
+class WeightFileList(Struct, frozen=True, kw_only=True):
+    """The files of one version."""
+
+    role: Annotated[str, "whose weights"]
+    version: Annotated[str, "their version"]
+    digest: Annotated[str, "of the version's tensors; empty: not known before they are pushed"]
+    files: Annotated[list[WeightFile], "safetensors files, calibration, an adapter's config"]
+
+
+ROUTES = Routes(needs="link", engine_fails=False)
+
+
+@ROUTES.get("/weights/files", raises=(NotFound, Conflict))
+async def listing(
+    service: Service,
+    role: FilesRole = "target",
+    adapter: FilesAdapter = "",
+    version: FilesVersion = "",
+    taker: FilesTaker = "",
+) -> WeightFileList:
+    """List the files of a committed version, or of an upload that is being pushed, so that another
+    server can take them.
+    """
+    service.weight_files.admit(taker)
+    found = await _wanted(service, role, adapter, version)
+    files = await service.weight_files.described(found.directory)
+    return WeightFileList(role=role, version=found.version, digest=found.digest, files=[*files])
+
+
+@ROUTES.get("/weights/files/{role}/{name}", text=OCTETS, raises=(NotFound, Conflict))
+async def content(
+    service: Service,
+    role: FilesRole,
+    name: FilesPart,
+    adapter: FilesAdapter = "",
+    version: FilesVersion = "",
+    start: FilesStart = 0,
+    taker: FilesTaker = "",
+) -> Response:
+    """Return 8 MiB of a file of such a version, or what is left of it after `start`."""
+    service.weight_files.admit(taker)
+    found = await _wanted(service, role, adapter, version)
+    if not name.endswith(".safetensors") and name not in (CALIBRATION, ADAPTER_CONFIG):
+        raise NotFound(f"there is no file {shown(name)}; GET /weights/files lists them")
+    try:
+        data = await asyncio.to_thread(slice_of, found.directory / name, start)
+    except OSError as error:
+        raise Conflict(f"the file has been removed ({error.strerror}); start again") from None
+    return Response(data, media_type=OCTETS)
+
+
+async def _wanted(service: Service, role: str, adapter: str, version: str) -> KeptFiles:
+    """Return the files that are asked for."""
+    sealed = service.uploads.sealed(version) if service.uploads is not None else None
+    if sealed is not None:
+        return KeptFiles(version, "", sealed)
+    service.engine.check_serving()
+    if role not in ("target", "drafter", "adapter"):
+        raise NotFound(f"role is {shown(role)}; there is no upload of version {shown(version)}")
+    if not service.info.spooled:
+        raise Conflict(
+            "this server keeps no committed weights in files; restart it with --state-dir"
+        )
+    found = await asyncio.to_thread(live_files, service.config, service.info, role, adapter)
+    if version not in ("", found.version):
+        raise Conflict(
+            f"version {shown(version)} of the {role} is not live here, {found.version!r} is; take "
+            "that one, or ask another server"
+        )
+    return found
