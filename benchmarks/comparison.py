@@ -34,9 +34,11 @@ def goals_section(found: Sequence[Result]) -> Iterator[str]:
 def suited(
     goal: Mapping[str, Any], found: Sequence[Result], wanted: Mapping[str, Any]
 ) -> list[Result]:
-    """Return the results of the goal's own shape and kind of engine, if it names them."""
-    shape = goal.get("shape", wanted["shape"])
-    return comparable(found, {**wanted, "shape": shape}, goal.get("engine"))
+    """Return the results of the goal's own machine, shape and kind of engine, if it names them; a
+    goal for any machine names an empty one, and no shape.
+    """
+    own = {name: goal[name] for name in ("machine", "shape") if name in goal}
+    return comparable(found, {**wanted, **own}, goal.get("engine"))
 
 
 class Ours(NamedTuple):

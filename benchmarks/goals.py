@@ -61,8 +61,8 @@ def comparable(
         if wanted["machine"] in result.entry["machine"]
         and not result.figures.get("quick")
         and LEAVES not in result.entry["command"]
-        and "shape" in result.figures
-        and agree(result.figures["shape"], wanted["shape"])
+        and ("shape" in result.figures or not wanted["shape"])
+        and agree(result.figures.get("shape", {}), wanted["shape"])
         and agree(result.figures, engine)
         and matches(result.figures, other)
     ]

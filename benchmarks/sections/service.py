@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from benchmarks.markdown import Figures, lines, model, table
 from tests.hostile.table import rows as hostile_rows
-from tlt_server.bench.tables import LOAD, OVERLOAD
+from tlt_server.bench.tables import FRONTEND, LOAD, OVERLOAD
 
 FAULTS = {
     "rank": "{rank}",
@@ -27,6 +27,15 @@ def load(figures: Figures) -> Iterator[str]:
         f"batch's: {figures['texts_differing']}."
     )
     yield table(LOAD, figures["rows"])
+
+
+def frontend(figures: Figures) -> Iterator[str]:
+    yield (
+        f"{figures['sequences']} sequences of {figures['tokens_each']} tokens: from an engine's "
+        "events to the bytes of replies, without HTTP. `batch`: one request for all; the others: a "
+        f"request each. Medians of {figures['rounds']} runs."
+    )
+    yield table(FRONTEND, figures["rows"])
 
 
 def overload(figures: Figures) -> Iterator[str]:

@@ -27,6 +27,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "objectives": ("Objectives of the drafter's training", training.objectives),
     "interrupt": ("Interrupting the drafter's training", training.interrupt),
     "load": ("Many clients at once", service.load),
+    "frontend": ("The frontend's own time", service.frontend),
     "overload": ("Overload", service.overload),
     "hostile": ("Hostile clients", service.hostile),
     "faults": ("Ranks that die or stop", service.faults),

@@ -353,6 +353,17 @@ def test_two_gpu_results_answer_only_two_gpu_goals() -> None:
         assert found is not None and found.name == name
 
 
+def test_goals_for_any_machine_are_answered_by_a_cpu() -> None:
+    rows = [{"way": "whole", "tokens": 64, "over_single": 10.5}]
+    about = {"bench": "frontend", "rows": rows}
+    entry = {**EXAMPLES[0].entry, "machine": "2 cores", "figures": about}
+    wanted = goal("the frontend: tokens per CPU-second, outputs of 64 tokens over one each")
+    found = answer(wanted, suited(wanted, [Result("cpu.json", entry)], goals()))
+    assert found is not None and found.value == 10.5
+    decoding = goal("plain decode, batch 1")
+    assert suited(decoding, [Result("cpu.json", entry)], goals()) == []
+
+
 def test_rollouts_are_compared_seed_by_seed() -> None:
     said = page(EXAMPLES)
     assert "|512|goodput|2.50|25000|3.00x|1.25x|" in said, "medians of 4 and 2, of 1.5 and 1"

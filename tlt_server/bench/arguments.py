@@ -215,6 +215,14 @@ BENCHES = {
         ),
         module="clients",
     ),
+    "frontend": Bench(
+        "count tokens that the frontend delivers per second of processor time; no model",
+        (
+            flag("--quick", "two sizes of outputs, once"),
+            flag("--rounds N", "of every figure; the median counts", 3),
+            *JSON,
+        ),
+    ),
     "structures": Bench(
         "time requests with a JSON schema against ones without",
         (*ENGINE, CONTEXT),

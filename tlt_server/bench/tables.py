@@ -119,3 +119,9 @@ OVERLOAD = {
     "late": "{late}",
     "refusals p99 ms": "{shed_p99_ms}",
 }
+FRONTEND = {
+    "way": "{way}",
+    "tokens per output": "{tokens}",
+    "tokens per CPU-second": "{tokens_per_cpu_s}",
+    "over one token each": "{over_single:.1f}x",
+}
