@@ -30,7 +30,7 @@ def test_frontend_bench_measures_every_way_and_size(
 
 @pytest.mark.parametrize("size", [1, 64])
 def test_measured_events_hold_every_token_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend, "SEQUENCES", 300)  # of which one event takes 256
+    monkeypatch.setattr(frontend, "SEQUENCES", 300)  # more than one event takes
     monkeypatch.setattr(frontend, "TOKENS", 128)
     held = dict.fromkeys(range(300), 0)
     for event, tokens in frontend._events(size):
