@@ -19,6 +19,8 @@ from tlt_client.responses import in_path, json_object, read_as, succeeded, whole
 from tlt_client.wire import (
     AbortReply,
     EngineState,
+    FleetStatus,
+    ReplicaStatus,
     Reply,
     RolloutList,
     RolloutReply,
@@ -31,7 +33,7 @@ Fields = SamplingFields | dict[str, Any] | None
 T = TypeVar("T")
 
 _rollout_reply, _status, _list = read_as(RolloutReply), read_as(RolloutStatus), read_as(RolloutList)
-_state = read_as(EngineState)
+_state, _fleet, _replica = read_as(EngineState), read_as(FleetStatus), read_as(ReplicaStatus)
 
 
 @dataclass(frozen=True)
@@ -243,3 +245,33 @@ def clear_cache(*, unless_held: bool = False) -> Call[EngineState]:
     `Conflict` if sequences hold KV.
     """
     return put("POST", "/engine/clear_cache", {"unless_held": unless_held}, _state, repeatable=True)
+
+
+# a fleet
+
+
+def fleet() -> Call[FleetStatus]:
+    """Return the state of every replica. `Conflict` if the server is not a gateway, as for the
+    other operations of a fleet.
+    """
+    return Call("GET", "/fleet", _fleet, repeatable=True)
+
+
+def drain_replica(name: str) -> Call[ReplicaStatus]:
+    """Move a replica's sequences to others, and place none there until `resume_replica`."""
+    return put("POST", f"/fleet/{in_path(name)}/drain", {}, _replica, repeatable=True)
+
+
+def resume_replica(name: str) -> Call[ReplicaStatus]:
+    """Place sequences at a drained replica again."""
+    return put("POST", f"/fleet/{in_path(name)}/resume", {}, _replica, repeatable=True)
+
+
+def restart_replica(name: str) -> Call[ReplicaStatus]:
+    """Drain a replica and start its server again."""
+    return put("POST", f"/fleet/{in_path(name)}/restart", {}, _replica)
+
+
+def scale_fleet(replicas: int) -> Call[FleetStatus]:
+    """Change the number of replicas; those that end are drained first."""
+    return put("POST", "/fleet/replicas", {"replicas": replicas}, _fleet, repeatable=True)

@@ -37,6 +37,11 @@ class Operations:
     sleep = operation(calls.sleep)
     wake = operation(calls.wake)
     clear_cache = operation(calls.clear_cache)
+    fleet = operation(calls.fleet)
+    drain_replica = operation(calls.drain_replica)
+    resume_replica = operation(calls.resume_replica)
+    restart_replica = operation(calls.restart_replica)
+    scale_fleet = operation(calls.scale_fleet)
 
     update_weights = operation(weight_calls.update_weights)
     push_weights = operation(weight_calls.push_weights)

@@ -157,6 +157,28 @@ class AbortReply(Struct, frozen=True):
     ]
 
 
+class ReplicaStatus(Struct, frozen=True, kw_only=True):
+    """One server of a fleet."""
+
+    name: Annotated[str, "of the replica; orders name it so"]
+    state: Annotated[
+        Literal["joining", "catching up", "ready", "draining", "lost"],
+        "ready: requests are placed there; catching up: it takes the committed weights first",
+    ]
+    address: Annotated[str, "of its link: host and port"] = ""
+    url: Annotated[str, "of its own HTTP server; empty until it has joined"] = ""
+    versions: Annotated[dict[str, str], "role -> version that is live there"] = {}
+    running: Annotated[int, "sequences that decode there"] = 0
+    waiting: Annotated[int, "sequences that wait there"] = 0
+    expected_wait_s: Annotated[float, "time that a further sequence would wait there"] = 0.0
+    moves: Annotated[int, "sequences that were moved away from there"] = 0
+    fault: Annotated[str, "why it was last lost or refused; empty if it never was"] = ""
+
+
+class FleetStatus(Struct, frozen=True):
+    replicas: Annotated[list[ReplicaStatus], "by name"]
+
+
 class DrafterSamples(NamedTuple):
     """Recorded sequences, the reply of `drafter_samples`."""
 

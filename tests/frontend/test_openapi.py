@@ -29,6 +29,12 @@ SHAPES = {  # dialect -> types of its errors
 PUSHES = {"/update_weights", "/update_weight_version", "/update_weights_from_disk"}
 NEVER_ASK = {  # routes for operators and trainers that send the engine no command
     ("get", "/metrics"),
+    ("get", "/fleet"),
+    ("get", "/fleet/targets"),
+    ("post", "/fleet/replicas"),
+    ("post", "/fleet/{name}/drain"),
+    ("post", "/fleet/{name}/resume"),
+    ("post", "/fleet/{name}/restart"),
     ("get", "/strategy"),
     ("get", "/drafter"),
     ("post", "/drafter/train"),

@@ -149,6 +149,31 @@ class RolloutServiceStub:
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.GetWeightsRequest.SerializeToString,
                 response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.WeightState.FromString,
                 _registered_method=True)
+        self.GetFleet = channel.unary_unary(
+                '/tlt.v1.RolloutService/GetFleet',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.GetFleetRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.FleetStatus.FromString,
+                _registered_method=True)
+        self.DrainReplica = channel.unary_unary(
+                '/tlt.v1.RolloutService/DrainReplica',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.DrainReplicaRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.ReplicaStatus.FromString,
+                _registered_method=True)
+        self.ResumeReplica = channel.unary_unary(
+                '/tlt.v1.RolloutService/ResumeReplica',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.ResumeReplicaRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.ReplicaStatus.FromString,
+                _registered_method=True)
+        self.RestartReplica = channel.unary_unary(
+                '/tlt.v1.RolloutService/RestartReplica',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.RestartReplicaRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.ReplicaStatus.FromString,
+                _registered_method=True)
+        self.ScaleFleet = channel.unary_unary(
+                '/tlt.v1.RolloutService/ScaleFleet',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.ScaleFleetRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.FleetStatus.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/tlt.v1.RolloutService/GetInfo',
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.GetInfoRequest.SerializeToString,
@@ -329,6 +354,41 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetFleet(self, request, context):
+        """GET /fleet
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainReplica(self, request, context):
+        """POST /fleet/{name}/drain
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeReplica(self, request, context):
+        """POST /fleet/{name}/resume
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartReplica(self, request, context):
+        """POST /fleet/{name}/restart
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScaleFleet(self, request, context):
+        """POST /fleet/replicas
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """GET /server_info
         """
@@ -460,6 +520,31 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GetWeights,
                     request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.GetWeightsRequest.FromString,
                     response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.WeightState.SerializeToString,
+            ),
+            'GetFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetFleet,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.GetFleetRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.FleetStatus.SerializeToString,
+            ),
+            'DrainReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainReplica,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.DrainReplicaRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.ReplicaStatus.SerializeToString,
+            ),
+            'ResumeReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeReplica,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.ResumeReplicaRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.ReplicaStatus.SerializeToString,
+            ),
+            'RestartReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartReplica,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.RestartReplicaRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.ReplicaStatus.SerializeToString,
+            ),
+            'ScaleFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleFleet,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.ScaleFleetRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.FleetStatus.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -1093,6 +1178,141 @@ class RolloutService:
             '/tlt.v1.RolloutService/GetWeights',
             tlt__client_dot_rpc_dot_rollout__pb2.GetWeightsRequest.SerializeToString,
             tlt__client_dot_rpc_dot_rollout__pb2.WeightState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/GetFleet',
+            tlt__client_dot_rpc_dot_rollout__pb2.GetFleetRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.FleetStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/DrainReplica',
+            tlt__client_dot_rpc_dot_rollout__pb2.DrainReplicaRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.ReplicaStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/ResumeReplica',
+            tlt__client_dot_rpc_dot_rollout__pb2.ResumeReplicaRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.ReplicaStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/RestartReplica',
+            tlt__client_dot_rpc_dot_rollout__pb2.RestartReplicaRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.ReplicaStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/ScaleFleet',
+            tlt__client_dot_rpc_dot_rollout__pb2.ScaleFleetRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.FleetStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,6 +16,7 @@ DIALECTS = Registry(
         "openai": "tlt_server.frontend.dialects.openai.routes:ROUTES",
         "rollouts": "tlt_server.frontend.dialects.native:ROLLOUTS",
         "engine": "tlt_server.frontend.dialects.operate:ENGINE",
+        "fleet": "tlt_server.frontend.dialects.fleet:ROUTES",
         "events": "tlt_server.frontend.dialects.operate:EVENTS",
         "operate": "tlt_server.frontend.dialects.operate:ROUTES",
         "page": "tlt_server.frontend.dialects.page:ROUTES",

@@ -20,6 +20,7 @@ from tlt_server.errors import EngineFailed, Unavailable, from_code
 from tlt_server.frontend.http.access import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Changes
+from tlt_server.frontend.link.joining import FleetOrders
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.replica import Replicas
 from tlt_server.frontend.link.sequences import OpenSequences
@@ -68,6 +69,7 @@ class EngineClient:
         metrics.sequences.forecast_wait_s.set_function(admission.wait_s)
         self.replicas = replicas or Replicas()
         self.replica = self.replicas.whole
+        self.fleet: FleetOrders | None = None  # only a gateway has one
         self._send = self.replica.send
         self.faults = Containment(log=self._contained)
         self._sequences = OpenSequences(

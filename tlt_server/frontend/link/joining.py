@@ -6,27 +6,24 @@ fleet compares the descriptions of their engines. Pure: no I/O.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Protocol
 
-from msgspec import Struct
-
+from tlt_client.wire import ReplicaStatus
 from tlt_server.wire.events import EngineInfo
 
-ReplicaState = Literal["joining", "catching up", "ready", "draining", "lost"]
-STATES: tuple[ReplicaState, ...] = ("joining", "catching up", "ready", "draining", "lost")
 
+class FleetOrders(Protocol):
+    """The replicas of a gateway, as operators see and change them."""
 
-class ReplicaStatus(Struct, frozen=True, kw_only=True):
-    name: Annotated[str, "of the replica, by which an order names it"]
-    state: Annotated[ReplicaState, "ready: requests are placed there"]
-    address: Annotated[str, "of its link: host and port"] = ""
-    url: Annotated[str, "of its own HTTP server; empty until it has joined"] = ""
-    versions: Annotated[dict[str, str], "role -> version that is live there"] = {}
-    running: Annotated[int, "sequences that decode there"] = 0
-    waiting: Annotated[int, "sequences that wait there"] = 0
-    expected_wait_s: Annotated[float, "expected wait of a further sequence"] = 0.0
-    moves: Annotated[int, "sequences that were moved away from there"] = 0
-    fault: Annotated[str, "why it was last lost or refused; empty if it never was"] = ""
+    def status(self) -> list[ReplicaStatus]: ...
+
+    async def drain(self, name: str) -> None: ...
+
+    def resume(self, name: str) -> None: ...
+
+    async def restart(self, name: str) -> None: ...
+
+    async def scale(self, replicas: int) -> None: ...
 
 
 def differences(mine: EngineInfo, other: EngineInfo) -> str:

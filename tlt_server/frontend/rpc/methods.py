@@ -112,6 +112,11 @@ OPERATIONS: dict[str, Operation] = {
     "Rollback": Operation("POST", "/weights/rollback"),
     "UnloadAdapter": Operation("DELETE", "/adapters/{name:path}"),
     "GetWeights": Operation("GET", "/weights"),
+    "GetFleet": Operation("GET", "/fleet"),
+    "DrainReplica": Operation("POST", "/fleet/{name}/drain"),
+    "ResumeReplica": Operation("POST", "/fleet/{name}/resume"),
+    "RestartReplica": Operation("POST", "/fleet/{name}/restart"),
+    "ScaleFleet": Operation("POST", "/fleet/replicas"),
     "GetInfo": Operation("GET", "/server_info"),
     "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}),
 }

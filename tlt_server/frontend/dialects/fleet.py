@@ -1,0 +1,108 @@
+"""Routes for the operators of a fleet: state, drain and restart of its replicas, their number, and
+the targets that Prometheus scrapes. A server that is not a gateway answers 409.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct
+
+from tlt_client.wire import FleetStatus, ReplicaStatus
+from tlt_server.errors import Conflict, NotFound
+from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.fields import Strict, shown
+from tlt_server.frontend.link.joining import FleetOrders
+from tlt_server.frontend.service import Service
+
+MAX_REPLICAS = 1024
+ReplicaName = Annotated[str, "a name in GET /fleet"]
+ROUTES = Routes(needs="operate", engine_fails=False)
+
+
+class ScaleFields(Strict, frozen=True, kw_only=True):
+    replicas: Annotated[int, "servers that the fleet should have", Meta(ge=1, le=MAX_REPLICAS)]
+
+
+class ScrapeTarget(Struct, frozen=True):
+    """An entry of Prometheus' HTTP service discovery."""
+
+    targets: Annotated[list[str], "one replica: host and port of its HTTP server"]
+    labels: Annotated[dict[str, str], "the replica's name, and the scheme to scrape it by"]
+
+
+@ROUTES.get("/fleet", raises=(Conflict,))
+async def replicas(service: Service) -> FleetStatus:
+    """List the replicas of this gateway: state, versions, load, moves and the last fault."""
+    return _state(_fleet(service))
+
+
+@ROUTES.get("/fleet/targets", raises=(Conflict,))
+async def targets(service: Service) -> list[ScrapeTarget]:
+    """List the replicas' addresses for Prometheus (`http_sd_configs`)."""
+    found = [(each.name, urlsplit(each.url)) for each in _fleet(service).status() if each.url]
+    return [
+        ScrapeTarget([url.netloc], {"replica": name, "__scheme__": url.scheme})
+        for name, url in found
+    ]
+
+
+@ROUTES.post("/fleet/replicas", raises=(Conflict,))
+async def scale(service: Service, asked: ScaleFields) -> FleetStatus:
+    """Change the number of replicas. Those that end are drained first; the reply does not wait for
+    new ones to join.
+    """
+    fleet = _fleet(service)
+    await fleet.scale(asked.replicas)
+    return _state(fleet)
+
+
+@ROUTES.post("/fleet/{name}/drain", raises=(Conflict, NotFound))
+async def drain(service: Service, name: ReplicaName) -> ReplicaStatus:
+    """Move a replica's sequences to the others, and place none there until it is resumed. 409 for
+    the last replica that is ready.
+    """
+    fleet = _fleet(service)
+    _found(fleet, name)
+    await fleet.drain(name)
+    return _found(fleet, name)
+
+
+@ROUTES.post("/fleet/{name}/resume", raises=(Conflict, NotFound))
+async def resume(service: Service, name: ReplicaName) -> ReplicaStatus:
+    """Place sequences at a drained replica again."""
+    fleet = _fleet(service)
+    _found(fleet, name)
+    fleet.resume(name)
+    return _found(fleet, name)
+
+
+@ROUTES.post("/fleet/{name}/restart", raises=(Conflict, NotFound))
+async def restart(service: Service, name: ReplicaName) -> ReplicaStatus:
+    """Drain a replica, and start its server again. 409 where the fleet starts no servers."""
+    fleet = _fleet(service)
+    _found(fleet, name)
+    await fleet.restart(name)
+    return _found(fleet, name)
+
+
+def _fleet(service: Service) -> FleetOrders:
+    if service.engine.fleet is None:
+        raise Conflict(
+            "this server has no fleet; ask a gateway, which `tlt fleet serve` starts, or GET "
+            "/server_info for this server alone"
+        )
+    return service.engine.fleet
+
+
+def _state(fleet: FleetOrders) -> FleetStatus:
+    return FleetStatus(sorted(fleet.status(), key=lambda each: each.name))
+
+
+def _found(fleet: FleetOrders, name: str) -> ReplicaStatus:
+    """Return the replica's status. `NotFound` if the fleet has none of this name."""
+    for each in fleet.status():
+        if each.name == name:
+            return each
+    raise NotFound(f"there is no replica {shown(name)}; GET /fleet lists them")
