@@ -1,0 +1,236 @@
+"""The record of a fleet: what a crash leaves of it, and what each replica owes afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from tlt_server.errors import Conflict, StartupError
+from tlt_server.frontend.link.fleet_file import FLEET, Committed, FleetFile, FleetRecord, Owed, owed
+from tlt_server.wire.events import WeightState
+
+V0, V1, D0 = Committed("v0", "0"), Committed("v1", "1"), Committed("d0", "d")
+RECORD = FleetRecord(fleet="f", epoch=1, roles={"target": V0, "drafter": D0})
+BEFORE = WeightState(target="v0", drafter="d0")
+DIGESTS = {"target": "0", "drafter": "d"}
+
+
+def pushed(**new: Committed) -> FleetRecord:
+    return RECORD.committing({"target": V1, **new})
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def test_file_keeps_the_id_and_counts_its_openings(tmp_path: Path) -> None:
+    first = FleetFile(tmp_path / "state")
+    record = pushed().committing({"adapter": Committed("m1", "m")}, "math")
+    first.commit(replace(record, fleet=first.record.fleet))
+    second = FleetFile(tmp_path / "state")
+    assert second.record == replace(first.record, epoch=2) and len(second.record.fleet) == 16
+    assert FleetFile(tmp_path / "other").record.fleet != second.record.fleet
+    assert {path.name for path in (tmp_path / "state").iterdir()} == {FLEET}
+    assert (tmp_path / "state" / FLEET).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("at", ["open", "fsync", "replace"])
+def test_crash_before_the_rename_leaves_the_record_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    file = FleetFile(tmp_path)
+    file.commit(replace(RECORD, fleet=file.record.fleet))
+    before = file.record
+
+    def broken(*given: object) -> int:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patched:
+        if at == "replace":
+            patched.setattr(Path, at, broken)
+        else:
+            patched.setattr(f"tlt_server.frontend.link.fleet_file.os.{at}", broken)
+        with pytest.raises(OSError, match="no room"):
+            file.commit(pushed())
+    assert file.record == before
+    assert FleetFile(tmp_path).record == replace(before, epoch=before.epoch + 1)
+
+
+def test_crash_after_the_rename_leaves_the_new_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = FleetFile(tmp_path)
+    rename = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        rename(self, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            file.commit(pushed())
+    assert FleetFile(tmp_path).record.roles["target"] == V1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"fleet": "f"}', b'{"fleet": "f", "epoch": "1"}', b"\xff" * 9]
+)
+def test_damaged_file_refuses_the_start(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FLEET).write_bytes(content)
+    with pytest.raises(StartupError, match="is damaged .* another --state-dir and push again"):
+        FleetFile(tmp_path)
+    assert (tmp_path / FLEET).read_bytes() == content
+
+
+# -- the record ------------------------------------------------------------------------------------
+
+
+def test_rollback_undoes_what_the_last_push_changed() -> None:
+    both = pushed(drafter=Committed("v1", "e"))
+    assert both.to_roll_back("", None) == {"target": V0, "drafter": D0}
+    assert both.to_roll_back("", "drafter") == {"drafter": D0} == both.to_roll_back("d0", None)
+    assert pushed().to_roll_back("", None) == {"target": V0} == pushed().to_roll_back("v0", None)
+    assert pushed().to_roll_back("v1", None) == {}
+    back = pushed().rolling_back({"target": V0})
+    assert back.roles == RECORD.roles
+    for record in (back, RECORD):
+        with pytest.raises(Conflict, match="keeps no version for a rollback; .* push"):
+            record.to_roll_back("", None)
+    with pytest.raises(Conflict, match="keeps 'v0' for a rollback, not 'v7'"):
+        pushed().to_roll_back("v7", None)
+
+
+def test_repeated_commit_keeps_the_version_before() -> None:
+    again = pushed().committing({"target": V1})
+    assert again == pushed()
+
+
+def test_adapter_leaves_the_roles_alone() -> None:
+    loaded = RECORD.committing({"adapter": Committed("m1", "m")}, "math")
+    assert loaded.adapters == {"math": Committed("m1", "m")}
+    assert loaded.without("math") == RECORD
+
+
+# -- what a replica owes ---------------------------------------------------------------------------
+
+
+def opened(state: str, version: str = "v1", role: str = "target") -> dict[str, str]:
+    return {"version": version, "role": role, "state": state}
+
+
+@pytest.mark.parametrize(
+    ("record", "state", "digests", "steps"),
+    [
+        # nothing is on its way
+        (RECORD, BEFORE, DIGESTS, []),
+        # staged at the replica, and the gateway died before the rename, or after it
+        (RECORD, replace(BEFORE, open=opened("staged")), DIGESTS, [Owed("abort")]),
+        (
+            pushed(),
+            replace(BEFORE, open=opened("staged")),
+            DIGESTS,
+            [Owed("commit", version="v1", staged="v1")],
+        ),
+        # the rename came, and the replica has made the push live, or undone it, or neither
+        (pushed(), replace(BEFORE, target="v1"), DIGESTS | {"target": "1"}, []),
+        (
+            RECORD,
+            replace(BEFORE, target="v1", previous={"target": "v0"}),
+            DIGESTS | {"target": "1"},
+            [Owed("roll back", version="v0")],
+        ),
+        (pushed(), BEFORE, DIGESTS, [Owed("fetch", version="v1")]),
+        # it stages another version, or its push is not whole
+        (
+            pushed(),
+            replace(BEFORE, open=opened("staged", "v2")),
+            DIGESTS,
+            [Owed("abort"), Owed("fetch", version="v1")],
+        ),
+        (
+            pushed(),
+            replace(BEFORE, open=opened("gathering")),
+            DIGESTS,
+            [Owed("abort"), Owed("fetch", version="v1")],
+        ),
+        (
+            pushed(),
+            replace(BEFORE, open=opened("staged", role="drafter")),
+            DIGESTS,
+            [Owed("abort"), Owed("fetch", version="v1")],
+        ),
+        # the version has its name, and other content
+        (
+            pushed(),
+            replace(BEFORE, target="v1"),
+            DIGESTS | {"target": "2"},
+            [Owed("fetch", version="v1")],
+        ),
+        (
+            pushed(),
+            replace(BEFORE, target="v1"),
+            {},
+            [Owed("fetch", version="v1"), Owed("fetch", "drafter", "d0")],
+        ),
+        # the content has another name
+        (
+            pushed().naming("best"),
+            replace(BEFORE, target="v1"),
+            DIGESTS | {"target": "1"},
+            [Owed("name", version="best")],
+        ),
+        # it was named with its commit
+        (
+            RECORD.committing({"target": Committed("step-9", "1", staged="v1")}),
+            replace(BEFORE, open=opened("staged", "v1~0123456789ab")),
+            DIGESTS,
+            [Owed("commit", version="step-9", staged="v1~0123456789ab")],
+        ),
+        # both models came in one push
+        (
+            pushed(drafter=Committed("v1", "e")),
+            replace(BEFORE, open=opened("staged", role="all")),
+            DIGESTS,
+            [Owed("commit", version="v1", staged="v1")],
+        ),
+        (
+            pushed(drafter=Committed("v1", "e")),
+            BEFORE,
+            DIGESTS,
+            [Owed("fetch", version="v1"), Owed("fetch", "drafter", "v1")],
+        ),
+    ],
+)
+def test_replica_owes_what_it_lacks(
+    record: FleetRecord, state: WeightState, digests: Any, steps: list[Owed]
+) -> None:
+    assert owed(record, state, digests) == steps
+
+
+@pytest.mark.parametrize(
+    ("state", "steps"),
+    [
+        ({"adapters": {"math": "m2"}}, []),
+        ({"adapters": {"math": "m1"}}, [Owed("fetch", "adapter", "m2", "math")]),
+        ({}, [Owed("fetch", "adapter", "m2", "math")]),
+        (
+            {"open": opened("staged", "m2", "adapter")},
+            [Owed("commit", "adapter", "m2", "math", "m2")],
+        ),
+        ({"adapters": {"math": "m2", "code": "c1"}}, [Owed("unload", "adapter", "c1", "code")]),
+    ],
+)
+def test_replica_owes_adapters_by_name(state: Any, steps: list[Owed]) -> None:
+    record = RECORD.committing({"adapter": Committed("m2", "m")}, "math")
+    assert owed(record, replace(BEFORE, **state), DIGESTS) == steps
+
+
+def test_new_fleet_has_the_weights_of_its_first_replica() -> None:
+    state = replace(BEFORE, adapters={"math": "m1"})
+    record = FleetRecord(fleet="f", epoch=1).beginning(state, DIGESTS)
+    assert record.roles == RECORD.roles and owed(record, state, DIGESTS) == []
+    without = FleetRecord(fleet="f", epoch=1).beginning(WeightState(target="v0"), {"target": "0"})
+    assert [*without.roles] == ["target"]

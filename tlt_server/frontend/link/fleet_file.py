@@ -1,0 +1,198 @@
+"""The record of a fleet in its gateway's state directory, and what a replica lacks of it.
+
+`fleet.json` has the fleet's id, the epoch, which grows each time that a gateway opens the file, and
+the committed weights. It is replaced by one rename, which is the commit of a push to all replicas:
+what it names is to be live everywhere, and everything else is not.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from tlt_server.errors import Conflict, StartupError
+from tlt_server.process.private import private_directory, private_file
+from tlt_server.wire.commands import Role
+from tlt_server.wire.events import WeightState
+from tlt_server.wire.labels import label_of
+
+FLEET = "fleet.json"
+
+
+class Committed(Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights that every replica of the fleet has."""
+
+    version: str
+    digest: str  # digest of its checksums; empty: unknown, so only the version counts
+    staged: str = ""  # the label that the push was staged under, where `version` was given later
+
+    def same(self, digest: str) -> bool:
+        """Return True if weights with this digest have the same content."""
+        return bool(digest) and digest == self.digest
+
+
+class FleetRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    fleet: str  # a random id, made once
+    epoch: int
+    roles: dict[str, Committed] = {}
+    adapters: dict[str, Committed] = {}  # by name
+    previous: dict[str, Committed] = {}  # role -> what a rollback restores
+    pushed: list[str] = []  # roles of the last push, which a rollback undoes
+
+    def beginning(self, state: WeightState, digests: Mapping[str, str]) -> Self:
+        """Return the record of a new fleet, whose first replica has these weights."""
+        versions = {"target": state.target, "drafter": state.drafter}
+        return replace(
+            self,
+            roles={
+                role: Committed(version, digests.get(role, ""))
+                for role, version in versions.items()
+                if version
+            },
+            adapters={name: Committed(version, "") for name, version in state.adapters.items()},
+        )
+
+    def committing(self, roles: Mapping[str, Committed], adapter: str = "") -> Self:
+        """Return the record after a push. `adapter`: the name of what was pushed for the role
+        `adapter`.
+        """
+        if adapter:
+            return replace(self, adapters=self.adapters | {adapter: roles["adapter"]})
+        replaced = {
+            role: self.roles[role]
+            for role, new in roles.items()
+            if role in self.roles and self.roles[role].version != new.version
+        }
+        return replace(
+            self,
+            roles={**self.roles, **roles},
+            previous=self.previous | replaced,
+            pushed=[*replaced] or self.pushed,
+        )
+
+    def naming(self, version: str, roles: Collection[str] = ("target",)) -> Self:
+        """Return the record after the committed content of these roles was given another name."""
+        named = {
+            role: replace(kept, version=version, staged=kept.staged or label_of(kept.version))
+            for role, kept in self.roles.items()
+            if role in roles
+        }
+        return replace(self, roles=self.roles | named)
+
+    def without(self, adapter: str) -> Self:
+        kept = {name: each for name, each in self.adapters.items() if name != adapter}
+        return replace(self, adapters=kept)
+
+    def rolling_back(self, wanted: Mapping[str, Committed]) -> Self:
+        previous = {role: kept for role, kept in self.previous.items() if role not in wanted}
+        return replace(self, roles={**self.roles, **wanted}, previous=previous, pushed=[])
+
+    def to_roll_back(self, to: str, role: Role | None) -> dict[str, Committed]:
+        """Return what a rollback makes live, as one engine would; nothing if it is live. `Conflict`
+        if it is not kept.
+        """
+        kept = {each: was for each, was in self.previous.items() if role in (None, each)}
+        if not to:
+            wanted = {each: was for each, was in kept.items() if role or each in self.pushed}
+        else:
+            wanted = {each: was for each, was in kept.items() if was.version == to}
+            live = [each for each, now in self.roles.items() if now.version == to]
+            if not wanted and any(role in (None, each) for each in live):
+                return {}
+        if not wanted:
+            restored = " or ".join(repr(was.version) for was in kept.values()) or "no version"
+            raise Conflict(
+                f"the fleet keeps {restored} for a rollback{f', not {to!r}' if to else ''}; name "
+                "that, or push the wanted version"
+            )
+        return wanted
+
+
+class FleetFile:
+    def __init__(self, state_dir: Path) -> None:
+        """Open the file and begin the next epoch. `StartupError` if it cannot be read."""
+        private_directory(state_dir, parents=True, exist_ok=True)
+        self._path = state_dir / FLEET
+        try:
+            found = msgspec.json.decode(self._path.read_bytes(), type=FleetRecord)
+        except FileNotFoundError:
+            found = FleetRecord(fleet=secrets.token_hex(8), epoch=0)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StartupError(
+                f"{self._path} is damaged ({error}), so the fleet's committed weights are not "
+                "known; restore the file, or start with another --state-dir and push again"
+            ) from None
+        self.record = found
+        self.commit(replace(found, epoch=found.epoch + 1))
+
+    def commit(self, record: FleetRecord) -> None:
+        """Make this the record. If it cannot be written, the one before stays."""
+        unfinished = self._path.with_suffix(".unfinished")
+        with open(unfinished, "wb", opener=private_file) as out:
+            out.write(msgspec.json.encode(record))
+            out.flush()
+            os.fsync(out.fileno())
+        unfinished.replace(self._path)
+        self.record = record
+        directory = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+class Owed(NamedTuple):
+    """A step that brings a replica to the committed weights."""
+
+    do: Literal["abort", "commit", "name", "roll back", "unload", "fetch"]
+    role: Literal["target", "drafter", "adapter"] = "target"
+    version: str = ""
+    adapter: str = ""
+    staged: str = ""  # version of the staged push that a commit takes
+
+
+def owed(record: FleetRecord, state: WeightState, digests: Mapping[str, str]) -> list[Owed]:
+    """Return the steps that a replica owes, in order; after them it is asked again. `digests`: of
+    the live weights, by role.
+
+    A staged push is committed if the record has its version, and aborted otherwise. A replaced
+    version is restored if it is kept, and anything else is fetched.
+    """
+    live: dict[Role, str] = {"target": state.target, "drafter": state.drafter}
+    staged = state.open.get("version", "") if state.open.get("state") == "staged" else ""
+    brings = state.open.get("role", "")
+    steps: list[Owed] = []
+    for role, version in live.items():
+        kept, digest = record.roles.get(role), digests.get(role, "")
+        if kept is None or (version == kept.version and (kept.same(digest) or not kept.digest)):
+            continue
+        step = Owed("fetch", role, kept.version)
+        if role == "target" and kept.same(digest):
+            step = step._replace(do="name")
+        elif brings in (role, "all") and _means(staged, kept):
+            return [step._replace(do="commit", staged=staged)]
+        elif state.previous.get(role) == kept.version:
+            step = step._replace(do="roll back")
+        steps.append(step)
+    for name, kept in record.adapters.items():
+        if state.adapters.get(name) != kept.version:
+            if brings == "adapter" and _means(staged, kept):
+                return [Owed("commit", "adapter", kept.version, name, staged)]
+            steps.append(Owed("fetch", "adapter", kept.version, name))
+    steps += [
+        Owed("unload", "adapter", version, name)
+        for name, version in state.adapters.items()
+        if name not in record.adapters
+    ]
+    return [Owed("abort"), *steps] if state.open else steps
+
+
+def _means(staged: str, kept: Committed) -> bool:
+    return bool(staged) and label_of(staged) == label_of(kept.staged or kept.version)
