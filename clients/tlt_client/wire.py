@@ -157,12 +157,15 @@ class AbortReply(Struct, frozen=True):
     ]
 
 
+ReplicaState = Literal["joining", "catching up", "ready", "draining", "lost"]
+
+
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
     """One server of a fleet."""
 
     name: Annotated[str, "of the replica; orders name it so"]
     state: Annotated[
-        Literal["joining", "catching up", "ready", "draining", "lost"],
+        ReplicaState,
         "ready: requests are placed there; catching up: it takes the committed weights first",
     ]
     address: Annotated[str, "of its link: host and port"] = ""

@@ -19,6 +19,7 @@ from tests.processes import completed
 from tests.tools import require
 from tlt_client import Client
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
+from tlt_client.wire import ReplicaStatus
 from tlt_server.wire.events import BufferReport
 from tlt_server.wire.training import Judged, SpotReport
 
@@ -55,6 +56,8 @@ def families(model: Path) -> Iterator[list[Any]]:
         server.call(lambda: training.took(TRAINED))
         samples = server.service.metrics.samples
         server.call(lambda: samples.took(BufferReport(tokens_by_version={"v1": 9})))
+        fleet = server.service.metrics.fleet
+        server.call(lambda: fleet.watch(lambda: [ReplicaStatus(name="a", state="ready")]))
         text = client.metrics()
     yield list(text_string_to_metric_families(text))
 

@@ -22,6 +22,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from tlt_server.metrics.aliases import Aliases
 from tlt_server.metrics.engine import EngineMetrics, EngineProcesses
+from tlt_server.metrics.fleet import FleetMetrics
 from tlt_server.metrics.kinds import Kinds
 from tlt_server.metrics.requests import (
     DiskMetrics,
@@ -59,6 +60,7 @@ class Metrics:
         self.disk = DiskMetrics(kinds)
         self.samples = SampleMetrics(kinds)
         self.training = TrainingMetrics(kinds)
+        self.fleet = FleetMetrics(self.registry)
         PlatformCollector(registry=self.registry)
         ProcessCollector(registry=self.registry)
         EngineProcesses(lambda: self.engine.pids, self.registry)
