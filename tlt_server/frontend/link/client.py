@@ -12,7 +12,6 @@ import itertools
 import time
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import structlog
 
@@ -72,15 +71,14 @@ class EngineClient:
         self.fleet: FleetOrders | None = None  # only a gateway has one
         self._send = self.replica.send
         self.faults = Containment(log=self._contained)
-        self._sequences = OpenSequences(
+        self.sequences = OpenSequences(
             admission,
             metrics,
             self.replicas,
             lambda count: self.activity.set("sequences", count),
             self.faults,
         )
-        for replica in self.replicas:
-            replica.queue = self._sequences.where.queue(replica)
+        self.replica.queue = self.sequences.where.queue(self.replica)
         self._weight_answers = self.replica.weight_answers
         self._control_answers = self.replica.control_answers
         self._unanswered = False  # weight commands were open at a death; False again when ready
@@ -113,7 +111,7 @@ class EngineClient:
             case Outputs():
                 with self.faults.containing("the figures of a step"):
                     self._count(event)
-                self._sequences.dispatch(event.outputs)
+                self.sequences.dispatch(event.outputs)
             case Phase() | PhaseProgress():
                 self.replica.start.take(event)
             case Ready(info):
@@ -146,7 +144,7 @@ class EngineClient:
         """Return the key whose requests alone can have caused this death, which may have to rest
         now; empty if unknown.
         """
-        owner = self._sequences.alone(death.started)
+        owner = self.sequences.alone(death.started)
         self.admission.rests.died(owner, now_s)
         return owner
 
@@ -162,7 +160,7 @@ class EngineClient:
         with self.faults.containing("the figures of an engine that is gone"):
             self._metrics.engine_gone()
         self.policies.died(reason)
-        resumable = self._sequences.died(self.replica, death.started, EngineFailed(reason))
+        resumable = self.sequences.died(self.replica, death.started, EngineFailed(reason))
         self.changes.tell()
         return resumable
 
@@ -178,7 +176,7 @@ class EngineClient:
         for command in self.pauses.standing():
             self._send(command)
         if not self.versions.lost:
-            self._sequences.resume()
+            self.sequences.resume()
         self.activity.set("engine", 0)
         self._started.set()
 
@@ -188,7 +186,8 @@ class EngineClient:
             self._metrics.sequences.inter_token_s.observe_many(seconds / tokens, sequences)
         self.replica.stepped(message)
         if message.cycle is not None:
-            self.admission.stepped(message.cycle, message.gauges.get("waiting", 0.0))
+            waiting = message.gauges.get("waiting", 0.0)
+            self.admission.stepped(self.replicas.together(message.cycle), waiting)
 
     # the end of the server
 
@@ -198,13 +197,13 @@ class EngineClient:
         """
         self._stop_taking()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._sequences.idle.wait(), timeout_s)
-        return self._sequences.idle.is_set()
+            await asyncio.wait_for(self.sequences.idle.wait(), timeout_s)
+        return self.sequences.idle.is_set()
 
     def close(self) -> None:
         """Refuse new requests, and end the open ones with a typed error."""
         self._stop_taking()
-        self._sequences.end_all(
+        self.sequences.end_all(
             Unavailable("the server is shutting down; send the request to another replica or later")
         )
 
@@ -243,23 +242,26 @@ class EngineClient:
         `poisoned`.
         """
         self.check_available()
-        return self._sequences.submit(
-            requests, deadline_s=deadline_s, resumes=resumes, accepted=accepted
+        return self.sequences.submit(
+            requests,
+            deadline_s=deadline_s,
+            resumes=resumes or self.replicas.resume,
+            accepted=accepted,
         )
 
     @property
     def open_ids(self) -> list[str]:
         """Return the ids of all sequences that have not ended."""
-        return self._sequences.ids
+        return self.sequences.ids
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> int:
         """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many of
         them are open.
         """
-        return self._sequences.abort(ids, finish_reason)
+        return self.sequences.abort(ids, finish_reason)
 
     # whether it takes requests
 
@@ -329,23 +331,17 @@ class EngineClient:
         return report
 
     def _weights_reported(self, report: WeightReport) -> None:
-        if self.info is not None:
-            self.replica.info = msgspec.structs.replace(
-                self.info,
-                weight_version=report.state.target,
-                drafter_version=report.state.drafter,
-                adapters=report.state.adapters,
-            )
+        self.replica.reported(report)
         with self.faults.containing("the figures of a push"):
             self._metrics.weights.reported(report)
         waiting = bool(self.versions.lost)
         self.versions.reported(report)
         if waiting and not self.versions.lost:
-            self._sequences.resume()
+            self.sequences.resume()
 
     async def _control(self, command: ControlCommand) -> None:
         if isinstance(command, Pause | Sleep) and command.in_flight == "abort":
-            self.abort(self._sequences.held_ids)
+            self.abort(self.sequences.held_ids)
         self.check_running()
         report = await self._control_answers.ask(command)
         if report.error is not None:

@@ -57,15 +57,31 @@ class Distribution:
             )
         return free, suspect
 
-    def place(self, requests: Iterable[GenerateRequest]) -> None:
-        """Queue each of these at the replica that is best for it."""
+    def place(self, requests: Iterable[GenerateRequest], at: Replica | None = None) -> None:
+        """Queue each of these at the replica that is best for it, or at this one if it can run
+        it.
+        """
         groups = defaultdict[Replica, list[GenerateRequest]](list)
         for route in self.waiting(each.id for each in requests):
-            replica = route.replica = self._replicas.place(route.request, route.tokens)
+            replica = route.replica = self._replicas.place(route.request, route.tokens, at)
             if replica is not None:
                 groups[replica].append(route.request)
         for replica, group in groups.items():
             replica.queue.add(group)
+
+    def move(self, routes: Iterable[Route], to: Replica | None = None) -> None:
+        """Continue sequences at another replica, which gets their tokens so far: at `to` if given,
+        else where it is best.
+        """
+        moved = [*routes]
+        known = [(route.replica, route.sent_as) for route in moved if not route.held]
+        for route in moved:  # before the aborts, whose answers then concern no open sequence
+            route.hops += not route.held
+            holder, route.replica, route.held = route.replica, None, True
+            if holder is not None:
+                holder.queue.reached(route.request.id)
+        _abort(known, "abort")
+        self.place((route.request for route in moved), to)
 
     def try_out(self, requests: Iterable[GenerateRequest]) -> None:
         """Queue these at the one replica that has requests on trial."""
@@ -101,9 +117,13 @@ class Distribution:
 
     def abort(self, routes: Iterable[Route], finish_reason: str = "abort") -> None:
         """Ask the replicas of these to end them."""
-        ids = defaultdict[Holder, list[str]](list)
-        for route in routes:
-            if route.replica is not None:
-                ids[route.replica].append(route.sent_as)
-        for replica, few in ids.items():
-            replica.send(Abort(few, finish_reason))
+        _abort([(route.replica, route.sent_as) for route in routes], finish_reason)
+
+
+def _abort(sequences: Iterable[tuple[Holder | None, str]], finish_reason: str) -> None:
+    ids = defaultdict[Holder, list[str]](list)
+    for holder, id in sequences:
+        if holder is not None:
+            ids[holder].append(id)
+    for holder, few in ids.items():
+        holder.send(Abort(few, finish_reason))

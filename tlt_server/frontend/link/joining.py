@@ -6,7 +6,10 @@ fleet compares the descriptions of their engines. Pure: no I/O.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from tlt_client.wire import ReplicaStatus
 from tlt_server.wire.events import EngineInfo
@@ -51,3 +54,17 @@ def differences(mine: EngineInfo, other: EngineInfo) -> str:
 
 def _differ(name: str, mine: object, other: object) -> str:
     return f"{name} is {mine!r} here and {other!r} there"
+
+
+def together(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """Describe the replicas of a fleet, at least one, as one engine."""
+    adapters = set.intersection(*({*info.adapters.items()} for info in infos))
+    return replace(
+        infos[0],
+        pages=sum(info.pages for info in infos),
+        max_running=sum(info.max_running for info in infos),
+        adapters=dict(sorted(adapters)),
+        phases={},
+        pid=0,
+        rank_pids=[],
+    )

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+import msgspec
+
 from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.frontend.link.answers import Answers
 from tlt_server.frontend.link.starting import StartState
@@ -87,6 +89,16 @@ class Replica:
             if message.cycle.drafted:
                 self.drafted.append(message.cycle)
 
+    def reported(self, report: WeightReport) -> None:
+        """Take in which versions are live now."""
+        if self.info is not None:
+            self.info = msgspec.structs.replace(
+                self.info,
+                weight_version=report.state.target,
+                drafter_version=report.state.drafter,
+                adapters=report.state.adapters,
+            )
+
     def check_running(self) -> None:
         """`Unavailable` when there is no engine to ask."""
         now = self.start.now
@@ -102,7 +114,9 @@ class Replica:
 
 
 class Replicas:
-    """The one replica of a server, where every sequence runs. `Fleet` has more."""
+    """The one replica of a server, where every sequence runs. A fleet has more."""
+
+    resume = False  # sequences of a lost replica continue at another one
 
     def __init__(self, replica: Replica | None = None) -> None:
         self.whole = replica or Replica()
@@ -123,3 +137,7 @@ class Replicas:
 
     def ended(self, id: str) -> None:
         """Forget a sequence that was placed."""
+
+    def together(self, cycle: Cycle) -> Cycle:
+        """Return a step of all engines, if their steps are like this one."""
+        return cycle

@@ -60,6 +60,10 @@ class OpenSequences:
         """Ids of the sequences waiting here, unknown to any engine."""
         return [id for id, route in self._routes.items() if route.held]
 
+    def at(self, replica: Replica) -> list[Route]:
+        """Return the open sequences that a replica has, or will get."""
+        return [route for route in self._routes.values() if route.replica is replica]
+
     def submit(
         self,
         requests: Sequence[GenerateRequest],
@@ -195,7 +199,7 @@ class OpenSequences:
             del self._left[route.sent_as]
         self._chores.add(left, self._close)
         replica.queue.clear()
-        mine = [route for route in self._routes.values() if route.replica is replica]
+        mine = self.at(replica)
         for route in mine:
             route.held, route.replica = True, None
 

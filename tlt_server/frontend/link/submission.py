@@ -107,6 +107,7 @@ class Route(Struct, gc=False):
     held: bool = False  # the sequence waits here, and no engine knows it
     ending: str = ""  # the finish reason that an abort asked for
     crashed: bool = False  # it ran when an engine ended
+    lost: bool = False  # it was at a replica that was lost for an unknown reason
     version: str = ""  # the weights that computed its last tokens
     mixed: bool = False  # others computed tokens before those
 

@@ -1,0 +1,212 @@
+"""A fleet's sequences: where they run, and that each token comes once when replicas come and go."""
+
+import asyncio
+from contextlib import suppress
+
+import msgspec
+import pytest
+
+from tests.frontend.fake_engine import INFO
+from tests.unit.small_fleet import SmallFleet, check_whole, read, settle
+from tests.waiting import in_loop
+from tlt_server.errors import Conflict, NotFound, Unavailable
+from tlt_server.wire.commands import Pause, SetPolicy, Submit
+from tlt_server.wire.records import StepOutput
+
+
+@in_loop
+async def test_siblings_spread_over_all_replicas() -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+    submission = fleet.submit(30)
+    assert fleet.counts == {"a": 10, "b": 10, "c": 10}
+    fleet.step(50)
+    check_whole(await read(submission))
+    assert not fleet.table.placer.placed
+
+
+@pytest.mark.parametrize("crash", [True, False])
+@in_loop
+async def test_sequences_of_a_lost_replica_continue_elsewhere(crash: bool) -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+    submission = fleet.submit(30)
+    fleet.step(7)
+    fleet.links["b"].die(None if crash else [])
+    for _ in range(60):
+        await settle()
+        fleet.step(1)
+    outputs = await read(submission)
+    assert len(outputs) == 30
+    check_whole(outputs)
+    again = [r for c in fleet.links["a"].commands if isinstance(c, Submit) for r in c.requests]
+    assert {len(request.generated) for request in again} >= {0, 7}
+    fleet.table.placer.check()
+
+
+@in_loop
+async def test_late_output_of_the_replica_before_is_dropped() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    submission = fleet.submit(1)
+    [name] = [name for name, count in fleet.counts.items() if count]
+    fleet.step(3)
+    link = fleet.links[name]
+    late = StepOutput(id=[*link.running][0], token_ids=[9], logprobs=[-1.0], weight_version="v0")
+    fleet.operations.drain(name)
+    link.running = {}
+    link._give([late])
+    fleet.operations.resume(name)
+    other = "b" if name == "a" else "a"
+    fleet.operations.drain(other)  # back to the replica that sends its late output once more
+    link._give([late])
+    fleet.step(47)
+    await settle()
+    check_whole(await read(submission))
+    moved = [r.id for c in link.commands if isinstance(c, Submit) for r in c.requests]
+    assert moved == ["0-0.0", "0-0.0~2"]
+
+
+@in_loop
+async def test_drain_empties_a_replica_and_resume_uses_it_again() -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+    submission = fleet.submit(30)
+    fleet.step(5)
+    fleet.operations.drain("a")
+    assert fleet.counts == {"a": 0, "b": 15, "c": 15}
+    state = {each.name: (each.state, each.moves) for each in fleet.operations.status()}
+    assert state == {"a": ("draining", 10), "b": ("ready", 0), "c": ("ready", 0)}
+    fleet.operations.drain("a")  # a repeated order changes nothing
+    fleet.operations.drain("b")
+    with pytest.raises(Conflict, match="last replica"):
+        fleet.operations.drain("c")
+    with pytest.raises(NotFound, match="the fleet has a, b, c"):
+        fleet.operations.drain("d")
+    fleet.operations.resume("a")
+    more = fleet.submit(3)
+    assert fleet.counts["a"] == 3
+    for _ in range(50):
+        fleet.step(1)
+    await settle()
+    check_whole(await read(submission))
+    check_whole(await read(more))
+
+
+@in_loop
+async def test_sequence_of_two_versions_does_not_move_by_choice() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    fleet.submit(4)
+    fleet.step(2)
+    old = fleet.links["a"].running.copy()
+    fleet.links["a"].version = fleet.links["b"].version = "v1"
+    fleet.links["a"].step(1)
+    fleet.operations.drain("a")
+    assert fleet.links["a"].running.keys() == old.keys()
+    fleet.links["a"].die([])
+    await settle()
+    assert fleet.counts == {"a": 0, "b": 4}  # when it is lost, it moves
+
+
+@in_loop
+async def test_without_a_replica_sequences_wait_and_requests_are_refused() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    submission = fleet.submit(6)
+    fleet.step(3)
+    for name in "ab":
+        fleet.links[name].die([])
+    await settle()
+    with pytest.raises(Unavailable, match="no replica is left: b: it ended") as refused:
+        fleet.submit(1)
+    assert refused.value.retry_after_s is not None
+    fleet.links["b"].begin()
+    for _ in range(60):  # those that were lost twice are tried one by one
+        await settle()
+        assert fleet.counts["a"] == 0
+        fleet.step(1)
+    check_whole(await read(submission))
+
+
+@in_loop
+async def test_deadly_request_ends_two_engines_and_no_third() -> None:
+    fleet = SmallFleet("abcd")
+    await fleet.begin()
+    submission = fleet.submit(12)
+    fleet.step(4)
+    [deadly, *_] = fleet.links["a"].running
+    died = 0
+    for _ in range(200):
+        await settle()
+        for link in fleet.links.values():
+            if link.up and deadly in link.running:
+                link.die()
+                died += 1
+            elif link.up:
+                link.step(1)
+    outputs = await read(submission)
+    assert died == 2
+    error = outputs.pop(deadly)[-1].error
+    assert error is not None and error[0] == "poisoned"
+    assert len(outputs) == 11
+    check_whole(outputs)
+
+
+@in_loop
+async def test_joiner_that_differs_is_named_and_gets_nothing() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    await fleet.operations.scale(3)
+    fleet.links["c"].begin(msgspec.structs.replace(INFO, vocab_size=7))
+    await settle()
+    [status] = [each for each in fleet.operations.status() if each.name == "c"]
+    assert status.state == "lost" and "vocab_size is 300 here and 7 there" in status.fault
+    fleet.submit(9)
+    assert fleet.counts["c"] == 0
+
+
+@in_loop
+async def test_joiner_gets_the_pause_and_the_policy_that_stand() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    await fleet.client.set_policy(SetPolicy("off"), patience_s=5.0)
+    await fleet.client.pauses.pause("continue", refuse=False, clear_cache=False)
+    await fleet.operations.scale(3)
+    fleet.links["c"].begin()
+    await settle()
+    kinds = [type(command) for command in fleet.links["c"].commands]
+    assert kinds == [Pause, SetPolicy]
+    assert fleet.client.info is not None and fleet.client.info.max_running == 3 * INFO.max_running
+
+
+@in_loop
+async def test_scaling_down_drains_before_it_stops() -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+    submission = fleet.submit(30)
+    fleet.step(1)
+    await fleet.operations.scale(2)
+    while not fleet.orders:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    [stopped] = {"a", "b", "c"} - fleet.fleet.members.keys()
+    assert fleet.orders == [f"stop {stopped}"] and sum(fleet.counts.values()) == 30
+    fleet.step(49)
+    await settle()
+    check_whole(await read(submission))
+    fleet.task.cancel()
+    with suppress(asyncio.CancelledError):
+        await fleet.task
+
+
+@in_loop
+async def test_what_is_submitted_during_a_commit_waits_for_its_end() -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+    fleet.fleet.close()
+    submission = fleet.submit(3)
+    assert sum(fleet.counts.values()) == 0
+    fleet.fleet.open()
+    await settle()
+    fleet.step(50)
+    check_whole(await read(submission))

@@ -1,0 +1,270 @@
+"""The fleet of a gateway: its replicas, who of them is used, and what becomes of their sequences.
+
+To the rest of the frontend a fleet is one engine, `Replicas.whole`, whose epochs last from the
+first replica that is ready until none is left. `Fleet` is the link of that engine: orders go to
+every replica. `launching` says where replicas are, `RemoteLink` holds a link to each, and all that
+arrives comes to `take` and `died`. A replica is used once it was compared with the fleet and has
+every committed version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast, get_args
+
+import msgspec
+import structlog
+
+from tlt_server.errors import Conflict, EngineFailed, NotFound, TltError
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.joining import differences, together
+from tlt_server.frontend.link.launching import Launcher, ReplicaAddress
+from tlt_server.frontend.link.link import Death
+from tlt_server.frontend.link.members import FleetReplicas, Member, Orders, ReplicaLink
+from tlt_server.frontend.link.replica import Replica
+from tlt_server.wire.commands import Command, ControlCommand, Recompute, WeightCommand
+from tlt_server.wire.events import (
+    ControlReport,
+    EngineInfo,
+    Event,
+    Outputs,
+    Phase,
+    PhaseProgress,
+    Ready,
+    WeightReport,
+)
+
+SUMMED_S = 0.25  # time for which the sums of gauges are used
+# Gauges that are no counts, by how their names begin.
+MEANS = ("cost_error", "training_slowdown", "outlook_ratio_", "policy_preparing")
+
+log = structlog.get_logger()
+
+
+class Fleet:
+    def __init__(
+        self,
+        client: EngineClient,
+        replicas: FleetReplicas,
+        launcher: Launcher,
+        fan_out: Orders,
+        connect: Callable[[Fleet, Member], ReplicaLink],
+    ) -> None:
+        """`client`: was made with these `replicas`. `connect` makes the link to a member."""
+        self._client, self._replicas, self._launcher = client, replicas, launcher
+        self._fan_out, self._connect = fan_out, connect
+        self._kind: EngineInfo | None = None  # every replica agrees with it
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.members: dict[str, Member] = {}
+        self._sums: dict[str, float] = {}  # the gauges of all replicas
+        self._summed_s = -math.inf
+
+    # which replicas there are
+
+    async def run(self) -> None:
+        """Keep a link to every replica of the launcher until cancelled; then end them all."""
+        try:
+            await self._launcher.run(self._found)
+        finally:
+            for task in [*self._tasks, *(m.task for m in self.members.values() if m.task)]:
+                task.cancel()
+
+    def _found(self, addresses: Sequence[ReplicaAddress]) -> None:
+        """Hold links to exactly these replicas."""
+        known = {address.name: address for address in addresses}
+        for name in [name for name in self.members if name not in known]:
+            self._cut(self.members[name], "it was taken out of the fleet")
+            del self.members[name]
+        for name, address in known.items():
+            member = self.members.get(name)
+            if member is None:
+                member = self.members[name] = Member(address)
+                member.replica.queue = self._client.sequences.where.queue(member.replica)
+            elif member.address.link != address.link and member.task is not None:
+                self._cut(member, address.fault or "it was started again")
+            member.address, member.fault = address, address.fault or member.fault
+            if address.link and member.task is None:
+                member.link = self._connect(self, member)
+                member.task = asyncio.create_task(member.link.run())
+
+    def _cut(self, member: Member, reason: str) -> None:
+        if member.task is not None:
+            member.task.cancel()
+            member.task = None
+        if member.replica.runs:
+            self.died(member.replica, Death("exited", EngineFailed(reason), set()), 0.0, 0.0)
+
+    @property
+    def pushed_to(self) -> list[Replica]:
+        """The replicas that every order goes to."""
+        members = self.members.values()
+        return [each.replica for each in members if each.state in ("ready", "draining")]
+
+    def lost(self, replica: Replica, reason: str) -> None:
+        """Take out a replica that did not do what the fleet did; its link attaches again."""
+        member = self.member(replica.name)
+        self._cut(member, reason)
+        self._found([each.address for each in self.members.values()])
+
+    # what arrives from replicas
+
+    def take(self, event: Event, replica: Replica) -> None:
+        """Apply an event of a replica."""
+        match event:
+            case Outputs():
+                self._replicas.placer.stepped(replica.name, event.cycle, event.gauges)
+                replica.stepped(event)
+                self._client.take(msgspec.structs.replace(event, gauges=self._gauges()))
+            case Phase() | PhaseProgress():
+                replica.start.take(event)
+            case Ready(info):
+                replica.ready(info)
+                member = self.member(replica.name)
+                member.joining = self.do(self._join(member, info))
+            case WeightReport():
+                replica.reported(event)
+                replica.weight_answers.settle(event)
+            case ControlReport():
+                replica.control_answers.settle(event)
+        if not isinstance(event, Outputs):
+            self._client.changes.tell()
+
+    def died(
+        self, replica: Replica, death: Death, restart_in_s: float | None, start_s: float
+    ) -> None:
+        """Continue the sequences of a replica elsewhere: its engine has ended, or its link."""
+        member = self.members.get(replica.name)
+        if member is not None:
+            if member.joining is not None:
+                member.joining.cancel()
+            member.state = "joining" if restart_in_s is not None else "lost"
+            member.fault = death.error.message
+        log.error("replica_lost", name=replica.name, reason=death.error.message)
+        self._replicas.ready.pop(replica.name, None)
+        self._replicas.placer.remove(replica.name)
+        replica.died(death.error.message, restart_in_s, start_s)
+        self._client.sequences.died(replica, self._suspected(replica, death), death.error)
+        if self._replicas.ready:
+            self._client.sequences.resume()
+            self.tell()
+        elif self._replicas.whole.runs:
+            reason = f"no replica is left: {replica.name}: {death.error.message}"
+            self._client.died(Death(death.ending, EngineFailed(reason), set()), 0.0, start_s)
+
+    def _suspected(self, replica: Replica, death: Death) -> set[str]:
+        """Return the sequences that may have caused a death: those that ran if an engine died. A
+        replica is lost for other reasons too, so then only those that were lost before.
+        """
+        if death.started:
+            self._client.blame(death, time.monotonic())
+            return death.started
+        sent = [route for route in self._client.sequences.at(replica) if not route.held]
+        suspected = {route.sent_as for route in sent if route.lost}
+        for route in sent:
+            route.lost = True
+        return suspected
+
+    def _gauges(self) -> dict[str, float]:
+        """Return the replicas' gauges together: shares and ratios as their mean, others added."""
+        now_s = time.monotonic()
+        if now_s >= self._summed_s + SUMMED_S:
+            self._summed_s, self._sums = now_s, {}
+            for replica in self._replicas:
+                for name, value in replica.gauges.items():
+                    part = value / len(self._replicas.ready) if name.startswith(MEANS) else value
+                    self._sums[name] = self._sums.get(name, 0.0) + part
+        return self._sums
+
+    # joining
+
+    async def _join(self, member: Member, info: EngineInfo) -> None:
+        """Bring a replica to what the fleet has, and use it; or say why not."""
+        replica, whole = member.replica, self._replicas.whole
+        try:
+            if found := differences(self._kind or info, info):
+                raise Conflict(f"the replica {replica.name} cannot join: {found}")
+            async with self._fan_out.turn:
+                member.state = "catching up"
+                await self._fan_out.catch_up(replica)
+                if whole.runs:
+                    for command in self._standing():
+                        await replica.control_answers.ask(command)
+                self._admit(member)
+        except TltError as error:
+            member.state, member.fault = "lost", error.message
+            log.error("replica_refused", name=replica.name, reason=error.message)
+
+    def _standing(self) -> list[Any]:
+        policy = self._client.policies.in_force
+        commands: list[Any] = self._client.pauses.standing()
+        if policy is not None:
+            commands.append(msgspec.structs.replace(policy, id=self._client.command_id()))
+        return commands
+
+    def _admit(self, member: Member) -> None:
+        replica = member.replica
+        assert replica.info is not None
+        self._kind = self._kind or replica.info
+        member.state, member.fault = "ready", ""
+        self._replicas.placer.add(replica.name, replica.info.max_running)
+        self._replicas.ready[replica.name] = replica
+        log.info("replica_ready", name=replica.name, place=member.address.place)
+        self.tell()
+        self._client.sequences.resume()
+
+    def tell(self) -> None:
+        """Describe the fleet as one engine to the rest of the frontend."""
+        whole = self._replicas.whole
+        info = together([each.info for each in self._replicas if each.info is not None])
+        if whole.runs:
+            whole.info = self._client.admission.engine = info
+        else:
+            whole.connect(self)
+            self._client.take(Ready(info))
+        self._client.changes.tell()
+
+    # orders to all
+
+    def send(self, command: Command) -> bool:
+        """Give an order to every replica. Return False if there is none."""
+        if not self._replicas.ready:
+            return False
+        if isinstance(command, Recompute):
+            return next(iter(self._replicas)).send(command)
+        if isinstance(command, get_args(WeightCommand)):
+            self.do(self._answer(self._fan_out.weights(cast(WeightCommand, command))))
+        else:
+            self.do(self._answer(self._fan_out.control(cast(ControlCommand, command))))
+        return True
+
+    async def _answer(self, work: Any) -> None:
+        report = await work
+        self._client.take(report)
+        if isinstance(report, WeightReport) and report.role in ("target", "all"):
+            self._replicas.placer.forget()
+        if self._replicas.ready:
+            self.tell()
+
+    def do(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def close(self) -> None:
+        """Place nothing until `open`: the replicas change their weights."""
+        self._replicas.closed = True
+
+    def open(self) -> None:
+        self._replicas.closed = False
+        self._client.sequences.resume()
+
+    def member(self, name: str) -> Member:
+        member = self.members.get(name)
+        if member is None:
+            known = ", ".join(sorted(self.members)) or "none"
+            raise NotFound(f"there is no replica {name!r}; the fleet has {known}")
+        return member

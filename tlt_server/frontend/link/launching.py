@@ -1,0 +1,50 @@
+"""The seam between a fleet's gateway and what starts its replicas: where they are, and orders to
+start, stop and restart them.
+
+`tlt_server.fleet.launchers` implements it; `frontend/link/fleet.py` keeps a link to every address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from tlt_client import Tls
+
+
+class ReplicaAddress(NamedTuple):
+    """The place where a replica is reached."""
+
+    name: str  # unique, the same after a restart, safe in a path and as a label
+    link: str  # host:port of its link; empty while it has none
+    place: str = ""  # for people: its GPUs or its node
+    fault: str = ""  # how its last process ended and when the next one starts
+
+
+class Launcher(Protocol):
+    """A starter of replicas, or one that only knows where they are."""
+
+    async def run(self, found: Callable[[Sequence[ReplicaAddress]], None]) -> None:
+        """Keep the replicas running until cancelled, then end what was started. Call `found` with
+        all addresses at the beginning and after each change. `StartupError`: it can never work.
+        """
+
+    async def start(self) -> str:
+        """Start one more replica and return its name. `Conflict` if that is impossible."""
+
+    async def stop(self, name: str) -> None:
+        """End a replica for good; the caller drains it before."""
+
+    async def restart(self, name: str) -> None:
+        """End a replica and start it again at once."""
+
+
+class FleetOptions(NamedTuple):
+    """The orders to a gateway, next to the configuration of a server."""
+
+    key: str = ""  # API key of the links, with scope `link`; empty: none
+    tls: Tls | None = None  # files for links by TLS; None: plain links
+    take_over: bool = False  # replace another fleet's gateway at its replicas
+    consolidate: float = 0.0  # largest slow-down of a sequence by packing; 0: off
+    sleep_idle_s: float = 0.0  # until an empty replica gives its memory back; 0: never
+    rebalance: bool = False  # move running sequences for speed alone

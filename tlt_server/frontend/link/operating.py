@@ -1,0 +1,109 @@
+"""Orders of operators to a fleet: drain, resume, restart and number of replicas; and its moves."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from tlt_server.errors import Conflict
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.fleet import Fleet
+from tlt_server.frontend.link.joining import ReplicaStatus
+from tlt_server.frontend.link.launching import Launcher
+from tlt_server.frontend.link.members import FleetReplicas, Member
+from tlt_server.frontend.link.replica import Replica
+from tlt_server.frontend.link.submission import Route
+
+EMPTY_S = 0.05  # between two looks at whether a replica is empty
+
+
+class FleetOperations:
+    def __init__(
+        self, client: EngineClient, fleet: Fleet, replicas: FleetReplicas, launcher: Launcher
+    ) -> None:
+        self._client, self._fleet = client, fleet
+        self._replicas, self._launcher = replicas, launcher
+
+    def status(self) -> list[ReplicaStatus]:
+        return [self._status(member) for member in self._fleet.members.values()]
+
+    def _status(self, member: Member) -> ReplicaStatus:
+        replica, info, loads = member.replica, member.replica.info, self._replicas.placer.loads
+        versions = {}
+        if info is not None:
+            versions = {"target": info.weight_version, "drafter": info.drafter_version}
+        load = loads.get(replica.name)
+        return ReplicaStatus(
+            name=replica.name,
+            state=member.state,
+            address=member.address.link,
+            url=member.link.url if member.link is not None else "",
+            versions={role: version for role, version in versions.items() if version},
+            running=int(replica.gauges.get("running", 0)),
+            waiting=int(replica.gauges.get("waiting", 0)),
+            expected_wait_s=round(load.figures()[0], 3) if load is not None else 0.0,
+            moves=member.moves,
+            fault=member.fault,
+        )
+
+    def drain(self, name: str) -> None:
+        """Place nothing there any more, and move its sequences. `Conflict` for the last one."""
+        member = self._fleet.member(name)
+        if member.state == "draining":
+            return
+        if member.state != "ready":
+            raise Conflict(f"the replica {name} is {member.state}, so there is nothing to drain")
+        if len(self._replicas.ready) == 1:
+            raise Conflict(f"{name} is the last replica that is ready; add another one first")
+        member.state = "draining"
+        del self._replicas.ready[name]
+        self._move_away(member)
+        self._fleet.tell()
+
+    def _move_away(self, member: Member) -> None:
+        routes = self._client.sequences.at(member.replica)
+        self._move(member, [route for route in routes if self.may_move(route)])
+
+    def _move(self, member: Member, routes: list[Route], to: Replica | None = None) -> None:
+        member.moves += len(routes)
+        self._client.sequences.where.move(routes, to)
+
+    def may_move(self, route: Route) -> bool:
+        """Return True if all tokens of a sequence are of the live weights, so that it gives the
+        same ones elsewhere.
+        """
+        live = self._replicas.whole.info.weight_version if self._replicas.whole.info else ""
+        same = not route.version or route.version.partition("+")[0] == live
+        return same and not route.mixed and not route.ending and not route.on_trial
+
+    def resume(self, name: str) -> None:
+        """Use a drained replica again."""
+        member = self._fleet.member(name)
+        if member.state == "draining":
+            member.state, self._replicas.ready[name] = "ready", member.replica
+            self._fleet.tell()
+            self._client.sequences.resume()
+
+    async def restart(self, name: str) -> None:
+        """Drain a replica, wait until it is empty, and start it again."""
+        await self._empty(name)
+        await self._launcher.restart(name)
+
+    async def _empty(self, name: str) -> None:
+        with suppress(Conflict):
+            self.drain(name)
+        member = self._fleet.member(name)
+        while self._client.sequences.at(member.replica):  # noqa: ASYNC110 (a rare order)
+            await asyncio.sleep(EMPTY_S)
+
+    async def scale(self, replicas: int) -> None:
+        """Start or stop replicas until there are that many; each that stops is drained first."""
+        for _ in range(replicas - len(self._fleet.members)):
+            await self._launcher.start()
+        excess = sorted(self.status(), key=lambda each: each.running + each.waiting)
+        for status in excess[: max(0, len(self._fleet.members) - replicas)]:
+            self._fleet.do(self._stop(status.name))
+
+    async def _stop(self, name: str) -> None:
+        await self._empty(name)
+        await self._launcher.stop(name)
