@@ -16,12 +16,12 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import msgspec
 import uvloop
@@ -44,6 +44,7 @@ from tlt_server.frontend.http.slices import watch_turns
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import own_directory
+from tlt_server.frontend.link.operating import FleetOperations
 from tlt_server.frontend.link.starting import ProgressLines, checked
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.link.trainer import TrainerLink
@@ -76,14 +77,57 @@ def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None
     """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine ends too often (returns
     1). `StartupError` if it fails before it was ready.
     """
+    return serve_with(config, partial(_own_engine, engine_command or ENGINE))
+
+
+class Backing(NamedTuple):
+    """The engine, or the engines, that a frontend stands on."""
+
+    client: EngineClient
+    run: Callable[[Service], Coroutine[Any, Any, EngineFailed]]  # until none will be left
+    trainer: TrainerLink | None = None
+    fleet: FleetOperations | None = None
+
+
+Back = Callable[[ResolvedConfig, Path, Metrics, ProgressLines], Backing]
+
+
+def serve_with(config: ResolvedConfig, back: Back) -> int:
+    """Serve on the engines that `back` makes, as `serve` does. It gets the server's own directory,
+    which is removed at the end.
+    """
     write_logs(config.log_level, config.log_format)
     log_service_links()
     raise_limit(config)
     write_no_core_files()
-    return uvloop.run(_serve(config, engine_command or ENGINE))
+    return uvloop.run(_serve(config, back))
 
 
-async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
+def _own_engine(
+    command: Sequence[str],
+    config: ResolvedConfig,
+    directory: Path,
+    metrics: Metrics,
+    progress: ProgressLines,
+) -> Backing:
+    """Return the backing of a plain server: an engine process, which is supervised."""
+    client = EngineClient(admission(config), metrics, activity_of(config, directory))
+    launch = partial(_launch, config, command)
+    supervisor = Supervisor(config, launch, directory, client, metrics, progress)
+    trainer = trainer_of(config, directory, metrics)
+
+    async def run(service: Service) -> EngineFailed:
+        training = trainer_task(trainer, service) if trainer is not None else None
+        try:
+            return await supervisor.run()
+        finally:
+            if training is not None:
+                await _cancel(training)
+
+    return Backing(client, run, trainer)
+
+
+async def _serve(config: ResolvedConfig, back: Back) -> int:
     text, progress = Text.load(config.model), ProgressLines()
     metrics = Metrics(config.aliases, config.served_model_name)
     gate, read = Gate(config, metrics), partial(metrics.exchanges.file_read, "certificates")
@@ -97,14 +141,13 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
         own_directory() as directory,
     ):
         config = config.model_copy(update={"port": listener.getsockname()[1]})
-        client = EngineClient(admission(config), metrics, activity_of(config, directory))
+        client, run, trainer, fleet = back(config, directory, metrics, progress)
         async with contextlib.AsyncExitStack() as stack:
             begin = await stack.enter_async_context(tracing(config.otlp_endpoint))
             generations = Generations(client, text, metrics)
             rollouts = Rollouts(
                 (config.state_dir or directory) / "rollouts", config, metrics, generations
             )
-            trainer = trainer_of(config, directory, metrics)
             service = Service(
                 config,
                 client,
@@ -115,15 +158,12 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
                 rollouts,
                 uploads_of(config),
                 trainer,
+                fleet,
             )
-            launch = partial(_launch, config, engine_command)
-            supervisor = Supervisor(config, launch, directory, client, metrics, progress)
-            if trainer is not None:
-                stack.push_async_callback(_cancel, trainer_task(trainer, service))
             await service.exports.clear()
             service.reader.start()
             stack.callback(service.reader.close)
-            supervised = asyncio.create_task(supervisor.run())
+            supervised = asyncio.create_task(run(service))
             stack.push_async_callback(_cancel, supervised)
             signals = _signals()
             await checked(client.replica.start.checked, supervised, signals[0])

@@ -52,9 +52,7 @@ def test_deadline_after_the_last_result_aborts_no_sequence(server: LiveServer) -
     ):
         until(lambda: len(server.client) == 1)
         before = len(server.engine.aborted)
-        server.call(
-            lambda: server.client.sequences.expire(Submission([], lambda submission: None))
-        )
+        server.call(lambda: server.client.sequences.expire(Submission([], lambda submission: None)))
         time.sleep(0.1)
         assert len(server.client) == 1 and server.engine.running
         assert len(server.engine.aborted) == before
