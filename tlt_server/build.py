@@ -23,11 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
-import msgspec
 import uvloop
 from starlette.types import ASGIApp
 
-from tlt_server.config import SAMPLE_RING_MB, Config, ResolvedConfig
+from tlt_server.config import Config, ResolvedConfig
 from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.frontend.app import build_app
@@ -44,7 +43,6 @@ from tlt_server.frontend.http.slices import watch_turns
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import own_directory
-from tlt_server.frontend.link.operating import FleetOperations
 from tlt_server.frontend.link.starting import ProgressLines, checked
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.link.trainer import TrainerLink
@@ -54,23 +52,13 @@ from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.process.garbage import collect_while_few
-from tlt_server.process.machine import client_environment
-from tlt_server.process.private import private_directory, write_no_core_files
-from tlt_server.samples.activity import Activity, make_activity
-from tlt_server.samples.excerpt import SampleFiles
-from tlt_server.samples.ring import WORK, make_ring
-from tlt_server.settings.server import SharedSettings, available_processors
+from tlt_server.process.private import write_no_core_files
+from tlt_server.settings.server import SharedSettings
 from tlt_server.settings.sources import log_service_links
-from tlt_server.speculation.drafters import weights_directory
-from tlt_server.trainer.process.main import MAX_REPORT
-from tlt_server.trainer.process.schedule import MODES
+from tlt_server.training import ACTIVITY, activity_of, rings, trainer_of, trainer_task
 from tlt_server.wire.seeds import SeedSource, choice_seed
-from tlt_server.wire.training import TrainerSettings
 
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
-TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process.main")
-RING, FEATURE_RING, ACTIVITY = "samples", "features", "activity"  # in the server's own directory
-SAMPLES, CHECKPOINTS = "samples", "checkpoints"  # in the state directory
 
 
 def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None) -> int:
@@ -80,16 +68,15 @@ def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None
     return serve_with(config, partial(_own_engine, engine_command or ENGINE))
 
 
-class Backing(NamedTuple):
+class Footing(NamedTuple):
     """The engine, or the engines, that a frontend stands on."""
 
     client: EngineClient
     run: Callable[[Service], Coroutine[Any, Any, EngineFailed]]  # until none will be left
     trainer: TrainerLink | None = None
-    fleet: FleetOperations | None = None
 
 
-Back = Callable[[ResolvedConfig, Path, Metrics, ProgressLines], Backing]
+Back = Callable[[ResolvedConfig, Path, Metrics, ProgressLines], Footing]
 
 
 def serve_with(config: ResolvedConfig, back: Back) -> int:
@@ -109,7 +96,7 @@ def _own_engine(
     directory: Path,
     metrics: Metrics,
     progress: ProgressLines,
-) -> Backing:
+) -> Footing:
     """Return the backing of a plain server: an engine process, which is supervised."""
     client = EngineClient(admission(config), metrics, activity_of(config, directory))
     launch = partial(_launch, config, command)
@@ -124,7 +111,7 @@ def _own_engine(
             if training is not None:
                 await _cancel(training)
 
-    return Backing(client, run, trainer)
+    return Footing(client, run, trainer)
 
 
 async def _serve(config: ResolvedConfig, back: Back) -> int:
@@ -141,7 +128,7 @@ async def _serve(config: ResolvedConfig, back: Back) -> int:
         own_directory() as directory,
     ):
         config = config.model_copy(update={"port": listener.getsockname()[1]})
-        client, run, trainer, fleet = back(config, directory, metrics, progress)
+        client, run, trainer = back(config, directory, metrics, progress)
         async with contextlib.AsyncExitStack() as stack:
             begin = await stack.enter_async_context(tracing(config.otlp_endpoint))
             generations = Generations(client, text, metrics)
@@ -158,7 +145,6 @@ async def _serve(config: ResolvedConfig, back: Back) -> int:
                 rollouts,
                 uploads_of(config),
                 trainer,
-                fleet,
             )
             await service.exports.clear()
             service.reader.start()
@@ -293,7 +279,7 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
     )
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
-        samples, features = _rings(config, directory.parent)
+        samples, features = rings(config, directory.parent)
         settings = replace(
             engine_settings(config),
             parent=os.getpid(),
@@ -304,85 +290,6 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
         process.stdin.write(encode_settings(settings))
         await process.stdin.drain()
     process.stdin.close()
-    return process
-
-
-def _rings(config: Config, directory: Path) -> tuple[Path | None, Path | None]:
-    """Return the rings to the trainer: of sequences and of their features; None: not kept."""
-    if config.drafter_training == "off":
-        return None, None
-    return directory / RING, directory / FEATURE_RING if config.drafter_feature_mb else None
-
-
-def trainer_of(config: ResolvedConfig, directory: Path, metrics: Metrics) -> TrainerLink | None:
-    """Return the link to the trainer, with rings in `directory`; None if nothing is recorded."""
-    if config.drafter_training == "off":
-        return None
-    samples, features = _rings(config, directory)
-    assert samples is not None
-    make_ring(samples, min(config.drafter_ring_mb, SAMPLE_RING_MB) * 2**20)
-    if features is not None:
-        make_ring(features, config.drafter_ring_mb * 2**20)
-    private_directory(directory / WORK)
-    files = SampleFiles(config.state_dir / SAMPLES, config.model) if config.state_dir else None
-    if files is not None:
-        files.inbox.clear()
-    return TrainerLink(
-        partial(_launch_trainer, config, directory, files),
-        metrics.samples,
-        files,
-        directory / WORK if weights_directory(config.drafter) else None,
-        metrics.training,
-    )
-
-
-def activity_of(config: ResolvedConfig, directory: Path) -> Activity:
-    """Return the frontend's half of the activity file, in `directory`."""
-    if config.drafter_training == "off":
-        return Activity()
-    make_activity(directory / ACTIVITY)
-    return Activity(directory / ACTIVITY, MODES[config.drafter_training].parks_for)
-
-
-def trainer_task(trainer: TrainerLink, service: Service) -> asyncio.Task[None]:
-    """Start the task that runs the trainer process."""
-    return asyncio.create_task(trainer.run(service.engine, service.adoption))
-
-
-async def _launch_trainer(
-    config: ResolvedConfig, directory: Path, files: SampleFiles | None
-) -> Process:
-    """Start a trainer process, which reads the ring in `directory`."""
-    mode = MODES[config.drafter_training]
-    environment = {**os.environ, **library_environment(config.numerics)}
-    environment |= client_environment(config.drafter_training_percent) if mode.shares else {}
-    environment.pop(config.api_key_variable, None)
-    process = await asyncio.create_subprocess_exec(
-        *TRAINER, stdin=PIPE, stdout=PIPE, env=environment, limit=MAX_REPORT
-    )
-    assert process.stdin is not None
-    drafter = weights_directory(config.drafter)
-    settings = TrainerSettings(
-        ring=str(directory / RING),
-        model=str(config.model.resolve()),
-        directory=str(files.directory.resolve()) if files else "",
-        tokens=config.drafter_buffer_tokens,
-        bytes=config.drafter_buffer_mb * 2**20,
-        parent=os.getpid(),
-        feature_ring=str(directory / FEATURE_RING) if config.drafter_feature_mb else "",
-        feature_bytes=config.drafter_feature_mb * 2**20,
-        feature_staleness=config.feature_staleness,
-        activity=str(directory / ACTIVITY) if drafter else "",
-        work=str(directory / WORK),
-        memory=(config.drafter_training_mb or 0) * 2**20,
-        numerics=config.numerics,
-        threads=mode.threads(available_processors(), config.threads),
-        shares=mode.shares,
-        checkpoints=str((config.state_dir or directory).resolve() / CHECKPOINTS),
-    )
-    with contextlib.suppress(ConnectionError):
-        process.stdin.write(msgspec.json.encode(settings) + b"\n")
-        await process.stdin.drain()
     return process
 
 

@@ -22,14 +22,7 @@ from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
 from tlt_client import Client
-from tlt_server.build import (
-    activity_of,
-    admission,
-    listening,
-    serving_grpc,
-    trainer_of,
-    trainer_task,
-)
+from tlt_server.build import admission, listening, serving_grpc
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.generation.generation import Generations
@@ -47,6 +40,7 @@ from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
+from tlt_server.training import activity_of, trainer_of, trainer_task
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 

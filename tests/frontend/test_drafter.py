@@ -21,7 +21,6 @@ from tlt_client import Client
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
 from tlt_client.errors import Conflict, InvalidRequest, NotFound
 from tlt_server.__main__ import main
-from tlt_server.build import RING, SAMPLES, WORK
 from tlt_server.demo.workload import TARGET
 from tlt_server.errors import Unavailable
 from tlt_server.frontend.dialects.drafter import accepted_at_depth
@@ -38,6 +37,7 @@ from tlt_server.samples.segments import (
     read_segment,
     recorded,
 )
+from tlt_server.training import RING, SAMPLES, WORK
 from tlt_server.wire.records import Cycle, StepContext, Strategy
 from tlt_server.wire.training import Judged, SpotReport, candidate_directory
 

@@ -53,12 +53,12 @@ async def test_late_output_of_the_replica_before_is_dropped() -> None:
     fleet.step(3)
     link = fleet.links[name]
     late = StepOutput(id=[*link.running][0], token_ids=[9], logprobs=[-1.0], weight_version="v0")
-    fleet.operations.drain(name)
+    await fleet.operations.drain(name)
     link.running = {}
     link._give([late])
     fleet.operations.resume(name)
     other = "b" if name == "a" else "a"
-    fleet.operations.drain(other)  # back to the replica that sends its late output once more
+    await fleet.operations.drain(other)  # back to the replica that sends its late output once more
     link._give([late])
     fleet.step(47)
     await settle()
@@ -73,16 +73,16 @@ async def test_drain_empties_a_replica_and_resume_uses_it_again() -> None:
     await fleet.begin()
     submission = fleet.submit(30)
     fleet.step(5)
-    fleet.operations.drain("a")
+    await fleet.operations.drain("a")
     assert fleet.counts == {"a": 0, "b": 15, "c": 15}
     state = {each.name: (each.state, each.moves) for each in fleet.operations.status()}
     assert state == {"a": ("draining", 10), "b": ("ready", 0), "c": ("ready", 0)}
-    fleet.operations.drain("a")  # a repeated order changes nothing
-    fleet.operations.drain("b")
+    await fleet.operations.drain("a")  # a repeated order changes nothing
+    await fleet.operations.drain("b")
     with pytest.raises(Conflict, match="last replica"):
-        fleet.operations.drain("c")
+        await fleet.operations.drain("c")
     with pytest.raises(NotFound, match="the fleet has a, b, c"):
-        fleet.operations.drain("d")
+        await fleet.operations.drain("d")
     fleet.operations.resume("a")
     more = fleet.submit(3)
     assert fleet.counts["a"] == 3
@@ -102,7 +102,7 @@ async def test_sequence_of_two_versions_does_not_move_by_choice() -> None:
     old = fleet.links["a"].running.copy()
     fleet.links["a"].version = fleet.links["b"].version = "v1"
     fleet.links["a"].step(1)
-    fleet.operations.drain("a")
+    await fleet.operations.drain("a")
     assert fleet.links["a"].running.keys() == old.keys()
     fleet.links["a"].die([])
     await settle()

@@ -27,7 +27,6 @@ from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
 from tlt_server.frontend.http.parsing import Bodies
 from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.operating import FleetOperations
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.parsers.answer import Parsers, parsers_of
 from tlt_server.frontend.reading.reader import Reader
@@ -62,7 +61,6 @@ class Service:
     rollouts: Rollouts
     uploads: Uploads | None  # None: the server takes no weights by http
     trainer: TrainerLink | None = None  # None: nothing is recorded
-    fleet: FleetOperations | None = None  # None: the engine is a process of this server
     reading: Reading = field(default_factory=Reading)
     started_s: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 

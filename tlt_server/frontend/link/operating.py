@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+from tlt_client.wire import ReplicaStatus
 from tlt_server.errors import Conflict
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fleet import Fleet
-from tlt_server.frontend.link.joining import ReplicaStatus
 from tlt_server.frontend.link.launching import Launcher
 from tlt_server.frontend.link.members import FleetReplicas, Member
 from tlt_server.frontend.link.replica import Replica
@@ -23,6 +23,7 @@ class FleetOperations:
     ) -> None:
         self._client, self._fleet = client, fleet
         self._replicas, self._launcher = replicas, launcher
+        client.fleet = self
 
     def status(self) -> list[ReplicaStatus]:
         return [self._status(member) for member in self._fleet.members.values()]
@@ -46,7 +47,7 @@ class FleetOperations:
             fault=member.fault,
         )
 
-    def drain(self, name: str) -> None:
+    async def drain(self, name: str) -> None:
         """Place nothing there any more, and move its sequences. `Conflict` for the last one."""
         member = self._fleet.member(name)
         if member.state == "draining":
@@ -91,7 +92,7 @@ class FleetOperations:
 
     async def _empty(self, name: str) -> None:
         with suppress(Conflict):
-            self.drain(name)
+            await self.drain(name)
         member = self._fleet.member(name)
         while self._client.sequences.at(member.replica):  # noqa: ASYNC110 (a rare order)
             await asyncio.sleep(EMPTY_S)
