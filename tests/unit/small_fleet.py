@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tests.frontend.fake_engine import INFO
-from tlt_server.errors import EngineFailed
+from tlt_server.errors import EngineFailed, TltError
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fleet import Fleet
@@ -36,6 +36,7 @@ class SmallReplica:
         self.running: dict[str, tuple[GenerateRequest, int]] = {}  # with the tokens so far
         self.commands: list[Command] = []
         self.version, self.up = "v0", False
+        self.refusal: TltError | None = None
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -159,7 +160,7 @@ class SmallFleet:
 
     async def begin(self) -> None:
         self.task = asyncio.create_task(self.fleet.run())
-        await asyncio.sleep(0)
+        await settle()
         for link in self.links.values():
             link.begin()
         await settle()

@@ -203,10 +203,24 @@ async def test_scaling_down_drains_before_it_stops() -> None:
 async def test_what_is_submitted_during_a_commit_waits_for_its_end() -> None:
     fleet = SmallFleet()
     await fleet.begin()
-    fleet.fleet.close()
+    fleet.table.commits = lambda: True
     submission = fleet.submit(3)
     assert sum(fleet.counts.values()) == 0
-    fleet.fleet.open()
+    fleet.table.commits = lambda: False
+    fleet.client.sequences.resume()
     await settle()
     fleet.step(50)
     check_whole(await read(submission))
+
+
+@in_loop
+async def test_gateway_that_every_replica_refuses_ends_and_says_why() -> None:
+    fleet = SmallFleet("ab")
+    running = asyncio.create_task(fleet.fleet.run())
+    await settle()
+    for name in "ab":
+        fleet.links[name].refusal = Conflict(f"{name}:1: the server is held by another")
+        fleet.links[name].die([])
+    assert (await running).message.endswith(
+        "a:1: the server is held by another; b:1: the server is held by another"
+    )

@@ -68,6 +68,12 @@ class Answers(Generic[Report]):
         if answer is not None and not answer.done():
             answer.set_result(report)
 
+    def refuse(self, id: str, error: TltError) -> None:
+        """End the wait for one answer."""
+        answer = self._awaited.get(id)
+        if answer is not None and not answer.done():
+            answer.set_exception(error)
+
     def fail(self, error: Callable[[], TltError]) -> None:
         """End every wait; `error` makes one error for each."""
         for answer in self._awaited.values():

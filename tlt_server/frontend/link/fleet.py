@@ -25,7 +25,7 @@ from tlt_server.frontend.link.launching import Launcher, ReplicaAddress
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.members import FleetReplicas, Member, Orders, ReplicaLink
 from tlt_server.frontend.link.replica import Replica
-from tlt_server.wire.commands import Command, ControlCommand, Recompute, WeightCommand
+from tlt_server.wire.commands import Command, ControlCommand, Recompute, SetPolicy, WeightCommand
 from tlt_server.wire.events import (
     ControlReport,
     EngineInfo,
@@ -61,16 +61,27 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self._sums: dict[str, float] = {}  # the gauges of all replicas
         self._summed_s = -math.inf
+        self._over: asyncio.Future[EngineFailed] = asyncio.get_running_loop().create_future()
 
     # which replicas there are
 
-    async def run(self) -> None:
-        """Keep a link to every replica of the launcher until cancelled; then end them all."""
+    async def run(self) -> EngineFailed:
+        """Keep a link to every replica of the launcher until cancelled; then end them all. Return
+        an error if all replicas refuse this gateway.
+        """
+        launching = asyncio.create_task(self._launcher.run(self._found))
         try:
-            await self._launcher.run(self._found)
+            ends: list[asyncio.Future[Any]] = [launching, self._over]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if launching.done():
+                launching.result()
+            return await self._over
         finally:
-            for task in [*self._tasks, *(m.task for m in self.members.values() if m.task)]:
+            links = [each.task for each in self.members.values() if each.task is not None]
+            for task in (*self._tasks, *links):
                 task.cancel()
+            launching.cancel()
+            await asyncio.wait({launching, *links})
 
     def _found(self, addresses: Sequence[ReplicaAddress]) -> None:
         """Hold links to exactly these replicas."""
@@ -140,8 +151,10 @@ class Fleet:
         if member is not None:
             if member.joining is not None:
                 member.joining.cancel()
-            member.state = "joining" if restart_in_s is not None else "lost"
-            member.fault = death.error.message
+            member.state, member.fault = "lost", death.error.message
+            self._end_if_refused()
+        if not replica.runs:
+            return  # another try to reach it has failed
         log.error("replica_lost", name=replica.name, reason=death.error.message)
         self._replicas.ready.pop(replica.name, None)
         self._replicas.placer.remove(replica.name)
@@ -153,6 +166,13 @@ class Fleet:
         elif self._replicas.whole.runs:
             reason = f"no replica is left: {replica.name}: {death.error.message}"
             self._client.died(Death(death.ending, EngineFailed(reason), set()), 0.0, start_s)
+
+    def _end_if_refused(self) -> None:
+        """End the gateway if every replica says that it belongs to another one."""
+        refusals = [each.link.refusal for each in self.members.values() if each.link is not None]
+        held = [refusal.message for refusal in refusals if isinstance(refusal, Conflict)]
+        if len(held) == len(self.members) and not self._over.done():
+            self._over.set_result(EngineFailed("no replica takes this gateway: " + "; ".join(held)))
 
     def _suspected(self, replica: Replica, death: Death) -> set[str]:
         """Return the sequences that may have caused a death: those that ran if an engine died. A
@@ -235,15 +255,28 @@ class Fleet:
         if isinstance(command, Recompute):
             return next(iter(self._replicas)).send(command)
         if isinstance(command, get_args(WeightCommand)):
-            self.do(self._answer(self._fan_out.weights(cast(WeightCommand, command))))
+            self.do(self._push(cast(WeightCommand, command)))
         else:
-            self.do(self._answer(self._fan_out.control(cast(ControlCommand, command))))
+            self.do(self._control(cast(ControlCommand, command)))
         return True
 
-    async def _answer(self, work: Any) -> None:
-        report = await work
+    async def _control(self, command: ControlCommand | SetPolicy) -> None:
+        try:
+            report = await self._fan_out.control(command)
+        except TltError as error:
+            report = ControlReport(command.id, (error.code, error.message))
         self._client.take(report)
-        if isinstance(report, WeightReport) and report.role in ("target", "all"):
+
+    async def _push(self, command: WeightCommand) -> None:
+        try:
+            report = await self._fan_out.weights(command)
+        except TltError as error:
+            self._replicas.whole.weight_answers.refuse(command.id, error)
+            return
+        finally:
+            self._client.sequences.resume()  # what was submitted during a commit has waited
+        self._client.take(report)
+        if report.role in ("target", "all"):
             self._replicas.placer.forget()
         if self._replicas.ready:
             self.tell()
@@ -253,14 +286,6 @@ class Fleet:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def close(self) -> None:
-        """Place nothing until `open`: the replicas change their weights."""
-        self._replicas.closed = True
-
-    def open(self) -> None:
-        self._replicas.closed = False
-        self._client.sequences.resume()
 
     def member(self, name: str) -> Member:
         member = self.members.get(name)

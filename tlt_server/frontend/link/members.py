@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from tlt_server.errors import TltError
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.placing import Placer
 from tlt_server.frontend.link.replica import Replica, Replicas
@@ -22,6 +23,7 @@ class ReplicaLink(Protocol):
     """The link to one replica, for as long as it runs."""
 
     url: str  # the HTTP address of the replica, once attached
+    refusal: TltError | None  # why the replica ended the last stream
 
     async def run(self) -> None: ...
 
@@ -48,7 +50,7 @@ class FleetReplicas(Replicas):
         super().__init__()
         self.placer, self._share = Placer(), share
         self.ready: dict[str, Replica] = {}
-        self.closed = False  # a commit is on its way, so what is placed waits for its end
+        self.commits: Callable[[], bool] = lambda: False  # what is placed then waits for the end
 
     def __iter__(self) -> Iterator[Replica]:
         yield from self.ready.values()
@@ -56,7 +58,7 @@ class FleetReplicas(Replicas):
     def place(
         self, request: GenerateRequest, tokens: int = 0, at: Replica | None = None
     ) -> Replica | None:
-        if self.closed or not self.ready:
+        if self.commits() or not self.ready:
             return None
         among: Collection[str] | None = (
             None if len(self.ready) == len(self.placer.loads) else self.ready.keys()
