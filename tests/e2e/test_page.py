@@ -22,6 +22,7 @@ from tests.e2e.browser import Open, ask, ready
 from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION
 from tests.waiting import until
 from tlt_client import Client
+from tlt_client.wire import FleetStatus, ReplicaStatus
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
@@ -282,6 +283,33 @@ def test_the_page_shows_the_training_of_the_drafter(open_page: Open, server: Ser
         "all => all.map((one) => one.height.baseVal.value)"
     )
     assert heights[0] < heights[1] == heights[2] > heights[3] == heights[4], "bars, one hatched"
+    assert page.locator("img").count() == 0
+
+
+def test_the_page_shows_the_replicas_of_a_gateway(open_page: Open, server: ServerProcess) -> None:
+    plain = ready(open_page(server.url))
+    expect(plain.locator("#fleet")).to_be_hidden()  # this server is no gateway
+
+    replicas = [
+        ReplicaStatus(name="a", state="ready", running=1234, versions={"target": HOSTILE}),
+        ReplicaStatus(name="b", state="lost", waiting=2, moves=3, fault=f"broke: {HOSTILE}"),
+    ]
+    body = msgspec.json.encode(FleetStatus(replicas)).decode()
+
+    def as_gateway(page: Page) -> None:
+        page.route("**/fleet", lambda route: route.fulfill(body=body))
+        page.route("**/metrics", with_replicas)
+
+    def with_replicas(route: Route) -> None:
+        route.fulfill(body=route.fetch().text() + 'tlt_replicas{state="ready"} 1\n')
+
+    page = open_page(server.url, before=as_gateway)
+    expect(page.locator("#replicas li")).to_have_text(
+        [
+            f"a ready · 1,234 running · 0 waiting · {HOSTILE}",
+            f"b lost · 0 running · 2 waiting · 3 moved away · broke: {HOSTILE}",
+        ]
+    )
     assert page.locator("img").count() == 0
 
 
