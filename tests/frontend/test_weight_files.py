@@ -16,6 +16,8 @@ from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG, CALIBRATION, INDEX, SINGLE
 from tlt_client.channels.checksums import xxh3
+from tlt_server.config import Config
+from tlt_server.errors import StartupError
 from tlt_server.frontend.weights import files
 from tlt_server.frontend.weights.files import MAX_SLICE
 from tlt_server.wire.kept import CURRENT, WEIGHTS, Current, KeptVersion
@@ -112,6 +114,17 @@ def test_other_versions_roles_and_names_are_refused(server: LiveServer) -> None:
     assert "there is no upload" in ask(server, role="all", version="v1").text
     assert ask(server, role="drafter").status_code == 409
     assert ask(server, "/mine/a.safetensors").status_code == 404
+
+
+def test_no_trainer_may_push_by_peer(server: LiveServer, model: Path) -> None:
+    body = {"version": "v1", "channel": "peer", "path": "http://127.0.0.1:1"}
+    for given in (body, {**body, "key": "fleet"}):
+        headers = {"authorization": "Bearer trainer"}
+        refused = httpx.post(f"{server.url}/update_weights", json=given, headers=headers)
+        assert refused.status_code == 400 and "peer" in refused.text
+    assert not server.engine.weight_commands
+    with pytest.raises(StartupError, match="weight_channels names 'peer'"):
+        Config(model=model, weight_channels="peer").checked()
 
 
 def test_files_need_the_scope_link(server: LiveServer) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from tlt_client.channels import TRAINED
+from tlt_client.channels import PEER, TRAINED
 from tlt_server.errors import StartupError
 from tlt_server.samples.ring import WORK
 from tlt_server.settings.server import DtypeName, PolicyName, SharedSettings, open_channels
@@ -30,6 +30,7 @@ class EngineSettings(SharedSettings):
     feature_bytes: int = 0  # host memory for features on their way there; 0: none are captured
     ring_bytes: int = 0  # size of `feature_ring`
     activity: Path | None = None  # says when the trainer runs, see `samples.activity`
+    link_port: int | None = None  # a gateway may send it to other servers for weights
     parent: int = 0  # process that started this one; the engine ends with it
     directory: Path | None = None  # for what the engine makes; removed after its end
 
@@ -40,7 +41,9 @@ class EngineSettings(SharedSettings):
 
     @property
     def channels(self) -> tuple[str, ...]:
-        own = (TRAINED,) if self.sample_ring else ()
+        own: tuple[str, ...] = (TRAINED,) if self.sample_ring else ()
+        if self.link_port is not None and self.state_dir is not None:
+            own += (PEER,)
         return open_channels(self.weight_channels, self.weight_root) + own
 
     @property

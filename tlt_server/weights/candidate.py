@@ -115,6 +115,7 @@ class Candidate:
         self, manifest: Manifest, live: Live, receiver: Receiver, enter: Enter
     ) -> Changed | None:
         declared = _declared(manifest, live)
+        receiver.fetch()
         enter("check")
         for name in receiver.names:
             if receiver.names[name] or not manifest.partial:
@@ -138,15 +139,16 @@ class Candidate:
         if "adapter" in self._roles:
             adapter = self._roles["adapter"].adapter(manifest.adapter)
         receiver.confirm()
+        made = Changed(adapter=adapter) if adapter is not None else Changed(target, drafter)
+        _check_digests(made, receiver)
         enter("spool")
         for role in self._roles.values():
             role.keep_whole()
         if adapter is not None:
-            return Changed(adapter=adapter).named(manifest.version or adapter.digest[:12])
-        changed = Changed(target, drafter)
+            return made.named(manifest.version or adapter.digest[:12])
         origin = Path(manifest.path).name or manifest.channel
-        version = self._version or manifest.version or unnamed(origin, digest(changed.sums))
-        return changed.named(version)
+        version = self._version or manifest.version or unnamed(origin, digest(made.sums))
+        return made.named(version)
 
     def _open(
         self,
@@ -242,6 +244,18 @@ def _declared(manifest: Manifest, live: Live) -> dict[str, dict[str, TensorEntry
         declared[role][name] = entry
         check_dtype(entry, parameters.get(role, {}).get(name))
     return declared
+
+
+def _check_digests(made: Changed, receiver: Receiver) -> None:
+    """Check that the tensors make the versions that the channel has announced."""
+    for role, announced in receiver.digests.items():
+        part = made.adapter if role == "adapter" else made.by_role[role]
+        assert part is not None
+        if part.digest != announced:
+            raise WeightsRefused(
+                f"the {role}'s tensors have the digest {part.digest[:12]}, announced was "
+                f"{announced[:12]}; push them again, from another place"
+            )
 
 
 def _exhausted(error: Exception) -> PushFailed:

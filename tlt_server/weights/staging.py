@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from tlt_client.channels import CHANNELS, TRAINED, Receiver
+from tlt_client.channels import CHANNELS, PEER, TRAINED, Receiver
 from tlt_server.errors import PushFailed, TltError
 from tlt_server.process.threads import started
 from tlt_server.registry import Registry
@@ -16,11 +16,14 @@ from tlt_server.weights.update import InThread, Push
 from tlt_server.weights.versions import Versions
 from tlt_server.wire.commands import Manifest
 
-# The trainer's own candidates come from a directory of the server.
+# Channels of the server's own trainer and of other servers have no sender.
 RECEIVERS = Registry(
     "channel",
     {name: channel.receiver for name, channel in CHANNELS.items()}
-    | {TRAINED: "tlt_client.channels.disk:TrainedReceiver"},
+    | {
+        TRAINED: "tlt_client.channels.disk:TrainedReceiver",
+        PEER: "tlt_client.channels.peer:PeerReceiver",
+    },
 )
 LOOK_S = 0.05  # between two checks whether a push that waits was aborted
 

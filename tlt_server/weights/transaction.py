@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from tlt_client.channels import owner
+from tlt_client.channels import PEER, owner
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -86,11 +86,10 @@ class Transaction:
     def _check_open(self, manifest: Manifest) -> None:
         channels = self.options.channels
         if manifest.channel not in channels:
-            missing = (
-                "--weight-root DIR, the directory that pushes may come from"
-                if manifest.channel == "disk"
-                else f"{manifest.channel} among its --weight-channels"
-            )
+            missing = {
+                "disk": "--weight-root DIR, the directory that pushes may come from",
+                PEER: "--link-port, by which a gateway attaches, or --state-dir",
+            }.get(manifest.channel, f"{manifest.channel} among its --weight-channels")
             raise Forbidden(
                 f"this server takes no weights by {manifest.channel} "
                 f"(open: {', '.join(channels) or 'no channel'}): it was started without {missing}"

@@ -12,7 +12,7 @@ from dataclasses import replace as replaced_part
 
 from msgspec.structs import replace
 
-from tlt_client.channels import TRAINED
+from tlt_client.channels import PEER, TRAINED
 from tlt_client.channels.checksums import digest
 from tlt_server.errors import Conflict
 from tlt_server.weights.parts import Adapter, Changed, Live, Part
@@ -325,4 +325,5 @@ def _repeatable(manifest: Manifest) -> Manifest:
     """Return the manifest without fields that may differ in a repetition: its upload may have moved
     or been removed.
     """
-    return replace(manifest, session="", path="" if manifest.channel == "http" else manifest.path)
+    moves = manifest.channel in ("http", PEER)
+    return replace(manifest, session="", key="", path="" if moves else manifest.path)

@@ -138,7 +138,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
     labelled: bool = False
     channel: str = "disk"  # a name of `tlt_client.channels.CHANNELS`
     # disk: a directory, absolute or below the weight root; http: the upload's; ipc: a socket's name
+    # peer: addresses of servers that have the files, with spaces between
     path: str = ""
+    key: str = ""  # by peer: the API key that these servers ask for
     drafter_path: str = ""  # by disk with role `all`: the drafter's directory
     # empty: everything that the model has, with any bytes; by broadcast and ipc: in order of
     # arrival

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tlt_client.arguments import version_of
@@ -60,7 +61,9 @@ CHANNELS = {
         repeatable=False,
     ),
 }
-TRAINED = "trained"  # the channel of drafters that the server trains itself; not for pushes
+# Channels that no trainer may push by, so that the table leaves them out: drafters that the server
+# trains itself, and files of other servers, which a gateway's manifests name.
+TRAINED, PEER = "trained", "peer"
 DRAFTER_PREFIX = "draft."  # begins the names of the drafter's tensors in a push of both roles
 
 Tensors = Iterable[tuple[str, "Tensor"]]
@@ -86,7 +89,16 @@ class Announcement(Protocol):
     def role(self) -> str: ...  # target | drafter | all | adapter
 
     @property
+    def version(self) -> str: ...
+
+    @property
+    def adapter(self) -> str: ...
+
+    @property
     def path(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
 
     @property
     def drafter_path(self) -> str: ...
@@ -113,6 +125,7 @@ class Intake:
     uploads: Path | None = None  # directory of parts that came by http
     sockets: Path | None = None  # private directory in which it meets trainers of the channel ipc
     trained: Path | None = None  # directory of the server's own trainer
+    pulled: Path | None = None  # directory for files of other servers, on the spool's file system
     groups: Groups = field(default_factory=Groups)  # the engine's joined groups
 
     @property
@@ -156,6 +169,7 @@ class Receiver(ABC):
     names: Mapping[str, Mapping[str, str]]  # role -> tensor that will come -> its origin
     places: Mapping[str, str]  # role -> the origin of its tensors; both are for messages
     layouts: Sequence[Layout] = ()  # empty where only the manifest describes the tensors
+    digests: Mapping[str, str] = MappingProxyType({})  # role -> the version's, where it is known
 
     def name_announced(self, push: Announcement, where: str, each: str) -> None:
         """Read the tensors' names from the manifest; refuse one without tensors. `each`: the rest
@@ -166,6 +180,12 @@ class Receiver(ABC):
         roles = split((tensor.name for tensor in push.tensors), push.role)
         self.names = {role: dict.fromkeys(roles.get(role, ()), where) for role in pushed(push.role)}
         self.places = dict.fromkeys(self.names, where)
+
+    def fetch(self) -> None:
+        """Get what the attributes describe, if the constructor does not; `stop` ends it. Called
+        once, before anything else.
+        """
+        return
 
     def file(self, role: str, name: str) -> bytes | None:
         """Return a small file sent with the tensors; None without one."""

@@ -28,7 +28,7 @@ from tlt_client.channels import (
     by_role,
     owner,
 )
-from tlt_client.channels.checkpoint import CALIBRATION, Files
+from tlt_client.channels.checkpoint import ADAPTER_CONFIG, CALIBRATION, Files
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
 from tlt_client.channels.source import Source
@@ -54,12 +54,13 @@ class HttpReceiver(Receiver):
                 "push or its abort, at a restart of the server, and upload_ttl_s after their last "
                 "byte"
             )
-        self._source, self._role = Source(intake.uploads, push.path), push.role
         self.name_announced(push, "the manifest", "http names each with its checksum")
-        self._files = Files(
-            self._source,
-            sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION),
-        )
+        self.read_headers(Source(intake.uploads, push.path), push)
+
+    def read_headers(self, source: Source, push: Announcement) -> None:
+        """Read the headers of all files of a directory."""
+        self._source, self._role = source, push.role
+        self._files = Files(source, sorted(path.name for path in source.path.glob("*.safetensors")))
         self.layouts = [
             Layout(role, _where(part), spec._replace(name=own))
             for part, specs in self._files.specs.items()
@@ -74,7 +75,8 @@ class HttpReceiver(Receiver):
         self.buffers = Buffers(host=self._files.largest)
 
     def file(self, role: str, name: str) -> bytes | None:
-        exists = role == "drafter" and name == CALIBRATION and self._source.has(name)
+        known = (role, name) in (("drafter", CALIBRATION), ("adapter", ADAPTER_CONFIG))
+        exists = known and self._source.has(name)
         return self._source.read(name) if exists else None
 
     def batches(self) -> Iterator[TensorBatch]:

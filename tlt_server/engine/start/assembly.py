@@ -55,6 +55,7 @@ from tlt_server.weights.transaction import Transaction
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.events import CHECKED, EngineInfo
 from tlt_server.wire.fingerprint import libraries
+from tlt_server.wire.kept import WEIGHTS
 from tlt_server.wire.records import Arms, GenerateRequest, Strategy
 
 KEPT_POLICIES = 8  # policies whose memory is kept while others are active
@@ -334,6 +335,7 @@ def _options(settings: DecidedSettings, device: Device) -> Options:
         state and state / "uploads",
         made_directory(settings.directory) if "ipc" in settings.channels else None,
         trained=settings.trained,
+        pulled=state and state / WEIGHTS,
         groups=Groups(settings.weight_timeout_s),
     )
     return Options(

@@ -1,0 +1,275 @@
+"""Channel `peer`: the files of a version that another server of the fleet keeps, over HTTP.
+
+There is only the engine's half: a gateway sends the manifests, whose `path` names the sources. The
+files come in slices over several connections into a directory below the spool and are then read as
+`http` reads its parts. Each slice must have the digest that the source's list gives. A source that
+breaks off, changes or stays silent is left for the next one; a busy one is asked again later.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, NamedTuple
+from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tlt_client.arguments import bearer
+from tlt_client.channels import Announcement, Intake, pushed
+from tlt_client.channels.checkpoint import ADAPTER_CONFIG, CALIBRATION
+from tlt_client.channels.checksums import xxh3
+from tlt_client.channels.errors import ChannelLost, ContentRefused
+from tlt_client.channels.http import HttpReceiver
+from tlt_client.channels.source import Source
+from tlt_client.tls import Tls
+
+PATH = "/weights/files"
+SLICE_BYTES = 2**23  # size of a reply
+CONNECTIONS = 8
+SILENT_S = 10.0  # longest pause of a connection
+SLOW_S = 60.0  # for one reply
+BUSY_S = 600.0  # for busy sources to have time
+MAX_LIST_BYTES, MAX_FILES, MAX_NAME, MAX_ERROR_BYTES = 2**24, 4096, 255, 2**16
+MAX_QUOTE = 200  # characters of foreign text that a message quotes
+BUSY = 503
+SAFETENSORS = ".safetensors"
+
+
+class PeerFile(Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+    bytes: Annotated[int, Meta(ge=0, le=2**45)]
+    digests: list[str]
+
+    @property
+    def usable(self) -> bool:
+        known = self.name.endswith(SAFETENSORS) or self.name in (CALIBRATION, ADAPTER_CONFIG)
+        whole = len(self.digests) == -(-self.bytes // SLICE_BYTES)
+        return known and whole and Path(self.name).name == self.name and "\0" not in self.name
+
+
+class PeerFiles(Struct, frozen=True):
+    """A source's list."""
+
+    version: str
+    digest: str
+    files: Annotated[list[PeerFile], Meta(max_length=MAX_FILES)]
+
+
+class _Fault(Exception):
+    """The reason why a source is left."""
+
+
+class _Busy(_Fault):
+    """The source asks to wait for `wait_s`."""
+
+    def __init__(self, message: str, wait_s: float) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
+class FileSlice(NamedTuple):
+    """One slice of a file."""
+
+    name: str
+    start: int
+    bytes: int
+    digest: str
+
+
+class PeerConnections:
+    """Connections to one source, one for each thread, which has one buffer for what it reads."""
+
+    def __init__(self, address: str, key: str, query: dict[str, str]) -> None:
+        """`query`: of every request."""
+        self._address, self._query, self._headers = urlsplit(address), query, bearer(key or None)
+        self._own = threading.local()
+        self._open: list[http.client.HTTPConnection] = []
+
+    def read(self, name: str, asked: FileSlice | None = None) -> memoryview:
+        """Return the bytes of a slice until the thread's next call; without one, the list of files.
+        Any failure is a `_Fault`.
+        """
+        query = self._query | ({"start": str(asked.start)} if asked else {})
+        try:
+            connection = self._connection()
+            connection.request("GET", f"{PATH}{name}?{urlencode(query)}", headers=self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _refused(response)
+            size = response.length
+            if size is None or size > MAX_LIST_BYTES or (asked and size != asked.bytes):
+                raise _Fault(f"{size} bytes came instead of {asked.bytes if asked else 'a list'}")
+            data = self._buffer(size)
+            if response.readinto(data) != size:
+                raise _Fault("a reply broke off")
+        except (OSError, http.client.HTTPException) as error:
+            raise _Fault(str(error) or type(error).__name__) from None
+        return data
+
+    def _connection(self) -> http.client.HTTPConnection:
+        held: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if held is None:
+            host, port = self._address.hostname or "", self._address.port
+            if self._address.scheme == "https":
+                context = Tls().context()
+                held = http.client.HTTPSConnection(host, port, timeout=SILENT_S, context=context)
+            else:
+                held = http.client.HTTPConnection(host, port, timeout=SILENT_S)
+            self._own.connection = held
+            self._open.append(held)
+        return held
+
+    def _buffer(self, size: int) -> memoryview:
+        held: memoryview | None = getattr(self._own, "buffer", None)
+        if held is None or len(held) < size:
+            held = self._own.buffer = memoryview(bytearray(size))
+        return held[:size]
+
+    def close(self) -> None:
+        """End every wait. Called from any thread."""
+        for connection in [*self._open]:
+            if connection.sock is not None:
+                with suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+class PeerReceiver(HttpReceiver):
+    def __init__(self, push: Announcement, intake: Intake) -> None:
+        assert intake.pulled is not None
+        self._push, self._sources = push, sources_of(push.path)
+        self._stopped = threading.Event()
+        self._connections: PeerConnections | None = None
+        self._place = Path(tempfile.mkdtemp(prefix="push-pulled-", dir=intake.pulled))
+
+    def fetch(self) -> None:
+        """Get all files from the first source that gives them, and read their headers."""
+        push, left, faults = self._push, [*self._sources], dict[str, str]()
+        give_up_s = time.monotonic() + BUSY_S
+        while left and not self._stopped.is_set():
+            source = left.pop(0)
+            try:
+                self._pull(source, self._place / str(len(left)))
+            except (_Fault, ContentRefused) as fault:
+                faults[source] = str(fault)
+                if isinstance(fault, _Busy) and time.monotonic() < give_up_s:
+                    left.append(source)
+                    self._stopped.wait(fault.wait_s if faults.keys() >= {*left} else 0.0)
+            else:
+                return
+        reasons = "; ".join(f"{source}: {fault}" for source, fault in faults.items())
+        raise ChannelLost(
+            f"no server gave version {push.version!r} of the {push.role} "
+            f"({reasons or 'the push was ended'}); push again, or name other servers"
+        )
+
+    def _pull(self, source: str, directory: Path) -> None:
+        """Get the files of one source into a directory."""
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(0o700)
+        push = self._push
+        query = {"role": push.role, "adapter": push.adapter, "version": push.version}
+        query["taker"] = self._place.name
+        self._connections = connections = PeerConnections(source, push.key, query)
+        pool = ThreadPoolExecutor(CONNECTIONS, "pull weights")
+        try:
+            found = _checked(pool.submit(connections.read, "").result(SLOW_S), push.version)
+            for file in found.files:
+                (directory / file.name).touch(0o600)
+                os.truncate(directory / file.name, file.bytes)
+            for task in [
+                pool.submit(self._take, connections, each, directory / each.name)
+                for each in slices(found.files)
+            ]:
+                task.result(SLOW_S)
+        except TimeoutError:
+            raise _Fault(f"a reply took longer than {SLOW_S:g} s") from None
+        finally:
+            connections.close()
+            pool.shutdown(cancel_futures=True)
+        self.read_headers(Source(self._place, directory.name), push)
+        self.names = {
+            role: {each.spec.name: each.where for each in self.layouts if each.role == role}
+            for role in pushed(push.role)
+        }
+        self.places = dict.fromkeys(self.names, source)
+        self.digests = {push.role: found.digest} if found.digest else {}
+
+    def _take(self, connections: PeerConnections, asked: FileSlice, path: Path) -> None:
+        data = connections.read("/" + quote(f"{self._push.role}/{asked.name}"), asked)
+        if xxh3(data) != asked.digest:
+            raise _Fault(f"{asked.name} has other bytes from {asked.start} on than announced")
+        with open(path, "r+b", buffering=0) as file:
+            file.seek(asked.start)
+            while data:
+                data = data[file.write(data) :]
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._connections is not None:
+            self._connections.close()
+
+    def close(self) -> None:
+        shutil.rmtree(self._place, ignore_errors=True)
+
+
+def sources_of(path: str) -> list[str]:
+    """Return the addresses in a manifest."""
+    for address in path.split():
+        try:
+            parts = urlsplit(address)
+            sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            sound = False
+        if not sound or "@" in address or parts.path.strip("/") or parts.query or parts.fragment:
+            shown = address.rpartition("@")[2][:MAX_QUOTE]
+            raise ContentRefused(
+                f"path names {shown!r}; each source must be an address such as "
+                "http://10.0.0.3:8000, with a space between two"
+            )
+    if not path.split():
+        raise ContentRefused("path is empty; a push by peer names the servers that have the files")
+    return path.split()
+
+
+def slices(files: Sequence[PeerFile]) -> Iterator[FileSlice]:
+    for file in files:
+        for count, digest in enumerate(file.digests):
+            start = count * SLICE_BYTES
+            yield FileSlice(file.name, start, min(SLICE_BYTES, file.bytes - start), digest)
+
+
+def _checked(data: memoryview, version: str) -> PeerFiles:
+    try:
+        found = msgspec.json.decode(data, type=PeerFiles)
+    except (ValueError, RecursionError) as error:
+        raise _Fault(f"its list is not read ({error})") from None
+    if found.version != version:
+        raise _Fault(f"it has version {found.version[:MAX_QUOTE]!r}")
+    names = {file.name for file in found.files if file.usable}
+    if len(names) < len(found.files) or not any(name.endswith(SAFETENSORS) for name in names):
+        raise _Fault("its list has names, sizes or digests that no files of weights have")
+    return found
+
+
+def _refused(response: http.client.HTTPResponse) -> _Fault:
+    """Return the reason in a reply that is not 200; a redirect is not followed."""
+    try:
+        message = msgspec.json.decode(response.read(MAX_ERROR_BYTES))["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = response.reason
+    said = f"HTTP {response.status}, {str(message)[:MAX_QUOTE]}"
+    after = response.getheader("Retry-After", "")
+    if response.status == BUSY and after.isascii() and after.isdigit():
+        return _Busy(said, min(float(after), SILENT_S))
+    return _Fault(said)
