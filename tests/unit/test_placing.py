@@ -36,13 +36,16 @@ def placer_of(count: int, max_running: int = 64) -> Placer:
     return placer
 
 
-def cycle(speed: Speed, decoding: int, prompt_rows: int = 0, steps: int = 1) -> Cycle:
+def cycle(
+    speed: Speed, decoding: int, prompt_rows: int = 0, steps: int = 1, context: float = 10.0
+) -> Cycle:
     """Return the sum of steps of a replica with this speed, each with a token per sequence."""
     emitted = decoding * steps
     alone_s = steps * speed.each if decoding else 0.0
-    seconds = alone_s + emitted * speed.shared + prompt_rows * speed.read
+    seconds = alone_s + emitted * (speed.shared + context * speed.context)
+    seconds += prompt_rows * speed.read
     return Cycle(
-        context=StepContext(decoding, prompt_rows, 10.0, 0),
+        context=StepContext(decoding, prompt_rows, context, 0),
         strategy=OFF,
         rows=decoding,
         emitted=emitted,
@@ -127,7 +130,7 @@ def test_replica_without_free_pages_is_full() -> None:
 
 def test_slow_replica_gets_fewer() -> None:
     placer = placer_of(2)
-    slow = Speed(PRIOR.each * 3, PRIOR.shared * 3, PRIOR.read)
+    slow = Speed(*(3 * seconds for seconds in PRIOR))
     for n in range(1, 100):
         placer.stepped("r00", cycle(slow, n, steps=10), {})
         placer.stepped("r01", cycle(PRIOR, n, steps=10), {})
@@ -173,24 +176,26 @@ def test_replica_that_returns_has_an_empty_cache() -> None:
 # the speed of a replica
 
 
-@given(
-    st.floats(0.3, 4), st.floats(0.3, 4), st.floats(0.3, 4), st.integers(2, 5), st.integers(3, 200)
-)
-@settings(max_examples=30)
+FACTORS = st.floats(0.3, 4)
+
+
+@given(st.tuples(FACTORS, FACTORS, FACTORS, FACTORS), st.integers(2, 5), st.integers(3, 200))
+@settings(max_examples=30, deadline=None)
 def test_speed_is_learned_from_cycles(
-    each: float, shared: float, read: float, few: int, many: int
+    factors: tuple[float, float, float, float], few: int, many: int
 ) -> None:
-    true = Speed(PRIOR.each * each, PRIOR.shared * shared, PRIOR.read * read)
-    pace, learned_s = Pace(), 0.0
+    true, pace = Speed(*(f * prior for f, prior in zip(factors, PRIOR, strict=True))), Pace()
+    shapes = ((few, 0, 8000), (few + many, 500, 100), (few + many, 0, 8000), (0, 800, 0))
+    learned_s = 0.0
     while learned_s < 60:
-        for decoding, rows in ((few, 0), (few + many, 500), (0, 800)):
-            one = cycle(true, decoding, rows, steps=20)
+        for decoding, rows, context in shapes:
+            one = cycle(true, decoding, 4 * rows, 80, context)
             pace.stepped(one)
             learned_s += one.step_s
-    found = pace.speed
-    for n in (few, few + many):
-        assert found.each + n * found.shared == pytest.approx(true.each + n * true.shared, rel=0.2)
-    assert found.read == pytest.approx(true.read, rel=0.25)
+    for decoding, _, context in shapes[:3]:
+        seconds = [cycle(speed, decoding, 0, 1, context).step_s for speed in (pace.speed, true)]
+        assert seconds[0] == pytest.approx(seconds[1], rel=0.25)
+    assert pace.speed.read == pytest.approx(true.read, rel=0.25)
 
 
 def test_speed_before_any_cycle_is_the_prior() -> None:
@@ -225,15 +230,17 @@ class SlowTwin:
         own = [each for each in self.open.values() if each["at"] == name]
         others = sum(min(each["mean"], each["left"]) for each in own)
         places, count = self.replicas[name], len(own)
+        context = sum(each["tokens"] for each in own) / max(1, count)
+        slowed_s = PRIOR.shared + context * PRIOR.context
         unread = sum(each["unread"] for each in own if not each["started"])
         begin_s = unread * PRIOR.read
         if count and count + 1 > places:
             ends = others * (count + 1 - places) / count
-            begin_s += ends * (PRIOR.each / places + PRIOR.shared)
+            begin_s += ends * (PRIOR.each / places + slowed_s)
         together = min(expected * min(count, places - 1), others)
         new = tokens - min(tokens, self.cached.get((session, name), 0))
         alone_s = expected * (PRIOR.each + PRIOR.shared)
-        return begin_s + alone_s + together * PRIOR.shared + new * PRIOR.read
+        return begin_s + alone_s + together * slowed_s + new * PRIOR.read
 
     def put(self, id: str, name: str, limit: int, tokens: int, given: int, session: str) -> None:
         new = tokens - min(tokens, self.cached.get((session, name), 0))
@@ -313,7 +320,7 @@ def test_choices_are_those_of_a_slow_twin(acts: list[tuple[str, int, int, int]])
 
 
 def test_thousands_are_placed_evenly_in_little_time() -> None:
-    """The bound is generous, since the machine may be loaded; a millisecond each would break it."""
+    """The bound on CPU time is generous, since other work slows that down, too."""
     placer = placer_of(64)
     requests = [asked(i, 200 + i // 16, 32_000, session=i // 16) for i in range(4096)]
     began_s = time.process_time()

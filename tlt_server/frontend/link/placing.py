@@ -23,20 +23,23 @@ UNKNOWN_SHARE = 0.25  # output over max_tokens, until it is known
 SESSIONS = 2**14  # remembered, the ones used last
 CACHES = 8  # replicas remembered for each
 FULL = 0.05  # free share of the KV pages when sequences wait for pages, not for a batch slot
-PRIOR_S = 0.05  # time of steps with the weight of the prior
+PRIOR_S = 0.01  # time of steps with the weight of the prior
 MEMORY_S = 20.0  # steps this long ago count 1/e
 SOLVE_S = 0.25  # time of steps between two computations of the speed
 
 
 class Speed(NamedTuple):
-    """Seconds that a replica takes; with n sequences a token of each takes `each + n * shared`."""
+    """Seconds that a replica takes. With n sequences of m tokens together, a token of each takes
+    `each + n * shared + m * context`.
+    """
 
     each: float
     shared: float
+    context: float
     read: float  # for a prompt token
 
 
-PRIOR = Speed(each=2.5e-3, shared=3e-5, read=2.5e-5)
+PRIOR = Speed(each=2.5e-3, shared=3e-5, context=1.5e-8, read=2.5e-5)
 
 
 class Pace:
@@ -44,26 +47,31 @@ class Pace:
 
     def __init__(self) -> None:
         self.speed = PRIOR
-        self._products_33, self._sums_3 = PRIOR_S * np.eye(3), PRIOR_S * np.ones(3)
+        self._products_44, self._sums_4 = PRIOR_S * np.eye(4), PRIOR_S * np.ones(4)
         self._new_s = 0.0
 
     def stepped(self, cycle: Cycle) -> bool:
         """Learn from a step, or the sum of a few. Return True if the speed has changed."""
-        seconds, decoding = cycle.step_s, cycle.context.decoding
+        seconds, steps = cycle.step_s, cycle.context
         if not 0.0 < seconds < math.inf:
             return False
-        per_sequence = cycle.emitted / decoding if decoding else 0.0
-        prior_3 = np.array([per_sequence, cycle.emitted, cycle.context.prefill_rows]) * PRIOR
+        counts = (
+            cycle.emitted / steps.decoding if steps.decoding else 0.0,
+            cycle.emitted,
+            cycle.emitted * steps.mean_context,
+            steps.prefill_rows,
+        )
+        prior_4 = np.array(counts) * PRIOR
         fade = math.exp(-seconds / MEMORY_S)
         kept = PRIOR_S * (1.0 - fade)  # the prior does not fade
-        self._products_33 *= fade
-        self._products_33 += np.outer(prior_3, prior_3) / seconds + kept * np.eye(3)
-        self._sums_3 = self._sums_3 * fade + prior_3 + kept
+        self._products_44 *= fade
+        self._products_44 += np.outer(prior_4, prior_4) / seconds + kept * np.eye(4)
+        self._sums_4 = self._sums_4 * fade + prior_4 + kept
         self._new_s += seconds
         if self._new_s < SOLVE_S:
             return False
-        factors_3 = np.linalg.solve(self._products_33, self._sums_3)
-        self.speed = Speed(*(np.clip(factors_3, 0.02, 50.0) * PRIOR).tolist())
+        factors_4 = np.linalg.solve(self._products_44, self._sums_4)
+        self.speed = Speed(*(np.clip(factors_4, 0.02, 50.0) * PRIOR).tolist())
         self._new_s = 0.0
         return True
 
@@ -79,6 +87,7 @@ class ReplicaLoad:
     waiting: int = 0  # sequences that wait for a place, as the replica last said
     pace: Pace = field(default_factory=Pace)
     sequences: int = 0
+    tokens: int = 0  # their prompts and outputs
     expected: int = 0  # output tokens still to come
     unread: int = 0  # tokens to read for sequences that have not started
 
@@ -86,12 +95,13 @@ class ReplicaLoad:
         """Return the expected seconds until one more sequence would be read; per token of it alone,
         and to read; of all tokens of the others, and per token of each.
         """
-        each, shared, read = self.pace.speed
+        each, shared, context, read = self.pace.speed
+        other = shared + context * self.tokens / max(1, self.sequences)
         begin_s, over = self.unread * read, self.sequences + 1 - self.places
         if over > 0 and self.sequences:
-            begin_s += self.expected * over / self.sequences * (each / self.places + shared)
+            begin_s += self.expected * over / self.sequences * (each / self.places + other)
         others = min(self.sequences, self.places - 1)
-        return begin_s, each + shared, read, shared * self.expected, shared * others
+        return begin_s, each + shared, read, other * self.expected, other * others
 
 
 @dataclass(eq=False, slots=True)
@@ -194,6 +204,7 @@ class Placer:
         )
         self.placed[request.id] = placed
         load.sequences += 1
+        load.tokens += size
         load.expected += placed.expected
         load.unread += placed.unread
         self._read(placed)
@@ -219,13 +230,14 @@ class Placer:
         placed = self.placed.get(id)
         if placed is None or not tokens:
             return
-        before, first, placed.started = placed.expected, not placed.started, True
+        load, before = placed.load, placed.expected
         placed.tokens += tokens
         placed.left = max(0, placed.left - tokens)
-        if first or placed.expected != before:
-            placed.load.expected += placed.expected - before
-            placed.load.unread -= placed.unread if first else 0
-            self._update(placed.load)
+        load.tokens += tokens
+        load.expected += placed.expected - before
+        load.unread -= 0 if placed.started else placed.unread
+        placed.started = True
+        self._update(load)
 
     def ended(self, id: str) -> None:
         """Count a sequence no longer, unless it is unknown."""
@@ -233,6 +245,7 @@ class Placer:
         if placed is None:
             return
         placed.load.sequences -= 1
+        placed.load.tokens -= placed.tokens
         placed.load.expected -= placed.expected
         if placed.started:
             self._read(placed)
@@ -257,8 +270,9 @@ class Placer:
             own = [placed for placed in self.placed.values() if placed.load is load]
             unread = sum(placed.unread for placed in own if not placed.started)
             expected = sum(placed.expected for placed in own)
-            sums = load.index, load.sequences, load.expected, load.unread
-            assert sums == (index, len(own), expected, unread), "the sums leak"
+            tokens = sum(placed.tokens for placed in own)
+            sums = load.index, load.sequences, load.tokens, load.expected, load.unread
+            assert sums == (index, len(own), tokens, expected, unread), "the sums leak"
             assert tuple(self._figures_5L[:, index]) == load.figures(), "figures are out of date"
         assert len(self._sessions) <= SESSIONS, "too many sessions"
         assert all(len(cached) <= CACHES for cached in self._sessions.values())
