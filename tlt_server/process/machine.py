@@ -60,6 +60,22 @@ def named_twice(visible: str) -> str:
     return ""
 
 
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them. Makes no
+    context.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    named = [entry.strip() for entry in listed if entry.strip()]
+    return named[: count.value] or [str(index) for index in range(count.value)]
+
+
 def host_memory() -> HostMemory:
     """Return available and total memory: the minimum of the machine and its control group."""
     lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())

@@ -1,0 +1,360 @@
+"""Launchers: replicas that are started here, kept running and ended, with a small program in place
+of `tlt serve`; and replicas at addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import processes
+from tests.waiting import in_loop, until
+from tlt_server.config import Config
+from tlt_server.errors import Conflict, NotFound, StartupError
+from tlt_server.fleet.launchers import child, local, static
+from tlt_server.fleet.launchers.alone import LOCK, alone
+from tlt_server.fleet.launchers.local import local as local_launcher
+from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.static import Static
+from tlt_server.frontend.link.launching import Launcher, ReplicaAddress
+
+# Says where it listens, by a port that is its pid; `--threads 7` in its flags ends it at once.
+SERVER = """
+import json, os, sys, time
+def say(line): print(line, file=sys.stderr, flush=True)
+if sys.argv[sys.argv.index("--threads") + 1] == "7":
+    say("tlt: there is no config.json; name a model")
+    sys.exit(2)
+say("x" * 2**21)
+say(json.dumps({"event": "seen", "flags": sys.argv[1:], "variables": dict(os.environ)}))
+say(f"tlt: listening on 127.0.0.1:{os.getpid()} for a gateway")
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "COMMAND", (sys.executable, "-c", SERVER))
+    monkeypatch.setattr(local, "visible_gpus", lambda: [])
+
+
+def plan(tmp_path: Path, number: int = 2, flags: Sequence[str] = (), **given: Any) -> LaunchPlan:
+    fields = {name: given.pop(name) for name in ("addresses", "labels") if name in given}
+    config = Config(model=tmp_path, **given)
+    return LaunchPlan(number, flags, config, "the-key", **fields)
+
+
+class Seen:
+    """The addresses that a launcher has found."""
+
+    def __init__(self) -> None:
+        self.addresses: Sequence[ReplicaAddress] = ()
+        self.every: list[Sequence[ReplicaAddress]] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, addresses: Sequence[ReplicaAddress]) -> None:
+        self.addresses = addresses
+        self.every.append(addresses)
+        self._changed.set()
+
+    async def until(self, condition: Callable[[dict[str, ReplicaAddress]], object]) -> None:
+        async with asyncio.timeout(240):
+            while not condition({each.name: each for each in self.addresses}):
+                self._changed.clear()
+                await self._changed.wait()
+
+    def pid(self, name: str) -> int:
+        (link,) = [each.link for each in self.addresses if each.name == name]
+        return int(link.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def running(launcher: Launcher):  # type: ignore[no-untyped-def]
+    seen = Seen()
+    task = asyncio.create_task(launcher.run(seen))
+    try:
+        yield seen
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def all_linked(found: dict[str, ReplicaAddress]) -> bool:
+    return bool(found) and all(address.link for address in found.values())
+
+
+def ended(pid: int) -> bool:
+    return not processes.command(str(pid))
+
+
+@in_loop
+async def test_local_replicas_get_flags_directory_key_and_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLT_PORT", "8000")
+    monkeypatch.setenv("TLT_MAX_QUEUE", "5")
+    asked = plan(tmp_path, 2, ["--max-n", "3"], state_dir=tmp_path / "state")
+    async with running(local_launcher(asked)) as seen:
+        await seen.until(all_linked)
+        pids = [seen.pid("r0"), seen.pid("r1")]
+    said = capfd.readouterr().err.splitlines()
+    assert all(ended(pid) for pid in pids)
+    for name, pid in zip(("r0", "r1"), pids, strict=True):
+        (line,) = [line for line in said if line.startswith(f'{{"replica":"{name}"')]
+        directory = tmp_path / "state" / "replicas" / name
+        assert '"--max-n", "3", "--threads"' in line and f'"--state-dir", "{directory}"' in line
+        assert '"--port", "0", "--link-port", "0", "--api-key-variable", "FLEET_KEY"' in line
+        assert '"FLEET_KEY": "the-key scopes=link name=gateway"' in line
+        assert '"TLT_MAX_QUEUE"' in line and '"TLT_PORT"' not in line
+        assert f"{name} | tlt: listening on 127.0.0.1:{pid} for a gateway" in said
+        assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@in_loop
+async def test_killed_replica_starts_again_in_its_directory(tmp_path: Path) -> None:
+    async with running(local_launcher(plan(tmp_path, 2, state_dir=tmp_path))) as seen:
+        await seen.until(all_linked)
+        killed, other = seen.pid("r0"), seen.pid("r1")
+        os.kill(killed, 9)
+        await seen.until(lambda found: all_linked(found) and seen.pid("r0") != killed)
+        assert seen.pid("r1") == other
+        without_link = [each[0] for each in seen.every if each[0].fault.startswith("its server")]
+    assert [each.link for each in without_link] == [""]
+    assert without_link[0].fault.startswith("its server was ended by SIGKILL: listening on")
+    assert without_link[0].fault.endswith("started again in 0 s")
+
+
+@in_loop
+async def test_replicas_are_stopped_started_and_restarted_by_name(tmp_path: Path) -> None:
+    launcher = local_launcher(plan(tmp_path, 2))
+    async with running(launcher) as seen:
+        await seen.until(all_linked)
+        first, second = seen.pid("r0"), seen.pid("r1")
+        await launcher.stop("r0")
+        assert ended(first) and [each.name for each in seen.addresses] == ["r1"]
+        await launcher.restart("r1")
+        assert ended(second)
+        assert [await launcher.start(), await launcher.start()] == ["r0", "r2"]
+        await seen.until(lambda found: len(found) == 3 and all_linked(found))
+        for call in (launcher.stop, launcher.restart):
+            with pytest.raises(NotFound, match="no replica 'r7' runs"):
+                await call("r7")
+    assert all(ended(seen.pid(each.name)) for each in seen.addresses if each.link)
+
+
+@in_loop
+async def test_local_launcher_divides_the_visible_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "visible_gpus", lambda: ["0", "GPU-5", "2", "3", "7"])
+    launcher = local_launcher(plan(tmp_path, 2, ["--threads", "1"], tensor_parallel=2))
+    async with running(launcher) as seen:
+        await seen.until(all_linked)
+        assert [each.place for each in seen.addresses] == ["GPU 0, GPU-5", "GPU 2, 3"]
+        with pytest.raises(Conflict, match="3 replicas of 2 GPUs each need 6, and 5 are visible"):
+            await launcher.start()
+        await launcher.restart("r1")
+        await seen.until(all_linked)
+        assert seen.addresses[1].place == "GPU 7, 2"
+    said = capfd.readouterr().err
+    assert all(f'"CUDA_VISIBLE_DEVICES": "{gpus}"' in said for gpus in ("0,GPU-5", "2,3", "7,2"))
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "need"),
+    [
+        ({"tensor_parallel": 2}, ["0", "1", "2"], "2 GPUs each need 4, and 3 are visible"),
+        ({"device": "cuda"}, [], "1 GPUs each need 2, and 0 are visible"),
+        ({"drafter_training": "device"}, ["0", "1"], "2 GPUs each need 4, and 2 are visible"),
+    ],
+)
+def test_too_few_gpus_are_refused_before_a_start(
+    given: dict[str, Any],
+    gpus: list[str],
+    need: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "visible_gpus", lambda: gpus)
+    with pytest.raises(StartupError, match=f"2 replicas of {need}; lower --replicas"):
+        local_launcher(plan(tmp_path, 2, **given))
+
+
+def test_replicas_on_the_cpu_need_no_gpu(tmp_path: Path) -> None:
+    for given in ({}, {"device": "cpu"}):
+        assert local_launcher(plan(tmp_path, 64, **given))
+
+
+@in_loop
+async def test_user_error_of_the_first_start_ends_the_launcher(tmp_path: Path) -> None:
+    launcher = local_launcher(plan(tmp_path, 2, ["--threads", "7"], threads=7))
+    with pytest.raises(StartupError, match="replica r0 ended with status 2: there is no config"):
+        await launcher.run(Seen())
+
+
+@in_loop
+async def test_replica_that_cannot_start_later_is_tried_again(tmp_path: Path) -> None:
+    """Other replicas run with the same flags, so the gateway does not end."""
+    seen = Seen()
+    broken = child.Child("r0", ["--threads", "7"], dict(os.environ), "127.0.0.1", None, 1.0)
+    keep = child.keep(broken, lambda address: seen([address]), lambda line: None, proven=True)
+    task = asyncio.create_task(keep)
+    await seen.until(lambda found: len(seen.every) == 2)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled() and "started again in 0.5 s" in seen.every[1][0].fault
+
+
+GATEWAY = """
+import asyncio, sys
+from pathlib import Path
+from tests.unit.test_launchers import SERVER, child, plan
+from tlt_server.fleet.launchers.local import local
+child.COMMAND = (sys.executable, "-c", SERVER)
+def found(addresses):
+    if all(each.link for each in addresses):
+        print(addresses[0].link, flush=True)
+asyncio.run(local(plan(Path(sys.argv[1]), 1, state_dir=Path(sys.argv[1]))).run(found))
+"""
+
+
+def test_replica_ends_with_a_killed_gateway(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GATEWAY, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as gateway:
+        assert gateway.stdout is not None
+        server = int(gateway.stdout.readline().rpartition(b":")[2])
+        assert not ended(server)
+        gateway.kill()
+    until(lambda: ended(server))
+
+
+def test_start_ends_the_server_that_holds_the_directory(tmp_path: Path) -> None:
+    asked = plan(tmp_path, 1, state_dir=tmp_path)
+    directory = asked.directory("r0")
+    assert directory is not None
+    directory.mkdir(parents=True)
+    waits = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
+    holds = alone(directory, [*waits, str(directory)])
+    with subprocess.Popen(holds, stdout=subprocess.PIPE) as left_behind:
+        assert left_behind.stdout is not None and left_behind.stdout.readline() == b"1\n"
+        asyncio.run(run_until_linked(local_launcher(asked)))
+        assert left_behind.wait() == -9
+
+
+async def run_until_linked(launcher: Launcher) -> None:
+    async with running(launcher) as seen:
+        await seen.until(all_linked)
+
+
+def test_owner_that_serves_another_directory_is_not_ended(tmp_path: Path) -> None:
+    holds = (
+        "import fcntl, sys; file = open(sys.stdin.readline().strip(), 'w'); fcntl.lockf(file, 2)\n"
+        "print(1, flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", holds], **pipes) as owner:  # type: ignore[call-overload]
+        print(tmp_path / LOCK, file=owner.stdin, flush=True)
+        assert owner.stdout.readline() == "1\n"
+        take = "from tlt_server.fleet.launchers import alone as a; a.END_S = 0.0; " + (
+            "import os, sys; d = sys.argv[1]; a.take(os.open(f'{d}/{a.LOCK}', os.O_RDWR), d)"
+        )
+        done = processes.completed([sys.executable, "-c", take, str(tmp_path)])
+        assert done.returncode == 1 and f"is held by process {owner.pid} (" in done.stderr
+        assert owner.poll() is None
+        owner.stdin.close()
+
+
+# addresses
+
+
+def static_launcher(tmp_path: Path, addresses: str, **given: Any) -> Static:
+    return Static(plan(tmp_path, 0, addresses=addresses, **given))
+
+
+@in_loop
+async def test_static_launcher_reports_its_addresses_and_starts_nothing(tmp_path: Path) -> None:
+    launcher = static_launcher(tmp_path, "10.0.0.5:8002, host-1.example:8002,[fd00::1]:9")
+    names = ["10.0.0.5:8002", "host-1.example:8002", "[fd00::1]:9"]
+    async with running(launcher) as seen:
+        await seen.until(all_linked)
+        assert seen.addresses == [ReplicaAddress(name, name) for name in names]
+    orders: list[Awaitable[Any]] = [launcher.start(), launcher.stop("a"), launcher.restart("a")]
+    for order in orders:
+        with pytest.raises(Conflict, match="the launcher static (starts|ends) nothing"):
+            await order
+
+
+@pytest.mark.parametrize(
+    ("addresses", "says"),
+    [
+        ("a:1,b:2,A:1", "names A:1 twice"),
+        (",", "names 0 replicas"),
+        ("a", "names 'a'; an address is HOST:PORT"),
+        ("a:0", "names 'a:0'"),
+        ("a:65536", "names 'a:65536'"),
+        ("a b:1", "names 'a b:1'"),
+        ("http://a:1", "names 'http://a:1'"),
+        ("dns:tlt-pods", "names 'tlt-pods'"),
+        ("file:/nowhere/at-all", "cannot read --addresses /nowhere/at-all: FileNotFoundError"),
+        ("127.0.0.1:8000", "names 127.0.0.1:8000, which is the gateway's own address"),
+        ("localhost:9000", "names localhost:9000, which is the gateway's own address"),
+    ],
+)
+def test_unusable_addresses_are_refused_before_traffic(
+    addresses: str, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError, match=says):
+        static_launcher(tmp_path, addresses, port=8000, grpc_port=9000)
+
+
+def test_gateway_on_all_addresses_refuses_its_loopback_address(tmp_path: Path) -> None:
+    given = {"port": 8000, "host": "0.0.0.0", "api_key_variable": "KEYS"}
+    with pytest.raises(StartupError, match="own address"):
+        static_launcher(tmp_path, "localhost:8000", **given)
+    assert static_launcher(tmp_path, "10.0.0.7:8000", **given)
+
+
+@in_loop
+async def test_file_of_addresses_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static, "LOOK_S", 0.01)
+    monkeypatch.setattr("tlt_server.frontend.http.keys.LOOK_S", 0.0)
+    file = tmp_path / "addresses"
+    file.write_text("# two\na:1\n\nb:2\n")
+    async with running(static_launcher(tmp_path, f"file:{file}")) as seen:
+        await seen.until(lambda found: [*found] == ["a:1", "b:2"])
+        file.write_text("a:1\nb:\n")  # unusable, so the content before stays
+        file.write_text("b:2\nc:3\n")
+        await seen.until(lambda found: [*found] == ["b:2", "c:3"])
+
+
+@in_loop
+async def test_dns_name_is_resolved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static, "RESOLVE_S", 0.0)
+    answers: list[list[str] | None] = [None, ["10.0.0.9", "10.0.0.8"], None, ["fd00::1"]]
+
+    async def resolve(host: str, port: int, type: int) -> list[Any]:
+        assert (host, port, type) == ("tlt-pods", 8002, socket.SOCK_STREAM)
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer is None:
+            raise OSError(socket.EAI_NONAME, "no address")
+        return [(0, 0, 0, "", (ip, port)) for ip in answer]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    async with running(static_launcher(tmp_path, "dns:tlt-pods:8002")) as seen:
+        await seen.until(lambda found: "[fd00::1]:8002" in found)
+    assert [[each.link for each in found] for found in seen.every] == [
+        [],
+        ["10.0.0.8:8002", "10.0.0.9:8002"],
+        ["[fd00::1]:8002"],
+    ]

@@ -1,0 +1,70 @@
+"""The launcher `local`: replicas as children of the gateway, with the visible GPUs divided among
+them, or a CPU's processors where there are no GPUs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from tlt_server.fleet.launchers import child
+from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.started import StartedReplicas
+from tlt_server.frontend.http.logs import lasting
+from tlt_server.frontend.link.launching import ReplicaAddress
+from tlt_server.process.machine import visible_gpus
+from tlt_server.settings.server import available_processors
+
+HOST = "127.0.0.1"
+
+
+def local(plan: LaunchPlan) -> StartedReplicas:
+    return StartedReplicas(plan.number, (here := _Here(plan)).keep, here.lacking)
+
+
+class _Here:
+    """The GPUs of this machine, and servers on parts of them."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan, self._each = plan, plan.gpus_each
+        self._gpus = visible_gpus() if self._each else []
+        if not self._gpus and plan.config.device is None:
+            self._each = 0  # the replicas will compute on the CPU
+        self._free = [*self._gpus]
+        self._flags = list(plan.flags)
+        if not self._each and plan.config.threads is None:
+            self._flags += ["--threads", str(max(1, available_processors() // plan.number))]
+        self._lines = lasting(sys.stderr)
+
+    def lacking(self, number: int) -> str:
+        if number * self._each <= len(self._gpus):
+            return ""
+        return (
+            f"{number} replicas of {self._each} GPUs each need {number * self._each}, and "
+            f"{len(self._gpus)} are visible; lower --replicas or --tensor-parallel, or name more "
+            "in CUDA_VISIBLE_DEVICES"
+        )
+
+    async def keep(
+        self, name: str, change: Callable[[ReplicaAddress], None], *, proven: bool
+    ) -> None:
+        mine, self._free = self._free[: self._each], self._free[self._each :]
+        environment = self._plan.environment()
+        if mine:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        server = child.Child(
+            name,
+            self._flags,
+            environment,
+            HOST,
+            self._plan.directory(name),
+            self._plan.stop_s,
+            f"GPU {', '.join(mine)}" if mine else "CPU",
+        )
+        try:
+            await child.keep(server, change, self._say, proven=proven)
+        finally:
+            self._free += mine
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._lines, flush=True)

@@ -1,0 +1,52 @@
+"""The replicas that a launcher starts: their number, flags and surroundings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tlt_server.config import Config
+
+# Settings that the launcher chooses for each replica.
+CHOSEN = ("host", "port", "link_port", "grpc_port", "probe_port", "state_dir", "api_key_variable")
+KEY = "FLEET_KEY"  # the variable by which a replica gets the fleet's key
+SPARE_S = 10.0  # to exit after the drain
+
+
+class LaunchPlan(NamedTuple):
+    """Orders to a launcher."""
+
+    number: int  # replicas to start
+    flags: Sequence[str]  # every replica's `tlt serve` gets them
+    config: Config  # the gateway's, with the engine's settings as the replicas have them
+    key: str  # for the links; empty: none
+    addresses: str = ""  # for static
+    labels: Mapping[str, str] = {}  # for ray: what a node must have
+    cpus: float | None = None  # for ray: processors of a replica; None: by its processes
+
+    @property
+    def gpus_each(self) -> int:
+        """Return the GPUs of a replica, if its device is not the CPU."""
+        if self.config.device == "cpu":
+            return 0
+        trains = self.config.drafter_training == "device"
+        return self.config.tensor_parallel + (
+            trains and self.config.drafter_training_device != "cpu"
+        )
+
+    @property
+    def stop_s(self) -> float:
+        return self.config.drain_timeout_s + SPARE_S
+
+    def directory(self, name: str) -> Path | None:
+        """Return the state directory of a replica; None without one of the gateway."""
+        state = self.config.state_dir
+        return state.resolve() / "replicas" / name if state is not None else None
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of a replica: this process's, and the key's."""
+        chosen = {f"TLT_{name.upper()}" for name in CHOSEN}
+        kept = {name: value for name, value in os.environ.items() if name not in chosen}
+        return {**kept, KEY: f"{self.key} scopes=link name=gateway"}
