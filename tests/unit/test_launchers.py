@@ -197,7 +197,7 @@ def test_replicas_on_the_cpu_need_no_gpu(tmp_path: Path) -> None:
 @in_loop
 async def test_user_error_of_the_first_start_ends_the_launcher(tmp_path: Path) -> None:
     launcher = local_launcher(plan(tmp_path, 2, ["--threads", "7"], threads=7))
-    with pytest.raises(StartupError, match="replica r0 ended with status 2: there is no config"):
+    with pytest.raises(StartupError, match="replica r. ended with status 2: there is no config"):
         await launcher.run(Seen())
 
 
