@@ -15,6 +15,7 @@ from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.members import FleetReplicas, Member
+from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.operating import FleetOperations
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.frontend.link.submission import Submission
@@ -122,10 +123,11 @@ class SmallFleet:
         self.client = EngineClient(admission, self.metrics, replicas=self.table)
         self.links: dict[str, SmallReplica] = {}
         self.orders: list[str] = []  # to the launcher
-        self.fleet = Fleet(
-            self.client, self.table, self, NoPushes(lambda: self.fleet.pushed_to), self._connect
-        )
-        self.operations = FleetOperations(self.client, self.fleet, self.table, self)
+        shown = self.metrics.fleet
+        pushes = NoPushes(lambda: self.fleet.pushed_to)
+        self.fleet = Fleet(self.client, self.table, self, pushes, self._connect, shown)
+        mover = Mover(self.table.placer)
+        self.operations = FleetOperations(self.client, self.fleet, self.table, self, shown, mover)
         self.names = list(names)
         self._found: Callable[[Sequence[ReplicaAddress]], None] = lambda addresses: None
 

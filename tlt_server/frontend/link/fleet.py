@@ -25,6 +25,7 @@ from tlt_server.frontend.link.launching import Launcher, ReplicaAddress
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.members import FleetReplicas, Member, Orders, ReplicaLink
 from tlt_server.frontend.link.replica import Replica
+from tlt_server.metrics.fleet import FleetMetrics
 from tlt_server.wire.commands import Command, ControlCommand, Recompute, SetPolicy, WeightCommand
 from tlt_server.wire.events import (
     ControlReport,
@@ -52,10 +53,11 @@ class Fleet:
         launcher: Launcher,
         fan_out: Orders,
         connect: Callable[[Fleet, Member], ReplicaLink],
+        metrics: FleetMetrics,
     ) -> None:
         """`client`: was made with these `replicas`. `connect` makes the link to a member."""
         self._client, self._replicas, self._launcher = client, replicas, launcher
-        self._fan_out, self._connect = fan_out, connect
+        self._fan_out, self._connect, self._metrics = fan_out, connect, metrics
         self._kind: EngineInfo | None = None  # every replica agrees with it
         self._tasks: set[asyncio.Task[Any]] = set()
         self.members: dict[str, Member] = {}
@@ -156,6 +158,8 @@ class Fleet:
         if not replica.runs:
             return  # another try to reach it has failed
         log.error("replica_lost", name=replica.name, reason=death.error.message)
+        for route in self._client.sequences.at(replica):
+            self._metrics.moved("lost", 0 if route.held else route.size)
         self._replicas.ready.pop(replica.name, None)
         self._replicas.placer.remove(replica.name)
         replica.died(death.error.message, restart_in_s, start_s)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
+from tlt_client.wire import ReplicaState
 from tlt_server.errors import TltError
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.placing import Placer
@@ -15,8 +16,6 @@ from tlt_server.frontend.link.replica import Replica, Replicas
 from tlt_server.wire.commands import ControlCommand, SetPolicy, WeightCommand
 from tlt_server.wire.events import ControlReport, WeightReport
 from tlt_server.wire.records import Cycle, GenerateRequest
-
-ReplicaState = Literal["joining", "catching up", "ready", "draining", "lost"]
 
 
 class ReplicaLink(Protocol):

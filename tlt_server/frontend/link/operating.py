@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import defaultdict
 from contextlib import suppress
+from typing import Never
 
 from tlt_client.wire import ReplicaStatus
 from tlt_server.errors import Conflict
@@ -11,19 +14,50 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.launching import Launcher
 from tlt_server.frontend.link.members import FleetReplicas, Member
+from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.frontend.link.submission import Route
+from tlt_server.metrics.fleet import FleetMetrics, MoveReason
 
+MOVES_S = 1.0  # between two looks at what should move
 EMPTY_S = 0.05  # between two looks at whether a replica is empty
 
 
 class FleetOperations:
     def __init__(
-        self, client: EngineClient, fleet: Fleet, replicas: FleetReplicas, launcher: Launcher
+        self,
+        client: EngineClient,
+        fleet: Fleet,
+        replicas: FleetReplicas,
+        launcher: Launcher,
+        metrics: FleetMetrics,
+        mover: Mover,
     ) -> None:
-        self._client, self._fleet = client, fleet
-        self._replicas, self._launcher = replicas, launcher
+        self._client, self._fleet, self._mover = client, fleet, mover
+        self._replicas, self._launcher, self._metrics = replicas, launcher, metrics
         client.fleet = self
+        metrics.watch(self.status)
+
+    async def run(self) -> Never:
+        """Move sequences between replicas where that pays, until cancelled."""
+        while True:
+            await asyncio.sleep(MOVES_S)
+            with self._client.faults.containing("the moves of sequences"):
+                self.rearrange(time.monotonic())
+
+    def rearrange(self, now_s: float) -> None:
+        """Make the moves that pay now."""
+        routes = self._client.sequences.routes
+        if len(self._replicas.placer.loads) < 2 or not routes or self._replicas.commits():
+            return
+        states = {name: member.state for name, member in self._fleet.members.items()}
+        draining = [name for name, state in states.items() if state == "draining"]
+        fixed = [id for id, route in routes.items() if not self.may_move(route)]
+        groups = defaultdict[tuple[str, MoveReason], list[Route]](list)
+        for move in self._mover.moves(now_s, draining, fixed):
+            groups[move.to, move.reason].append(routes[move.id])
+        for (to, reason), moved in groups.items():
+            self._move(moved, reason, self._replicas.ready[to])
 
     def status(self) -> list[ReplicaStatus]:
         return [self._status(member) for member in self._fleet.members.values()]
@@ -58,15 +92,15 @@ class FleetOperations:
             raise Conflict(f"{name} is the last replica that is ready; add another one first")
         member.state = "draining"
         del self._replicas.ready[name]
-        self._move_away(member)
+        routes = self._client.sequences.at(member.replica)
+        self._move([route for route in routes if self.may_move(route)], "drained")
         self._fleet.tell()
 
-    def _move_away(self, member: Member) -> None:
-        routes = self._client.sequences.at(member.replica)
-        self._move(member, [route for route in routes if self.may_move(route)])
-
-    def _move(self, member: Member, routes: list[Route], to: Replica | None = None) -> None:
-        member.moves += len(routes)
+    def _move(self, routes: list[Route], reason: MoveReason, to: Replica | None = None) -> None:
+        for route in routes:
+            self._metrics.moved(reason, 0 if route.held else route.size)
+            for member in self._fleet.members.values():
+                member.moves += member.replica is route.replica
         self._client.sequences.where.move(routes, to)
 
     def may_move(self, route: Route) -> bool:

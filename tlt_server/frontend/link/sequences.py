@@ -39,9 +39,9 @@ class OpenSequences:
         """`counted`: is told how many are open."""
         self._admission, self._metrics, self._replicas = admission, metrics, replicas
         self._counted = counted
-        self._routes: dict[str, Route] = {}  # in order of arrival
+        self.routes: dict[str, Route] = {}  # in order of arrival
         self._faults = faults or Containment()
-        self.where = Distribution(self._routes, replicas, self._faults, self._end)
+        self.where = Distribution(self.routes, replicas, self._faults, self._end)
         self._chores = Chores()
         # Ended here before their engines said that they ended them, by `sent_as`.
         self._left: dict[str, Route] = {}
@@ -49,20 +49,20 @@ class OpenSequences:
         self.idle.set()
 
     def __len__(self) -> int:
-        return len(self._routes)
+        return len(self.routes)
 
     @property
     def ids(self) -> list[str]:
-        return list(self._routes)
+        return list(self.routes)
 
     @property
     def held_ids(self) -> list[str]:
         """Ids of the sequences waiting here, unknown to any engine."""
-        return [id for id, route in self._routes.items() if route.held]
+        return [id for id, route in self.routes.items() if route.held]
 
     def at(self, replica: Replica) -> list[Route]:
         """Return the open sequences that a replica has, or will get."""
-        return [route for route in self._routes.values() if route.replica is replica]
+        return [route for route in self.routes.values() if route.replica is replica]
 
     def submit(
         self,
@@ -84,7 +84,7 @@ class OpenSequences:
         accepted_s = time.monotonic()
         for request in requests:
             route = Route(submission, request, accepted_s=accepted_s, held=True)
-            self._routes[request.id] = route
+            self.routes[request.id] = route
         self._count()
         tried: list[GenerateRequest] = []
 
@@ -102,7 +102,7 @@ class OpenSequences:
         """Pass on the outputs of an event."""
         now_s = time.monotonic()
         for output in outputs:
-            route = self._routes.get(output.id)
+            route = self.routes.get(output.id)
             if route is None or route.hops:
                 route = self._moved(output.id)
                 if route is None:
@@ -119,7 +119,7 @@ class OpenSequences:
 
     def _moved(self, id: str) -> Route | None:
         """Return the open sequence of this id, if it came by a move and has not moved on since."""
-        route = self._routes.get(id.partition(HOP)[0])
+        route = self.routes.get(id.partition(HOP)[0])
         return route if route is not None and route.sent_as == id else None
 
     def _first(self, route: Route, output: StepOutput, now_s: float) -> None:
@@ -137,12 +137,12 @@ class OpenSequences:
         """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many
         of them are open.
         """
-        live = [id for id in dict.fromkeys(ids) if id in self._routes]
+        live = [id for id in dict.fromkeys(ids) if id in self.routes]
         for id in live:
-            self._routes[id].ending = finish_reason
+            self.routes[id].ending = finish_reason
 
         def end(few: list[str]) -> None:
-            ended = [self._routes[id] for id in few if id in self._routes]
+            ended = [self.routes[id] for id in few if id in self.routes]
             for route in ended:
                 if route.held:
                     self._finish(route.request.id, finish_reason)
@@ -168,7 +168,7 @@ class OpenSequences:
 
     def _ran(self, started: Iterable[str]) -> list[Route]:
         """Return the routes that had not ended in the engine; their client may have left."""
-        known = self._left | {route.sent_as: route for route in self._routes.values()}
+        known = self._left | {route.sent_as: route for route in self.routes.values()}
         return [known[id] for id in started if id in known]
 
     def died(self, replica: Replica, started: Iterable[str], error: TltError) -> int:
@@ -222,7 +222,7 @@ class OpenSequences:
         others: list[GenerateRequest] = []
 
         def sort(few: list[str]) -> None:
-            routes = [self._routes[id] for id in few if id in self._routes]
+            routes = [self.routes[id] for id in few if id in self.routes]
             free, suspect = self.where.sort(
                 [each.request for each in routes if each.replica is None]
             )
@@ -243,7 +243,7 @@ class OpenSequences:
         )
 
         def end(few: list[str]) -> None:
-            live = [self._routes[id] for id in few if id in self._routes]
+            live = [self.routes[id] for id in few if id in self.routes]
             self.where.abort(live)
             for route in live:
                 self._end(route.request.id, error)
@@ -254,9 +254,9 @@ class OpenSequences:
         self._finish(id, "error", (error.code, error.message))
 
     def _finish(self, id: str, finish_reason: str, error: tuple[str, str] | None = None) -> None:
-        if id in self._routes:
-            self._leave(self._routes[id])
-            self._give(self._routes[id], last_output(id, finish_reason, error))
+        if id in self.routes:
+            self._leave(self.routes[id])
+            self._give(self.routes[id], last_output(id, finish_reason, error))
 
     def _give(self, route: Route, output: StepOutput) -> None:
         try:
@@ -299,7 +299,7 @@ class OpenSequences:
 
     def _drop(self, id: str) -> None:
         """Forget a sequence, unless that was done."""
-        if (route := self._routes.pop(id, None)) is not None:
+        if (route := self.routes.pop(id, None)) is not None:
             self._replicas.ended(id)
             self._close([route])
             self._count()
@@ -309,12 +309,12 @@ class OpenSequences:
         submission.open.clear()
         if not ids:
             return
-        self.where.abort(self._routes[id] for id in ids if id in self._routes)
+        self.where.abort(self.routes[id] for id in ids if id in self.routes)
         self._metrics.sequences.ended.labels("abandoned").inc(len(ids))
 
         def drop(few: list[str]) -> None:
             for id in few:
-                if (route := self._routes.pop(id, None)) is not None:
+                if (route := self.routes.pop(id, None)) is not None:
                     self._replicas.ended(id)
                     self._leave(route)
                     self._close([route])
@@ -325,9 +325,9 @@ class OpenSequences:
 
     def _count(self) -> None:
         with self._faults.containing("the number of open sequences"):
-            self._metrics.sequences.open.set(len(self._routes))
-            self._counted(len(self._routes))
-        if self._routes:
+            self._metrics.sequences.open.set(len(self.routes))
+            self._counted(len(self.routes))
+        if self.routes:
             self.idle.clear()
         else:
             self.idle.set()

@@ -117,6 +117,11 @@ class Route(Struct, gc=False):
         return self.request.id in self.submission.open
 
     @property
+    def size(self) -> int:
+        """The tokens that another replica has to read."""
+        return len(self.request.token_ids) + len(self.request.generated) + self.tokens
+
+    @property
     def on_trial(self) -> bool:
         """Return True while nothing new follows it to its replica."""
         return self.replica is not None and self.replica.queue.on_trial == self.request.id
