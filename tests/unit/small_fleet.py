@@ -38,6 +38,7 @@ class SmallReplica:
         self.commands: list[Command] = []
         self.version, self.up = "v0", False
         self.refusal: TltError | None = None
+        self.waits = 0  # sequences that have not started, the last ones
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -67,7 +68,7 @@ class SmallReplica:
     def step(self, tokens: int = 1) -> None:
         """Give each sequence that many tokens."""
         outputs = []
-        for id, (request, done) in [*self.running.items()]:
+        for id, (request, done) in [*self.running.items()][: len(self.running) - self.waits]:
             ids = [token(request.seed, done + i) for i in range(tokens)]
             ids = ids[: request.sampling.max_tokens - done]
             self.running[id] = request, done + len(ids)
@@ -87,7 +88,8 @@ class SmallReplica:
 
     def _give(self, outputs: list[StepOutput]) -> None:
         if self.up:
-            gauges = {"running": float(len(self.running)), "waiting": 0.0}
+            running = float(len(self.running) - self.waits)
+            gauges = {"running": running, "waiting": float(self.waits)}
             self.fleet.take(Outputs(outputs, gauges), self.replica)
 
     def die(self, started: Sequence[str] | None = None) -> None:

@@ -224,3 +224,27 @@ async def test_gateway_that_every_replica_refuses_ends_and_says_why() -> None:
     assert (await running).message.endswith(
         "a:1: the server is held by another; b:1: the server is held by another"
     )
+
+
+@in_loop
+async def test_waiting_sequences_move_to_a_replica_with_room() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    submission = fleet.submit(60)
+    for name in "ab":
+        fleet.links[name].waits = 30 - INFO.max_running
+    fleet.step(1)
+    await fleet.operations.scale(3)
+    fleet.links["c"].begin()
+    await settle()
+    fleet.operations.rearrange(1.0)
+    assert fleet.counts["c"] == INFO.max_running
+    fleet.table.placer.check()
+    moved = fleet.links["c"].running.values()
+    assert all(done == 0 for _, done in moved)  # those that had not started
+    for name in "ab":
+        fleet.links[name].waits = 0
+    for _ in range(50):
+        fleet.step(1)
+    await settle()
+    check_whole(await read(submission))
