@@ -158,6 +158,10 @@ async def _serve(config: ResolvedConfig, back: Back) -> int:
             grpc_address = await stack.enter_async_context(
                 serving_grpc(app, service, gate, certificates)
             )
+            url = _url(config, listener)
+            link_address = await stack.enter_async_context(
+                serving_link(service, gate, url, certificates)
+            )
             stack.push_async_callback(_cancel, asyncio.create_task(watch_turns(metrics)))
             stack.push_async_callback(_cancel, asyncio.create_task(collect_while_few()))
             server = HttpServer(app, config, certificates)
@@ -165,8 +169,8 @@ async def _serve(config: ResolvedConfig, back: Back) -> int:
             stack.push_async_callback(_finish, server)
             stack.callback(service.close)  # open requests end with an error, sent by `_finish`
             stack.push_async_callback(rollouts.close)  # before that, where their journals last
-            url = _url(config, listener)
-            progress.listening(url, grpc_address, _url(config, probes) if probes else "")
+            probe_url = _url(config, probes) if probes else ""
+            progress.listening(url, grpc_address, probe_url, link_address)
             return await _run(config, client, supervised, rollouts, progress, url, signals)
 
 
@@ -233,6 +237,24 @@ async def serving_grpc(
         yield address
     finally:
         await server.stop(FLUSH_S)
+
+
+@contextlib.asynccontextmanager
+async def serving_link(
+    service: Service, gate: Gate, url: str, certificates: Watched[Certificates] | None
+) -> AsyncIterator[str]:
+    """Yield the address of the listener for gateways, empty without a `link_port`."""
+    if service.config.link_port is None:
+        yield ""
+        return
+    from tlt_server.frontend.rpc.link import LinkServer
+
+    server = LinkServer(service.config, gate, service.engine, url, certificates)
+    address = await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop()
 
 
 async def _cancel(task: asyncio.Task[Any]) -> None:

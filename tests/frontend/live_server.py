@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
 from tlt_client import Client
-from tlt_server.build import admission, listening, serving_grpc
+from tlt_server.build import admission, listening, serving_grpc, serving_link
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.generation.generation import Generations
@@ -75,7 +75,7 @@ class LiveServer:
         self.config = Config(model=model, port=0, **settings).checked().resolved()
         self.directory, self._engine_options, self._apart = directory, engine, apart
         self.started = threading.Event()
-        self.url = self.grpc_address = self.probe_url = ""
+        self.url = self.grpc_address = self.link_address = self.probe_url = ""
         self.engines: list[FakeEngine] = []  # one per epoch
         self.said = io.StringIO()
         self.may_launch = asyncio.Event()
@@ -105,9 +105,9 @@ class LiveServer:
 
         return self.run(run())
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, work: Coroutine[Any, Any, Any], within_s: float = 30) -> Any:
         """Return the result of a coroutine that runs in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(within_s)
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -157,6 +157,9 @@ class LiveServer:
             self.url = f"{'http' if certificates is None else 'https'}://127.0.0.1:{config.port}"
             self.grpc_address = await stack.enter_async_context(
                 serving_grpc(self.app, service, gate, certificates)
+            )
+            self.link_address = await stack.enter_async_context(
+                serving_link(service, gate, self.url, certificates)
             )
             server = HttpServer(self.app, config, certificates)
             probes = stack.enter_context(listening(config, "probe_port"))

@@ -201,9 +201,12 @@ class ServerSettings(SharedSettings):
     port answers them."""
     grpc_port: Annotated[int | None, Doc("TCP port", 0, 65535)] = None
     """Port to bind for gRPC, too; 0 takes a free one, none: no gRPC."""
+    link_port: Annotated[int | None, Doc("TCP port", 0, 65535)] = None
+    """Port to bind for the gateway of a fleet, which then commands this server; 0 takes a free one,
+    none: no gateway can."""
     api_key_file: Annotated[Path | None, Doc("file")] = None
-    """API keys, one per line: the key or sha256:<hex>, then scopes=data,push-weights,operate and
-    name=NAME; read again when it changes."""
+    """API keys, one per line: the key or sha256:<hex>, then scopes=data,push-weights,operate,link
+    and name=NAME; read again when it changes."""
     api_key_variable: Annotated[str, Doc("variable")] = ""
     """Name of an environment variable that holds such lines, too."""
     tls_cert: Annotated[Path | None, Doc("PEM file")] = None

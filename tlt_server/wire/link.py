@@ -2,7 +2,8 @@
 
 One gRPC stream of bytes in both directions carries them as msgpack, one in each message. Commands
 and events are those of an engine, except that a gateway attaches first and a server reports the
-death of its engine. Clocks of two hosts differ, so deadlines cross as seconds left.
+death of its engine. A server that ends a stream says why in its status, as for every gRPC call.
+Clocks of two hosts differ, so deadlines cross as seconds left.
 """
 
 from __future__ import annotations
@@ -77,27 +78,11 @@ class Died(Struct, frozen=True, kw_only=True, tag="died"):
     start_s: float  # time that a start took before
 
 
-class Refused(Struct, frozen=True, tag="refused"):
-    """The last event of a stream that the server ends."""
-
-    code: str
-    message: str
-
-
 LinkCommand = (
     Attach | Ping | Submit | Abort | SetPolicy | Recompute | ControlCommand | WeightCommand
 )
 LinkEvent = (
-    Attached
-    | Pong
-    | Died
-    | Refused
-    | Ready
-    | Phase
-    | PhaseProgress
-    | Outputs
-    | WeightReport
-    | ControlReport
+    Attached | Pong | Died | Ready | Phase | PhaseProgress | Outputs | WeightReport | ControlReport
 )
 _COMMANDS = msgspec.msgpack.Decoder(LinkCommand)
 _EVENTS = msgspec.msgpack.Decoder(LinkEvent)

@@ -35,6 +35,7 @@ SPARE = 448  # libraries, model files, uploads, what a closed connection holds f
 # gRPC's core accepts by itself: it closes connections above its limit, the newest first, and silent
 # ones after header_timeout_s. So it has more room.
 GRPC_SILENT = 3
+LINK_CONNECTIONS = 64  # at most, although one gateway is attached
 # Key in the scope's state: the stack that a transport closes which sends its reply only after the
 # application has ended.
 REPLIED = "replied"
@@ -127,6 +128,7 @@ def needed(config: Config) -> int:
     ports = max_open(config.max_connections)
     ports += PROBES if config.probe_port is not None else 0
     ports += max_grpc_connections(config) if config.grpc_port is not None else 0
+    ports += LINK_CONNECTIONS if config.link_port is not None else 0
     return ports + config.max_rollouts + RESERVE + SPARE
 
 

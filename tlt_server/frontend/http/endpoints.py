@@ -106,7 +106,8 @@ class Endpoint(Route):
     """A route of the router, with the facts that authentication and the document need.
 
     `changes` defaults to True for the scopes push-weights and operate, for every method but GET. So
-    does `engine_fails`, as such a route sends a command to the engine.
+    does `engine_fails`, as such a route sends a command to the engine. A route that has both is
+    refused while a gateway commands the engine.
     """
 
     def __init__(self, method: str, path: str, handler: Handler, **about: Unpack[About]) -> None:
@@ -132,6 +133,7 @@ class Endpoint(Route):
         admin = self.needs in ("push-weights", "operate")
         self.changes = about.get("changes", admin and method != "GET")
         self.engine_fails = about.get("engine_fails", admin)
+        self.commands = self.changes and self.engine_fails
         self.example = about.get("example")
         self.text = about.get("text", "text/plain")
         self.gives_also_at = about.get("gives_also_at", ())
@@ -143,6 +145,8 @@ class Endpoint(Route):
 
     async def _serve(self, request: Request) -> Response:
         service = request.app.state.service
+        if self.commands:
+            service.engine.check_free()
         if self._ignored is not None:
             await self._read(service, self._ignored, request)
         given = {

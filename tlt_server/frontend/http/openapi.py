@@ -20,6 +20,7 @@ from msgspec import UNSET, Struct, UnsetType
 from tlt_client.fields import MAX_INT32
 from tlt_server import __version__
 from tlt_server.errors import (
+    Conflict,
     EngineFailed,
     Forbidden,
     InvalidRequest,
@@ -261,6 +262,8 @@ def _in_front(endpoint: Endpoint, keyed: bool) -> Iterator[type[TltError]]:
     yield Unavailable  # too many connections
     if endpoint.engine_fails:
         yield EngineFailed
+    if endpoint.commands:
+        yield Conflict
     if endpoint.needs != "open" and keyed:
         yield Unauthenticated
     if endpoint.needs != "open":

@@ -11,11 +11,12 @@ import contextlib
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import structlog
 
-from tlt_server.errors import EngineFailed, Unavailable, from_code
+from tlt_server.errors import Conflict, EngineFailed, Unavailable, from_code
 from tlt_server.frontend.http.access import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Changes
@@ -50,6 +51,18 @@ from tlt_server.wire.events import (
 from tlt_server.wire.records import GenerateRequest
 
 log = structlog.get_logger()
+
+
+class Relay(Protocol):
+    """The way to a gateway, which commands this engine from another host."""
+
+    gateway: str  # for people
+
+    def took(self, event: Event) -> None:
+        """Take in an event that was applied."""
+
+    def died(self, death: Death, restart_in_s: float | None, start_s: float) -> None:
+        """Take in the engine's death, before what it leaves is ended."""
 
 
 class EngineClient:
@@ -89,6 +102,7 @@ class EngineClient:
         self.pauses = PauseState(self.command_id, self._control, self.changes.tell)
         self.policies = PolicyState(self.command_id, self._send)
         self.draining = False
+        self.relay: Relay | None = None  # to the gateway that commands this engine
 
     # the engine's epochs
 
@@ -124,6 +138,9 @@ class EngineClient:
                 with self.faults.containing("a control report"):
                     self._controlled(event)
                 self._control_answers.settle(event)
+        if self.relay is not None:
+            with self.faults.containing("an event for a gateway"):
+                self.relay.took(event)
         if not isinstance(event, Outputs):
             self.changes.tell()
 
@@ -153,6 +170,9 @@ class EngineClient:
         their number. `restart_in_s` and `start_s`: see `Replica.died`.
         """
         reason = death.error.message
+        if self.relay is not None:
+            with self.faults.containing("an engine's death for a gateway"):
+                self.relay.died(death, restart_in_s, start_s)
         self._unanswered |= bool(self._weight_answers)
         self.replica.died(reason, restart_in_s, start_s)
         self.activity.set("engine", 1)  # it starts again, and measures its steps
@@ -234,14 +254,16 @@ class EngineClient:
         resumes: bool = False,
         accepted: bool = False,
     ) -> Submission:
-        """Submit a batch, all of it or nothing. `Unavailable` or (unless it was `accepted` before)
-        an error of `Admission` if it cannot be accepted.
+        """Submit a batch, all of it or nothing. `Unavailable` if nothing can be generated now;
+        unless it was `accepted` before, also for a pause or sleep, or an error of `Admission`.
 
         When the engine dies, open sequences end with `engine_failed`, or with `resumes` the next
         epoch continues them, by the same ids. A request that may have crashed the engine ends with
         `poisoned`.
         """
-        self.check_available()
+        self.check_serving()
+        if not accepted:
+            self.pauses.check()
         return self.sequences.submit(
             requests,
             deadline_s=deadline_s,
@@ -279,12 +301,24 @@ class EngineClient:
 
     def check_running(self) -> None:
         """Raise `Unavailable` if there is no engine to ask."""
+        self.check_taking()
+        self.replica.check_running()
+
+    def check_taking(self) -> None:
+        """Raise `Unavailable` if the server is about to stop."""
         if self.draining:
             raise Unavailable(
                 "the server is draining before it stops; send the request to another replica",
                 retry_after_s=5,
             )
-        self.replica.check_running()
+
+    def check_free(self) -> None:
+        """Raise `Conflict` while a gateway commands the engine."""
+        if self.relay is not None:
+            raise Conflict(
+                f"the engine is commanded by {self.relay.gateway}, so that all its servers agree; "
+                "send this to the gateway"
+            )
 
     def check_room(self, demand: Demand) -> None:
         """Raise what `submit` would raise for this demand."""

@@ -137,11 +137,15 @@ class ProgressLines:
             self._begun = phase.phase
             self._say(f"  {phase} ...")
 
-    def listening(self, url: str, grpc_address: str = "", probe_url: str = "") -> None:
+    def listening(
+        self, url: str, grpc_address: str = "", probe_url: str = "", link_address: str = ""
+    ) -> None:
         if probe_url:
             self._say(f"tlt: listening on {probe_url} for probes")
         if grpc_address:
             self._say(f"tlt: listening on {grpc_address} for gRPC")
+        if link_address:
+            self._say(f"tlt: listening on {link_address} for a gateway")
         self._say(f"tlt: listening on {url}; the engine is starting")
 
     def ready(self, url: str, config: ResolvedConfig, info: EngineInfo) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import structlog
@@ -67,7 +67,7 @@ class RpcServer:
         self._health = Health(is_ready, told, streams)
         self._server = grpc.aio.server(
             interceptors=[_Reflection(gate, streams)],
-            options=_options(config),
+            options=options_of(config),
             maximum_concurrent_rpcs=(BEYOND + 2) * config.max_connections,
         )
         self._server.add_generic_rpc_handlers(
@@ -81,26 +81,37 @@ class RpcServer:
 
         `StartupError` if the address cannot be bound.
         """
-        config = self._config
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        address = f"{host}:{config.grpc_port}"
-        try:
-            if self._certificates is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, _credentials(self._certificates))
-        except RuntimeError:
-            raise StartupError(
-                f"cannot bind {address} for gRPC; choose another --host or --grpc-port (0 = a free "
-                "one)"
-            ) from None
-        await self._server.start()
-        return f"{host}:{port}"
+        return await listen(self._server, self._config, "grpc_port", self._certificates)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, and give the open ones `grace_s` to end."""
         self._health.stop()
         await self._server.stop(grace_s)
+
+
+async def listen(
+    server: grpc.aio.Server,
+    config: Config,
+    setting: Literal["grpc_port", "link_port"],
+    certificates: Watched[Certificates] | None,
+) -> str:
+    """Start a server on the port of a setting, and return its address. `StartupError` if it cannot
+    be bound.
+    """
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{host}:{getattr(config, setting)}"
+    try:
+        if certificates is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, _credentials(certificates))
+    except RuntimeError:
+        raise StartupError(
+            f"cannot bind {address} for gRPC; choose another --host or "
+            f"--{setting.replace('_', '-')} (0 = a free one)"
+        ) from None
+    await server.start()
+    return f"{host}:{port}"
 
 
 class _Calls(grpc.GenericRpcHandler):
@@ -197,7 +208,8 @@ def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
     )
 
 
-def _options(config: Config) -> list[tuple[str, Any]]:
+def options_of(config: Config) -> list[tuple[str, Any]]:
+    """Return the options of a gRPC server, with its bounds."""
     return [
         ("grpc.so_reuseport", 0),  # otherwise two servers could share the port
         ("grpc.max_receive_message_length", BEYOND * config.max_body_mb * 2**20),

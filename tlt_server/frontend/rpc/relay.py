@@ -1,0 +1,360 @@
+"""A gateway's use of this server's engine: its commands reach the engine client, which has the
+engine's epochs, and events for it are collected here.
+
+`link` reads the commands and sends the events. Outputs are gathered for 20 ms, but sent at once if
+a client waits for single tokens. Sequences have a prefix inside the server, since ids of two
+gateways, or of direct clients, may be equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from tlt_server.errors import InvalidRequest, QueueFull, TltError
+from tlt_server.frontend.link.client import EngineClient, readable
+from tlt_server.frontend.link.link import Death
+from tlt_server.frontend.link.submission import Submission
+from tlt_server.wire.commands import (
+    Abort,
+    AbortWeights,
+    ClearCache,
+    ControlCommand,
+    LookAtWeights,
+    Pause,
+    Recompute,
+    Resume,
+    SetPolicy,
+    Sleep,
+    Submit,
+    WakeUp,
+    WeightCommand,
+)
+from tlt_server.wire.events import (
+    MAX_OUTPUTS,
+    ControlReport,
+    EngineInfo,
+    Event,
+    Outputs,
+    Phase,
+    PhaseProgress,
+    Ready,
+)
+from tlt_server.wire.link import (
+    Attach,
+    Attached,
+    Died,
+    LinkCommand,
+    LinkEvent,
+    Ping,
+    Pong,
+    arriving,
+)
+from tlt_server.wire.packed import PackedIds
+from tlt_server.wire.records import Cycle, GenerateRequest, last_output
+
+GATHER_S = 0.02
+MAX_OPEN = 2**16  # sequences at which a gateway gets no further ones; its admission allows fewer
+MAX_ID_CHARS = 256
+PREPARING_S = 86400.0  # for which a policy may be prepared
+
+log = structlog.get_logger()
+
+
+class GatewayRelay:
+    def __init__(
+        self,
+        client: EngineClient,
+        attach: Attach,
+        stream: int,
+        url: str,
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        """`stream`: its number, for the prefix. `url`: the server's own. `start`: starts a task
+        whose error ends the stream.
+        """
+        self.gateway = f"{attach.gateway or 'a gateway'} of the fleet {attach.fleet}"
+        self._client, self._attach, self._url, self._start = client, attach, url, start
+        self._prefix = f"{stream}/"
+        self._attached = False  # since the last death of the engine
+        self._open: dict[Submission, asyncio.Task[None]] = {}
+        self._asking: set[asyncio.Task[None]] = set()
+        self._events: list[LinkEvent] = []
+        self._some = asyncio.Event()
+        self._steps: list[Outputs] = []  # gathered
+        self._gauges: dict[str, float] = {}  # the newest
+        self._hurried = False  # they are sent at the loop's next turn
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def events(self) -> list[LinkEvent]:
+        """Wait for events, and return them."""
+        await self._some.wait()
+        self._some.clear()
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Abort what the gateway has open."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for submission in self._open:
+            submission.close()
+
+    # from the gateway
+
+    def take(self, command: LinkCommand) -> None:
+        """Carry out a command. `InvalidRequest` if it is not one of this stream."""
+        match command:
+            case Ping():
+                self._put(Pong())
+            case Attach():
+                if (command.fleet, command.epoch) != (self._attach.fleet, self._attach.epoch):
+                    raise InvalidRequest("a stream is attached by one fleet and epoch, not by two")
+                self.attach()
+            case _ if not self._attached:
+                return  # it was meant for the engine that died
+            case Submit(requests):
+                self._submit(requests)
+            case Abort(ids, finish_reason):
+                everything = [id for id in self._client.open_ids if id.startswith(self._prefix)]
+                named = [self._prefix + id for id in ids]
+                self._client.abort(everything if command.all else named, finish_reason)
+            case Recompute():
+                self._client.recompute(command)
+            case SetPolicy() | Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
+                self._ask(command, self._control(command))
+            case _:
+                self._ask(command, self._weights(command))
+
+    def attach(self) -> None:
+        """Answer an `Attach`. What is there of the engine before is over, so `Ready` may follow."""
+        if self._attached:
+            raise InvalidRequest("the gateway is attached; attach again after the engine has died")
+        self._attached = True
+        self._put(Attached(self._attach.epoch, self._url))
+        if self._client.replica.runs:
+            self._work(self._begin())
+
+    async def _begin(self) -> None:
+        """Undo what a gateway before has paused, put to sleep or staged, and report the engine."""
+        client = self._client
+        if client.pauses.asleep:
+            await client.pauses.wake(client.pauses.asleep)
+        if client.pauses.paused:
+            await client.pauses.resume()
+        push = (await client.weights(LookAtWeights(client.command_id()))).state.open
+        if push and (push["state"] != "staged" or push["version"] not in self._attach.keep):
+            await client.weights(AbortWeights(client.command_id()))
+        self._put(Ready(msgspec.structs.replace(self._info, lost=client.versions.lost)))
+
+    def _submit(self, requests: list[GenerateRequest]) -> None:
+        now_s, fit = time.monotonic(), list[GenerateRequest]()
+        room = MAX_OPEN - len(self._client)
+        for request in requests:
+            fault = misfit(request, self._info)
+            if fault:
+                self._end(request.id, InvalidRequest(fault))
+            elif len(fit) >= room:
+                self._end(
+                    request.id, QueueFull(f"{MAX_OPEN} sequences are open, the most by a link")
+                )
+            else:
+                id = self._prefix + request.id
+                fit.append(msgspec.structs.replace(arriving(request, now_s), id=id))
+        if not fit:
+            return
+        try:
+            submission = self._client.submit(fit, accepted=True)
+        except TltError as error:
+            for request in fit:
+                self._end(request.id.removeprefix(self._prefix), error)
+        else:
+            patient = all(request.patient for request in fit)
+            self._open[submission] = self._start(self._pump(submission, hurried=not patient))
+
+    def _end(self, id: str, error: TltError) -> None:
+        self._gather(
+            Outputs([last_output(id, "error", (error.code, error.message))], {}), hurried=True
+        )
+
+    async def _pump(self, submission: Submission, *, hurried: bool) -> None:
+        """Pass on the outputs of a batch."""
+        async for few, _ in submission.slices(lambda output: 1, MAX_OUTPUTS):
+            outputs = [
+                msgspec.structs.replace(output, id=output.id.removeprefix(self._prefix))
+                for output in few
+            ]
+            self._gather(Outputs(outputs, {}), hurried=hurried)
+        del self._open[submission]
+
+    async def _control(self, command: ControlCommand | SetPolicy) -> None:
+        pauses, error, detail = self._client.pauses, None, ""
+        try:
+            match command:
+                case Pause(_, in_flight, clear_cache):
+                    await pauses.pause(in_flight, refuse=False, clear_cache=clear_cache)
+                case Resume():
+                    await pauses.resume()
+                case Sleep(_, memory, in_flight):
+                    await pauses.sleep(memory, in_flight)
+                case WakeUp(_, memory):
+                    await pauses.wake(memory)
+                case ClearCache(_, unless_held):
+                    await pauses.clear_cache(unless_held=unless_held)
+                case SetPolicy():
+                    await self._client.policies.ask(command, PREPARING_S)
+                    detail = self._client.policies.prepared
+        except TltError as failed:
+            error = failed.code, failed.message
+        self._put(ControlReport(command.id, error, detail))
+
+    async def _weights(self, command: WeightCommand) -> None:
+        own = msgspec.structs.replace(command, id=self._client.command_id())
+        self._put(msgspec.structs.replace(await self._client.weights(own), id=command.id))
+
+    def _ask(self, command: LinkCommand, work: Coroutine[Any, Any, None]) -> None:
+        log.info("audit", link=self.gateway, command=type(command).__name__)
+        self._work(work)
+
+    def _work(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._start(work)
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    # from the engine
+
+    def took(self, event: Event) -> None:
+        """Take in an event that the engine client has applied."""
+        match event:
+            case _ if not self._attached:
+                return
+            case Outputs():  # those of the gateway come by `_pump`
+                self._gauges = event.gauges
+                self._gather(msgspec.structs.replace(event, outputs=[]), hurried=False)
+            case Phase() | PhaseProgress():
+                self._put(event)
+            case Ready():
+                self._work(self._begin())
+
+    def died(self, death: Death, restart_in_s: float | None, start_s: float) -> None:
+        """Report a death of the engine, whose sequences are then the gateway's to continue."""
+        for task in (*self._asking, *self._open.values()):
+            task.cancel()
+        self._open.clear()
+        if self._attached:
+            self._attached = False
+            ran = {
+                id.removeprefix(self._prefix) if id.startswith(self._prefix) else ""
+                for id in death.started
+            }
+            self._put(
+                Died(
+                    ending=death.ending,
+                    code=death.error.code,
+                    message=death.error.message,
+                    started=sorted(ran),
+                    restart_in_s=restart_in_s,
+                    start_s=start_s,
+                )
+            )
+
+    @property
+    def _info(self) -> EngineInfo:
+        assert self._client.info is not None
+        return self._client.info
+
+    def _gather(self, step: Outputs, *, hurried: bool) -> None:
+        """Send these with what is gathered: within 20 ms, or if `hurried` at the next turn."""
+        self._steps.append(step)
+        loop = asyncio.get_running_loop()
+        if hurried and not self._hurried:
+            self._hurried = True
+            loop.call_soon(self._flush)
+        if self._timer is None:
+            self._timer = loop.call_later(GATHER_S, self._flush)
+
+    def _flush(self) -> None:
+        self._hurried = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._steps:
+            self._events.append(merged(self._steps, self._gauges))
+            self._steps = []
+            self._some.set()
+
+    def _put(self, event: LinkEvent) -> None:
+        """Send an event after the outputs before it."""
+        self._flush()
+        self._events.append(event)
+        self._some.set()
+
+
+def misfit(request: GenerateRequest, info: EngineInfo) -> str:
+    """Return the reason why this engine cannot run a request; empty if it can. A gateway has
+    checked it against its own limits, which may be those of another model.
+    """
+    if not (request.id.isprintable() and 0 < len(request.id) <= MAX_ID_CHARS):
+        return f"the id {request.id[:MAX_ID_CHARS]!r} must be 1 to {MAX_ID_CHARS} characters"
+    given, before = len(request.token_ids), len(request.generated)
+    longest = given + max(before, request.sampling.max_tokens)
+    if not given or longest > info.max_model_len:
+        return (
+            f"the prompt of {given} tokens with an output of {longest - given} does not fit: this "
+            f"server takes 1 to {info.max_model_len} (max_model_len)"
+        )
+    for ids in (request.token_ids, request.generated):
+        if ids and not readable(_packed(ids), info.vocab_size, info.max_model_len):
+            return f"a token id is not below the vocabulary's size of {info.vocab_size}"
+    return ""
+
+
+def _packed(ids: list[int] | PackedIds) -> bytes:
+    """Return the bytes of these ids; of ids beyond 32 bits some that no vocabulary has."""
+    if isinstance(ids, PackedIds):
+        return ids.packed
+    try:
+        return PackedIds.of(ids).packed
+    except OverflowError:
+        return PackedIds.of([-1]).packed
+
+
+def merged(steps: Sequence[Outputs], gauges: dict[str, float]) -> Outputs:
+    """Return the outputs of several steps as those of one, with these gauges."""
+    cycles = [step.cycle for step in steps if step.cycle is not None]
+    return Outputs(
+        [output for step in steps for output in step.outputs],
+        gauges,
+        summed(cycles) if cycles else None,
+        [switch for step in steps for switch in step.switches],
+        [gap for step in steps for gap in step.gaps],
+    )
+
+
+def summed(cycles: Sequence[Cycle]) -> Cycle:
+    """Return the cycles of several steps as one: sums, with the mean of decoding requests."""
+    if len(cycles) == 1:
+        return cycles[0]
+    contexts = [cycle.context for cycle in cycles]
+    context = msgspec.structs.replace(
+        contexts[-1],
+        decoding=round(sum(each.decoding for each in contexts) / len(cycles)),
+        prefill_rows=sum(each.prefill_rows for each in contexts),
+        chunks=sum(each.chunks for each in contexts),
+    )
+    predicted = all(cycle.predicted_s for cycle in cycles)
+    return msgspec.structs.replace(
+        cycles[-1],
+        context=context,
+        rows=sum(cycle.rows for cycle in cycles),
+        emitted=sum(cycle.emitted for cycle in cycles),
+        accepted=tuple(count for cycle in cycles for count in cycle.accepted),
+        drafted=sum(cycle.drafted for cycle in cycles),
+        step_s=sum(cycle.step_s for cycle in cycles),
+        predicted_s=sum(cycle.predicted_s for cycle in cycles) if predicted else 0.0,
+    )
