@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tlt_client.arguments import SEEN
+from tlt_client.arguments import MAX_VERSION, SEEN
 
 MAX_INT32, MAX_SEED = 2**31 - 1, 2**64 - 1
 MAX_ALLOWED, MAX_BAD_WORDS, MAX_WORD = 4096, 256, 256  # ids, words, characters of one
@@ -177,6 +177,12 @@ class Item(Struct, frozen=True, kw_only=True, omit_defaults=True):
     salt: Annotated[Salt, "requests share cached prefixes only with those of the same salt"] = ""
     lora: Annotated[
         str, "the LoRA adapter that computes it; empty: none", Meta(max_length=MAX_NAME)
+    ] = ""
+    weight_version: Annotated[
+        str,
+        "the version of the weights that must compute all of it, else it ends with a 409; empty: "
+        "any",
+        Meta(max_length=MAX_VERSION),
     ] = ""
     n: Annotated[Count, "choices"] = 1
     seed: Annotated[

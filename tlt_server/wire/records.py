@@ -88,6 +88,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
     group_id: str = ""
     salt: str = ""  # separates prefix-cache tenants
     lora: str = ""  # the adapter that computes it; empty: none
+    weight_version: str = ""  # the only version whose tokens the frontend takes; empty: any
     owner: str = ""  # name of the API key that asked; empty on a server without keys
     priority: int = 0  # lower values start first
     sd: bool | DraftLimits = True  # False: this request is never speculated on

@@ -22,7 +22,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingFields, _Mapping]] = ..., timeout_s: _Optional[float] = ..., queue_timeout_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Item(_message.Message):
-    __slots__ = ("id", "prompt", "token_ids", "messages", "group_id", "salt", "n", "seed", "sd", "sd_object", "sampling", "train", "lora")
+    __slots__ = ("id", "prompt", "token_ids", "messages", "group_id", "salt", "n", "seed", "sd", "sd_object", "sampling", "train", "lora", "weight_version")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class Item(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TRAIN_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -49,7 +50,8 @@ class Item(_message.Message):
     sampling: SamplingFields
     train: bool
     lora: str
-    def __init__(self, id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., group_id: _Optional[str] = ..., salt: _Optional[str] = ..., n: _Optional[int] = ..., seed: _Optional[int] = ..., sd: _Optional[bool] = ..., sd_object: _Optional[_Union[SdFields, _Mapping]] = ..., sampling: _Optional[_Union[SamplingFields, _Mapping]] = ..., train: _Optional[bool] = ..., lora: _Optional[str] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., group_id: _Optional[str] = ..., salt: _Optional[str] = ..., n: _Optional[int] = ..., seed: _Optional[int] = ..., sd: _Optional[bool] = ..., sd_object: _Optional[_Union[SdFields, _Mapping]] = ..., sampling: _Optional[_Union[SamplingFields, _Mapping]] = ..., train: _Optional[bool] = ..., lora: _Optional[str] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class SdFields(_message.Message):
     __slots__ = ("drafter", "max_depth", "max_rows")

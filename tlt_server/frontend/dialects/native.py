@@ -82,7 +82,7 @@ IdempotencyKey = Annotated[
 ROUTES = Routes(needs="data")
 ITEM_ERRORS = (
     *(QueueTimeout, DeadlineExceeded, EngineFailed, NotFinite, Poisoned, StructureFailed),
-    *(StorageFailed, Unavailable),
+    *(StorageFailed, Unavailable, Conflict),
 )
 EXAMPLE = {
     "requests": [{"prompt": "2+2=", "n": 2, "seed": 7}],
@@ -131,7 +131,7 @@ FORMS = Forms(("requests", *BORROWED), _form)
         ("message", Refusal),
         ("message", Literal["[DONE]"]),
     ),
-    raises=(Conflict, QueueFull, Overloaded, *ITEM_ERRORS),
+    raises=(QueueFull, Overloaded, *ITEM_ERRORS),
 )
 async def generate(
     service: Service, request: Request, idempotency_key: IdempotencyKey = None

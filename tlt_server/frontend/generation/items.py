@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from tlt_server.errors import EngineFailed, Poisoned, TltError, from_code
+from tlt_server.errors import Conflict, EngineFailed, Poisoned, TltError, from_code
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice, GrowingChoice
-from tlt_server.frontend.generation.requests import RequestBatch, RequestItem
+from tlt_server.frontend.generation.requests import ItemFields, RequestBatch, RequestItem
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
-from tlt_server.wire.records import GenerateRequest, StepOutput
+from tlt_server.wire.events import EngineInfo
+from tlt_server.wire.labels import label_of
+from tlt_server.wire.records import GenerateRequest, StepOutput, adapted_version
 
 
 class TokenEvent(NamedTuple):
@@ -82,6 +84,21 @@ class _OpenItem:
         )
 
 
+def pinned(field: str, item: ItemFields, info: EngineInfo) -> str:
+    """Return the version that must compute this item's tokens; empty: any. `Conflict` if it is not
+    live. `field`: the path before the field's name.
+    """
+    live, wanted = info.weight_version, item.weight_version
+    if wanted not in ("", live, label_of(live)):
+        raise Conflict(
+            f"{field}weight_version is {shown(wanted)}, and {shown(live)} is live; push that "
+            "version first, or leave the field out"
+        )
+    if not wanted or not item.lora:
+        return wanted and live
+    return adapted_version(live, item.lora, info.adapters[item.lora])
+
+
 class Items:
     def __init__(self, batch: RequestBatch, text: Text, stop: Callable[[str], object]) -> None:
         """`stop(id)`: asks the engine to end a sequence whose stop string is complete."""
@@ -129,8 +146,17 @@ class Items:
         """Add successive outputs of a sequence."""
         last = outputs[-1]
         item, index = self._owner[last.id]
+        wanted = item.requests[index].weight_version
+        others = {o.weight_version for o in outputs if o.token_ids} - {wanted} if wanted else None
         if last.finish_reason is not None:
             self._open.discard(last.id)
+        if others:
+            return item.fail(
+                Conflict(
+                    f"item {shown(item.id)} asks for weight_version {shown(wanted)}, and "
+                    f"{shown(others.pop())} was pushed before its end; send it again without one"
+                )
+            )
         if last.finish_reason != "error":
             return self._grow(item, index, outputs)
         error = from_code(*(last.error or (EngineFailed.code, "the engine gave no reason")))

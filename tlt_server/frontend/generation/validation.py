@@ -19,6 +19,7 @@ from msgspec import UNSET
 from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, NotFound, TooLarge
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.generation import repeated
+from tlt_server.frontend.generation.items import pinned
 from tlt_server.frontend.generation.requests import (
     NATIVE,
     PROMPTS,
@@ -87,23 +88,22 @@ class Validator:
         for i, item in enumerate(request.requests):
             if i % BREATH == BREATH - 1:
                 await asyncio.sleep(0)
-            self._check_shape(words, i, item)
-            _check_adapter(words.field.format(i=i), item.lora, info)
+            self._check_shape(words, i, item, info)
         self._check_room(self._demand(request, info, caller.name, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request, info, reading)
         samplings = await self._samplings(words, request, prompts, info)
         serial = next(self._serial)
         items: list[RequestItem] = []
         choices = 0  # made since other requests last ran
-        for i, (item, prompt, sampling) in enumerate(
-            zip(request.requests, prompts, samplings, strict=True)
-        ):
+        each = zip(request.requests, prompts, samplings, strict=True)
+        for i, (item, prompt, sampling) in enumerate(each):
             choices += item.n
             if choices > BREATH:
                 await asyncio.sleep(0)
                 choices = 0
             seed = self._next_seed() if item.seed is None else item.seed
             drafts = _drafts(words.field.format(i=i), item.sd, info.drafters)
+            pin = pinned(words.field.format(i=i), item, info)
             id = f"{serial:x}-{i}"
             items.append(
                 RequestItem(
@@ -117,6 +117,7 @@ class Validator:
                             group_id=item.group_id or id,
                             salt=item.salt,
                             lora=item.lora,
+                            weight_version=pin,
                             owner=caller.name,
                             priority=request.priority,
                             sd=drafts,
@@ -227,7 +228,7 @@ class Validator:
             owner=owner,
         )
 
-    def _check_shape(self, words: Words, i: int, item: ItemFields) -> None:
+    def _check_shape(self, words: Words, i: int, item: ItemFields, info: EngineInfo) -> None:
         where, field = words.item.format(i=i), words.field.format(i=i)
         given = [name for name in PROMPTS if getattr(item, name) is not None]
         if len(given) != 1:
@@ -236,6 +237,7 @@ class Validator:
                 f"{', '.join(PROMPTS)}"
             )
         self._check_choices(field, item.n)
+        _check_adapter(field, item.lora, info)
 
     def _check_choices(self, field: str, n: int) -> None:
         if n > self._config.max_n:
