@@ -22,8 +22,9 @@ from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
 from tlt_client import Client
-from tlt_server.build import admission, listening, serving_grpc, serving_link
-from tlt_server.config import Config
+from tlt_server.build import Footing, admission, listening, serving_grpc, serving_link
+from tlt_server.config import Config, ResolvedConfig
+from tlt_server.errors import EngineFailed
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
@@ -109,6 +110,25 @@ class LiveServer:
         """Return the result of a coroutine that runs in the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(within_s)
 
+    def back(self, config: ResolvedConfig, metrics: Metrics) -> Footing:
+        """Return what the frontend stands on: a fake engine, which is supervised."""
+        client = EngineClient(admission(config), metrics, activity_of(config, self.directory))
+        self.supervisor = Supervisor(
+            config, self._launch, self.directory, client, metrics, ProgressLines(self.said)
+        )
+        trainer = trainer_of(config, self.directory, metrics)
+
+        async def run(service: Service) -> EngineFailed:
+            training = trainer_task(trainer, service) if trainer else None
+            try:
+                return await self.supervisor.run()
+            finally:
+                if training is not None:
+                    training.cancel()
+                    await asyncio.wait({training})
+
+        return Footing(client, run, trainer)
+
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         listener = socket.socket()
@@ -118,11 +138,7 @@ class LiveServer:
         text = Text.load(config.model)
         metrics = Metrics(config.aliases, config.served_model_name)
         self.text = text
-        self.client = EngineClient(admission(config), metrics, activity_of(config, self.directory))
-        self.supervisor = Supervisor(
-            config, self._launch, self.directory, self.client, metrics, ProgressLines(self.said)
-        )
-        supervised = asyncio.create_task(self.supervisor.run())
+        self.client, run, trainer = self.back(config, metrics)
         seeds = itertools.count(1000)
         validator = Validator(
             config,
@@ -135,7 +151,6 @@ class LiveServer:
         self.rollouts = Rollouts(
             (config.state_dir or self.directory) / "rollouts", config, metrics, generations
         )
-        trainer = trainer_of(config, self.directory, metrics)
         service = self.service = Service(
             config,
             self.client,
@@ -147,7 +162,7 @@ class LiveServer:
             uploads_of(config),
             trainer,
         )
-        training = trainer_task(trainer, service) if trainer else None
+        supervised = asyncio.create_task(run(service))
         await self.rollouts.open()
         gate, certificates = Gate(config, metrics), watched_certificates(config)
         async with AsyncExitStack() as stack:
@@ -168,18 +183,18 @@ class LiveServer:
                 self.probe_url = (
                     f"{self.url.partition('://')[0]}://127.0.0.1:{probes.getsockname()[1]}"
                 )
-            await self.client.ready()
+            await self.ready()
             self.started.set()
             await self._stop.wait()
             await self.rollouts.close()
             service.close()
             await server.stop()
-            if training is not None:
-                training.cancel()
-                await asyncio.wait({training})
             supervised.cancel()
             with suppress(asyncio.CancelledError):
                 await supervised  # a bug of the supervisor fails the test
+
+    async def ready(self) -> None:
+        await self.client.ready()
 
     async def _launch(self, directory: Path) -> EngineProcess:
         await self.may_launch.wait()

@@ -103,14 +103,14 @@ class NoPushes:
     """Orders to replicas that have nothing to catch up."""
 
     def __init__(self, replicas: Callable[[], list[Replica]]) -> None:
-        self.turn, self._replicas = asyncio.Lock(), replicas
+        self._replicas = replicas
 
     async def weights(self, command: object) -> WeightReport:
         raise AssertionError("nothing is pushed")
 
     async def control(self, command: ControlCommand | SetPolicy) -> ControlReport:
         for replica in self._replicas():
-            await replica.control_answers.ask(command)
+            await replica.ask(command)
         return ControlReport(command.id)
 
     async def catch_up(self, replica: Replica) -> None:

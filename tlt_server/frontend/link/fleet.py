@@ -136,6 +136,7 @@ class Fleet:
             case Ready(info):
                 replica.ready(info)
                 member = self.member(replica.name)
+                replica.url = member.link.url if member.link is not None else ""
                 member.joining = self.do(self._join(member, info))
             case WeightReport():
                 replica.reported(event)
@@ -210,13 +211,12 @@ class Fleet:
         try:
             if found := differences(self._kind or info, info):
                 raise Conflict(f"the replica {replica.name} cannot join: {found}")
-            async with self._fan_out.turn:
-                member.state = "catching up"
-                await self._fan_out.catch_up(replica)
-                if whole.runs:
-                    for command in self._standing():
-                        await replica.control_answers.ask(command)
-                self._admit(member)
+            member.state = "catching up"
+            if whole.runs:
+                for command in self._standing():
+                    await replica.ask(command)
+            await self._fan_out.catch_up(replica)
+            self._admit(member)  # at once, so that no commit comes in between
         except TltError as error:
             member.state, member.fault = "lost", error.message
             log.error("replica_refused", name=replica.name, reason=error.message)

@@ -30,13 +30,13 @@ class ReplicaLink(Protocol):
 class Orders(Protocol):
     """The way of orders to every replica."""
 
-    turn: asyncio.Lock  # held during an order, and while orders have to wait
-
     async def weights(self, command: WeightCommand) -> WeightReport: ...
 
     async def control(self, command: ControlCommand | SetPolicy) -> ControlReport: ...
 
-    async def catch_up(self, replica: Replica) -> None: ...
+    async def catch_up(self, replica: Replica) -> None:
+        """Return when the replica has what is committed now."""
+        ...
 
 
 class FleetReplicas(Replicas):

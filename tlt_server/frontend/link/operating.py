@@ -72,7 +72,7 @@ class FleetOperations:
             name=replica.name,
             state=member.state,
             address=member.address.link,
-            url=member.link.url if member.link is not None else "",
+            url=replica.url,
             versions={role: version for role, version in versions.items() if version},
             running=int(replica.gauges.get("running", 0)),
             waiting=int(replica.gauges.get("waiting", 0)),
