@@ -179,6 +179,24 @@ BENCHES = {
     "overload": Bench(
         "ask a server for three times its capacity; goodput, refusals and memory", ENGINE
     ),
+    "fleet": Bench(
+        "simulate a fleet: makespan by ways of placing, and faults; needs no GPU",
+        (
+            flag("--replicas COUNT", "of the fleet", 8),
+            flag("--requests N", "of a rollout", 512),
+            flag(
+                "--seeds SEED,...",
+                "one rollout each of every policy [default 101,102,103,104,105]",
+                (101, 102, 103, 104, 105),
+            ),
+            flag("--longest TOKENS", "largest output of the long-tailed distribution", 32_768),
+            flag(
+                "--record INPUT",
+                "take the outputs' lengths from this file of `tlt bench record` [default: drawn]",
+            ),
+            *JSON,
+        ),
+    ),
     "serve": Bench(
         "load a running server; TTFT, TPOT, ITL, E2E percentiles, goodput",
         (

@@ -52,6 +52,16 @@ def show(console: Console, title: str, columns: Columns, rows: Iterable[Row]) ->
 
 
 # Columns that docs/performance.md shows, too.
+FLEET = {
+    "replicas x requests": "{replicas} x {each}",
+    "placing": "{policy}",
+    "makespan, s": "{seconds:.1f}",
+    "of even spreading": "{relative:.3f}",
+    "tokens/s": "{tokens_per_s}",
+    "read again": "{read_again}",
+    "moves": "{moves}",
+    "free in pieces of 10 s": "{free_percent:.1f} %",
+}
 DECODE = {
     "batch": "{batch}",
     "prompt": "{prompt}",
