@@ -37,7 +37,7 @@ class Replica:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
-        self.url = ""  # of its own HTTP server, if it is on another host
+        self.url = ""  # its own HTTP server, if it is on another host
         self.start = StartState()
         self.info: EngineInfo | None = None  # report of the last epoch that was ready
         self.gauges: Mapping[str, float] = {}  # the last that the engine sent
