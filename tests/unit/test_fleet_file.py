@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from tlt_server.errors import Conflict, StartupError
-from tlt_server.frontend.link.fleet_file import FLEET, Committed, FleetFile, FleetRecord, Owed, owed
+from tlt_server.frontend.link.catching_up import Owed, owed
+from tlt_server.frontend.link.fleet_file import FLEET, Committed, FleetFile, FleetRecord
 from tlt_server.wire.events import WeightState
 
 V0, V1, D0 = Committed("v0", "0"), Committed("v1", "1"), Committed("d0", "d")

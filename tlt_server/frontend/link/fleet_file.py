@@ -1,4 +1,4 @@
-"""The record of a fleet in its gateway's state directory, and what a replica lacks of it.
+"""The record of a fleet in its gateway's state directory.
 
 `fleet.json` has the fleet's id, the epoch, which grows each time that a gateway opens the file, and
 the committed weights. It is replaced by one rename, which is the commit of a push to all replicas:
@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Self
 
 import msgspec
 from msgspec import Struct
@@ -31,7 +31,7 @@ class Committed(Struct, frozen=True, forbid_unknown_fields=True):
 
     version: str
     digest: str  # digest of its checksums; empty: unknown, so only the version counts
-    staged: str = ""  # the label that the push was staged under, where `version` was given later
+    staged: str = ""  # version that the push was staged as, where it was named later
 
     def same(self, digest: str) -> bool:
         """Return True if weights with this digest have the same content."""
@@ -45,6 +45,12 @@ class FleetRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     adapters: dict[str, Committed] = {}  # by name
     previous: dict[str, Committed] = {}  # role -> what a rollback restores
     pushed: list[str] = []  # roles of the last push, which a rollback undoes
+
+    @property
+    def staged(self) -> list[str]:
+        """The versions of staged pushes that are committed, so that a replica has to keep them."""
+        kept = [*self.roles.values(), *self.adapters.values()]
+        return sorted({name for each in kept for name in (each.version, each.staged) if name})
 
     def beginning(self, state: WeightState, digests: Mapping[str, str]) -> Self:
         """Return the record of a new fleet, whose first replica has these weights."""
@@ -78,11 +84,11 @@ class FleetRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         )
 
     def naming(self, version: str, roles: Collection[str] = ("target",)) -> Self:
-        """Return the record after the committed content of these roles was given another name."""
+        """Return the record after the content of these roles was given another name, if it was."""
         named = {
-            role: replace(kept, version=version, staged=kept.staged or label_of(kept.version))
+            role: replace(kept, version=version, staged=kept.staged or kept.version)
             for role, kept in self.roles.items()
-            if role in roles
+            if role in roles and version not in (kept.version, label_of(kept.version))
         }
         return replace(self, roles=self.roles | named)
 
@@ -146,53 +152,3 @@ class FleetFile:
             os.fsync(directory)
         finally:
             os.close(directory)
-
-
-class Owed(NamedTuple):
-    """A step that brings a replica to the committed weights."""
-
-    do: Literal["abort", "commit", "name", "roll back", "unload", "fetch"]
-    role: Literal["target", "drafter", "adapter"] = "target"
-    version: str = ""
-    adapter: str = ""
-    staged: str = ""  # version of the staged push that a commit takes
-
-
-def owed(record: FleetRecord, state: WeightState, digests: Mapping[str, str]) -> list[Owed]:
-    """Return the steps that a replica owes, in order; after them it is asked again. `digests`: of
-    the live weights, by role.
-
-    A staged push is committed if the record has its version, and aborted otherwise. A replaced
-    version is restored if it is kept, and anything else is fetched.
-    """
-    live: dict[Role, str] = {"target": state.target, "drafter": state.drafter}
-    staged = state.open.get("version", "") if state.open.get("state") == "staged" else ""
-    brings = state.open.get("role", "")
-    steps: list[Owed] = []
-    for role, version in live.items():
-        kept, digest = record.roles.get(role), digests.get(role, "")
-        if kept is None or (version == kept.version and (kept.same(digest) or not kept.digest)):
-            continue
-        step = Owed("fetch", role, kept.version)
-        if role == "target" and kept.same(digest):
-            step = step._replace(do="name")
-        elif brings in (role, "all") and _means(staged, kept):
-            return [step._replace(do="commit", staged=staged)]
-        elif state.previous.get(role) == kept.version:
-            step = step._replace(do="roll back")
-        steps.append(step)
-    for name, kept in record.adapters.items():
-        if state.adapters.get(name) != kept.version:
-            if brings == "adapter" and _means(staged, kept):
-                return [Owed("commit", "adapter", kept.version, name, staged)]
-            steps.append(Owed("fetch", "adapter", kept.version, name))
-    steps += [
-        Owed("unload", "adapter", version, name)
-        for name, version in state.adapters.items()
-        if name not in record.adapters
-    ]
-    return [Owed("abort"), *steps] if state.open else steps
-
-
-def _means(staged: str, kept: Committed) -> bool:
-    return bool(staged) and label_of(staged) == label_of(kept.staged or kept.version)

@@ -49,7 +49,9 @@ def merged(command: FleetCommand, answers: Answers[Report]) -> Report:
     gone = {name: each for name, each in answers.items() if isinstance(each, TltError)}
     reports = {name: each for name, each in answers.items() if not isinstance(each, TltError)}
     done = {name: each for name, each in reports.items() if each.error is None}
-    excused = EXCUSED.get(type(command), NONE) if done else NONE
+    excused = EXCUSED.get(type(command), NONE)
+    if not (done or (gone and excused is ANY)):  # a replica that is gone may have committed
+        excused = NONE
     for name, report in reports.items():
         if report.error is not None and report.error[0] not in excused:
             return _refusal(command, report, from_code(*report.error), name)
