@@ -1,4 +1,4 @@
-"""The `tlt` command: serve | demo | bench | doctor | weights | cache | drafter | completion. Parses
+"""The `tlt` command: serve | fleet | demo | bench | doctor | weights | drafter | completion. Parses
 arguments with the standard library only; heavy imports wait.
 
 User errors (`StartupError`, `TltError`) end in one line on stderr and exit status 2.
@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     verb, strange = reached(parser, argv)
+    after: list[str] = []
+    if verb.get_default("after") is not None and "--" in argv:
+        argv, after = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     if strange or (verbs(verb) and not {"-h", "--help", "--version"} & {*argv}):
         _demand_verb(verb, strange)
     known, unknown = parser.parse_known_args(argv)
@@ -44,6 +47,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if not word.startswith("-") and "--model" in flags(verb):
             near = f"; did you mean --model {word}?"
         verb.error(f"unknown argument {word}{near}")
+    if verb.get_default("after") is not None:
+        known.after, known.served = after, vars(_parse(["serve", *after]))
     return known
 
 
@@ -72,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_settings(serve)
     serve.set_defaults(run=_serve)
+    fleet = add("fleet", help="serve with many servers as with one", allow_abbrev=False)
+    import_module("tlt_server.fleet.arguments").add_arguments(
+        fleet.add_subparsers(metavar="VERB", required=True), _add_settings
+    )
+    for parser_of_verb in verbs(fleet).values():
+        parser_of_verb.set_defaults(run=_later("tlt_server.fleet.command"))
     demo = add(
         "demo", help="serve the shipped pair and show exactness and speed-up", allow_abbrev=False
     )

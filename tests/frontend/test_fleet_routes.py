@@ -17,6 +17,7 @@ from tlt_client.errors import Conflict, InvalidRequest, NotFound
 from tlt_client.rpc import RolloutServiceStub, error_of
 from tlt_client.rpc.rollout_pb2 import DrainReplicaRequest, GetFleetRequest, ScaleFleetRequest
 from tlt_client.wire import FleetStatus, ReplicaStatus
+from tlt_server.__main__ import main
 from tlt_server.errors import Conflict as Refused
 
 LAST = "the last replica that is ready is not drained; scale the fleet up first"
@@ -143,3 +144,26 @@ def test_server_without_a_fleet_names_the_gateway_command(
 ) -> None:
     with Client(server.url) as client, pytest.raises(Conflict, match="`tlt fleet serve`"):
         order(client)
+
+
+def test_command_shows_the_fleet_and_gives_orders(
+    server: LiveServer, fleet: FakeFleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tlt(*words: str) -> str:
+        status = main(["fleet", *words, "--url", server.url])
+        said = capsys.readouterr()
+        assert (status, bool(said.err)) in ((0, False), (1, True))
+        return said.out or said.err
+
+    shown = [" ".join(line.split()) for line in tlt("status").splitlines()]
+    assert shown[0] == (
+        "a ready 10.0.0.1:8001 3 running 1 waiting 2 moves target 'v7' | the stream broke"
+    )
+    assert shown[1].startswith("b joining") and shown[2] == "1 of 2 replicas are ready"
+    assert tlt("drain", "a") == "a is draining\n"
+    assert LAST in tlt("drain", "a")
+    assert tlt("resume", "a") == "a is ready\n"
+    assert tlt("restart", "a").startswith("a is ")
+    assert "of 2 replicas" in tlt("scale", "3")
+    assert "no replica 'c'" in tlt("drain", "c")
+    assert fleet.orders == [("a", "drain"), ("a", "resume"), ("a", "restart"), 3]

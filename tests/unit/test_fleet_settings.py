@@ -1,0 +1,124 @@
+"""The two sides of `--` of `tlt fleet serve`: what replicas get, and what the gateway is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import trustme
+
+from tlt_client import Tls
+from tlt_server.__main__ import _parse
+from tlt_server.errors import StartupError
+from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.settings import planned
+from tlt_server.frontend.link.launching import FleetOptions
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TLT_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def plan(line: str) -> tuple[LaunchPlan, FleetOptions]:
+    return planned(_parse(["fleet", "serve", *line.split()]))
+
+
+def test_flags_after_the_dashes_count_for_the_gateway_too(model: Path) -> None:
+    line = f"--replicas 3 --port 9000 --max-n 4 -- --model {model} --max-n 8 --tensor-parallel 2"
+    asked, options = plan(line)
+    assert asked.number == 3 and asked.flags == line.split()[line.split().index("--") + 1 :]
+    config = asked.config
+    assert (config.model, config.port, config.max_n) == (model, 9000, 4)
+    assert config.tensor_parallel == asked.gpus_each == 2
+    assert options == FleetOptions(key=asked.key) and len(asked.key) == 43
+
+
+def test_options_reach_the_gateway(model: Path) -> None:
+    line = "--replicas 1 --consolidate 0.02 --sleep-idle 30 --rebalance --take-over"
+    _, options = plan(f"{line} -- --model {model}")
+    assert options[2:] == (True, 0.02, 30.0, True)
+
+
+def test_configuration_file_is_that_of_either_side(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"model: {model}\nmax_n: 5\n")
+    for line in (f"--replicas 1 -- --config {file}", f"--replicas 1 --config {file} --"):
+        assert plan(line)[0].config.max_n == 5
+    with pytest.raises(StartupError, match="give one file: after -- it is the replicas'"):
+        plan(f"--replicas 1 --config {file} -- --config {file}")
+    file.write_text(f"model: {model}\nport: 5\n")
+    with pytest.raises(StartupError, match="--port stands after --, but it is different for each"):
+        plan(f"--replicas 1 -- --config {file}")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (f"--replicas 1 -- --{name} 1", f"--{name} stands after --, but it is different for each")
+        for name in ("port", "host", "grpc-port", "probe-port", "state-dir", "api-key-variable")
+    ]
+    + [
+        (
+            "--replicas 2 --tensor-parallel 2 --threads 1 --",
+            "--tensor-parallel stands before --, but it is the replicas'; write it after --\n"
+            "--threads stands before --",
+        ),
+        ("--", "--replicas is not given; name how many replicas to start"),
+        ("--launcher static --", "--launcher is static and --addresses not given; give addresses"),
+        ("--replicas 2 --addresses a:1 --", "--launcher is local and --addresses a:1"),
+        ("--launcher static --addresses a:1 --replicas 2 --", "--replicas is 2, but --launcher"),
+        ("--replicas 2 --ray-labels a --", "--ray-labels is 'a'; write NAME=VALUE"),
+        ("--replicas 2 --weight-channels http --", "weight_channels names http, but there is no"),
+        ("--replicas 2 --weight-root . --", "weights can be pushed by disk, but there is no --sta"),
+        ("--replicas 2 --link-cert x.pem --", "--link-ca, --link-cert, --link-cert-key: "),
+        ("--launcher static --addresses a:1 --link-key-file /no --", "cannot read --link-key-file"),
+    ],
+)
+def test_unusable_settings_are_refused_before_a_start(line: str, says: str, model: Path) -> None:
+    with pytest.raises(StartupError) as refused:
+        plan(f"{line} --model {model}")
+    assert says in refused.value.message
+
+
+@pytest.mark.parametrize("line", ["--replicas 0 --", "--replicas 1025 --", "--sleep-idle -1 --"])
+def test_numbers_out_of_bounds_are_errors_of_the_line(line: str) -> None:
+    with pytest.raises(SystemExit):
+        plan(line)
+
+
+def test_key_of_a_fleet_is_kept_for_its_user_alone(model: Path, tmp_path: Path) -> None:
+    line = f"--replicas 1 --state-dir {tmp_path / 'state'} -- --model {model}"
+    asked, _ = plan(line)
+    file = tmp_path / "state" / "fleet.key"
+    assert file.read_text() == asked.key and file.stat().st_mode & 0o777 == 0o600
+    assert plan(line)[0].key == asked.key
+    assert plan(f"--replicas 1 -- --model {model}")[0].key != asked.key
+
+
+def test_static_links_take_their_key_and_certificates(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret scopes=link\n")
+    line = f"--launcher static --addresses a:1 --link-key-file {tmp_path / 'keys'} --"
+    asked, options = plan(f"{line} --model {model}")
+    assert asked.key == options.key == "secret" and asked.addresses == "a:1"
+    assert options.tls is None
+
+
+def test_replicas_with_a_certificate_are_reached_by_tls(model: Path, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
+    certificate.cert_chain_pems[0].write_to_path(str(tmp_path / "cert.pem"))
+    served = f"--model {model} --tls-cert {tmp_path}/cert.pem --tls-key {tmp_path}/key.pem"
+    _, options = plan(f"--replicas 1 --link-ca {tmp_path}/ca.pem -- {served}")
+    assert options.tls == Tls(f"{tmp_path}/ca.pem")
+    assert plan(f"--replicas 1 -- {served}")[1].tls == Tls()
