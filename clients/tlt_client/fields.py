@@ -35,6 +35,11 @@ Priority = Annotated[
     "sequences of lower values start first; below 0 needs the scope operate",
     Meta(ge=-MAX_INT32, le=MAX_INT32),
 ]
+SessionId = Annotated[
+    ShortName | None,
+    "the conversation it belongs to: a fleet keeps it where its text was read before; absent: the "
+    "header X-Session-ID",
+]
 Train = Annotated[bool, "false: it is not kept to train the drafter, where the server trains one"]
 Seed = Annotated[  # msgspec has no bounds of 64 bits
     int, Meta(ge=0, extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})

@@ -1,4 +1,6 @@
-"""Orders to a fleet, over HTTP, gRPC and both clients, and the refusal of a server without one."""
+"""Orders to a fleet, over HTTP, gRPC and both clients, and the refusal of a server without one; and
+the sessions by which a fleet places requests.
+"""
 
 from __future__ import annotations
 
@@ -167,3 +169,32 @@ def test_command_shows_the_fleet_and_gives_orders(
     assert "of 2 replicas" in tlt("scale", "3")
     assert "no replica 'c'" in tlt("drain", "c")
     assert fleet.orders == [("a", "drain"), ("a", "resume"), ("a", "restart"), 3]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/inference/v1/generate", {"token_ids": [65], "sampling_params": {"max_tokens": 1}}),
+    ],
+)
+def test_session_header_groups_the_turns_of_every_dialect(
+    server: LiveServer, path: str, body: dict[str, Any]
+) -> None:
+    def group(session: str = "", **fields: Any) -> str:
+        headers = {"x-session-id": session} if session else {}
+        httpx.post(f"{server.url}{path}", json=body | fields, headers=headers).raise_for_status()
+        return str(server.engine.submitted[-1].group_id)
+
+    assert group("episode-7") == group("episode-7") == "episode-7"
+    assert group("not well formed") not in ("not well formed", group())
+    if "requests" not in body and "token_ids" not in body:
+        assert group("episode-7", session_id="of the body") == "of the body"
+
+
+def test_end_of_a_session_is_accepted_in_any_form(server: LiveServer) -> None:
+    for body in ({"session_id": "episode-7"}, {"session": 3}, {}):
+        assert httpx.post(f"{server.url}/finish_session", json=body).status_code == 200
+    assert httpx.post(f"{server.url}/finish_session").status_code == 200

@@ -150,6 +150,7 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "sampling_params": ({"temperature": 0.25}, {}),
     "skip_special_tokens": (False, {"no_stop_trim": True}),
     "no_stop_trim": (True, {"stop": ["i"]}),
+    "session_id": ("episode", {}),
 }
 # Numbers and switches are told by their declaration: a little above the least, and true.
 for field in msgspec.inspect.type_info(SharedSampling).fields:  # type: ignore[attr-defined]
@@ -271,7 +272,9 @@ def observed(server: LiveServer, body: str, **fields: Any) -> Any:
     if body == TOKENIZE:
         return reply
     got = server.engine.submitted[-1]
-    return *reply, got.sampling, [*got.token_ids], got.seed, got.salt, got.priority, got.train
+    group = got.group_id if got.group_id == "episode" else "its own"
+    of_request = got.seed, got.salt, got.priority, got.train, group
+    return *reply, got.sampling, [*got.token_ids], *of_request
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ the targets that Prometheus scrapes. A server that is not a gateway answers 409.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+import structlog
 from msgspec import Meta, Struct
 
 from tlt_client.wire import FleetStatus, ReplicaStatus
@@ -18,6 +19,7 @@ from tlt_server.frontend.service import Service
 
 MAX_REPLICAS = 1024
 ReplicaName = Annotated[str, "a name in GET /fleet"]
+ReplicaOrder = Annotated[Literal["drain", "resume", "restart"], "what it should do"]
 ROUTES = Routes(needs="operate", engine_fails=False)
 
 
@@ -58,32 +60,23 @@ async def scale(service: Service, asked: ScaleFields) -> FleetStatus:
     return _state(fleet)
 
 
-@ROUTES.post("/fleet/{name}/drain", raises=(Conflict, NotFound))
-async def drain(service: Service, name: ReplicaName) -> ReplicaStatus:
-    """Move a replica's sequences to the others, and place none there until it is resumed. 409 for
-    the last replica that is ready.
+@ROUTES.post("/fleet/{name}/{order}", raises=(Conflict, NotFound))
+async def command(service: Service, name: ReplicaName, order: ReplicaOrder) -> ReplicaStatus:
+    """Order a replica to drain, to resume or to restart.
+
+    `drain` moves its sequences to the others and places none there, and is a 409 for the last
+    replica that is ready; `resume` places sequences there again; `restart` drains it and starts its
+    server again, and is a 409 where the fleet starts no servers.
     """
     fleet = _fleet(service)
-    _found(fleet, name)
-    await fleet.drain(name)
-    return _found(fleet, name)
-
-
-@ROUTES.post("/fleet/{name}/resume", raises=(Conflict, NotFound))
-async def resume(service: Service, name: ReplicaName) -> ReplicaStatus:
-    """Place sequences at a drained replica again."""
-    fleet = _fleet(service)
-    _found(fleet, name)
-    fleet.resume(name)
-    return _found(fleet, name)
-
-
-@ROUTES.post("/fleet/{name}/restart", raises=(Conflict, NotFound))
-async def restart(service: Service, name: ReplicaName) -> ReplicaStatus:
-    """Drain a replica, and start its server again. 409 where the fleet starts no servers."""
-    fleet = _fleet(service)
-    _found(fleet, name)
-    await fleet.restart(name)
+    structlog.contextvars.bind_contextvars(action=order, replica=_found(fleet, name).name)
+    match order:
+        case "drain":
+            await fleet.drain(name)
+        case "resume":
+            fleet.resume(name)
+        case "restart":
+            await fleet.restart(name)
     return _found(fleet, name)
 
 

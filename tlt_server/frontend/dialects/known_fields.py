@@ -134,10 +134,10 @@ KNOWN = (
         "detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output "
         "output_kind flat_logprobs",
     ),
-    Known(BOOKS, OPENAI, "user rid session_id extra_key custom_labels"),
+    Known(BOOKS, OPENAI, "user rid extra_key custom_labels"),
     Known(BOOKS, (CHAT,), "metadata store"),
     Known(BOOKS, TALKING, "service_tier safety_identifier prompt_cache_key prediction"),
-    Known(BOOKS, (SGLANG,), "session_id extra_key custom_labels cache_salt no_logs log_metrics"),
+    Known(BOOKS, (SGLANG,), "extra_key custom_labels cache_salt no_logs log_metrics"),
     Known(
         PACE,
         (*OPENAI, VLLM, SGLANG),

@@ -35,6 +35,7 @@ from tlt_server.frontend.generation.requests import (
 )
 from tlt_server.frontend.generation.samplings import DEFAULTS, Grammars, Samplings
 from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.http.access import SESSION
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.link.admission import Demand
@@ -92,7 +93,7 @@ class Validator:
         self._check_room(self._demand(request, info, caller.name, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request, info, reading)
         samplings = await self._samplings(words, request, prompts, info)
-        serial = next(self._serial)
+        serial, session = next(self._serial), SESSION.get()
         items: list[RequestItem] = []
         choices = 0  # made since other requests last ran
         each = zip(request.requests, prompts, samplings, strict=True)
@@ -114,7 +115,7 @@ class Validator:
                             token_ids=prompt,
                             sampling=sampling,
                             seed=self._choice_seed(seed, choice),
-                            group_id=item.group_id or id,
+                            group_id=item.group_id or session or id,
                             salt=item.salt,
                             lora=item.lora,
                             weight_version=pin,

@@ -35,7 +35,7 @@ from tlt_server.metrics import Metrics
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-HEADER = b"x-request-id"
+HEADER, SESSION_HEADER = b"x-request-id", b"x-session-id"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 # Probes and scrapes ask for these every few seconds, and an open page polls the others by GET.
 QUIET = frozenset({"/health", "/livez", "/readyz", "/startupz", "/metrics"})
@@ -69,6 +69,7 @@ class Untraced:
 Begin = Callable[[Headers], RequestTrace]  # a trace from a request's headers
 UNTRACED = Untraced()
 CURRENT: ContextVar[RequestTrace] = ContextVar("trace", default=UNTRACED)
+SESSION: ContextVar[str] = ContextVar("session", default="")  # a well-formed X-Session-ID
 
 
 def untraced(headers: Headers) -> RequestTrace:
@@ -169,9 +170,9 @@ def _named(attributes: dict[str, Value]) -> dict[str, Value]:
     return {name.replace("__", "."): value for name, value in attributes.items()}
 
 
-def given_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return a client's well-formed X-Request-Id; empty without one."""
-    given = next((value for name, value in headers if name == HEADER), b"")
+def given_id(headers: Headers, header: bytes = HEADER) -> str:
+    """Return the client's id in this header; empty without a well-formed one."""
+    given = next((value for name, value in headers if name == header), b"")
     return given.decode() if _WELL_FORMED.fullmatch(given) else ""
 
 
@@ -196,7 +197,7 @@ class Access:
         request = _Request(scope, receive, send)
         started = time.perf_counter()
         trace = UNTRACED if scope["path"] in QUIET else self._begin(scope["headers"])
-        outer = CURRENT.set(trace)
+        outer, session = CURRENT.set(trace), SESSION.set(given_id(scope["headers"], SESSION_HEADER))
         with structlog.contextvars.bound_contextvars(request_id=request.id):
             try:
                 await self._app(scope, request.receive, request.send)
@@ -207,6 +208,7 @@ class Access:
                 # log its message, which may quote a prompt.
             finally:
                 CURRENT.reset(outer)
+                SESSION.reset(session)
                 trace.end(
                     failed=not 0 < request.status < 500,
                     http__request__method=scope["method"]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, UnsetType
 
-from tlt_client.fields import Alternatives, Count, Length, Priority, ShortName, Train
+from tlt_client.fields import Alternatives, Count, Length, Priority, SessionId, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.borrowed import AskedModel, BothStructured, CacheSalt
@@ -87,6 +87,7 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
     cache_salt: CacheSalt = ""
     priority: Priority = 0
     train: Train = True
+    session_id: SessionId = None
     request_id: Annotated[
         ShortName | None,
         "names the request for POST /abort_requests and in the reply's id; absent: the header "
@@ -124,6 +125,7 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
                 n=self.n,
                 salt=self.cache_salt,
                 train=self.train,
+                group_id=self.session_id,
             ),
             sampling=SamplingFields(
                 **self.shared(),

@@ -147,6 +147,12 @@ async def abort(service: Service, asked: SglangAbort, caller: Caller) -> Aborted
     return Aborted("aborted what was open of it", aborted=ended)
 
 
+@ROUTES.post("/finish_session", needs="data")
+async def finish_session(service: Service) -> Acknowledged:
+    """Accept the end of a session. Nothing is held for one, so nothing changes."""
+    return Acknowledged("Session finished.")
+
+
 @ROUTES.post("/flush_cache", needs="operate")
 @ROUTES.get("/flush_cache", needs="operate", changes=True, raises=(InvalidRequest,))
 async def flush(service: Service) -> Acknowledged:

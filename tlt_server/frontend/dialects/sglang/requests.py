@@ -13,7 +13,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from tlt_client.arguments import SEEN, SEEN_MUST
-from tlt_client.fields import MAX_INT32, MAX_NAME, Count, Length, ShortName, Train
+from tlt_client.fields import MAX_INT32, MAX_NAME, Count, Length, SessionId, ShortName, Train
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.borrowed import SglangStructured
@@ -105,6 +105,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         "sequences of higher values start first; above 0 needs the scope operate",
     ] = 0
     train: Train = True
+    session_id: SessionId = None
     stream: Annotated[bool, "server-sent chunks, each with all that there is so far"] = False
     incremental_streaming_output: Annotated[
         bool, "a stream's chunks hold what no chunk before had"
@@ -168,7 +169,13 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         names, adapters = self.names(len(prompts)), self.adapters(len(prompts))
         return NativeRequest(
             requests=items_of(
-                prompts, params.sampling_seed, adapters, names, n=params.n, train=self.train
+                prompts,
+                params.sampling_seed,
+                adapters,
+                names,
+                n=params.n,
+                train=self.train,
+                group_id=self.session_id,
             ),
             sampling=self._sampling(),
             stream=self.stream,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from tlt_client.fields import Json, Length, Priority, ShortName, Train
+from tlt_client.fields import Json, Length, Priority, SessionId, ShortName, Train
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.borrowed import (
@@ -251,6 +251,7 @@ class ResponseRequest(BorrowedSampling, Tolerant, frozen=True, kw_only=True):
     cache_salt: CacheSalt = ""
     priority: Priority = 0
     train: Train = True
+    session_id: SessionId = None
     request_id: Annotated[ShortName | None, "names the request for POST /abort_requests"] = None
 
     def for_chat(self, messages: list[ChatMessage]) -> ChatRequest:
@@ -277,6 +278,7 @@ class ResponseRequest(BorrowedSampling, Tolerant, frozen=True, kw_only=True):
             cache_salt=self.cache_salt,
             priority=self.priority,
             train=self.train,
+            session_id=self.session_id,
         )
 
 
