@@ -20,10 +20,10 @@ from tlt_server.errors import StartupError
 from tlt_server.frontend.http.connections import LINK_CONNECTIONS
 from tlt_server.frontend.rpc import link as rpc_link
 from tlt_server.frontend.rpc.link import EPOCHS, MAX_FLEETS, FleetEpochs
-from tlt_server.wire.commands import Stop, Submit
-from tlt_server.wire.events import Outputs, Ready
+from tlt_server.wire.commands import Command, HandOver, Stop, Submit
+from tlt_server.wire.events import Phase, Ready
 from tlt_server.wire.link import Attach, Ping
-from tlt_server.wire.records import StepOutput, encode
+from tlt_server.wire.records import encode
 
 FIRST = Attach(fleet="f", epoch=1)
 KEYS = "data scopes=data,push-weights,operate name=data\nlinked scopes=link name=gateway\n"
@@ -204,11 +204,8 @@ def test_gateway_that_reads_nothing_is_cut_off(
             call = channel.stream_stream("/tlt.Link/Stream")()
             await call.write(encode(FIRST))
             await happens(lambda: server.client.relay is not None)
-            relay: Any = server.client.relay
-            ids = [70000] * 10**5
-            large = Outputs([StepOutput(id="a", token_ids=ids, logprobs=[-0.5] * 10**5)], {})
-            while server.client.relay is relay:
-                relay._gather(large, hurried=True)
+            while server.client.relay is not None:
+                server.client.take(Phase("load", 0.1, "x" * 10**6))
                 await call.write(encode(Ping()))
                 await asyncio.sleep(0.02)
 
@@ -219,17 +216,41 @@ def test_gateway_that_reads_nothing_is_cut_off(
 @on_link(header_timeout_s=1.0)
 async def test_silent_connections_do_not_keep_a_gateway_out(server: LiveServer) -> None:
     host, _, port = server.link_address.rpartition(":")
-    async with AsyncExitStack() as stack:
+    async with attached(server) as before, AsyncExitStack() as stack:
         for _ in range(4 * LINK_CONNECTIONS):
             try:
                 stack.enter_context(socket.create_connection((host, int(port)), 10))
             except OSError:
                 continue
-        await asyncio.sleep(0.2)
-        async with attached(server, ready=False) as gateway:
-            async with httpx.AsyncClient(base_url=server.url) as client:
-                assert (await client.get("/livez")).status_code == 200
-            await gateway.ready()  # once the silent ones have met header_timeout_s
+            await asyncio.sleep(0)
+        before.submit(request("a", [65], 3))
+        await happens(lambda: before.ended("a"))
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/livez")).status_code == 200
+        async with attached(server, epoch=2):  # once the silent ones have met header_timeout_s
+            await happens(lambda: before.deaths)
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (HandOver("h", "/tmp/elsewhere", "/tmp"), "written to a directory"),
+        (Submit([request("a", [65]), request("a", [66])]), "two open sequences have the id 'a'"),
+    ],
+)
+def test_command_that_no_gateway_may_send_ends_the_stream(
+    model: Path, command: Command, reason: str
+) -> None:
+    async def story(server: LiveServer) -> None:
+        async with attached(server) as gateway:
+            gateway.link.send(command)
+            await happens(lambda: gateway.deaths)
+            assert reason in gateway.deaths[0][0].error.message
+            await gateway.ready(times=2)
+            assert not server.engine.submitted and not server.engine.weight_commands
+
+    with live_server(model, link_port=0) as server:
+        server.run(story(server))
 
 
 @on_link()

@@ -52,7 +52,7 @@ def test_crash_before_the_rename_leaves_the_record_before(
         if at == "replace":
             patched.setattr(Path, at, broken)
         else:
-            patched.setattr(f"tlt_server.frontend.link.fleet_file.os.{at}", broken)
+            patched.setattr(f"tlt_server.process.private.os.{at}", broken)
         with pytest.raises(OSError, match="no room"):
             file.commit(pushed())
     assert file.record == before

@@ -2,6 +2,8 @@
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tlt_server.wire.commands import Abort, AbortWeights, Pause, Recompute, SetPolicy, Stop, Submit
 from tlt_server.wire.events import (
@@ -44,7 +46,7 @@ from tlt_server.wire.records import (
 )
 
 COMMANDS: list[LinkCommand] = [
-    Attach(fleet="f1", epoch=3, gateway="http://gateway:8000", take_over=True, keep=["v7"]),
+    Attach(fleet="f1", epoch=3, gateway="http://gateway:8000", take_over=True),
     Ping(),
     Abort(["a"], "abort"),
     SetPolicy("off", id="c1"),
@@ -146,7 +148,6 @@ def test_only_the_last_part_of_large_outputs_has_the_figures() -> None:
         encode({"type": "attach", "fleet": "../f", "epoch": 1}),
         encode({"type": "attach", "fleet": "f" * 65, "epoch": 1}),
         encode({"type": "attach", "fleet": "f", "epoch": 1, "gateway": "g" * 257}),
-        encode({"type": "attach", "fleet": "f", "epoch": 1, "keep": ["v"] * 65}),
         encode({"type": "submit", "requests": [{"id": "a"}]}),
     ],
 )
@@ -159,3 +160,18 @@ def test_event_of_no_link_is_refused() -> None:
     for event in (Failed("model", "truncated"), Heartbeat()):
         with pytest.raises(msgspec.DecodeError):
             decode_link_event(encode(event))
+
+
+@given(st.data())
+def test_altered_command_is_a_command_or_malformed(data: st.DataObject) -> None:
+    sent = [*COMMANDS, Submit([request("a", generated=[1, 2])])]
+    [message] = command_messages(data.draw(st.sampled_from(sent)), 0.0)
+    altered = bytearray(message)
+    for _ in range(data.draw(st.integers(1, 4))):
+        altered[data.draw(st.integers(0, len(altered) - 1))] = data.draw(st.integers(0, 255))
+    del altered[data.draw(st.integers(1, len(altered))) :]
+    try:
+        command = decode_link_command(bytes(altered))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    assert isinstance(command, LinkCommand)

@@ -43,3 +43,18 @@ def private_file(path: str | Path, flags: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a private file by one rename, all of which a power failure after this leaves."""
+    unfinished = path.with_suffix(".unfinished")
+    with open(unfinished, "wb", opener=private_file) as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    unfinished.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

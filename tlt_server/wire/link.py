@@ -36,7 +36,6 @@ from tlt_server.wire.records import GenerateRequest, encode
 METHOD = "/tlt.Link/Stream"
 PING_S = 1.0  # from one ping of a gateway to the next
 PART_BYTES = 2**22  # requests or outputs share a message up to this size
-MAX_KEPT = 64  # versions that an `Attach` may keep
 
 
 class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
@@ -48,8 +47,6 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     epoch: Annotated[int, Meta(ge=1, le=2**53)]  # grows with each start of the gateway
     gateway: Annotated[str, Meta(max_length=256)] = ""  # its address, for people
     take_over: bool = False  # also from a living gateway of another fleet
-    # Versions that the fleet has committed. A staged push of another version is aborted.
-    keep: Annotated[list[str], Meta(max_length=MAX_KEPT)] = []
 
 
 class Ping(Struct, frozen=True, tag="ping"):
@@ -67,7 +64,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     url: str  # the server's own HTTP address, for its peers
 
 
-class Died(Struct, frozen=True, kw_only=True, tag="died"):
+class Died(Struct, frozen=True, tag="died"):
     """The server's engine has ended. `Ready` follows once the next one is ready."""
 
     ending: Ending

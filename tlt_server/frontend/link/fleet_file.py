@@ -7,7 +7,6 @@ what it names is to be live everywhere, and everything else is not.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from tlt_server.errors import Conflict, StartupError
-from tlt_server.process.private import private_directory, private_file
+from tlt_server.process.private import private_directory, replace_file
 from tlt_server.wire.commands import Role
 from tlt_server.wire.events import WeightState
 from tlt_server.wire.labels import label_of
@@ -140,15 +139,5 @@ class FleetFile:
 
     def commit(self, record: FleetRecord) -> None:
         """Make this the record. If it cannot be written, the one before stays."""
-        unfinished = self._path.with_suffix(".unfinished")
-        with open(unfinished, "wb", opener=private_file) as out:
-            out.write(msgspec.json.encode(record))
-            out.flush()
-            os.fsync(out.fileno())
-        unfinished.replace(self._path)
+        replace_file(self._path, msgspec.json.encode(record))
         self.record = record
-        directory = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

@@ -163,6 +163,10 @@ class PauseState:
     async def clear_cache(self, *, unless_held: bool) -> None:
         await self._do(_Asked(ClearCache(self._command_id(), unless_held)))
 
+    async def carry_out(self, command: ControlCommand) -> None:
+        """Run a command of a gateway, under an id of this server."""
+        await self._do(_Asked(msgspec.structs.replace(command, id=self._command_id())))
+
     async def _do(self, asked: _Asked) -> None:
         """Run a command. It continues even if the caller leaves."""
         self._asked[asked.command.id] = asked

@@ -8,7 +8,6 @@ epochs are kept in the state directory. A stream that ends aborts what its gatew
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import grpc
 import msgspec
 import structlog
-from msgspec import Struct
 
 from tlt_server.config import Config
 from tlt_server.errors import (
@@ -37,7 +35,7 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.rpc.exchange import Context
 from tlt_server.frontend.rpc.relay import GatewayRelay
 from tlt_server.frontend.rpc.server import BEYOND, listen, options_of, refuse
-from tlt_server.process.private import private_file
+from tlt_server.process.private import replace_file
 from tlt_server.wire.link import METHOD, Attach, LinkCommand, decode_link_command, event_messages
 
 ATTACH_S = 5.0  # time for the first command
@@ -50,12 +48,8 @@ EPOCHS, MAX_FLEETS = "link.json", 64  # the last fleets are remembered
 log = structlog.get_logger()
 
 
-class _Seen(Struct, frozen=True, forbid_unknown_fields=True):
-    epochs: dict[str, int]  # the highest of each fleet, the last attached last
-
-
 class FleetEpochs:
-    """The highest epoch of each fleet that has attached."""
+    """The highest epoch of each fleet that has attached, the last fleet last."""
 
     def __init__(self, state_dir: Path | None) -> None:
         """`StartupError` if the file of an earlier start cannot be read."""
@@ -63,7 +57,7 @@ class FleetEpochs:
         self._epochs: dict[str, int] = {}
         if self._file is not None and self._file.exists():
             try:
-                self._epochs = msgspec.json.decode(self._file.read_bytes(), type=_Seen).epochs
+                self._epochs = msgspec.json.decode(self._file.read_bytes(), type=dict[str, int])
             except (OSError, msgspec.DecodeError) as error:
                 raise StartupError(
                     f"{self._file} cannot be read ({error}); remove it if no gateway of an earlier "
@@ -74,19 +68,14 @@ class FleetEpochs:
         return self._epochs.get(fleet, 0)
 
     def note(self, fleet: str, epoch: int) -> None:
-        """Record an epoch, on disk before this returns."""
+        """Record an epoch, on disk before this returns. `StorageFailed` if that fails."""
         if epoch == self.of(fleet):
             return
         others = {name: seen for name, seen in self._epochs.items() if name != fleet}
         epochs = dict([*others.items(), (fleet, epoch)][-MAX_FLEETS:])
         if self._file is not None:
-            unfinished = self._file.with_suffix(".unfinished")
             try:
-                with open(unfinished, "wb", opener=private_file) as out:
-                    out.write(msgspec.json.encode(_Seen(epochs)))
-                    out.flush()
-                    os.fsync(out.fileno())
-                unfinished.replace(self._file)
+                replace_file(self._file, msgspec.json.encode(epochs))
             except OSError as error:
                 raise StorageFailed(
                     f"the epoch of a gateway cannot be kept in {self._file}: {error.strerror}; "

@@ -11,21 +11,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import structlog
 
 from tlt_server.errors import InvalidRequest, QueueFull, TltError
-from tlt_server.frontend.link.client import EngineClient, readable
+from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.submission import Submission
 from tlt_server.wire.commands import (
     Abort,
-    AbortWeights,
     ClearCache,
     ControlCommand,
-    LookAtWeights,
+    HandOver,
     Pause,
     Recompute,
     Resume,
@@ -56,13 +56,14 @@ from tlt_server.wire.link import (
     arriving,
 )
 from tlt_server.wire.packed import PackedIds
-from tlt_server.wire.records import Cycle, GenerateRequest, last_output
+from tlt_server.wire.records import Cycle, GenerateRequest, StepOutput, last_output
 
 GATHER_S = 0.02
 MAX_OPEN = 2**16  # sequences at which a gateway gets no further ones; its admission allows fewer
 MAX_ID_CHARS = 256
 PREPARING_S = 86400.0  # for which a policy may be prepared
 
+Named = TypeVar("Named", GenerateRequest, StepOutput)
 log = structlog.get_logger()
 
 
@@ -81,8 +82,9 @@ class GatewayRelay:
         self.gateway = f"{attach.gateway or 'a gateway'} of the fleet {attach.fleet}"
         self._client, self._attach, self._url, self._start = client, attach, url, start
         self._prefix = f"{stream}/"
-        self._attached = False  # since the last death of the engine
+        self._attached = self._ready = False  # since the last death of the engine
         self._open: dict[Submission, asyncio.Task[None]] = {}
+        self._ids: set[str] = set()  # the gateway's, of sequences that have not ended
         self._asking: set[asyncio.Task[None]] = set()
         self._events: list[LinkEvent] = []
         self._some = asyncio.Event()
@@ -116,18 +118,19 @@ class GatewayRelay:
                 if (command.fleet, command.epoch) != (self._attach.fleet, self._attach.epoch):
                     raise InvalidRequest("a stream is attached by one fleet and epoch, not by two")
                 self.attach()
-            case _ if not self._attached:
-                return  # it was meant for the engine that died
+            case _ if not self._ready:
+                return  # it was meant for the engine before
             case Submit(requests):
                 self._submit(requests)
             case Abort(ids, finish_reason):
-                everything = [id for id in self._client.open_ids if id.startswith(self._prefix)]
-                named = [self._prefix + id for id in ids]
-                self._client.abort(everything if command.all else named, finish_reason)
+                named = self._ids if command.all else ids
+                self._client.abort([self._prefix + id for id in named], finish_reason)
             case Recompute():
                 self._client.recompute(command)
             case SetPolicy() | Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
                 self._ask(command, self._control(command))
+            case HandOver():
+                raise InvalidRequest("a gateway may not have weights written to a directory here")
             case _:
                 self._ask(command, self._weights(command))
 
@@ -141,74 +144,65 @@ class GatewayRelay:
             self._work(self._begin())
 
     async def _begin(self) -> None:
-        """Undo what a gateway before has paused, put to sleep or staged, and report the engine."""
+        """Undo the pause and sleep of the gateway before, and report the engine. An open push is
+        left, since the fleet's record says whether it is committed.
+        """
         client = self._client
         if client.pauses.asleep:
             await client.pauses.wake(client.pauses.asleep)
         if client.pauses.paused:
             await client.pauses.resume()
-        push = (await client.weights(LookAtWeights(client.command_id()))).state.open
-        if push and (push["state"] != "staged" or push["version"] not in self._attach.keep):
-            await client.weights(AbortWeights(client.command_id()))
-        self._put(Ready(msgspec.structs.replace(self._info, lost=client.versions.lost)))
+        assert client.info is not None
+        self._put(Ready(msgspec.structs.replace(client.info, lost=client.versions.lost)))
+        self._ready = True
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
-        now_s, fit = time.monotonic(), list[GenerateRequest]()
-        room = MAX_OPEN - len(self._client)
+        info, now_s, fit = self._client.info, time.monotonic(), list[GenerateRequest]()
+        assert info is not None
         for request in requests:
-            fault = misfit(request, self._info)
-            if fault:
-                self._end(request.id, InvalidRequest(fault))
-            elif len(fit) >= room:
-                self._end(
-                    request.id, QueueFull(f"{MAX_OPEN} sequences are open, the most by a link")
+            if request.id in self._ids:
+                raise InvalidRequest(
+                    f"two open sequences have the id {request.id[:MAX_ID_CHARS]!r}"
                 )
+            if len(self._ids) == MAX_OPEN:
+                self._end([request], QueueFull(f"{MAX_OPEN} sequences of the gateway are open"))
+            elif fault := misfit(request, info):
+                self._end([request], InvalidRequest(fault))
             else:
-                id = self._prefix + request.id
-                fit.append(msgspec.structs.replace(arriving(request, now_s), id=id))
+                self._ids.add(request.id)
+                fit.append(self._renamed(arriving(request, now_s), self._prefix + request.id))
         if not fit:
             return
         try:
             submission = self._client.submit(fit, accepted=True)
         except TltError as error:
-            for request in fit:
-                self._end(request.id.removeprefix(self._prefix), error)
+            self._end([self._renamed(each) for each in fit], error)
         else:
             patient = all(request.patient for request in fit)
             self._open[submission] = self._start(self._pump(submission, hurried=not patient))
 
-    def _end(self, id: str, error: TltError) -> None:
-        self._gather(
-            Outputs([last_output(id, "error", (error.code, error.message))], {}), hurried=True
-        )
+    def _end(self, requests: list[GenerateRequest], error: TltError) -> None:
+        reason = error.code, error.message
+        self._gather([last_output(request.id, "error", reason) for request in requests])
 
     async def _pump(self, submission: Submission, *, hurried: bool) -> None:
         """Pass on the outputs of a batch."""
         async for few, _ in submission.slices(lambda output: 1, MAX_OUTPUTS):
-            outputs = [
-                msgspec.structs.replace(output, id=output.id.removeprefix(self._prefix))
-                for output in few
-            ]
-            self._gather(Outputs(outputs, {}), hurried=hurried)
+            self._gather([self._renamed(output) for output in few], hurried=hurried)
         del self._open[submission]
 
+    def _renamed(self, named: Named, id: str = "") -> Named:
+        """Return a request or output with this id, or by default with the gateway's."""
+        return msgspec.structs.replace(named, id=id or named.id.removeprefix(self._prefix))
+
     async def _control(self, command: ControlCommand | SetPolicy) -> None:
-        pauses, error, detail = self._client.pauses, None, ""
+        error, detail = None, ""
         try:
-            match command:
-                case Pause(_, in_flight, clear_cache):
-                    await pauses.pause(in_flight, refuse=False, clear_cache=clear_cache)
-                case Resume():
-                    await pauses.resume()
-                case Sleep(_, memory, in_flight):
-                    await pauses.sleep(memory, in_flight)
-                case WakeUp(_, memory):
-                    await pauses.wake(memory)
-                case ClearCache(_, unless_held):
-                    await pauses.clear_cache(unless_held=unless_held)
-                case SetPolicy():
-                    await self._client.policies.ask(command, PREPARING_S)
-                    detail = self._client.policies.prepared
+            if isinstance(command, SetPolicy):
+                await self._client.policies.ask(command, PREPARING_S)
+                detail = self._client.policies.prepared
+            else:
+                await self._client.pauses.carry_out(command)
         except TltError as failed:
             error = failed.code, failed.message
         self._put(ControlReport(command.id, error, detail))
@@ -235,7 +229,8 @@ class GatewayRelay:
                 return
             case Outputs():  # those of the gateway come by `_pump`
                 self._gauges = event.gauges
-                self._gather(msgspec.structs.replace(event, outputs=[]), hurried=False)
+                self._steps.append(msgspec.structs.replace(event, outputs=[]))
+                self._send_soon(hurried=False)
             case Phase() | PhaseProgress():
                 self._put(event)
             case Ready():
@@ -246,31 +241,21 @@ class GatewayRelay:
         for task in (*self._asking, *self._open.values()):
             task.cancel()
         self._open.clear()
+        self._ids.clear()
         if self._attached:
-            self._attached = False
-            ran = {
-                id.removeprefix(self._prefix) if id.startswith(self._prefix) else ""
-                for id in death.started
-            }
-            self._put(
-                Died(
-                    ending=death.ending,
-                    code=death.error.code,
-                    message=death.error.message,
-                    started=sorted(ran),
-                    restart_in_s=restart_in_s,
-                    start_s=start_s,
-                )
-            )
+            self._attached = self._ready = False
+            parts = [id.partition(self._prefix) for id in death.started]
+            ran = sorted({own if not before else "" for before, _, own in parts})
+            error = death.error.code, death.error.message
+            self._put(Died(death.ending, *error, ran, restart_in_s, start_s))
 
-    @property
-    def _info(self) -> EngineInfo:
-        assert self._client.info is not None
-        return self._client.info
+    def _gather(self, outputs: list[StepOutput], *, hurried: bool = True) -> None:
+        self._ids -= {output.id for output in outputs if output.finish_reason is not None}
+        self._steps.append(Outputs(outputs, {}))
+        self._send_soon(hurried=hurried)
 
-    def _gather(self, step: Outputs, *, hurried: bool) -> None:
-        """Send these with what is gathered: within 20 ms, or if `hurried` at the next turn."""
-        self._steps.append(step)
+    def _send_soon(self, *, hurried: bool) -> None:
+        """Send what is gathered within 20 ms, or if `hurried` at the loop's next turn."""
         loop = asyncio.get_running_loop()
         if hurried and not self._hurried:
             self._hurried = True
@@ -309,19 +294,14 @@ def misfit(request: GenerateRequest, info: EngineInfo) -> str:
             f"server takes 1 to {info.max_model_len} (max_model_len)"
         )
     for ids in (request.token_ids, request.generated):
-        if ids and not readable(_packed(ids), info.vocab_size, info.max_model_len):
+        array = (
+            np.frombuffer(ids.packed[: 4 * len(ids)], np.int32)
+            if isinstance(ids, PackedIds)
+            else np.array(ids)
+        )
+        if len(ids) and not (0 <= array.min() and array.max() < info.vocab_size):
             return f"a token id is not below the vocabulary's size of {info.vocab_size}"
     return ""
-
-
-def _packed(ids: list[int] | PackedIds) -> bytes:
-    """Return the bytes of these ids; of ids beyond 32 bits some that no vocabulary has."""
-    if isinstance(ids, PackedIds):
-        return ids.packed
-    try:
-        return PackedIds.of(ids).packed
-    except OverflowError:
-        return PackedIds.of([-1]).packed
 
 
 def merged(steps: Sequence[Outputs], gauges: dict[str, float]) -> Outputs:
