@@ -242,7 +242,7 @@ class Fleet:
             self.file,
             self._lose,
             lambda: next(ids),
-            lambda replica: replica.url if replica else "http://gateway",
+            url="http://gateway",
             key="k",
             commit_s=COMMIT_S,
             **given,

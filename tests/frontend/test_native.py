@@ -198,7 +198,7 @@ def test_server_info_passes_the_checks_of_sglang_trainers(server: LiveServer) ->
         "gpu_id_step": 1,
         "base_gpu_id": 0,
         "tp_size": 1,
-        "dp_size": 1,
+        "dp_size": server.client.replicas.count,
         "pp_size": 1,
         "ep_size": 1,
         "enable_metrics": True,
@@ -209,6 +209,21 @@ def test_server_info_passes_the_checks_of_sglang_trainers(server: LiveServer) ->
     for path in ("/server_info", "/get_server_info"):
         info = httpx.get(server.url + path).json()
         assert {name: info.get(name) for name in expected} == expected
+
+
+def test_each_replica_counts_as_a_rank_that_takes_weights(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(server.client.replicas), "count", 3)
+    assert httpx.get(f"{server.url}/get_world_size").json() == {"world_size": 3}
+    info = httpx.get(f"{server.url}/server_info").json()
+    assert info["vllm_config"]["parallel_config"] == {
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 3,
+    }
+    assert (info["tp_size"], info["dp_size"], info["num_gpus"]) == (1, 3, 0)
+    begun = httpx.post(f"{server.url}/collective_rpc", json={"method": "skyrl_start_weight_update"})
+    assert begun.json() == {"results": [None] * 3}
 
 
 def test_unknown_paths_and_methods_get_typed_errors(server: LiveServer) -> None:

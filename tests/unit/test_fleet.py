@@ -77,6 +77,7 @@ async def test_drain_empties_a_replica_and_resume_uses_it_again() -> None:
     assert fleet.counts == {"a": 0, "b": 15, "c": 15}
     state = {each.name: (each.state, each.moves) for each in fleet.operations.status()}
     assert state == {"a": ("draining", 10), "b": ("ready", 0), "c": ("ready", 0)}
+    assert fleet.client.replicas.count == 3  # weights are pushed to it, too
     await fleet.operations.drain("a")  # a repeated order changes nothing
     await fleet.operations.drain("b")
     with pytest.raises(Conflict, match="last replica"):

@@ -71,19 +71,19 @@ class FanOut:
         file: FleetFile,
         lost: Callable[[Any, str], None],
         command_id: Callable[[], str],
-        url_of: Callable[[Any], str],
         *,
+        url: str,
         key: str = "",
         halted: Callable[[], bool] = lambda: False,
         commit_s: float = 10.0,
     ) -> None:
         """`replicas`: those that take commands, in a constant order. `lost`: is told of one that
-        has to catch up before it is used again, and why. `url_of`: the address where others take
-        files of a replica or, for None, of the gateway; `key`: what they ask for there. `halted`:
-        whether generation is paused or asleep. `commit_s`: bound on answers to a commit.
+        has to catch up before it is used again, and why. `url`: the gateway's, where replicas take
+        uploads; `key`: for it and for the other replicas. `halted`: whether generation is paused
+        or asleep. `commit_s`: bound on answers to a commit.
         """
         self._replicas, self._file, self._lost = replicas, file, lost
-        self._orders, self._url_of, self._key = ReplicaOrders(command_id), url_of, key
+        self._orders, self._url, self._key = ReplicaOrders(command_id), url, key
         self._halted, self._commit_s = halted, commit_s
         self.committing = asyncio.Lock()  # held while replicas may have different versions
         self._manifest = Manifest()  # the last that was staged
@@ -109,7 +109,7 @@ class FanOut:
         looked = await self._orders.told(replica, LookAtWeights("", checksums=True))
         if not self._file.record.roles:  # written at once, before another replica is asked
             self._file.commit(self._file.record.beginning(looked.state, digests(looked)))
-        sources = [self._url_of(each) for each in self._replicas() if each is not replica]
+        sources = [each.url for each in self._replicas() if each is not replica]
         fetch = Manifest(channel=PEER, path=" ".join(sources), key=self._key)
         await caught_up(replica, lambda: self._file.record, fetch, self._orders)
 
@@ -152,7 +152,7 @@ class FanOut:
         self._check_drain(manifest.in_flight)
         sent = replace(manifest, commit=False)
         if manifest.channel == "http":
-            sent = replace(sent, channel=PEER, path=self._url_of(None), key=self._key)
+            sent = replace(sent, channel=PEER, path=self._url, key=self._key)
         members = self._groups.get(manifest.group, replicas)
         gone = [member.name for member in members if member not in replicas]
         answers = {} if gone else await self._stage(members, sent)

@@ -54,6 +54,10 @@ class FleetReplicas(Replicas):
     def __iter__(self) -> Iterator[Replica]:
         yield from self.ready.values()
 
+    @property
+    def count(self) -> int:
+        return len(self.placer.loads)
+
     def place(
         self, request: GenerateRequest, tokens: int = 0, at: Replica | None = None
     ) -> Replica | None:

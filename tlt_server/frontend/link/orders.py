@@ -18,6 +18,7 @@ from tlt_server.wire.events import WeightReport
 
 class FleetReplica(Protocol):
     name: str
+    url: str  # address of its HTTP server
 
     async def ask(self, command: Any) -> Any:
         """Return the report, or raise `TltError` once the replica is gone."""

@@ -131,6 +131,11 @@ class Replicas:
     def __iter__(self) -> Iterator[Replica]:
         yield self.whole
 
+    @property
+    def count(self) -> int:
+        """The number of engines that orders go to."""
+        return 1
+
     def place(
         self, request: GenerateRequest, tokens: int = 0, at: Replica | None = None
     ) -> Replica | None:

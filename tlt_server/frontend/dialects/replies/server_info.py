@@ -37,7 +37,7 @@ class ModelConfigInfo(Struct, frozen=True):
 
 class ParallelConfigInfo(Struct, frozen=True):
     tensor_parallel_size: Annotated[int, "ranks that share the target"] = 1
-    data_parallel_size: Annotated[int, "always 1"] = 1
+    data_parallel_size: Annotated[int, "replicas; of a plain server 1"] = 1
 
 
 class LoraConfigInfo(Struct, frozen=True):
@@ -107,14 +107,14 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     gpu_id_step: Annotated[int, "always 1"] = 1
     tp_size: Annotated[int, "ranks that share the target"]
     pp_size: Annotated[int, "always 1"] = 1
-    dp_size: Annotated[int, "always 1"] = 1
+    dp_size: Annotated[int, "replicas; of a plain server 1"] = 1
     ep_size: Annotated[int, "always 1"] = 1
     dtype: Annotated[str, "dtype of weights and KV; empty until the engine has been ready"]
     enable_metrics: Annotated[bool, "always true: GET /metrics"] = True
     enable_lora: Annotated[bool, "whether LoRA adapters are taken"]
     max_loras_per_batch: Annotated[int, "adapters that can be loaded at once"]
     max_lora_rank: Annotated[int, "largest rank of an adapter"]
-    num_gpus: Annotated[int, "GPUs that compute; 0 on a CPU"]
+    num_gpus: Annotated[int, "GPUs that compute, in all replicas; 0 on CPUs"]
     disaggregation_mode: Annotated[
         str, "always null, in letters: prompts and outputs are computed here"
     ] = "null"
@@ -132,6 +132,10 @@ def _trusted(caller: Caller) -> bool:
 def server_info(service: Service, caller: Caller) -> ServerInfo:
     engine, config = service.engine, service.config
     info, model, trusted = engine.info, model_path(service, caller), _trusted(caller)
+    replicas, ranks = (
+        engine.replicas.count,
+        info.tensor_parallel if info else config.tensor_parallel,
+    )
     return ServerInfo(
         version=__version__,
         served_model_name=config.served_model_name,
@@ -146,7 +150,7 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         vllm_config=VllmConfigInfo(
             ModelConfigInfo(info.dtype if info else "", info.max_model_len if info else None),
             TransferConfig(_transfer(config.channels, info)),
-            ParallelConfigInfo(config.tensor_parallel),
+            ParallelConfigInfo(ranks, replicas),
             lora_config=LoraConfigInfo(config.max_loras, config.max_lora_rank)
             if config.max_loras
             else None,
@@ -159,12 +163,13 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         context_length=info.max_model_len if info else 0,
         host=config.host if trusted else None,
         port=config.port if trusted else None,
-        tp_size=config.tensor_parallel,
+        tp_size=ranks,
+        dp_size=replicas,
         dtype=info.dtype if info else "",
         enable_lora=config.max_loras > 0,
         max_loras_per_batch=config.max_loras,
         max_lora_rank=config.max_lora_rank,
-        num_gpus=config.tensor_parallel if info and info.device == "cuda" else 0,
+        num_gpus=replicas * ranks if info and info.device == "cuda" else 0,
     )
 
 

@@ -100,11 +100,11 @@ class VllmDone(Struct, frozen=True):
 
 
 class Results(Struct, frozen=True):
-    results: Annotated[list[None], "one null for the one rank"]
+    results: Annotated[list[None], "one null for each replica"]
 
 
 class WorldSize(Struct, frozen=True):
-    world_size: Annotated[int, "ranks that take weights: one"] = 1
+    world_size: Annotated[int, "ranks that take weights: one for each replica"]
 
 
 class WeightInfo(Struct, frozen=True):
@@ -130,10 +130,10 @@ class CheckReply(Struct, frozen=True, omit_defaults=True):
 @ROUTES.get("/get_world_size", needs="any")
 async def world_size(
     service: Service,
-    include_dp: Annotated[str, "accepted and without effect: there is one replica"] = "",
+    include_dp: Annotated[str, "accepted and without effect: replicas always count"] = "",
 ) -> WorldSize:
-    """Count the ranks of this server that take weights."""
-    return WorldSize()
+    """Count the ranks that take weights: one, or the number of a fleet's replicas."""
+    return WorldSize(service.engine.replicas.count)
 
 
 @ROUTES.post(
@@ -245,7 +245,7 @@ async def collective_rpc(service: Service, request: Request) -> Results:
                 f"method is {shown(unknown)}{nearest(unknown, RPC)}; this server calls "
                 f"{', '.join(RPC)} only"
             )
-    return Results([None])
+    return Results([None] * service.engine.replicas.count)
 
 
 @ROUTES.post(
