@@ -7,10 +7,12 @@ import msgspec
 import pytest
 
 from tests.frontend.fake_engine import INFO
-from tests.unit.small_fleet import SmallFleet, check_whole, read, settle
+from tests.unit.small_fleet import NoPushes, SmallFleet, check_whole, read, settle
 from tests.waiting import in_loop
 from tlt_server.errors import Conflict, NotFound, Unavailable
+from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import Pause, SetPolicy, Submit
+from tlt_server.wire.events import WeightReport, WeightState
 from tlt_server.wire.records import StepOutput
 
 
@@ -179,6 +181,24 @@ async def test_joiner_gets_the_pause_and_the_policy_that_stand() -> None:
     kinds = [type(command) for command in fleet.links["c"].commands]
     assert kinds == [Pause, SetPolicy]
     assert fleet.client.info is not None and fleet.client.info.max_running == 3 * INFO.max_running
+
+
+@in_loop
+async def test_joiner_that_took_weights_counts_as_caught_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def bring(replica: Replica) -> None:
+        replica.reported(WeightReport(id="", state=WeightState(target="v9")))
+
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    monkeypatch.setattr(NoPushes, "catch_up", staticmethod(bring))
+    await fleet.operations.scale(3)
+    fleet.links["c"].begin()
+    await settle()
+    states = {each.name: each.versions["target"] for each in fleet.operations.status()}
+    assert states == {"a": "v0", "b": "v0", "c": "v9"}
+    assert "tlt_catch_ups_total 1.0" in fleet.metrics.exposition().text.decode()
 
 
 @in_loop

@@ -235,11 +235,7 @@ BENCHES = {
     ),
     "frontend": Bench(
         "count tokens that the frontend delivers per second of processor time; no model",
-        (
-            flag("--quick", "two sizes of outputs, once"),
-            flag("--rounds N", "of every figure; the median counts", 3),
-            *JSON,
-        ),
+        (flag("--rounds N", "of every figure; the median counts", 3), *JSON),
     ),
     "structures": Bench(
         "time requests with a JSON schema against ones without",

@@ -53,7 +53,6 @@ from tlt_server.wire.records import (
 
 SEQUENCES, TOKENS, VOCAB = 128, 512, 500  # a run; tokens of each; ids are below the last
 PLAN = {"batch": (1, 64), "whole": (1, 4, 16, 64, 128), "journal": (1, 64), "streamed": (1, 8, 64)}
-QUICK = dict.fromkeys(PLAN, (1, 64))
 GAUGES = ("running", "waiting", "pages_free", "pages_cached", "preemptions", "cached_tokens")
 INFO = EngineInfo(
     model="bench",
@@ -84,12 +83,11 @@ class _Engine:
 
 
 def run(args: argparse.Namespace) -> int:
-    console, plan, text = wide_console(), QUICK if args.quick else PLAN, Text.load(TARGET)
-    rounds = 1 if args.quick else args.rounds
+    console, rounds, text = wide_console(), args.rounds, Text.load(TARGET)
     write_logs("warning", None)
     rows: list[dict[str, Any]] = []
-    with TemporaryDirectory() as directory, steps(console, sum(map(len, plan.values()))) as begin:
-        for way, sizes in plan.items():
+    with TemporaryDirectory() as directory, steps(console, sum(map(len, PLAN.values()))) as begin:
+        for way, sizes in PLAN.items():
             for size in sizes:
                 begin(f"{way}, {size} tokens per output")
                 file = Path(directory, "journal")
@@ -103,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
     show(console, "tlt bench frontend", FRONTEND, rows)
     figures = {
         "bench": "frontend",
-        "quick": bool(args.quick),
         "sequences": SEQUENCES,
         "tokens_each": TOKENS,
         "rounds": rounds,

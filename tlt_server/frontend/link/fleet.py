@@ -215,8 +215,11 @@ class Fleet:
             if whole.runs:
                 for command in self._standing():
                     await replica.ask(command)
+            had = replica.info
             await self._fan_out.catch_up(replica)
             self._admit(member)  # at once, so that no commit comes in between
+            if replica.info != had:
+                self._metrics.caught_up()
         except TltError as error:
             member.state, member.fault = "lost", error.message
             log.error("replica_refused", name=replica.name, reason=error.message)
