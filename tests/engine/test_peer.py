@@ -80,7 +80,6 @@ def server(root: Path, given: Pushable) -> Iterator[LiveServer]:
     with live_server(
         write_model(root / "frontend"),
         keys=f"{KEY} scopes=link,push-weights name=fleet\n",
-        engine={"spooled": True},
         drafter=str(root / "drafter"),
         state_dir=root / "given",
         weight_channels="http",

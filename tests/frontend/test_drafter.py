@@ -38,6 +38,7 @@ from tlt_server.samples.segments import (
     recorded,
 )
 from tlt_server.training import RING, SAMPLES, WORK
+from tlt_server.wire.kept import WEIGHTS
 from tlt_server.wire.records import Cycle, StepContext, Strategy
 from tlt_server.wire.training import Judged, SpotReport, candidate_directory
 
@@ -300,6 +301,7 @@ def candidate(
 ) -> Iterator[tuple[LiveServer, Callable[[Judged], Path]]]:
     """A server with a trainer process, and what reports a candidate to it in that one's place."""
     settings = {"drafter_training": "idle", "drafter_feature_mb": 1, "state_dir": tmp_path}
+    (tmp_path / WEIGHTS).mkdir()
     with live_server(
         recorded_model,
         engine={"drafter": "eagle"},

@@ -30,9 +30,7 @@ DATA = os.urandom(2 * MAX_SLICE + 77)
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     state = tmp_path_factory.mktemp("state")
-    with live_server(
-        model, keys=KEYS, engine={"spooled": True}, state_dir=state, weight_channels="http"
-    ) as running:
+    with live_server(model, keys=KEYS, state_dir=state, weight_channels="http") as running:
         yield running
 
 
@@ -186,10 +184,11 @@ def test_an_upload_is_given_while_it_is_pushed(server: LiveServer) -> None:
     assert ask(server, role="all", version="v9").status_code == 404
 
 
-def test_a_server_without_a_spool_names_the_remedy(model: Path) -> None:
-    with live_server(model) as server:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_server_without_a_spool_names_the_remedy(model: Path, tmp_path: Path, kept: bool) -> None:
+    with live_server(model, state_dir=tmp_path if kept else None) as server:  # a gateway has one
         refused = ask(server)
-    assert refused.status_code == 409 and "restart it with --state-dir" in refused.text
+    assert refused.status_code == 409 and "started with --state-dir" in refused.text
 
 
 def test_only_an_indexs_tensor_files_are_listed(tmp_path: Path) -> None:

@@ -66,12 +66,13 @@ def live_files(config: ResolvedConfig, info: EngineInfo, role: str, adapter: str
             raise NotFound(f"adapter {adapter[:80]!r} is not loaded; load it here first")
     elif started is None:
         raise Conflict("no drafter with weights is loaded; tlt serve --drafter names one")
-    if config.state_dir is None:
+    spool = config.state_dir / WEIGHTS if config.state_dir is not None else None
+    if spool is None or not spool.is_dir():  # as at a gateway
         raise Conflict(
-            f"pushed weights of the {role} are not kept in files; restart the server with "
-            "--state-dir"
+            f"pushed weights of the {role} are not kept in files here; ask a server with an engine "
+            "that was started with --state-dir"
         )
-    spool, current = config.state_dir / WEIGHTS, _current(config.state_dir / WEIGHTS)
+    current = _current(spool)
     kept = current.adapters.get(adapter) if role == "adapter" else current.roles.get(role)
     if kept is None:
         kept = KeptVersion(version=version or "", digest="", directory="")

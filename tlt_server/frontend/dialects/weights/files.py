@@ -91,10 +91,6 @@ async def _wanted(service: Service, role: str, adapter: str, version: str) -> Ke
     service.engine.check_serving()
     if role not in ("target", "drafter", "adapter"):
         raise NotFound(f"role is {shown(role)}; there is no upload of version {shown(version)}")
-    if not service.info.spooled:
-        raise Conflict(
-            "this server keeps no committed weights in files; restart it with --state-dir"
-        )
     found = await asyncio.to_thread(live_files, service.config, service.info, role, adapter)
     if version not in ("", found.version):
         raise Conflict(
