@@ -324,6 +324,14 @@ def engine_settings(config: Config) -> EngineSettings:
         **{**shared, **paths, "model": config.model},
         feature_bytes=config.drafter_feature_mb * 2**20 if captures else 0,
         ring_bytes=(config.drafter_ring_mb or 0) * 2**20 if captures else 0,
+        link_port=config.link_port,
+        peer_tls={
+            "ca": str(config.tls_client_ca),
+            "cert": str(config.tls_cert),
+            "key": str(config.tls_key),
+        }
+        if config.tls_client_ca
+        else {},
     )
 
 

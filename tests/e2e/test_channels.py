@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.engine.pushing import Pushable, cpu_settings, why
 from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.checkpoint import CALIBRATION
@@ -63,6 +64,24 @@ def test_every_channel_brings_the_same_weights(
     assert trainer.weights()["groups"] == []
     sockets = Path(trainer.weights()["sockets"])
     assert sockets.stat().st_mode & 0o777 == 0o700 and list(sockets.iterdir()) == []
+
+
+def test_an_engine_takes_by_peer_what_a_server_was_pushed(
+    trainer: Client, pushable: ServerProcess, root: Path, tmp_path: Path
+) -> None:
+    before = trainer.weight_checksums()
+    sender = HttpSender(trainer, max_file_bytes=2**20)
+    sender.push_directory(root / "new", "shared", drafter=root / "new-drafter", role="all")
+    taker = Pushable(cpu_settings(TARGET, DRAFTER, state_dir=tmp_path, link_port=0, threads=1))
+    for role in ("target", "drafter"):
+        report = taker.push(pushable.url, "shared", channel="peer", role=role)
+        assert report.result == "committed", why(report)
+    assert taker.checksums() == trainer.weight_checksums() != before
+    trainer.roll_back_weights()
+    assert trainer.weight_checksums() == before
+    assert "'shared' of the target is not live" in why(
+        taker.push(pushable.url, "shared", channel="peer", in_flight="abort")
+    )
 
 
 def test_the_command_pushes_shows_and_rolls_back(

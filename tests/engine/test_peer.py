@@ -5,8 +5,10 @@ at all.
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +25,7 @@ from tests.engine.pushing import Pushable, cpu_settings, perturbed, why
 from tests.engine.tiny import SMALLEST, write_eagle, write_target
 from tests.engine.weight_cases import request
 from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_tls import Issuer
 from tests.frontend.tiny_model import write_model
 from tlt_client import Client
 from tlt_client.channels import peer
@@ -32,6 +35,7 @@ from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.peer import SLICE_BYTES, sources_of
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.wire.kept import WEIGHTS
 
 KEY = "secret-of-the-fleet"
 Handler = BaseHTTPRequestHandler
@@ -74,15 +78,18 @@ def given(root: Path) -> Pushable:
     return engine
 
 
-@pytest.fixture(scope="module")
-def server(root: Path, given: Pushable) -> Iterator[LiveServer]:
-    """The frontend over that engine's spool."""
+@contextmanager
+def giving(given: Pushable, place: Path, **settings: Any) -> Iterator[LiveServer]:
+    """Start a frontend over a copy of that engine's spool."""
+    root = Path(given.settings.model).parent
+    shutil.copytree(root / "given" / WEIGHTS, place / "state" / WEIGHTS)
     with live_server(
-        write_model(root / "frontend"),
+        write_model(place / "frontend"),
         keys=f"{KEY} scopes=link,push-weights name=fleet\n",
         drafter=str(root / "drafter"),
-        state_dir=root / "given",
+        state_dir=place / "state",
         weight_channels="http",
+        **settings,
     ) as running:
         state = given.engine.pushes.state()
         running.client.replica.info = msgspec.structs.replace(
@@ -91,6 +98,12 @@ def server(root: Path, given: Pushable) -> Iterator[LiveServer]:
             drafter_version=state.drafter,
             adapters=state.adapters,
         )
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(root: Path, given: Pushable) -> Iterator[LiveServer]:
+    with giving(given, root / "giving") as running:
         yield running
 
 
@@ -144,6 +157,22 @@ def test_an_upload_of_both_roles_comes_from_a_gateway(
     assert report.result == "committed", why(report)
     assert taker.checksums() == given.checksums()
     server.call(lambda: uploads.release("v1", sealed, keep=False))
+
+
+def test_servers_of_a_fleet_know_each_other_by_certificates(
+    root: Path, given: Pushable, server: LiveServer, tmp_path: Path
+) -> None:
+    ours, other = Issuer(tmp_path / "ours"), Issuer(tmp_path / "other")
+    cert, key = ours.issue("replica")
+    found = []
+    with giving(
+        given, tmp_path / "giving", tls_cert=cert, tls_key=key, tls_client_ca=ours.ca
+    ) as secured:
+        for pair, ca in (((cert, key), ours.ca), (other.issue("x"), ours.ca), ((cert, key), "/")):
+            tls = {"ca": str(ca), "cert": str(pair[0]), "key": str(pair[1])}
+            one = Pushable(settings(root, tmp_path / "state", peer_tls=tls))
+            found.append(why(pulled(one, secured.url, commit=False)))
+    assert found[0] == "" and all(said.startswith("channel_broken") for said in found[1:])
 
 
 def test_weights_by_peer_need_a_link_and_a_state_directory(root: Path) -> None:

@@ -6,7 +6,7 @@ value is set. All computing code gets those.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +30,9 @@ class EngineSettings(SharedSettings):
     feature_bytes: int = 0  # host memory for features on their way there; 0: none are captured
     ring_bytes: int = 0  # size of `feature_ring`
     activity: Path | None = None  # says when the trainer runs, see `samples.activity`
-    link_port: int | None = None  # a gateway may send it to other servers for weights
+    link_port: int | None = None  # with one, a gateway may send it to other servers for weights
+    # PEM files `ca`, `cert` and `key` for HTTPS to these servers; empty: the machine's CAs
+    peer_tls: dict[str, str] = field(default_factory=dict)
     parent: int = 0  # process that started this one; the engine ends with it
     directory: Path | None = None  # for what the engine makes; removed after its end
 

@@ -126,6 +126,7 @@ class Intake:
     sockets: Path | None = None  # private directory in which it meets trainers of the channel ipc
     trained: Path | None = None  # directory of the server's own trainer
     pulled: Path | None = None  # directory for files of other servers, on the spool's file system
+    tls: Mapping[str, str] = field(default_factory=dict)  # files of `Tls` for these servers
     groups: Groups = field(default_factory=Groups)  # the engine's joined groups
 
     @property

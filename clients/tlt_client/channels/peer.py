@@ -32,6 +32,7 @@ from tlt_client.channels.checksums import xxh3
 from tlt_client.channels.errors import ChannelLost, ContentRefused
 from tlt_client.channels.http import HttpReceiver
 from tlt_client.channels.source import Source
+from tlt_client.errors import InvalidArgument
 from tlt_client.tls import Tls
 
 PATH = "/weights/files"
@@ -90,9 +91,10 @@ class FileSlice(NamedTuple):
 class PeerConnections:
     """Connections to one source, one for each thread, which has one buffer for what it reads."""
 
-    def __init__(self, address: str, key: str, query: dict[str, str]) -> None:
+    def __init__(self, address: str, key: str, tls: Tls, query: dict[str, str]) -> None:
         """`query`: of every request."""
         self._address, self._query, self._headers = urlsplit(address), query, bearer(key or None)
+        self._context = tls.context() if self._address.scheme == "https" else None
         self._own = threading.local()
         self._open: list[http.client.HTTPConnection] = []
 
@@ -122,7 +124,7 @@ class PeerConnections:
         if held is None:
             host, port = self._address.hostname or "", self._address.port
             if self._address.scheme == "https":
-                context = Tls().context()
+                context = self._context
                 held = http.client.HTTPSConnection(host, port, timeout=SILENT_S, context=context)
             else:
                 held = http.client.HTTPConnection(host, port, timeout=SILENT_S)
@@ -147,7 +149,7 @@ class PeerConnections:
 class PeerReceiver(HttpReceiver):
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.pulled is not None
-        self._push, self._sources = push, sources_of(push.path)
+        self._push, self._tls, self._sources = push, Tls(**intake.tls), sources_of(push.path)
         self._stopped = threading.Event()
         self._connections: PeerConnections | None = None
         self._place = Path(tempfile.mkdtemp(prefix="push-pulled-", dir=intake.pulled))
@@ -160,7 +162,7 @@ class PeerReceiver(HttpReceiver):
             source = left.pop(0)
             try:
                 self._pull(source, self._place / str(len(left)))
-            except (_Fault, ContentRefused) as fault:
+            except (_Fault, ContentRefused, InvalidArgument) as fault:
                 faults[source] = str(fault)
                 if isinstance(fault, _Busy) and time.monotonic() < give_up_s:
                     left.append(source)
@@ -180,7 +182,7 @@ class PeerReceiver(HttpReceiver):
         push = self._push
         query = {"role": push.role, "adapter": push.adapter, "version": push.version}
         query["taker"] = self._place.name
-        self._connections = connections = PeerConnections(source, push.key, query)
+        self._connections = connections = PeerConnections(source, push.key, self._tls, query)
         pool = ThreadPoolExecutor(CONNECTIONS, "pull weights")
         try:
             found = _checked(pool.submit(connections.read, "").result(SLOW_S), push.version)

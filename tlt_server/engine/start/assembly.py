@@ -1,6 +1,4 @@
-"""Builds an engine from its settings in timed phases: model, KV, runner with drafters, scheduler,
-policy. The device makes model, KV and runner.
-"""
+"""Builds an engine from its settings in timed phases. The device makes model, KV and runner."""
 
 from __future__ import annotations
 
@@ -55,7 +53,6 @@ from tlt_server.weights.transaction import Transaction
 from tlt_server.wire.commands import SetPolicy
 from tlt_server.wire.events import CHECKED, EngineInfo
 from tlt_server.wire.fingerprint import libraries
-from tlt_server.wire.kept import WEIGHTS
 from tlt_server.wire.records import Arms, GenerateRequest, Strategy
 
 KEPT_POLICIES = 8  # policies whose memory is kept while others are active
@@ -329,19 +326,21 @@ def _describe(
 
 def _options(settings: DecidedSettings, device: Device) -> Options:
     state, drafter = _state(settings), settings.drafter_directory
+    spool = Spool(state, str(Path(settings.model).resolve())) if state else None
     intake = Intake(
         Path(settings.weight_root) if settings.weight_root else None,
         settings.weight_marker,
         state and state / "uploads",
         made_directory(settings.directory) if "ipc" in settings.channels else None,
         trained=settings.trained,
-        pulled=state and state / WEIGHTS,
+        pulled=spool.directory if spool else None,
+        tls=settings.peer_tls,
         groups=Groups(settings.weight_timeout_s),
     )
     return Options(
         settings.channels,
         intake,
-        Spool(state, str(Path(settings.model).resolve())) if state else None,
+        spool,
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
         parse_calibration=(
