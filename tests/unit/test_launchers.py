@@ -20,7 +20,7 @@ from tests import processes
 from tests.waiting import in_loop, until
 from tlt_server.config import Config
 from tlt_server.errors import Conflict, NotFound, StartupError
-from tlt_server.fleet.launchers import child, local, static
+from tlt_server.fleet.launchers import child, local, ray, static
 from tlt_server.fleet.launchers.alone import LOCK, alone
 from tlt_server.fleet.launchers.local import local as local_launcher
 from tlt_server.fleet.launchers.plan import LaunchPlan
@@ -205,7 +205,7 @@ async def test_user_error_of_the_first_start_ends_the_launcher(tmp_path: Path) -
 async def test_replica_that_cannot_start_later_is_tried_again(tmp_path: Path) -> None:
     """Other replicas run with the same flags, so the gateway does not end."""
     seen = Seen()
-    broken = child.Child("r0", ["--threads", "7"], dict(os.environ), "127.0.0.1", None, 1.0)
+    broken = child.Child("r0", ["--threads", "7"], {}, "127.0.0.1", None, 1.0)
     keep = child.keep(broken, lambda address: seen([address]), lambda line: None, proven=True)
     task = asyncio.create_task(keep)
     await seen.until(lambda found: len(seen.every) == 2)
@@ -358,3 +358,54 @@ async def test_dns_name_is_resolved_again(tmp_path: Path, monkeypatch: pytest.Mo
         ["10.0.0.8:8002", "10.0.0.9:8002"],
         ["[fd00::1]:8002"],
     ]
+
+
+# ray, without a cluster: tests/e2e/test_ray.py has one
+
+
+def node(address: str = "10.0.0.1", labels: Any = None, **resources: float) -> dict[str, Any]:
+    return {"NodeManagerAddress": address, "Labels": labels or {}, "Resources": resources}
+
+
+NODES = [node(CPU=8, GPU=4), node(CPU=64, GPU=8, labels={"kind": "h200"}), node(CPU=16)]
+
+
+@pytest.mark.parametrize(
+    ("given", "labels", "bundle", "fit"),
+    [
+        ({}, {}, {"CPU": 4, "GPU": 1}, 2 + 8),
+        ({"tensor_parallel": 2}, {}, {"CPU": 5, "GPU": 2}, 1 + 4),
+        ({"tensor_parallel": 8}, {}, {"CPU": 11, "GPU": 8}, 1),
+        ({}, {"kind": "h200"}, {"CPU": 4, "GPU": 1}, 8),
+        ({}, {"kind": "in(h200,h100)"}, {"CPU": 4, "GPU": 1}, 10),
+        ({"tensor_parallel": 8}, {"kind": "b200"}, {"CPU": 11, "GPU": 8}, 0),
+        ({"device": "cpu"}, {}, {"CPU": 4}, 2 + 16 + 4),
+    ],
+)
+def test_ray_replicas_fit_on_single_nodes(
+    given: dict[str, Any], labels: dict[str, str], bundle: Any, fit: int, tmp_path: Path
+) -> None:
+    assert ray.bundle_of(plan(tmp_path, 2, **given), NODES) == bundle
+    assert ray.room(NODES, bundle, labels) == fit
+    said = ray.lacking_node(bundle, labels)
+    assert str(bundle["CPU"]) in said and all(name in said for name in labels)
+
+
+def test_cluster_without_gpus_gets_replicas_on_the_cpu(tmp_path: Path) -> None:
+    assert ray.bundle_of(plan(tmp_path, 2)._replace(cpus=2), [node(CPU=8)]) == {"CPU": 2}
+
+
+def test_open_cluster_without_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode in ("", "disabled"):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        ray.check_token([node("127.0.0.1")])
+        with pytest.raises(StartupError, match="node 10.0.0.1 can be reached .* RAY_AUTH_MODE=tok"):
+            ray.check_token([node("127.0.0.1"), node()])
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    ray.check_token([node()])
+
+
+def test_missing_ray_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(StartupError, match=r"pip install 'tlt-server\[fleet\]'"):
+        ray.connected()

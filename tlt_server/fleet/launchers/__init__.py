@@ -10,6 +10,7 @@ LAUNCHERS = Registry(
     "launcher",
     {
         "local": "tlt_server.fleet.launchers.local:local",
+        "ray": "tlt_server.fleet.launchers.ray:on_ray",
         "static": "tlt_server.fleet.launchers.static:Static",
     },
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import sys
 import time
@@ -40,11 +41,16 @@ class Child(NamedTuple):
 
     name: str
     flags: Sequence[str]
-    environment: Mapping[str, str]
+    variables: Mapping[str, str]  # settings, the key, and its GPUs
     host: str
     directory: Path | None  # its state directory; None: it keeps nothing
     stop_s: float  # until it has drained; then it is killed
     place: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        others = {name: os.environ[name] for name in os.environ if not name.startswith("TLT_")}
+        return {**others, **self.variables}
 
     @property
     def command(self) -> list[str]:

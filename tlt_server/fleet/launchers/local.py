@@ -49,13 +49,13 @@ class _Here:
         self, name: str, change: Callable[[ReplicaAddress], None], *, proven: bool
     ) -> None:
         mine, self._free = self._free[: self._each], self._free[self._each :]
-        environment = self._plan.environment()
+        variables = self._plan.variables()
         if mine:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         server = child.Child(
             name,
             self._flags,
-            environment,
+            variables,
             HOST,
             self._plan.directory(name),
             self._plan.stop_s,

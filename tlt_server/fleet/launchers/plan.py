@@ -24,7 +24,7 @@ class LaunchPlan(NamedTuple):
     key: str  # for the links; empty: none
     addresses: str = ""  # for static
     labels: Mapping[str, str] = {}  # for ray: what a node must have
-    cpus: float | None = None  # for ray: processors of a replica; None: by its processes
+    cpus: int | None = None  # for ray: processors of a replica; None: by its processes
 
     @property
     def gpus_each(self) -> int:
@@ -45,8 +45,9 @@ class LaunchPlan(NamedTuple):
         state = self.config.state_dir
         return state.resolve() / "replicas" / name if state is not None else None
 
-    def environment(self) -> dict[str, str]:
-        """Return the variables of a replica: this process's, and the key's."""
+    def variables(self) -> dict[str, str]:
+        """Return the variables of a replica: its settings among this process's, and the key."""
         chosen = {f"TLT_{name.upper()}" for name in CHOSEN}
-        kept = {name: value for name, value in os.environ.items() if name not in chosen}
+        settings = {name: os.environ[name] for name in os.environ if name.startswith("TLT_")}
+        kept = {name: value for name, value in settings.items() if name not in chosen}
         return {**kept, KEY: f"{self.key} scopes=link name=gateway"}

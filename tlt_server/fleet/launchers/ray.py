@@ -1,0 +1,211 @@
+"""The launcher `ray`: one placement group and one actor per replica on a Ray cluster. The actor
+runs `tlt serve` as its child and starts it again; Ray starts the actor again, perhaps elsewhere.
+
+Only flags, addresses and log lines pass through Ray. Ray fences nothing: a server whose raylet has
+died may serve on, so the gateway alone decides whose tokens count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from tlt_server.errors import StartupError
+from tlt_server.fleet.launchers.child import Child, keep
+from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.started import StartedReplicas
+from tlt_server.frontend.link.launching import ReplicaAddress
+from tlt_server.settings.addresses import is_loopback
+
+POLL_S = 0.5
+OTHER_CPUS = 3  # processes next to the ranks: frontend, reading process, trainer
+
+log = structlog.get_logger()
+
+
+def on_ray(plan: LaunchPlan) -> StartedReplicas:
+    return StartedReplicas(plan.number, (cluster := Cluster(plan)).keep, cluster.lacking)
+
+
+class ReplicaActor:
+    """The actor on a node."""
+
+    def __init__(
+        self,
+        name: str,
+        flags: Sequence[str],
+        variables: Mapping[str, str],
+        directory: str,
+        stop_s: float,
+    ) -> None:
+        from ray.util import get_node_ip_address
+
+        host = get_node_ip_address()
+        kept = Path(directory) if directory else None
+        self._child = Child(name, flags, variables, host, kept, stop_s, f"node {host}")
+        self._task: asyncio.Task[None] | None = None
+        self._take(ReplicaAddress(name, "", f"node {host}", "it starts"))
+
+    async def look(self) -> tuple[str, str, str]:
+        """Return link, place and fault."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(
+                keep(
+                    self._child, self._take, lambda line: print(line, file=sys.stderr), proven=True
+                )
+            )
+        return self._seen
+
+    def _take(self, address: ReplicaAddress) -> None:
+        self._seen = address.link, address.place, address.fault
+
+
+async def _end_with(raylet: int) -> None:
+    """End this process, and so its server, when the raylet has ended. Ray's own check takes a
+    raylet that was killed and not reaped for alive.
+    """
+    while _runs(raylet):  # noqa: ASYNC110 (no event tells it)
+        await asyncio.sleep(POLL_S)
+    os._exit(1)
+
+
+def _runs(parent: int) -> bool:
+    state = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[0]
+    return os.getppid() == parent and state != "Z"
+
+
+class Cluster:
+    """The Ray cluster at RAY_ADDRESS, and replicas on it."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan, self._ray = plan, connected()
+        self.nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        check_token(self.nodes)
+        self.bundle = bundle_of(plan, self.nodes)
+        self._flags = list(plan.flags)
+        if "GPU" not in self.bundle and plan.config.threads is None:
+            self._flags += ["--threads", str(self.bundle["CPU"])]
+
+    def lacking(self, number: int) -> str:
+        """Return what keeps every replica from being placed; a part of them may wait for nodes."""
+        fit = room(self.nodes, self.bundle, self._plan.labels)
+        if fit < number:
+            log.warning("replicas_wait_for_nodes", replicas=number, fit=fit, each=self.bundle)
+        return "" if fit else lacking_node(self.bundle, self._plan.labels)
+
+    async def keep(
+        self, name: str, change: Callable[[ReplicaAddress], None], *, proven: bool
+    ) -> None:
+        actor, group = await asyncio.to_thread(self._place, name)
+        seen = ReplicaAddress(name, "", fault=f"it waits for a node with {self.bundle}")
+        change(seen)
+        try:
+            while True:
+                answer = actor.look.remote().future()
+                try:
+                    address = ReplicaAddress(name, *await asyncio.wrap_future(answer))
+                except self._ray.exceptions.RayError as error:
+                    fault = f"Ray starts its actor again: {type(error).__name__}"
+                    address = seen._replace(link="", fault=fault)
+                if address != seen:
+                    seen = address
+                    change(seen)
+                await asyncio.sleep(POLL_S)
+        finally:
+            await asyncio.to_thread(self._remove, actor, group)
+
+    def _place(self, name: str) -> tuple[Any, Any]:
+        from ray.util import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        plan, labels = self._plan, dict(self._plan.labels)
+        selectors = {"bundle_label_selector": [labels]} if labels else {}
+        group = placement_group([self.bundle], strategy="STRICT_PACK", **selectors)
+        actor = self._ray.remote(ReplicaActor).options(
+            num_cpus=self.bundle["CPU"],
+            num_gpus=self.bundle.get("GPU", 0),
+            max_restarts=-1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+        )
+        directory = str(plan.directory(name) or "")
+        started = actor.remote(name, self._flags, plan.variables(), directory, plan.stop_s)
+        return started, group
+
+    def _remove(self, actor: Any, group: Any) -> None:
+        self._ray.kill(actor)
+        self._ray.util.remove_placement_group(group)
+
+
+def connected() -> Any:
+    """Return the module `ray`, connected to a running cluster."""
+    try:
+        import ray
+    except ImportError:
+        raise StartupError(
+            "--launcher is ray, which is not installed; pip install 'tlt-server[fleet]', here and "
+            "on every node"
+        ) from None
+    if not ray.is_initialized():
+        try:
+            address = os.environ.get("RAY_ADDRESS", "auto")
+            ray.init(address, logging_level=logging.WARNING, configure_logging=False)
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            said = " ".join(str(error).split())[:300]
+            raise StartupError(
+                f"no Ray cluster answers ({said}); start one (ray start --head), set RAY_ADDRESS "
+                "to its head, and give this process its token"
+            ) from None
+    return ray
+
+
+def check_token(nodes: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse a cluster that other machines can reach and that asks for no token."""
+    exposed = [node["NodeManagerAddress"] for node in nodes]
+    exposed = [address for address in exposed if not is_loopback(address)]
+    if exposed and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        raise StartupError(
+            f"the Ray node {exposed[0]} can be reached by other machines, and RAY_AUTH_MODE is "
+            f"{os.environ.get('RAY_AUTH_MODE') or 'not set'}; set RAY_AUTH_MODE=token on every "
+            "node and here (ray get-auth-token --generate makes the token), or start Ray with "
+            "--node-ip-address 127.0.0.1"
+        )
+
+
+def bundle_of(plan: LaunchPlan, nodes: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the resources of a replica: no GPU if its device is auto and there is none."""
+    each = plan.gpus_each
+    if plan.config.device is None and not any("GPU" in node["Resources"] for node in nodes):
+        each = 0
+    cpus = plan.cpus or OTHER_CPUS + plan.config.tensor_parallel
+    return {"CPU": cpus, "GPU": each} if each else {"CPU": cpus}
+
+
+def room(
+    nodes: Iterable[Mapping[str, Any]], bundle: Mapping[str, int], labels: Mapping[str, str]
+) -> int:
+    """Return how many replicas fit on all nodes, if nothing else uses them. Selectors with
+    operators are taken to match.
+    """
+    return sum(
+        min(int(node["Resources"].get(kind, 0) // count) for kind, count in bundle.items())
+        for node in nodes
+        if all(
+            node["Labels"].get(name) == value for name, value in labels.items() if value.isalnum()
+        )
+    )
+
+
+def lacking_node(bundle: Mapping[str, int], labels: Mapping[str, str]) -> str:
+    asked = " and ".join(f"{count} {kind}" for kind, count in bundle.items())
+    where = f" and the labels {dict(labels)}" if labels else ""
+    return (
+        f"a replica needs {asked} of one node{where}, and no node of the Ray cluster has them; "
+        "lower --tensor-parallel or --replica-cpus, correct --ray-labels, or add nodes"
+    )
