@@ -10,6 +10,7 @@ from tests.frontend.fake_engine import INFO
 from tests.unit.small_fleet import NoPushes, SmallFleet, check_whole, read, settle
 from tests.waiting import in_loop
 from tlt_server.errors import Conflict, NotFound, Unavailable
+from tlt_server.frontend.link import fleet as fleet_module
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import Pause, SetPolicy, Submit
 from tlt_server.wire.events import WeightReport, WeightState
@@ -269,3 +270,23 @@ async def test_waiting_sequences_move_to_a_replica_with_room() -> None:
         fleet.step(1)
     await settle()
     check_whole(await read(submission))
+
+
+@in_loop
+async def test_replica_that_cannot_catch_up_tries_again() -> None:
+    tries: list[str] = []
+
+    async def catch_up(self: NoPushes, replica: Replica) -> None:
+        tries.append(replica.name)
+        if tries.count("b") in (1, 2):
+            raise Conflict("no other replica has version 'v1'")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NoPushes, "catch_up", catch_up)
+        patch.setattr(fleet_module, "CATCH_UP_S", 0.0)
+        fleet = SmallFleet("ab")
+        await fleet.begin()
+        await settle()
+    assert tries.count("b") == 3
+    states = {each.name: each.state for each in fleet.operations.status()}
+    assert states == {"a": "ready", "b": "ready"}

@@ -38,6 +38,7 @@ from tlt_server.wire.events import (
     WeightReport,
 )
 
+CATCH_UP_S = 1.0  # between two tries of a replica to catch up
 SUMMED_S = 0.25  # time for which the sums of gauges are used
 # Gauges that are no counts, by how their names begin.
 MEANS = ("cost_error", "training_slowdown", "outlook_ratio_", "policy_preparing")
@@ -206,23 +207,33 @@ class Fleet:
     # joining
 
     async def _join(self, member: Member, info: EngineInfo) -> None:
-        """Bring a replica to what the fleet has, and use it; or say why not."""
-        replica, whole = member.replica, self._replicas.whole
-        try:
-            if found := differences(self._kind or info, info):
-                raise Conflict(f"the replica {replica.name} cannot join: {found}")
-            member.state = "catching up"
-            if whole.runs:
-                for command in self._standing():
-                    await replica.ask(command)
-            had = replica.info
-            await self._fan_out.catch_up(replica)
-            self._admit(member)  # at once, so that no commit comes in between
-            if replica.info != had:
-                self._metrics.caught_up()
-        except TltError as error:
-            member.state, member.fault = "lost", error.message
-            log.error("replica_refused", name=replica.name, reason=error.message)
+        """Bring a replica to what the fleet has, and use it; or say why not. One that cannot catch
+        up now tries again, since a replica with the committed weights may come back.
+        """
+        while True:
+            found = differences(self._kind or info, info)
+            try:
+                if found:
+                    raise Conflict(f"the replica {member.replica.name} cannot join: {found}")
+                await self._catch_up(member)
+                return
+            except TltError as error:
+                member.state, member.fault = "lost", error.message
+                log.error("replica_refused", name=member.replica.name, reason=error.message)
+            if found:
+                return
+            await asyncio.sleep(CATCH_UP_S)
+
+    async def _catch_up(self, member: Member) -> None:
+        member.state = "catching up"
+        if self._replicas.whole.runs:
+            for command in self._standing():
+                await member.replica.ask(command)
+        had = member.replica.info
+        await self._fan_out.catch_up(member.replica)
+        self._admit(member)  # at once, so that no commit comes in between
+        if member.replica.info != had:
+            self._metrics.caught_up()
 
     def _standing(self) -> list[Any]:
         policy = self._client.policies.in_force

@@ -68,8 +68,13 @@ class ReplicaOrders:
         """Do this to its end, even if the caller leaves."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # taken here, too, since the caller may have left
 
 
 def as_one(command: FleetCommand, answers: Given) -> Any:
