@@ -18,6 +18,8 @@ import pytest
 
 from tests.unit.test_launchers import Seen, all_linked, ended, plan, running
 from tests.waiting import until
+from tlt_server.__main__ import _parse
+from tlt_server.doctor.cluster import examine_cluster
 from tlt_server.fleet.launchers import alone, child
 from tlt_server.fleet.launchers import ray as on_ray
 from tlt_server.fleet.launchers.plan import LaunchPlan
@@ -90,6 +92,13 @@ def answers(link: str) -> bool:
 
 def test_replicas_on_ray_outlive_actors_nodes_and_raylets(cluster: Any, tmp_path: Path) -> None:
     asked = plan(tmp_path, 3, state_dir=tmp_path, labels={"kind": "rollout"})._replace(cpus=2)
+    line = "doctor --launcher ray --replicas 6 --replica-cpus 2 --ray-labels kind=rollout"
+    found = examine_cluster(asked.config, _parse(line.split()))
+    assert [(each.status, each.found) for each in found] == [
+        ("ok", "3 nodes with 12 CPUs, 0 GPUs"),
+        ("ok", "6 replicas of 2 CPU fit on nodes that nothing else uses"),
+        ("ok", "a lost node is noticed after about 1.5 s"),
+    ]
     asyncio.run(outlive(cluster, asked))
 
 

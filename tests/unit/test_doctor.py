@@ -17,10 +17,12 @@ import torch
 import trustme
 from packaging.specifiers import SpecifierSet
 
+from tlt_server.__main__ import _parse
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import compute, host, places
 from tlt_server.doctor.checks import Finding, examine, ok
+from tlt_server.doctor.cluster import examine_cluster
 from tlt_server.doctor.settings import read, usable_settings, written
 from tlt_server.engine.devices import choice
 from tlt_server.engine.devices.choice import Gpu
@@ -304,3 +306,40 @@ def test_unreadable_model_does_not_stop_other_checks(tmp_path: Path) -> None:
     assert config is not None and "config.json" in faults[0].message
     assert found(places.port, config).status == "ok"
     expect(found(lambda: ok(str(config.model))), "fail", "as model is at fault")
+
+
+class FakeRay:
+    """Two nodes of a cluster."""
+
+    @staticmethod
+    def nodes() -> list[dict[str, Any]]:
+        node = {"Alive": True, "NodeManagerAddress": "127.0.0.1", "Labels": {"kind": "h200"}}
+        return [{**node, "Resources": {"CPU": 16.0, "GPU": gpus}} for gpus in (2.0, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "words"),
+    [
+        ("--replicas 6 --replica-cpus 4", "ok", ["6 replicas of 4 CPU and 1 GPU fit"]),
+        ("--tensor-parallel 2 --replicas 4", "fail", ["3 replicas of 5 CPU and 2 GPU fit, 4 are"]),
+        ("--tensor-parallel 8", "fail", ["8 GPU of one node", "add nodes"]),
+        ("--ray-labels kind=b200", "fail", ["no node", "correct --ray-labels"]),
+    ],
+)
+def test_doctor_checks_what_fits_on_a_ray_cluster(
+    line: str, status: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt_server.fleet.launchers.ray.connected", FakeRay)
+    given = _parse(["doctor", "--launcher", "ray", *line.split()])
+    config = configured(device="cuda", tensor_parallel=int(getattr(given, "tensor_parallel", 1)))
+    nodes, fit, health = examine_cluster(config, given)
+    assert nodes == Finding("ok", "2 nodes with 32 CPUs, 7 GPUs", check="ray cluster")
+    assert (fit.status, fit.check) == (status, "ray replicas")
+    assert all(word in fit.found + fit.remedy for word in words), fit
+    assert health.check == "ray health check" and health.status in ("ok", "warn")
+
+
+def test_doctor_reports_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (finding,) = examine_cluster(configured(), _parse(["doctor", "--launcher", "ray"]))
+    expect(finding, "fail", "not installed", "tlt-server[fleet]")

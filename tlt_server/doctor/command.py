@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from subprocess import PIPE
 
@@ -28,20 +30,18 @@ from tlt_server.process.faults import exit_of
 
 CHILD = (sys.executable, "-P", "-m", "tlt_server.doctor.child")
 CHILD_S = 300.0  # in which the child must be through; the self-test of a large model takes a minute
+# Names of the flags that are no settings.
+OTHERS = ("run", "config", "as_json", "launcher", "replicas", "ray_labels", "replica_cpus")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    flags = {
-        name: value
-        for name, value in vars(arguments).items()
-        if name not in ("run", "config", "as_json")
-    }
+    flags = {name: value for name, value in vars(arguments).items() if name not in OTHERS}
     if not ("model" in flags or "TLT_MODEL" in os.environ or arguments.config):
         flags = {"model": str(TARGET), "drafter": str(DRAFTER), **flags}  # the shipped pair
     findings = []
     console = Console(soft_wrap=True, highlight=False)
-    for finding in examine_all(flags, arguments.config):
+    for finding in chain(examine_all(flags, arguments.config), _cluster(flags, arguments)):
         findings.append(finding)
         if not arguments.as_json:
             _print(console, finding)
@@ -85,6 +85,13 @@ def examine_all(flags: Mapping[str, object], file: Path | None) -> Iterator[Find
         for check in chosen(config, in_child=False):
             yield check.run(config)
         yield from _reported(child, chosen(config, in_child=True))
+
+
+def _cluster(flags: Mapping[str, object], arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Yield the findings on the cluster of a launcher, if one is named."""
+    config = usable_settings(flags, arguments.config).config if arguments.launcher else None
+    if config is not None:
+        yield from import_module("tlt_server.doctor.cluster").examine_cluster(config, arguments)
 
 
 @contextlib.contextmanager

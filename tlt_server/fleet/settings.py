@@ -72,7 +72,7 @@ def planned(arguments: Namespace) -> tuple[LaunchPlan, FleetOptions]:
         config,
         key,
         arguments.addresses or "",
-        _labels(arguments.ray_labels or ""),
+        labels_of(arguments.ray_labels or ""),
         arguments.replica_cpus,
     )
     return plan, options
@@ -122,7 +122,8 @@ def _tls(arguments: Namespace, *, by_default: bool) -> Tls | None:
     return tls
 
 
-def _labels(text: str) -> dict[str, str]:
+def labels_of(text: str) -> dict[str, str]:
+    """Return the labels that `--ray-labels` asks for."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if not all(name and value for name, _, value in pairs):
         raise StartupError(f"--ray-labels is {text!r}; write NAME=VALUE, with commas between")

@@ -85,7 +85,7 @@ class Cluster:
     """The Ray cluster at RAY_ADDRESS, and replicas on it."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        self._plan, self._ray = plan, connected()
+        self.plan, self._ray = plan, connected()
         self.nodes = [node for node in self._ray.nodes() if node["Alive"]]
         check_token(self.nodes)
         self.bundle = bundle_of(plan, self.nodes)
@@ -95,10 +95,10 @@ class Cluster:
 
     def lacking(self, number: int) -> str:
         """Return what keeps every replica from being placed; a part of them may wait for nodes."""
-        fit = room(self.nodes, self.bundle, self._plan.labels)
+        fit = room(self.nodes, self.bundle, self.plan.labels)
         if fit < number:
             log.warning("replicas_wait_for_nodes", replicas=number, fit=fit, each=self.bundle)
-        return "" if fit else lacking_node(self.bundle, self._plan.labels)
+        return "" if fit else lacking_node(self.bundle, self.plan.labels)
 
     async def keep(
         self, name: str, change: Callable[[ReplicaAddress], None], *, proven: bool
@@ -125,7 +125,7 @@ class Cluster:
         from ray.util import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        plan, labels = self._plan, dict(self._plan.labels)
+        plan, labels = self.plan, dict(self.plan.labels)
         selectors = {"bundle_label_selector": [labels]} if labels else {}
         group = placement_group([self.bundle], strategy="STRICT_PACK", **selectors)
         actor = self._ray.remote(ReplicaActor).options(

@@ -1,0 +1,63 @@
+"""Checks of a Ray cluster that is to run the replicas of a fleet. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+
+from tlt_server.config import Config
+from tlt_server.doctor.checks import Finding, examine, fail, ok, warn
+from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.ray import Cluster, lacking_node, room
+from tlt_server.fleet.settings import labels_of
+
+SLOW_S = 3.0  # until a lost node is noticed
+QUICK = '{"health_check_period_ms": 500, "health_check_failure_threshold": 3}'
+
+
+def examine_cluster(config: Config, arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Yield what the cluster has, what fits, and how soon it notices a lost node."""
+    found: list[Cluster] = []
+
+    def cluster() -> Finding:
+        labels = labels_of(arguments.ray_labels or "")
+        number = arguments.replicas or 1
+        plan = LaunchPlan(number, (), config, "", labels=labels, cpus=arguments.replica_cpus)
+        found.append(Cluster(plan))
+        totals = {
+            kind: int(sum(node["Resources"].get(kind, 0) for node in found[0].nodes))
+            for kind in ("CPU", "GPU")
+        }
+        return ok(f"{len(found[0].nodes)} nodes with {totals['CPU']} CPUs, {totals['GPU']} GPUs")
+
+    yield examine("ray cluster", cluster)
+    if found:
+        yield examine("ray replicas", partial(_replicas, found[0], arguments.replicas))
+        yield examine("ray health check", _health_check)
+
+
+def _replicas(cluster: Cluster, asked: int | None) -> Finding:
+    bundle, labels = cluster.bundle, cluster.plan.labels
+    fit = room(cluster.nodes, bundle, labels)
+    each = " and ".join(f"{count} {kind}" for kind, count in bundle.items())
+    if not fit or (asked or 1) > fit:
+        found, _, remedy = lacking_node(bundle, labels).partition("; ")
+        return fail(
+            f"{fit} replicas of {each} fit, {asked} are asked for" if fit else found, remedy
+        )
+    return ok(f"{fit} replicas of {each} fit on nodes that nothing else uses")
+
+
+def _health_check() -> Finding:
+    try:
+        limits = import_module("ray._raylet").Config
+        period_s = limits.health_check_period_ms() / 1000
+        noticed_s = period_s * limits.health_check_failure_threshold()
+    except (ImportError, AttributeError):
+        return warn("Ray does not tell its health check", f"start the head with {QUICK}")
+    found = f"a lost node is noticed after about {noticed_s:g} s"
+    if noticed_s <= SLOW_S:
+        return ok(found)
+    return warn(found, f"ray start --head --system-config '{QUICK}'")
