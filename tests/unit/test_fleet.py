@@ -184,6 +184,33 @@ async def test_joiner_gets_the_pause_and_the_policy_that_stand() -> None:
     assert fleet.client.info is not None and fleet.client.info.max_running == 3 * INFO.max_running
 
 
+@pytest.mark.parametrize("answered", [True, False])
+@in_loop
+async def test_pause_ordered_during_a_join_reaches_the_joiner(
+    answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    await fleet.operations.scale(3)
+    pausing = list[asyncio.Task[None]]()
+
+    async def catch_up(replica: Replica) -> None:
+        if not pausing:
+            pause = fleet.client.pauses.pause("continue", refuse=False, clear_cache=False)
+            pausing.append(asyncio.ensure_future(pause))
+            await settle()
+
+    monkeypatch.setattr(NoPushes, "catch_up", staticmethod(catch_up))
+    if not answered:
+        fleet.links["a"].send = lambda command: True  # type: ignore[method-assign]
+    fleet.links["c"].begin()
+    for _ in range(4):
+        await settle()
+    assert [each.state for each in fleet.operations.status()] == ["ready"] * 3
+    assert pausing[0].done() == answered
+    assert [type(command) for command in fleet.links["c"].commands] == [Pause]
+
+
 @in_loop
 async def test_joiner_that_took_weights_counts_as_caught_up(
     monkeypatch: pytest.MonkeyPatch,

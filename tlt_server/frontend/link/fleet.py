@@ -225,22 +225,25 @@ class Fleet:
             await asyncio.sleep(CATCH_UP_S)
 
     async def _catch_up(self, member: Member) -> None:
-        member.state = "catching up"
-        if self._replicas.whole.runs:
-            for command in self._standing():
-                await member.replica.ask(command)
+        member.state, given = "catching up", list[Any]()
         had = member.replica.info
         await self._fan_out.catch_up(member.replica)
-        self._admit(member)  # at once, so that no commit comes in between
+        while self._replicas.whole.runs and (standing := self._standing()) != given:
+            for command in standing:
+                id = self._client.command_id()
+                await member.replica.ask(msgspec.structs.replace(command, id=id))
+            given = standing
+            if "weights" not in self._client.pauses.asleep:  # there may have been a push
+                await self._fan_out.catch_up(member.replica)
+        self._admit(member)  # at once, so that no order comes in between
         if member.replica.info != had:
             self._metrics.caught_up()
 
     def _standing(self) -> list[Any]:
-        policy = self._client.policies.in_force
-        commands: list[Any] = self._client.pauses.standing()
-        if policy is not None:
-            commands.append(msgspec.structs.replace(policy, id=self._client.command_id()))
-        return commands
+        """Return the orders that stand, without ids."""
+        policy, pauses = self._client.policies.in_force, self._client.pauses.standing()
+        standing = pauses if policy is None else [*pauses, policy]
+        return [msgspec.structs.replace(command, id="") for command in standing]
 
     def _admit(self, member: Member) -> None:
         replica = member.replica

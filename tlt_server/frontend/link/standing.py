@@ -126,12 +126,15 @@ class PauseState:
             await self._halting.next.wait()
 
     def standing(self) -> list[ControlCommand]:
-        """Return the commands that a new epoch of the engine gets first."""
+        """Return the commands that a new epoch of the engine, or a further one, gets first."""
         commands: list[ControlCommand] = []
-        if self._state.paused:
+        state = self._state
+        for asked in self._asked.values():
+            state = asked.after(state)
+        if state.paused:
             commands.append(Pause(self._command_id()))
-        if self._state.asleep:
-            commands.append(Sleep(self._command_id(), sorted(self._state.asleep)))
+        if state.asleep:
+            commands.append(Sleep(self._command_id(), sorted(state.asleep)))
         return commands
 
     def answered(self, report: ControlReport) -> None:
