@@ -229,7 +229,7 @@ class Source:
         ]
         digests = [xxh3(memoryview(piece)) for piece in pieces]
         file = {"name": SINGLE, "bytes": len(self.content), "digests": digests}
-        return {"version": "v1", "digest": "", "files": [file]}
+        return {"role": "target", "version": "v1", "digest": "", "files": [file]}
 
     def close(self) -> None:
         self._server.shutdown()
@@ -286,7 +286,8 @@ def endless(handler: Handler, data: bytes) -> None:
 
 
 def silent(handler: Handler, data: bytes, until: threading.Event) -> bytes:
-    until.wait(60)
+    if is_slice(handler):
+        until.wait(60)
     return data
 
 

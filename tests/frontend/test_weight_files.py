@@ -16,15 +16,15 @@ from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG, CALIBRATION, INDEX, SINGLE
 from tlt_client.channels.checksums import xxh3
+from tlt_client.channels.peer import SLICE_BYTES
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
 from tlt_server.frontend.weights import files
-from tlt_server.frontend.weights.files import MAX_SLICE
 from tlt_server.wire.kept import CURRENT, WEIGHTS, Current, KeptVersion
 
 KEYS = "fleet scopes=link name=fleet\ntrainer scopes=data,push-weights,operate name=trainer\n"
 FLEET = {"authorization": "Bearer fleet"}
-DATA = os.urandom(2 * MAX_SLICE + 77)
+DATA = os.urandom(2 * SLICE_BYTES + 77)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
 def nothing_committed(server: LiveServer) -> Iterator[None]:
     yield
     (spool(server) / CURRENT).unlink(missing_ok=True)
-    server.service.weight_files._takers.clear()
+    server.service.takers._seen.clear()
 
 
 def spool(server: LiveServer) -> Path:
@@ -75,7 +75,7 @@ def test_files_of_a_committed_version_come_in_slices(server: LiveServer) -> None
     (place / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     (place / CALIBRATION).write_bytes(b"{}")
     listing = ask(server, version="v0").raise_for_status().json()
-    pieces = [DATA[at : at + MAX_SLICE] for at in range(0, len(DATA), MAX_SLICE)]
+    pieces = [DATA[at : at + SLICE_BYTES] for at in range(0, len(DATA), SLICE_BYTES)]
     sums = [xxh3(memoryview(piece)) for piece in pieces]
     assert listing == {
         "role": "target",
@@ -88,7 +88,7 @@ def test_files_of_a_committed_version_come_in_slices(server: LiveServer) -> None
     }
     found = [
         ask(server, "/target/a.safetensors", start=at).raise_for_status().content
-        for at in range(0, len(DATA), MAX_SLICE)
+        for at in range(0, len(DATA), SLICE_BYTES)
     ]
     assert found == pieces
     assert ask(server, "/target/a.safetensors", start=len(DATA)).content == b""
@@ -149,17 +149,6 @@ def test_a_fifth_taker_is_asked_to_wait(
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
     monkeypatch.setattr(files, "TAKER_S", 0.0)
     assert ask(server, taker="e").status_code == 200
-
-
-def test_digests_that_take_long_are_asked_for_again(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept(server, c=b"three")
-    monkeypatch.setattr(files, "DIGEST_S", 0.0)
-    tries = [ask(server).status_code]
-    while tries[-1] == 503:
-        tries.append(ask(server).status_code)
-    assert tries[-1] == 200
 
 
 def test_a_changed_file_has_other_digests(server: LiveServer) -> None:

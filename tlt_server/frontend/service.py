@@ -36,7 +36,7 @@ from tlt_server.frontend.weights.adapters import Adapters
 from tlt_server.frontend.weights.adoption import Adoption, DrafterExports
 from tlt_server.frontend.weights.broadcasts import Broadcasts
 from tlt_server.frontend.weights.checker import WeightChecker
-from tlt_server.frontend.weights.files import WeightFiles
+from tlt_server.frontend.weights.files import Takers
 from tlt_server.frontend.weights.session import WeightSession
 from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.metrics import Metrics
@@ -115,8 +115,8 @@ class Service:
         return WeightChecker(self.session)
 
     @cached_property
-    def weight_files(self) -> WeightFiles:
-        return WeightFiles()
+    def takers(self) -> Takers:
+        return Takers()
 
     def spot_trainer(self) -> TrainerLink:
         """Return the link to a training process. `Conflict` without one."""

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +39,7 @@ PATH = "/weights/files"
 SLICE_BYTES = 2**23  # size of a reply
 CONNECTIONS = 8
 SILENT_S = 10.0  # longest pause of a connection
-SLOW_S = 60.0  # for one reply
+SLOW_S = 60.0  # for a reply, or until the list begins
 BUSY_S = 600.0  # for busy sources to have time
 MAX_LIST_BYTES, MAX_FILES, MAX_NAME, MAX_ERROR_BYTES = 2**24, 4096, 255, 2**16
 MAX_QUOTE = 200  # characters of foreign text that a message quotes
@@ -48,9 +48,11 @@ SAFETENSORS = ".safetensors"
 
 
 class PeerFile(Struct, frozen=True):
-    name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
-    bytes: Annotated[int, Meta(ge=0, le=2**45)]
-    digests: list[str]
+    """A file of a version."""
+
+    name: Annotated[str, "file name", Meta(min_length=1, max_length=MAX_NAME)]
+    bytes: Annotated[int, "its size", Meta(ge=0, le=2**45)]
+    digests: Annotated[list[str], "xxh3 of each 8 MiB, in order"]
 
     @property
     def usable(self) -> bool:
@@ -58,13 +60,22 @@ class PeerFile(Struct, frozen=True):
         whole = len(self.digests) == -(-self.bytes // SLICE_BYTES)
         return known and whole and Path(self.name).name == self.name and "\0" not in self.name
 
+    def slices(self) -> Iterator[FileSlice]:
+        for start, digest in zip(range(0, self.bytes, SLICE_BYTES), self.digests, strict=True):
+            yield FileSlice(self.name, start, min(SLICE_BYTES, self.bytes - start), digest)
+
 
 class PeerFiles(Struct, frozen=True):
-    """A source's list."""
+    """The files of one version."""
 
-    version: str
-    digest: str
-    files: Annotated[list[PeerFile], Meta(max_length=MAX_FILES)]
+    role: Annotated[str, "whose weights"]
+    version: Annotated[str, "their version"]
+    digest: Annotated[str, "of the version's tensors; empty: not known before they are pushed"]
+    files: Annotated[
+        list[PeerFile],
+        "safetensors files, calibration, an adapter's config",
+        Meta(max_length=MAX_FILES),
+    ]
 
 
 class _Fault(Exception):
@@ -105,6 +116,9 @@ class PeerConnections:
         query = self._query | ({"start": str(asked.start)} if asked else {})
         try:
             connection = self._connection()
+            if connection.sock is None:
+                connection.connect()
+            connection.sock.settimeout(SILENT_S if asked else SLOW_S)
             connection.request("GET", f"{PATH}{name}?{urlencode(query)}", headers=self._headers)
             response = connection.getresponse()
             if response.status != 200:
@@ -123,12 +137,11 @@ class PeerConnections:
         held: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
         if held is None:
             host, port = self._address.hostname or "", self._address.port
-            if self._address.scheme == "https":
-                context = self._context
-                held = http.client.HTTPSConnection(host, port, timeout=SILENT_S, context=context)
-            else:
-                held = http.client.HTTPConnection(host, port, timeout=SILENT_S)
-            self._own.connection = held
+            held = self._own.connection = (
+                http.client.HTTPSConnection(host, port, timeout=SILENT_S, context=self._context)
+                if self._context
+                else http.client.HTTPConnection(host, port, timeout=SILENT_S)
+            )
             self._open.append(held)
         return held
 
@@ -161,7 +174,7 @@ class PeerReceiver(HttpReceiver):
         while left and not self._stopped.is_set():
             source = left.pop(0)
             try:
-                self._pull(source, self._place / str(len(left)))
+                self._pull(source, self._place / "files")
             except (_Fault, ContentRefused, InvalidArgument) as fault:
                 faults[source] = str(fault)
                 if isinstance(fault, _Busy) and time.monotonic() < give_up_s:
@@ -191,7 +204,8 @@ class PeerReceiver(HttpReceiver):
                 os.truncate(directory / file.name, file.bytes)
             for task in [
                 pool.submit(self._take, connections, each, directory / each.name)
-                for each in slices(found.files)
+                for file in found.files
+                for each in file.slices()
             ]:
                 task.result(SLOW_S)
         except TimeoutError:
@@ -242,13 +256,6 @@ def sources_of(path: str) -> list[str]:
     if not path.split():
         raise ContentRefused("path is empty; a push by peer names the servers that have the files")
     return path.split()
-
-
-def slices(files: Sequence[PeerFile]) -> Iterator[FileSlice]:
-    for file in files:
-        for count, digest in enumerate(file.digests):
-            start = count * SLICE_BYTES
-            yield FileSlice(file.name, start, min(SLICE_BYTES, file.bytes - start), digest)
 
 
 def _checked(data: memoryview, version: str) -> PeerFiles:

@@ -11,16 +11,16 @@ import asyncio
 import math
 import os
 import stat
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG, CALIBRATION, INDEX
 from tlt_client.channels.checksums import xxh3
+from tlt_client.channels.peer import SLICE_BYTES, PeerFile
 from tlt_client.channels.source import MAX_SMALL_BYTES
 from tlt_server.errors import Conflict, NotFound, Unavailable
 from tlt_server.speculation.drafters import weights_directory
@@ -30,12 +30,9 @@ from tlt_server.wire.kept import CURRENT, WEIGHTS, Current, KeptVersion
 if TYPE_CHECKING:
     from tlt_server.config import ResolvedConfig
 
-MAX_SLICE = 2**23  # bytes of a reply; each has a digest
 MAX_TAKERS = 4
 TAKER_S = 5.0  # since its last request; then it is taken to have ended
 KNOWN_FILES = 4096  # files whose digests are kept
-READERS = 4  # files whose digests are computed at a time
-DIGEST_S = 2.0  # a request's wait for digests; computing them goes on
 
 
 class KeptFiles(NamedTuple):
@@ -44,14 +41,6 @@ class KeptFiles(NamedTuple):
     version: str
     digest: str  # the version's, from its tensors' mix64; empty before the first commit
     directory: Path
-
-
-class WeightFile(Struct, frozen=True, kw_only=True):
-    """A file of a version."""
-
-    name: Annotated[str, "file name"]
-    bytes: Annotated[int, "its size"]
-    digests: Annotated[list[str], "xxh3 of each 8 MiB, in order"]
 
 
 def live_files(config: ResolvedConfig, info: EngineInfo, role: str, adapter: str = "") -> KeptFiles:
@@ -120,79 +109,52 @@ def _indexed(index: Path) -> set[str]:
 
 
 def slice_of(path: Path, start: int) -> bytes:
-    """Return at most `MAX_SLICE` bytes of a regular file, from `start` on."""
+    """Return at most `SLICE_BYTES` bytes of a regular file, from `start` on."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return b""
-        return os.pread(descriptor, MAX_SLICE, start)
+        return os.pread(descriptor, SLICE_BYTES, start)
     finally:
         os.close(descriptor)
 
 
-class WeightFiles:
-    """The takers of a server's files, and the digests of these files."""
+class Takers:
+    """The servers that take files, at most `MAX_TAKERS` at a time."""
 
     def __init__(self) -> None:
-        self._takers: dict[str, float] = {}  # taker -> its last request, by the loop's clock
-        # File, size and times -> its digests, or their computation.
-        self._digests: OrderedDict[tuple[Any, ...], asyncio.Task[list[str]]] = OrderedDict()
-        self._reading = asyncio.Semaphore(READERS)
+        self._seen: dict[str, float] = {}  # taker -> its last request, by the loop's clock
+        self.describing = asyncio.Lock()  # one computes digests, which the others then have
 
     def admit(self, taker: str) -> None:
-        """Count a request of a taker. `Unavailable` if `MAX_TAKERS` others are at it."""
+        """Count a request of a taker. `Unavailable` if enough others take files."""
         now_s = asyncio.get_running_loop().time()
-        self._takers = {
-            name: last_s for name, last_s in self._takers.items() if now_s < last_s + TAKER_S
-        }
-        if taker not in self._takers and len(self._takers) >= MAX_TAKERS:
+        self._seen = {name: at_s for name, at_s in self._seen.items() if now_s < at_s + TAKER_S}
+        if taker not in self._seen and len(self._seen) >= MAX_TAKERS:
             raise Unavailable(
-                f"{len(self._takers)} servers take files here, the limit is {MAX_TAKERS}; take "
-                "them from another, or ask again",
+                f"{len(self._seen)} servers take files here, the limit is {MAX_TAKERS}; take them "
+                "from another, or ask again",
                 retry_after_s=1,
             )
-        self._takers[taker] = now_s
-
-    async def described(self, directory: Path) -> Sequence[WeightFile]:
-        """Return the files of a directory. `Unavailable` while their digests are computed, which
-        the first request starts. `Conflict` if one is removed meanwhile.
-        """
-        try:
-            found = await asyncio.to_thread(listed, directory)
-            tasks = {name: await self._task(directory / name) for name in found}
-            if tasks:
-                await asyncio.wait(tasks.values(), timeout=DIGEST_S)
-            if not all(task.done() for task in tasks.values()):
-                raise Unavailable("the files' digests are being computed", retry_after_s=1)
-            return [
-                WeightFile(name=name, bytes=size, digests=tasks[name].result())
-                for name, size in found.items()
-            ]
-        except OSError as error:
-            raise Conflict(f"a file has been removed ({error.strerror}); ask again") from None
-
-    async def _task(self, path: Path) -> asyncio.Task[list[str]]:
-        about = await asyncio.to_thread(path.stat)
-        key = (path, about.st_ino, about.st_size, about.st_mtime_ns)
-        if key not in self._digests or (
-            self._digests[key].done() and self._digests[key].exception() is not None
-        ):
-            self._digests[key] = asyncio.create_task(self._computed(path, about.st_size))
-        self._digests.move_to_end(key)
-        while len(self._digests) > KNOWN_FILES:
-            self._digests.popitem(last=False)
-        return self._digests[key]
-
-    async def _computed(self, path: Path, size: int) -> list[str]:
-        async with self._reading:
-            return await asyncio.to_thread(digests, path, size)
+        self._seen[taker] = now_s
 
 
-def digests(path: Path, size: int) -> list[str]:
+def described(directory: Path) -> list[PeerFile]:
+    """Return the files of a directory with their digests, which are computed once."""
+    found = []
+    for name in listed(directory):
+        about = os.stat(directory / name)
+        known = _digests(directory / name, about.st_size, about.st_ino, about.st_mtime_ns)
+        found.append(PeerFile(name, about.st_size, known))
+    return found
+
+
+@lru_cache(KNOWN_FILES)
+def _digests(path: Path, size: int, *stamp: int) -> list[str]:
     """Return the digest of each slice of a file of this size."""
-    buffer, found = memoryview(bytearray(min(size, MAX_SLICE))), []
+    buffer, found = memoryview(bytearray(min(size, SLICE_BYTES))), []
     with open(path, "rb", buffering=0) as file:
-        for _ in range(math.ceil(size / MAX_SLICE)):
+        for _ in range(math.ceil(size / SLICE_BYTES)):
             count = file.readinto(buffer)
             found.append(xxh3(buffer[:count]))
     return found

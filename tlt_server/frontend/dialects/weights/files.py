@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from starlette.responses import Response
 
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG, CALIBRATION
+from tlt_client.channels.peer import PeerFiles
 from tlt_server.errors import Conflict, NotFound
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.service import Service
-from tlt_server.frontend.weights.files import KeptFiles, WeightFile, live_files, slice_of
+from tlt_server.frontend.weights.files import KeptFiles, described, live_files, slice_of
 
 MAX_NUMBER = 2**63 - 1
 OCTETS = "application/octet-stream"
@@ -32,15 +33,6 @@ FilesStart = Annotated[
 ]
 
 
-class WeightFileList(Struct, frozen=True, kw_only=True):
-    """The files of one version."""
-
-    role: Annotated[str, "whose weights"]
-    version: Annotated[str, "their version"]
-    digest: Annotated[str, "of the version's tensors; empty: not known before they are pushed"]
-    files: Annotated[list[WeightFile], "safetensors files, calibration, an adapter's config"]
-
-
 ROUTES = Routes(needs="link", engine_fails=False)
 
 
@@ -51,14 +43,18 @@ async def listing(
     adapter: FilesAdapter = "",
     version: FilesVersion = "",
     taker: FilesTaker = "",
-) -> WeightFileList:
+) -> PeerFiles:
     """List the files of a committed version, or of an upload that is being pushed, so that another
     server can take them.
     """
-    service.weight_files.admit(taker)
+    service.takers.admit(taker)
     found = await _wanted(service, role, adapter, version)
-    files = await service.weight_files.described(found.directory)
-    return WeightFileList(role=role, version=found.version, digest=found.digest, files=[*files])
+    try:
+        async with service.takers.describing:
+            files = await asyncio.to_thread(described, found.directory)
+    except OSError as error:
+        raise Conflict(f"a file has been removed ({error.strerror}); ask again") from None
+    return PeerFiles(role, found.version, found.digest, files)
 
 
 @ROUTES.get("/weights/files/{role}/{name}", text=OCTETS, raises=(NotFound, Conflict))
@@ -72,7 +68,7 @@ async def content(
     taker: FilesTaker = "",
 ) -> Response:
     """Return 8 MiB of a file of such a version, or what is left of it after `start`."""
-    service.weight_files.admit(taker)
+    service.takers.admit(taker)
     found = await _wanted(service, role, adapter, version)
     if not name.endswith(".safetensors") and name not in (CALIBRATION, ADAPTER_CONFIG):
         raise NotFound(f"there is no file {shown(name)}; GET /weights/files lists them")
