@@ -2,6 +2,7 @@
 are told, and what a broken stream leaves is aborted.
 """
 
+import asyncio
 import re
 import time
 from collections.abc import Iterable
@@ -101,6 +102,21 @@ async def test_abort_over_a_link_ends_only_what_it_names(server: LiveServer) -> 
         gateway.link.send(Abort([], all=True))
         await happens(lambda: gateway.ended("b", "c"))
         assert [*server.engine.running] == ["a"] and own.open == {"a"}
+        assert server.client.activity._busy
+        server.client.abort(["a"])
+        await happens(lambda: not own.open)
+        assert not server.client.activity._busy, "its trainer would not begin"
+
+
+@on_link()
+async def test_gateways_pushes_wait_for_the_servers_own_adoption(server: LiveServer) -> None:
+    async with attached(server) as gateway:
+        async with server.client.adopting:
+            push = asyncio.create_task(gateway.ask(PushWeights("p", Manifest(version="v8"))))
+            other = asyncio.create_task(gateway.ask(CommitWeights("c", version="v8")))
+            await happens(lambda: len(server.client.adopting._waiters or ()) == 2)  # type: ignore[attr-defined]
+            assert not push.done() and not other.done()
+        assert (await push).version == (await other).version == "v8"
 
 
 @on_link()

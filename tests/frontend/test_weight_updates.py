@@ -72,6 +72,7 @@ class Twin:
         self.queue: deque[WeightCommand] = deque()
         self.answers: dict[str, asyncio.Future[WeightReport]] = {}
         self.open: Open | None = None
+        self.adopting = asyncio.Lock()
         self.live: tuple[str, list[Came]] = ("initial", [])
         self.command_id, self.versions = lambda: str(next(ids)), WantedVersions()
         self.session = WeightSession(cast(EngineClient, self), stages=stages)

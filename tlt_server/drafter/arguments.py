@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 from tlt_server.bench.flags import JSON, MAX_BATCH, Flag, add_flags, flag, whole
 from tlt_server.models.draft_networks import NETWORKS, Layout
-from tlt_server.push.arguments import add_access, add_server
+from tlt_server.push.arguments import add_server
 from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
 
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
@@ -228,35 +228,6 @@ EVALUATE = (
     ),
     *JSON,
 )
-COORDINATE = (
-    _flag("--servers URL", "addresses of servers with the same target", nargs="+", required=True),
-    _flag("--min-idle N", "servers that stay idle next to the one that trains", 0, type=within(0)),
-    _flag("--quiet-s S", "seconds for which a server must be idle before it trains", 5.0, positive),
-    _flag("--interval-s S", "seconds between two looks at the servers", 2.0, positive),
-    _flag(
-        "--hold-s S",
-        "seconds after which a server that must not train does so if it hears nothing",
-        60.0,
-        positive,
-    ),
-    _flag(
-        "--gather-mb N",
-        "MiB of recorded sequences that are moved between two looks",
-        64,
-        type=within(1),
-    ),
-    _flag("--once", "end once one server has trained one round and all have its drafter"),
-)
-COORDINATING = """\
-Each server needs --drafter-training idle, --drafter-feature-mb, --state-dir and http among its
---weight-channels; the key needs the scopes operate and push-weights. Every round reads load and
-trainer of each server, lets one idle server train on what all have recorded, and pushes the drafter
-that it adopts to all, under one version. A server that does not answer, may not be asked with this
-key, or has another version of the target than most is named and left out until that changes. What
-an operator has paused stays paused. At the end, also by Ctrl-C, each server trains by itself again;
-where this process was killed, it does after --hold-s. Exit status of --once: 0 if a round has
-ended, 1 if no server could train or one refused the drafter.
-"""
 EVALUATING = """\
 Replay recorded responses through drafters: the accept length that each would have had, exactly.
 
@@ -283,9 +254,6 @@ class DrafterVerb(NamedTuple):
 
 
 VERBS = {
-    "coordinate": DrafterVerb(
-        "train one drafter for several servers", COORDINATE, server=add_access, epilog=COORDINATING
-    ),
     "status": DrafterVerb(
         "show the drafter of a running server and what it records", server=add_server
     ),

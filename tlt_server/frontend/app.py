@@ -90,7 +90,7 @@ class _Table:
         for endpoint in self.endpoints:
             match, _ = endpoint.matches(scope)
             if match is Match.FULL:
-                return Terms(endpoint.needs, endpoint.changes)
+                return Terms(endpoint.needs, endpoint.changes, endpoint.link)
             open_at_path |= match is Match.PARTIAL and endpoint.needs == "open"
         return Terms("open" if open_at_path else "any")
 

@@ -66,7 +66,7 @@ class TrainingPause(Strict, frozen=True, kw_only=True):
     ] = None
 
 
-@ROUTES.get("/drafter")
+@ROUTES.get("/drafter", link=True)
 async def look(service: Service) -> DrafterState:
     """Show the drafters with their acceptance of late, and what is recorded to train one."""
     info, trainer = service.running(), service.trainer
@@ -86,6 +86,7 @@ async def look(service: Service) -> DrafterState:
         "X-Samples-After": "What `after` must be to go on.",
         "X-Samples-Left": "Sequences that come after these now.",
     },
+    link=True,
     raises=(Conflict, StorageFailed),
 )
 async def samples(service: Service, after: After = 0, limit: AtMost = LIMIT) -> Response:
@@ -124,7 +125,7 @@ async def samples(service: Service, after: After = 0, limit: AtMost = LIMIT) -> 
     return StreamingResponse(_slices(found.data), media_type=media, headers=headers)
 
 
-@ROUTES.post("/drafter/train", raises=(Conflict,))
+@ROUTES.post("/drafter/train", link=True, raises=(Conflict,))
 async def train(service: Service) -> TrainerStatus:
     """Begin a round of training now, without waiting for more sequences; with `drafter_training`
     idle once the engine is idle. 409 while a round is on its way, in a pause, and where nothing can
@@ -146,7 +147,7 @@ async def train(service: Service) -> TrainerStatus:
     return trainer_status(trainer)
 
 
-@ROUTES.post("/drafter/pause", raises=(Conflict,))
+@ROUTES.post("/drafter/pause", link=True, raises=(Conflict,))
 async def pause(service: Service, asked: TrainingPause) -> TrainerStatus:
     """Train and adopt nothing until POST /drafter/resume, or for a time; what is half done is kept.
     A drafter that is being pushed has been taken or refused before the answer comes. With `for_s`

@@ -74,7 +74,7 @@ class OfferedFiles(NamedTuple):
     candidate: CandidateState | None  # None: it is the live one
 
 
-ROUTES = Routes(needs="operate", engine_fails=False)
+ROUTES = Routes(needs="operate", link=True, engine_fails=False)
 
 
 @ROUTES.post("/drafter/samples", takes_bytes=OCTETS, raises=(Conflict, StorageFailed))

@@ -163,10 +163,13 @@ def _values(scope: Scope, wanted: bytes) -> list[str]:
 
 
 class Terms(NamedTuple):
-    """The scope that a route needs, and whether the route changes state."""
+    """The scope that a route needs, whether the route changes state, and whether the scope `link`
+    suffices, too.
+    """
 
     needs: Needs
     changes: bool = False
+    link: bool = False
 
 
 class Admitted(NamedTuple):
@@ -190,8 +193,9 @@ class Gate:
     def keyed(self) -> bool:
         return self._keys is not None
 
-    def admit(self, token: str, needs: Needs) -> Caller:
-        """Return the caller whose token this is; an empty token is no token.
+    def admit(self, token: str, needs: Needs, *, link: bool = False) -> Caller:
+        """Return the caller whose token this is; an empty token is no token. `link`: the scope
+        `link` suffices, too.
 
         Raise `Unauthenticated` if no key fits, `Forbidden` if the caller lacks the scope.
         """
@@ -205,7 +209,7 @@ class Gate:
             raise Unauthenticated(
                 "the request carries no known API key; send the header Authorization: Bearer <key>"
             )
-        if needs != "any" and not caller.may(needs):
+        if needs != "any" and not (caller.may(needs) or (link and caller.may("link"))):
             self.refused("scope")
             raise Forbidden(
                 f"the key {caller.name} has the scopes {', '.join(sorted(caller.scopes))}, and "
@@ -247,7 +251,7 @@ class Authentication:
                 self.gate.refused(page.reason)
                 raise Forbidden(page.message)
             token = bearer(next(iter(_values(scope, b"authorization")), ""))
-            caller = self.gate.admit(token, terms.needs)
+            caller = self.gate.admit(token, terms.needs, link=terms.link)
         except TltError as error:
             await self.refuse(scope["path"], error)(scope, receive, send)
         else:

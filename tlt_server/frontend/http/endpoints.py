@@ -63,6 +63,7 @@ class About(TypedDict, total=False):
     """Facts that a decorator may state. `Endpoint` has a default for each but `needs`."""
 
     needs: Needs  # the scope that a key must have; `any`: any key; `open`: no key
+    link: bool  # whether a key with the scope `link` may use it, too
     takes: Any  # struct, or a union of structs, of a JSON body that no annotation names
     takes_bytes: str  # media type of a body that is not JSON
     optional_body: bool  # by default true for one struct without required fields
@@ -116,6 +117,7 @@ class Endpoint(Route):
         self.path = self.path_format  # as clients read it, without the names of patterns
         self._slashed = ":path}" in path  # a name may have slashes
         self.method, self.handler, self.needs = method, handler, about["needs"]
+        self.link = about.get("link", False)
         hints = get_type_hints(handler, include_extras=True)
         self.gives, *self.gives_instead = _replies(hints.pop("return"))
         del hints["service"]

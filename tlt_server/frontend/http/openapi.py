@@ -90,7 +90,9 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
             }
         operation["responses"] = _responses(endpoint, schemas, keyed)
         if keyed and endpoint.needs != "any":
-            operation["security"] = [] if endpoint.needs == "open" else [{"key": [endpoint.needs]}]
+            scopes = (endpoint.needs, "link") if endpoint.link else (endpoint.needs,)
+            keys = [{"key": [scope]} for scope in scopes]
+            operation["security"] = [] if endpoint.needs == "open" else keys
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
     about: dict[str, Any] = {
         "openapi": "3.1.0",

@@ -94,6 +94,7 @@ class EngineClient:
         self.replica.queue = self.sequences.where.queue(self.replica)
         self._weight_answers = self.replica.weight_answers
         self._control_answers = self.replica.control_answers
+        self.adopting = asyncio.Lock()  # held while a drafter of its own trainer is being pushed
         self._unanswered = False  # weight commands were open at a death; False again when ready
         self._command_ids = itertools.count(1)
         self._started = asyncio.Event()

@@ -208,6 +208,8 @@ class GatewayRelay:
         self._put(ControlReport(command.id, error, detail))
 
     async def _weights(self, command: WeightCommand) -> None:
+        async with self._client.adopting:  # is over soon; the commands keep their order
+            pass
         own = msgspec.structs.replace(command, id=self._client.command_id())
         self._put(msgspec.structs.replace(await self._client.weights(own), id=command.id))
 

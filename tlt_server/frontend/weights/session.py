@@ -148,7 +148,6 @@ class WeightSession:
         self._update = Update(self)
         self.arrivals = {"target": 0, "drafter": 0}  # pushes of each role that are or were live
         self._idle: asyncio.Task[None] | None = None  # ends the session that is open
-        self._adopting = asyncio.Lock()  # a drafter of the server's own trainer is being pushed
         self._adoption: asyncio.Task[WeightReport] | None = None  # the last one
 
     async def adopt(self, manifest: Manifest) -> WeightReport:
@@ -156,9 +155,10 @@ class WeightSession:
         update is open or another push is in progress, as it must not delay them. It continues even
         if the caller leaves, and other pushes wait for its end.
         """
-        if self._update.selector is not None or self._update.pushing or self._adopting.locked():
+        adopting = self._engine.adopting
+        if self._update.selector is not None or self._update.pushing or adopting.locked():
             raise Conflict("a weight update is open or a push is in progress; try again later")
-        await self._adopting.acquire()
+        await adopting.acquire()
         self._adoption = asyncio.create_task(self._adopt(manifest))
         return await asyncio.shield(self._adoption)
 
@@ -167,7 +167,7 @@ class WeightSession:
             command = PushWeights(self._engine.command_id(), manifest)
             return succeeded(await self._engine.weights(command))
         finally:
-            self._adopting.release()
+            self._engine.adopting.release()
 
     async def begin(self, selector: Selector) -> None:
         """Start a session and drop what an earlier one left, staged or in progress; a repeated
@@ -350,7 +350,7 @@ class WeightSession:
         command = kind(self._engine.command_id(), *given, **also)
         if isinstance(command, PushWeights):
             # An adoption is over soon.
-            async with self._adopting:
+            async with self._engine.adopting:
                 pass
         report = await self._engine.weights(command)
         if isinstance(command, PushWeights | CommitWeights):
