@@ -12,6 +12,8 @@ from tests.frontend.live_server import live_server
 from tests.frontend.test_docker import COMPOSE, SERVER, all_of
 from tlt_server.__main__ import _parse
 from tlt_server.config import Config
+from tlt_server.fleet.launchers.static import Static
+from tlt_server.fleet.settings import planned
 
 K8S = Path(__file__).parents[2] / "docker" / "k8s"
 # The oldest version that has all fields of the manifests by default, and a new one.
@@ -27,6 +29,8 @@ WORKLOADS = {
     for name, documents in MANIFESTS.items()
     if documents[0]["kind"] in ("Deployment", "StatefulSet")
 }
+SERVERS = {name: each for name, each in WORKLOADS.items() if name != "gateway.yaml"}
+GATEWAY = WORKLOADS["gateway.yaml"]
 LABELS = {"app.kubernetes.io/name": "tlt"}
 
 
@@ -36,8 +40,11 @@ def container(workload: dict[str, Any]) -> dict[str, Any]:
 
 
 def flags(workload: dict[str, Any]) -> dict[str, str]:
-    """Return the settings that the command line of a workload gives, parsed by the server."""
-    return dict(vars(_parse(container(workload)["args"])))
+    """Return the settings that the command line of a workload gives, parsed by the server; of a
+    gateway those on both sides of `--`.
+    """
+    given = dict(vars(_parse(container(workload)["args"])))
+    return {**given.pop("served", {}), **given}
 
 
 def ports(workload: dict[str, Any]) -> dict[str, int]:
@@ -67,7 +74,8 @@ def test_manifest_check_finds_an_unknown_field(place: tuple[str, ...]) -> None:
 
 def test_the_kustomization_names_files_and_the_image() -> None:
     assert set(KUSTOMIZATION) == {"apiVersion", "kind", "resources", "images"}
-    assert {*KUSTOMIZATION["resources"], "statefulset.yaml"} == set(MANIFESTS)
+    others = {"statefulset.yaml", "gateway.yaml"}
+    assert {*KUSTOMIZATION["resources"], *others} == set(MANIFESTS)
     (image,) = KUSTOMIZATION["images"]
     overlay = yaml.safe_load((K8S.parent / "compose.gpu.yaml").read_text())
     built = overlay["services"]["server"]["image"]
@@ -80,7 +88,9 @@ def test_a_workload_starts_the_server_of_compose(name: str) -> None:
     given, compose = flags(workload), vars(_parse(SERVER["command"]))
     same = ("model", "drafter", "host", "port", "drain_timeout_s", "log_format")
     assert [given[each] for each in same] == [compose[each] for each in same]
-    assert ports(workload) == {"http": int(given["port"]), "probes": int(given["probe_port"])}
+    names = {"http": "port", "probes": "probe_port", "link": "link_port"}
+    listens = {name: int(given[port]) for name, port in names.items() if port in given}
+    assert ports(workload) == listens
     assert given["state_dir"] == compose["state_dir"]
 
 
@@ -118,10 +128,11 @@ def test_a_pod_has_no_rights_and_writes_to_its_volumes_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_asks_for_a_gpu_and_ends_after_the_drain(name: str) -> None:
+def test_a_server_asks_for_a_gpu_and_ends_after_the_drain(name: str) -> None:
     pod, server = WORKLOADS[name]["spec"]["template"]["spec"], container(WORKLOADS[name])
     limits, requests = server["resources"]["limits"], server["resources"]["requests"]
-    assert limits["nvidia.com/gpu"] == "1" and limits["memory"] == requests["memory"]
+    assert limits.get("nvidia.com/gpu") == ("1" if name in SERVERS else None)
+    assert limits["memory"] == requests["memory"]
     wait_s = server["lifecycle"]["preStop"]["sleep"]["seconds"]
     drain_s = float(flags(WORKLOADS[name])["drain_timeout_s"])
     assert pod["terminationGracePeriodSeconds"] > wait_s + drain_s
@@ -144,7 +155,7 @@ def test_services_and_monitor_select_the_pods() -> None:
     (monitor,) = MANIFESTS["podmonitor.yaml"]
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     services = MANIFESTS["service.yaml"]
-    for workload in WORKLOADS.values():
+    for workload in SERVERS.values():
         assert workload["spec"]["selector"]["matchLabels"] == LABELS
         assert workload["spec"]["template"]["metadata"]["labels"] == LABELS
         assert {port["targetPort"] for each in services for port in each["spec"]["ports"]} <= set(
@@ -161,14 +172,16 @@ def test_services_and_monitor_select_the_pods() -> None:
         credentials = endpoint["authorization"]["credentials"]
         assert credentials == {"name": keys, "key": Path(flags(workload)["api_key_file"]).name}
     assert {str(each["spec"]["selector"]) for each in services} == {str(LABELS)}
-    assert monitor["spec"]["selector"] == {"matchLabels": LABELS}
+    (selected,) = monitor["spec"]["selector"]["matchExpressions"]
+    names = {each["metadata"]["labels"][selected["key"]] for each in WORKLOADS.values()}
+    assert (selected["operator"], {*selected["values"]}) == ("In", names)
     assert monitor["spec"]["jobLabel"] in LABELS
     headless = {each["metadata"]["name"] for each in services if "clusterIP" in each["spec"]}
     assert WORKLOADS["statefulset.yaml"]["spec"]["serviceName"] in headless
 
 
 def test_the_two_workloads_differ_in_their_state_alone() -> None:
-    deployment, stateful = (container(each) for each in WORKLOADS.values())
+    deployment, stateful = (container(each) for each in SERVERS.values())
     assert deployment == stateful
     assert ["state"] == [
         volume["name"]
@@ -176,3 +189,35 @@ def test_the_two_workloads_differ_in_their_state_alone() -> None:
         if volume not in WORKLOADS["statefulset.yaml"]["spec"]["template"]["spec"]["volumes"]
     ]
     assert "state" in COMPOSE["volumes"]
+
+
+def test_gateway_finds_the_links_of_all_replicas() -> None:
+    labels = GATEWAY["spec"]["selector"]["matchLabels"]
+    assert labels == GATEWAY["spec"]["template"]["metadata"]["labels"] != LABELS
+    _, claim, service = MANIFESTS["gateway.yaml"]
+    assert service["spec"]["selector"] == labels
+    assert {port["targetPort"] for port in service["spec"]["ports"]} <= set(ports(GATEWAY))
+    volumes = GATEWAY["spec"]["template"]["spec"]["volumes"]
+    claimed = [each["persistentVolumeClaim"] for each in volumes if "persistentVolumeClaim" in each]
+    assert claimed == [{"claimName": claim["metadata"]["name"]}]
+    given = flags(GATEWAY)
+    kind, name, port = given["addresses"].split(":")
+    (pods,) = (each for each in MANIFESTS["service.yaml"] if each["metadata"]["name"] == name)
+    assert (given["launcher"], kind, pods["spec"]["clusterIP"]) == ("static", "dns", "None")
+    assert pods["spec"]["publishNotReadyAddresses"] and pods["spec"]["selector"] == LABELS
+    assert {"name": "link", "port": int(port), "targetPort": "link"} in pods["spec"]["ports"]
+    stateful = SERVERS["statefulset.yaml"]
+    assert stateful["spec"]["serviceName"] == name and ports(stateful)["link"] == int(port)
+    assert given["link_key_file"] == flags(stateful)["api_key_file"]
+
+
+def test_gateway_of_the_manifest_is_accepted(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "api_key").write_text("secret scopes=data,link\n")
+    places = {"/etc/tlt": tmp_path, "/var/lib/tlt": tmp_path, "/opt/tlt/pair/target": model}
+    line = [
+        next((word.replace(old, str(new)) for old, new in places.items() if old in word), word)
+        for word in container(GATEWAY)["args"]
+        if "--drafter" not in word
+    ]
+    asked, options = planned(_parse(line))
+    assert Static(asked) and options.key == "secret" and asked.config.channels == ("http",)
