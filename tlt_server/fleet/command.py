@@ -29,8 +29,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     plan, options = planned(arguments)
     launcher = LAUNCHERS.resolve(arguments.launcher)(plan)
     with loading():
-        build = import_module("tlt_server.build")
-    return int(build.serve_fleet(plan.config.resolved(), launcher, options))
+        gateway = import_module("tlt_server.fleet.gateway")
+    return int(gateway.serve_fleet(plan.config.resolved(), launcher, options))
 
 
 def _status(client: Client, arguments: argparse.Namespace, console: Console) -> None:
