@@ -212,6 +212,9 @@ class LiveServer:
         return self.engines[-1]
 
 
+BUILD: list[type[LiveServer]] = [LiveServer]  # the last one: what `live_server` starts
+
+
 @contextmanager
 def live_server(
     model: Path,
@@ -226,7 +229,8 @@ def live_server(
         if keys:
             settings["api_key_file"] = Path(directory, "keys")
             settings["api_key_file"].write_text(keys)
-        server = LiveServer(model, Path(directory), engine or {}, settings, apart=apart)
+        build = LiveServer if "link_port" in settings else BUILD[-1]
+        server = build(model, Path(directory), engine or {}, settings, apart=apart)
         server.start()
         try:
             yield server

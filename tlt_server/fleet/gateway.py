@@ -1,0 +1,100 @@
+"""The gateway of a fleet: the frontend of a server, on replicas in place of an engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from pathlib import Path
+from socket import AF_INET, AF_INET6, SOCK_DGRAM, socket
+
+from tlt_server.build import Footing, admission, serve_with
+from tlt_server.config import ResolvedConfig
+from tlt_server.errors import EngineFailed
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.fan_out import FanOut
+from tlt_server.frontend.link.fleet import Fleet
+from tlt_server.frontend.link.fleet_file import FleetFile
+from tlt_server.frontend.link.launching import FleetOptions, Launcher
+from tlt_server.frontend.link.members import FleetReplicas, Member
+from tlt_server.frontend.link.moving import Mover
+from tlt_server.frontend.link.operating import FleetOperations
+from tlt_server.frontend.link.remote import RemoteLink
+from tlt_server.frontend.link.starting import ProgressLines
+from tlt_server.frontend.service import Service
+from tlt_server.metrics import Metrics
+from tlt_server.wire.link import Attach
+
+
+def serve_fleet(config: ResolvedConfig, launcher: Launcher, options: FleetOptions) -> int:
+    """Serve as a gateway until SIGTERM or SIGINT (drains, returns 0) or until every replica refuses
+    it (returns 1). `StartupError` if the launcher can start none.
+    """
+    return serve_with(config, partial(gateway, launcher, options))
+
+
+def gateway(
+    launcher: Launcher,
+    options: FleetOptions,
+    config: ResolvedConfig,
+    directory: Path,
+    metrics: Metrics,
+    progress: ProgressLines,
+) -> Footing:
+    """Return what the frontend of a gateway stands on."""
+    admitted = admission(config)
+    replicas = FleetReplicas(lambda: admitted.forecast.share)
+    client = EngineClient(admitted, metrics, replicas=replicas)
+    file = FleetFile(config.state_dir or directory)
+    url = own_url(config)
+
+    def attach() -> Attach:
+        return Attach(
+            fleet=file.record.fleet,
+            epoch=file.record.epoch,
+            gateway=url,
+            take_over=options.take_over,
+        )
+
+    def connect(fleet: Fleet, member: Member) -> RemoteLink:
+        return RemoteLink(
+            member.address.link, attach, fleet, member.replica, key=options.key, tls=options.tls
+        )
+
+    fan_out = FanOut(
+        lambda: fleet.pushed_to,
+        file,
+        lambda replica, why: fleet.lost(replica, why),
+        client.command_id,
+        url=url,
+        key=options.key,
+        halted=lambda: client.pauses.paused or bool(client.pauses.asleep),
+    )
+    replicas.commits = fan_out.committing.locked
+    fleet = Fleet(client, replicas, launcher, fan_out, connect, metrics.fleet)
+    mover = Mover(replicas.placer, balance=options.rebalance, consolidate=options.consolidate)
+    operations = FleetOperations(client, fleet, replicas, launcher, metrics.fleet, mover)
+    client.replica.start.checked.set()  # the port opens before there is a replica
+
+    async def run(service: Service) -> EngineFailed:
+        moving = asyncio.create_task(operations.run())
+        try:
+            return await fleet.run()
+        finally:
+            moving.cancel()
+
+    return Footing(client, run)
+
+
+def own_url(config: ResolvedConfig) -> str:
+    """Return the address by which replicas reach this gateway. Where it listens on all addresses,
+    that is the one by which this host reaches others.
+    """
+    host = config.host
+    if host in ("0.0.0.0", "::"):
+        family, far = (AF_INET, "192.0.2.1") if host == "0.0.0.0" else (AF_INET6, "2001:db8::1")
+        with contextlib.suppress(OSError), socket(family, SOCK_DGRAM) as probe:
+            probe.connect((far, 9))  # sends nothing, only asks for a route
+            host = probe.getsockname()[0]
+    scheme = "http" if config.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
