@@ -49,7 +49,7 @@ class Given:
 class LiveGateway(LiveServer):
     """A gateway over replicas of its own, each with an engine of the same options."""
 
-    number = 3  # of replicas
+    number = 3
 
     def __init__(
         self, model: Path, directory: Path, engine: Any, settings: Any, *, apart: bool = False
@@ -89,7 +89,7 @@ class LiveGateway(LiveServer):
 
 @contextmanager
 def live_gateway(model: Path, **options: Any) -> Iterator[LiveGateway]:
-    """As `live_server`, with a gateway."""
+    """Yield a gateway, with the options of `live_server`."""
     BUILD.append(LiveGateway)
     try:
         with live_server(model, **options) as server:
