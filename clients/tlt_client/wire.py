@@ -157,7 +157,7 @@ class AbortReply(Struct, frozen=True):
     ]
 
 
-ReplicaState = Literal["joining", "catching up", "ready", "draining", "lost"]
+ReplicaState = Literal["joining", "catching up", "ready", "draining", "asleep", "lost"]
 
 
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
@@ -166,7 +166,8 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     name: Annotated[str, "of the replica; orders name it so"]
     state: Annotated[
         ReplicaState,
-        "ready: requests are placed there; catching up: it takes the committed weights first",
+        "ready: requests are placed there; catching up: it takes the committed weights first; "
+        "asleep: it has given its memory back until it is wanted",
     ]
     address: Annotated[str, "of its link: host and port"] = ""
     url: Annotated[str, "of its own HTTP server; empty until it has joined"] = ""

@@ -37,6 +37,7 @@ class SmallReplica:
         self.running: dict[str, tuple[GenerateRequest, int]] = {}  # with the tokens so far
         self.commands: list[Command] = []
         self.version, self.up = "v0", False
+        self.control_error: tuple[str, str] | None = None  # answers every control command
         self.refusal: TltError | None = None
         self.waits = 0  # sequences that have not started, the last ones
 
@@ -61,7 +62,7 @@ class SmallReplica:
             self._give([last_output(id, command.finish_reason) for id in ended])
         if isinstance(command, ControlCommand | SetPolicy):
             asyncio.get_running_loop().call_soon(
-                self.fleet.take, ControlReport(command.id), self.replica
+                self.fleet.take, ControlReport(command.id, self.control_error), self.replica
             )
         return True
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, cast, get_args
 
 import msgspec
@@ -26,7 +27,14 @@ from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.members import FleetReplicas, Member, Orders, ReplicaLink
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.metrics.fleet import FleetMetrics
-from tlt_server.wire.commands import Command, ControlCommand, Recompute, SetPolicy, WeightCommand
+from tlt_server.wire.commands import (
+    Command,
+    ControlCommand,
+    LookAtWeights,
+    Recompute,
+    SetPolicy,
+    WeightCommand,
+)
 from tlt_server.wire.events import (
     ControlReport,
     EngineInfo,
@@ -39,6 +47,7 @@ from tlt_server.wire.events import (
 )
 
 CATCH_UP_S = 1.0  # between two tries of a replica to catch up
+ROUSE_S = 10.0  # at the end, for replicas that sleep
 SUMMED_S = 0.25  # time for which the sums of gauges are used
 # Gauges that are no counts, by how their names begin.
 MEANS = ("cost_error", "training_slowdown", "outlook_ratio_", "policy_preparing")
@@ -64,6 +73,8 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self._sums: dict[str, float] = {}  # the gauges of all replicas
         self._summed_s = -math.inf
+        self.ordering = 0  # orders in progress
+        self.rouse: Callable[[], Awaitable[None]] = _none_sleeps
         self._over: asyncio.Future[EngineFailed] = asyncio.get_running_loop().create_future()
 
     # which replicas there are
@@ -80,6 +91,9 @@ class Fleet:
                 launching.result()
             return await self._over
         finally:
+            with suppress(TimeoutError):  # who serves them next may not know that they sleep
+                async with asyncio.timeout(ROUSE_S):
+                    await self.rouse()
             links = [each.task for each in self.members.values() if each.task is not None]
             for task in (*self._tasks, *links):
                 task.cancel()
@@ -113,9 +127,16 @@ class Fleet:
 
     @property
     def pushed_to(self) -> list[Replica]:
-        """The replicas that every order goes to."""
+        """The replicas that every order goes to. Those that sleep are woken before, except by a
+        look at their versions.
+        """
         members = self.members.values()
-        return [each.replica for each in members if each.state in ("ready", "draining")]
+        return [each.replica for each in members if each.state in ("ready", "draining", "asleep")]
+
+    @property
+    def asleep(self) -> list[Member]:
+        """The replicas that have given their memory back, see `idling`."""
+        return [each for each in self.members.values() if each.state == "asleep"]
 
     def lost(self, replica: Replica, reason: str) -> None:
         """Take out a replica that did not do what the fleet did; its link attaches again."""
@@ -169,6 +190,8 @@ class Fleet:
         if self._replicas.ready:
             self._client.sequences.resume()
             self.tell()
+        elif self.asleep:
+            self._replicas.wanted()
         elif self._replicas.whole.runs:
             reason = f"no replica is left: {replica.name}: {death.error.message}"
             self._client.died(Death(death.ending, EngineFailed(reason), set()), 0.0, start_s)
@@ -215,7 +238,7 @@ class Fleet:
             try:
                 if found:
                     raise Conflict(f"the replica {member.replica.name} cannot join: {found}")
-                await self._catch_up(member)
+                await self.catch_up(member)
                 return
             except TltError as error:
                 member.state, member.fault = "lost", error.message
@@ -224,7 +247,8 @@ class Fleet:
                 return
             await asyncio.sleep(CATCH_UP_S)
 
-    async def _catch_up(self, member: Member) -> None:
+    async def catch_up(self, member: Member) -> None:
+        """Bring a replica to what the fleet has, and use it."""
         member.state, given = "catching up", list[Any]()
         had = member.replica.info
         await self._fan_out.catch_up(member.replica)
@@ -259,7 +283,8 @@ class Fleet:
     def tell(self) -> None:
         """Describe the fleet as one engine to the rest of the frontend."""
         whole = self._replicas.whole
-        info = together([each.info for each in self._replicas if each.info is not None])
+        used = (*self._replicas, *(each.replica for each in self.asleep))
+        info = together([each.info for each in used if each.info is not None])
         if whole.runs:
             whole.info = self._client.admission.engine = info
         else:
@@ -271,10 +296,10 @@ class Fleet:
 
     def send(self, command: Command) -> bool:
         """Give an order to every replica. Return False if there is none."""
-        if not self._replicas.ready:
+        if not (self._replicas.ready or self.asleep):
             return False
         if isinstance(command, Recompute):
-            return next(iter(self._replicas)).send(command)
+            return any(replica.send(command) for replica in self._replicas)
         if isinstance(command, get_args(WeightCommand)):
             self.do(self._push(cast(WeightCommand, command)))
         else:
@@ -282,19 +307,27 @@ class Fleet:
         return True
 
     async def _control(self, command: ControlCommand | SetPolicy) -> None:
+        self.ordering += 1
         try:
+            await self.rouse()
             report = await self._fan_out.control(command)
         except TltError as error:
             report = ControlReport(command.id, (error.code, error.message))
+        finally:
+            self.ordering -= 1
         self._client.take(report)
 
     async def _push(self, command: WeightCommand) -> None:
+        self.ordering += 1
         try:
+            if command != LookAtWeights(command.id):
+                await self.rouse()
             report = await self._fan_out.weights(command)
         except TltError as error:
             self._replicas.whole.weight_answers.refuse(command.id, error)
             return
         finally:
+            self.ordering -= 1
             self._client.sequences.resume()  # what was submitted during a commit has waited
         self._client.take(report)
         if report.role in ("target", "all"):
@@ -314,3 +347,7 @@ class Fleet:
             known = ", ".join(sorted(self.members)) or "none"
             raise NotFound(f"there is no replica {name!r}; the fleet has {known}")
         return member
+
+
+async def _none_sleeps() -> None:
+    """Wake no replica."""

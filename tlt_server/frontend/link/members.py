@@ -49,6 +49,7 @@ class FleetReplicas(Replicas):
         super().__init__()
         self.placer, self._share = Placer(), share
         self.ready: dict[str, Replica] = {}
+        self.wanted: Callable[[], None] = lambda: None  # called if a sequence finds no replica
         self.commits: Callable[[], bool] = lambda: False  # what is placed then waits for the end
 
     def __iter__(self) -> Iterator[Replica]:
@@ -61,6 +62,8 @@ class FleetReplicas(Replicas):
     def place(
         self, request: GenerateRequest, tokens: int = 0, at: Replica | None = None
     ) -> Replica | None:
+        if not self.ready:
+            self.wanted()
         if self.commits() or not self.ready:
             return None
         among: Collection[str] | None = (

@@ -51,10 +51,10 @@ class FleetOperations:
         if len(self._replicas.placer.loads) < 2 or not routes or self._replicas.commits():
             return
         states = {name: member.state for name, member in self._fleet.members.items()}
-        draining = [name for name, state in states.items() if state == "draining"]
+        closed = [name for name, state in states.items() if state in ("draining", "asleep")]
         fixed = [id for id, route in routes.items() if not self.may_move(route)]
         groups = defaultdict[tuple[str, MoveReason], list[Route]](list)
-        for move in self._mover.moves(now_s, draining, fixed):
+        for move in self._mover.moves(now_s, closed, fixed):
             groups[move.to, move.reason].append(routes[move.id])
         for (to, reason), moved in groups.items():
             self._move(moved, reason, self._replicas.ready[to])
@@ -86,6 +86,8 @@ class FleetOperations:
         member = self._fleet.member(name)
         if member.state == "draining":
             return
+        if member.state == "asleep":
+            await self._fleet.rouse()
         if member.state != "ready":
             raise Conflict(f"the replica {name} is {member.state}, so there is nothing to drain")
         if len(self._replicas.ready) == 1:
