@@ -194,6 +194,9 @@ BENCHES = {
                 "--record INPUT",
                 "take the outputs' lengths from this file of `tlt bench record` [default: drawn]",
             ),
+            flag(
+                "--faults N", "instead run this many schedules of faults and check their history", 0
+            ),
             *JSON,
         ),
     ),

@@ -4,27 +4,36 @@ The gateway's own placing and moving choose where each request runs; replicas ta
 were measured of a 7B target on an H200, so a minute takes a moment and no GPU. Lengths are drawn
 with a long tail, or those of a record. Figures are means over the seeds.
 
+With --faults, the gateway's own code from a submission to a link's bytes runs over simulated
+servers that crash, stop, are cut off, restart or get damaged weights, at every phase of a push, and
+gateways that restart or are replaced. Every request must end once, with each of its tokens once.
+
     tlt bench fleet --replicas 64 --requests 4096
-    tlt bench fleet --replicas 8 --requests 512 --json fleet.json
+    tlt bench fleet --faults 10000 --json faults.json
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections import Counter
 from typing import Any
 
+from tlt_server.bench.fleets.faults import KINDS, PHASES, schedules
 from tlt_server.bench.fleets.policies import SPREAD, RolloutFigures, long_tailed, policies, recorded
-from tlt_server.bench.record import finish, steps, wide_console
+from tlt_server.bench.record import finish, progress_bar, steps, wide_console
 from tlt_server.bench.tables import FLEET, show
 from tlt_server.errors import StartupError
 from tlt_server.speculation.recorded import RolloutRecord
 
+FIRST_SEED = 1000  # tests have the seeds before
 SLOWER = (0.02, 0.05, 0.1)  # bounds of consolidation
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table and one line of JSON."""
+    """Print a table and one line of JSON. Return 1 if a schedule of faults has broken a rule."""
+    if args.faults:
+        return run_faults(args)
     if args.requests < args.replicas:
         raise StartupError(
             f"requests is {args.requests}; it must be at least the number of replicas, "
@@ -56,6 +65,26 @@ def run(args: argparse.Namespace) -> int:
     show(console, "tlt bench fleet: simulated", FLEET, rows)
     finish(args, {"bench": "fleet", "seeds": [*args.seeds], "rows": rows})
     return 0
+
+
+def run_faults(args: argparse.Namespace) -> int:
+    console = wide_console()
+    covered, errors, wrong = Counter[tuple[str, str]](), Counter[str](), dict[int, list[str]]()
+    with progress_bar(console) as progress:
+        task = progress.add_task("faults", total=args.faults)
+        for judged in schedules(range(FIRST_SEED, FIRST_SEED + args.faults)):
+            covered.update(judged.faults)
+            errors.update(judged.errors)
+            if judged.wrong:
+                wrong[judged.seed] = judged.wrong
+                console.print(f"seed {judged.seed}: {'; '.join(judged.wrong[:3])}", markup=False)
+            progress.update(task, advance=1)
+    rows = [{"fault": kind, **{phase: covered[kind, phase] for phase in PHASES}} for kind in KINDS]
+    columns = {"fault": "{fault}", **{phase: f"{{{phase}}}" for phase in PHASES}}
+    show(console, "tlt bench fleet: faults by the phase of a push", columns, rows)
+    figures = {"schedules": args.faults, "violations": len(wrong), "errors": errors, "rows": rows}
+    finish(args, {"bench": "fleet-faults", "first_seed": FIRST_SEED, **figures})
+    return 1 if wrong else 0
 
 
 def figures(runs: list[RolloutFigures], spread: list[RolloutFigures]) -> dict[str, Any]:

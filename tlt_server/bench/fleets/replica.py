@@ -74,6 +74,7 @@ class SimulatedReplica:
         """
         self.name, self._emit, self._length, self._times = name, emit, length, times
         self._max_running, self._tick_s = max_running, tick_s
+        self.version, self.corrupt = "", False  # the weights; corrupt ones give other tokens
         self.waiting = deque[GenerateRequest]()
         self.running: dict[str, _Run] = {}
         self.read_again = 0  # tokens of continued sequences that were read here
@@ -106,6 +107,17 @@ class SimulatedReplica:
         self.waiting = deque(r for r in self.waiting if r.id not in gone)
         self._begin()
         self._report(outputs)
+
+    def tell(self) -> None:
+        """Report the tokens until now."""
+        self._advance()
+        self._report([self._output(id) for id in self.running])
+
+    def stop(self, for_s: float) -> None:
+        """Compute nothing for this time."""
+        self._advance()
+        self._stall_s += for_s
+        self._schedule()
 
     def close(self) -> None:
         """End without another word."""
@@ -187,7 +199,8 @@ class SimulatedReplica:
             else run.length - math.ceil(run.end - self._progress - 1e-6)
         )
         known = max(known, run.given)
-        tokens = [token_of(run.request.seed, at) for at in range(run.given, known)]
+        seed = run.request.seed + self.corrupt
+        tokens = [token_of(seed, at) for at in range(run.given, known)]
         run.size += known - run.given
         run.given = known
         if finish_reason is not None:
@@ -195,7 +208,11 @@ class SimulatedReplica:
             key = run.request.tenant, run.request.group_id
             self._cached[key] = max(self._cached[key], run.size)
         return StepOutput(
-            id=id, token_ids=tokens, logprobs=[0.0] * len(tokens), finish_reason=finish_reason
+            id=id,
+            token_ids=tokens,
+            logprobs=[0.0] * len(tokens),
+            finish_reason=finish_reason,
+            weight_version=self.version,
         )
 
     def _report(self, outputs: list[StepOutput]) -> None:

@@ -1,0 +1,308 @@
+"""Seeded schedules of faults over a simulated fleet, after which its history is checked.
+
+Every request ends once, with all its tokens in order or with one typed error; no token is of
+weights that were not committed; and once the faults are over, all replicas are back, with the same
+weights and nothing left open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import structlog
+from msgspec.structs import replace
+
+from tlt_server.bench.fleets.clock import simulate
+from tlt_server.bench.fleets.gateway import OWNER, SimulatedDisk, SimulatedGateway, owned_task
+from tlt_server.bench.fleets.machine import Machine, length_of
+from tlt_server.bench.fleets.replica import token_of
+from tlt_server.errors import TltError
+from tlt_server.metrics import Metrics
+from tlt_server.wire.commands import Manifest, PushWeights
+from tlt_server.wire.records import GenerateRequest, Sampling
+
+REQUESTS, FAULTS, PUSHES = 50, 5, 3
+LONGEST = 900  # tokens of an output
+SIZES = (*5 * (3, 4), *3 * (5, 6), 8, 8, 12, 64)  # replicas
+PHASES = ("none", "staging", "staged", "committing", "catching up")
+REACH_S = 4.0  # for which a fault waits for its phase
+END_S = 300.0  # after the last fault, until which everything must have ended
+RETRY_S, LOOK_S, OPERATOR_S = 0.2, 0.02, 10.0
+
+
+@dataclass
+class Story:
+    """A request, as its client sees it."""
+
+    request: GenerateRequest
+    tries: int = 0
+    tokens: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)  # by the last gateway that had it
+
+
+class FaultsVerdict(NamedTuple):
+    """The outcome of one schedule."""
+
+    seed: int
+    replicas: int
+    faults: Counter[tuple[str, str]]  # kind and phase
+    errors: Counter[str]  # codes of typed errors, and how often an operator had to act
+    wrong: list[str]
+
+
+class FaultSchedule:
+    def __init__(self, seed: int, state_dir: Path, metrics: Metrics) -> None:
+        self._draw, self._state_dir, self._metrics = random.Random(seed), state_dir, metrics
+        self._seed, self.wrong = seed, list[str]()
+        self.versions: list[str] = []
+        self._gateways: list[SimulatedGateway] = []
+        self.faults, self.errors = Counter[tuple[str, str]](), Counter[str]()
+        size = self._draw.choice(SIZES)
+        self.machines = {
+            name: Machine(name, self.wrong, self.versions)
+            for name in (f"r{number:02}" for number in range(size))
+        }
+        self.stories = [
+            Story(
+                GenerateRequest(
+                    id=f"{at}",
+                    token_ids=[1] * self._draw.choice((20, 20, 400)),
+                    sampling=Sampling(max_tokens=LONGEST),
+                    seed=self._draw.randrange(2**20),
+                    group_id=f"g{at // 4}",
+                )
+            )
+            for at in range(REQUESTS)
+        ]
+        self._begin_gateway()
+
+    def _begin_gateway(self) -> None:
+        disk = SimulatedDisk(self._state_dir, self.versions)
+        self.gateway = SimulatedGateway(self.machines, disk, self._metrics)
+        self._gateways.append(self.gateway)
+        OWNER.set(None)
+        self._changed = asyncio.Event()  # there is another gateway
+
+    async def run(self) -> None:
+        clients = [asyncio.create_task(self._client(story)) for story in self.stories]
+        pushing = asyncio.create_task(self._push())
+        operating = asyncio.create_task(self._operate())
+        for _ in range(FAULTS):
+            await self._fault()
+        try:
+            async with asyncio.timeout(END_S):
+                await asyncio.gather(pushing, *clients)
+                await self._settled()
+        except TimeoutError:
+            self._unsettled()
+        operating.cancel()
+        for machine in self.machines.values():
+            machine.engine.close()
+        self._check()
+
+    # clients
+
+    async def _client(self, story: Story) -> None:
+        """Send a request until a gateway has ended it."""
+        await asyncio.sleep(self._draw.random() * 3.0)
+        while not story.ends:
+            gateway, changed = self.gateway, self._changed
+            reading = asyncio.create_task(self._read(gateway, story))
+            other = asyncio.create_task(changed.wait())
+            await asyncio.wait({reading, other}, return_when=asyncio.FIRST_COMPLETED)
+            other.cancel()
+            if not reading.done():  # the connection breaks
+                reading.cancel()
+                await asyncio.wait({reading})
+                story.ends.clear()
+            elif not reading.result():
+                await asyncio.sleep(RETRY_S)
+
+    async def _read(self, gateway: SimulatedGateway, story: Story) -> bool:
+        """Return False if the gateway refuses the request for now."""
+        OWNER.set(gateway)
+        story.tokens, story.tries = [], story.tries + 1
+        request = replace(story.request, id=f"{story.request.id}.{story.tries}")
+        try:
+            submission = gateway.client.submit([request])
+        except TltError:
+            return False
+        async for outputs, _ in submission.slices(lambda output: 1, 64):
+            for output in outputs:
+                story.tokens += output.token_ids
+                if output.token_ids and output.weight_version not in self.versions:
+                    self.wrong.append(f"{output.id}: version {output.weight_version!r}")
+                if output.finish_reason is not None:
+                    code = output.error[0] if output.error else ""
+                    story.ends.append(code or output.finish_reason)
+        return True
+
+    async def _push(self) -> None:
+        for number in range(1, PUSHES + 1):
+            await asyncio.sleep(1.0 + 2.0 * self._draw.random())
+            gateway = self.gateway
+            manifest = Manifest(version=f"v{number}", path="/w", channel="disk")
+            command = PushWeights(gateway.client.command_id(), manifest)
+            OWNER.set(gateway)
+            work = asyncio.create_task(gateway.client.weights(command))
+            OWNER.set(None)
+            await asyncio.wait({work})
+            if not work.cancelled() and isinstance(work.exception(), TltError):
+                continue
+
+    async def _operate(self) -> None:
+        """Start a replica with the committed weights when none has them any more, as the error of
+        one that cannot catch up asks for.
+        """
+        while True:
+            await asyncio.sleep(OPERATOR_S)
+            newest, machines = self.versions[-1:], self.machines.values()
+            held = {machine.live for machine in machines if machine.good}
+            held |= {machine.staged[0] for machine in machines if machine.staged}
+            if newest and newest[0] not in held:
+                self.errors["weights lost"] += 1
+                self.machines["r00"].restart(0.5, newest[0])
+
+    # faults
+
+    async def _fault(self) -> None:
+        await asyncio.sleep(self._draw.random())
+        kind, phase = self._draw.choice([*KINDS]), self._draw.choice(PHASES)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + REACH_S
+        while self.gateway.phase != phase and loop.time() < until_s:  # noqa: ASYNC110 (no event)
+            await asyncio.sleep(LOOK_S)
+        self.faults[kind, self.gateway.phase] += 1
+        KINDS[kind](self, self._draw.choice([*self.machines.values()]))
+
+    def _hold(self, machine: Machine) -> None:
+        machine.hold(self._draw.choice((0.5, 2.0, 6.0)))
+
+    def _stop(self, machine: Machine) -> None:
+        machine.stop(self._draw.choice((0.5, 2.0, 6.0)))
+
+    def _delay(self, machine: Machine) -> None:
+        machine.delay_s = self._draw.choice((0.05, 0.3, 1.0))
+        asyncio.get_running_loop().call_later(5.0, setattr, machine, "delay_s", 0.002)
+
+    def _restart_gateway(self, machine: Machine) -> None:
+        self.gateway.kill()
+        changed = self._changed
+        self._begin_gateway()
+        changed.set()
+
+    def _second_gateway(self, machine: Machine) -> None:
+        """Begin another gateway while the one before still runs, without its disk."""
+        self.gateway.disk.gone = True
+        changed = self._changed
+        self._begin_gateway()
+        changed.set()
+
+    def _drain(self, machine: Machine) -> None:
+        gateway = self.gateway
+
+        async def drain() -> None:
+            try:
+                await gateway.operations.drain(machine.name)
+            except TltError:
+                return
+            await asyncio.sleep(2.0)
+            gateway.operations.resume(machine.name)
+
+        OWNER.set(gateway)
+        gateway.fleet.do(drain())
+        OWNER.set(None)
+
+    def _damage(self, machine: Machine) -> None:
+        machine.whole = False
+
+    # the end
+
+    async def _settled(self) -> None:
+        """Wait until all replicas are back with the committed weights, and nothing is open."""
+        while [*self._open()]:  # noqa: ASYNC110 (no event says so)
+            await asyncio.sleep(RETRY_S)
+
+    def _open(self) -> Iterator[str]:
+        gateway = self.gateway
+        for name, member in gateway.fleet.members.items():
+            if member.state != "ready":
+                yield f"{name} is {member.state}: {member.fault}"
+        for machine in self.machines.values():
+            if machine.live != self.versions[-1] or not machine.good:
+                yield f"{machine.name} has {machine.live}, not {self.versions[-1]}"
+            if machine.engine.running or machine.engine.waiting:
+                yield f"{machine.name} runs {[*machine.engine.running]}"
+        if gateway.client.open_ids or gateway.table.placer.placed:
+            yield f"open: {gateway.client.open_ids}, {[*gateway.table.placer.placed]}"
+
+    def _unsettled(self) -> None:
+        self.wrong += [f"{END_S:g} s after the faults {each}" for each in self._open()]
+        if not self.wrong:
+            self.wrong.append("a push or a client has not ended")
+
+    def _check(self) -> None:
+        self.gateway.table.placer.check()
+        for story in self.stories:
+            request, end = story.request, story.ends[0] if story.ends else "nothing"
+            expected = [token_of(request.seed, at) for at in range(length_of(request))]
+            if len(story.ends) != 1:
+                self.wrong.append(f"{request.id} has the ends {story.ends}")
+            elif end in ("stop", "length"):
+                if story.tokens != expected:
+                    self.wrong.append(f"{request.id} has other tokens than its seed gives")
+            elif end != "poisoned" or story.tokens != expected[: len(story.tokens)]:
+                self.wrong.append(f"{request.id} ended with {end}")
+            else:
+                self.errors[end] += 1
+        for gateway in self._gateways:
+            gateway.kill()
+
+
+KINDS: dict[str, Callable[[FaultSchedule, Machine], None]] = {
+    "crash": lambda schedule, machine: machine.crash(),
+    "stop": FaultSchedule._stop,
+    "partition": FaultSchedule._hold,
+    "delay": FaultSchedule._delay,
+    "restart": lambda schedule, machine: machine.restart(1.5),
+    "gateway restart": FaultSchedule._restart_gateway,
+    "second gateway": FaultSchedule._second_gateway,
+    "drain": FaultSchedule._drain,
+    "damaged push": FaultSchedule._damage,
+}
+
+
+def judge(seed: int, metrics: Metrics, state_dir: Path) -> FaultsVerdict:
+    """Run a schedule and check its history."""
+
+    async def run() -> FaultSchedule:
+        factory: Any = owned_task
+        asyncio.get_running_loop().set_task_factory(factory)
+        schedule = FaultSchedule(seed, state_dir, metrics)
+        await schedule.run()
+        await asyncio.sleep(0.1)
+        return schedule
+
+    done = simulate(run())
+    return FaultsVerdict(seed, len(done.machines), done.faults, done.errors, done.wrong)
+
+
+def schedules(seeds: Iterable[int]) -> Iterator[FaultsVerdict]:
+    """Run the schedules of these seeds, without the log of what happens."""
+    metrics, configured = Metrics(), structlog.get_config()
+    silent = structlog.make_filtering_bound_logger(logging.CRITICAL)
+    structlog.configure(wrapper_class=silent)
+    try:
+        with TemporaryDirectory(prefix="tlt-faults-") as directory:
+            for seed in seeds:
+                yield judge(seed, metrics, Path(directory, str(seed)))
+    finally:
+        structlog.configure(**configured)
