@@ -258,9 +258,12 @@ class Live:
 
 def _merged(sums: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Join the checksums of the roles. If there are two, the drafter's names get a prefix."""
-    prefix = DRAFTER_PREFIX if len(sums) == 2 else ""
-    drafter = {prefix + name: value for name, value in sums.get("drafter", {}).items()}
-    return {**sums.get("target", {}), **drafter}
+    prefixes = {"drafter": DRAFTER_PREFIX} if len(sums) == 2 else {}
+    return {
+        prefixes.get(role, "") + name: value
+        for role, each in sums.items()
+        for name, value in each.items()
+    }
 
 
 def drafter_tensors(network: DrafterNetwork) -> dict[str, Stored]:
