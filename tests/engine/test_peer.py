@@ -33,7 +33,7 @@ from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.channels.checksums import xxh3
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.http import HttpSender
-from tlt_client.channels.peer import SLICE_BYTES, sources_of
+from tlt_client.channels.peer import sources_of
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.wire.kept import WEIGHTS
 
@@ -220,14 +220,12 @@ class Source:
         query = parse_qs(urlsplit(path).query)
         if "start" in query:
             start = int(query["start"][0])
-            return self.content[start : start + SLICE_BYTES]
+            return self.content[start : start + peer.SLICE_BYTES]
         return json.dumps(self.list()).encode()
 
     def list(self) -> dict[str, Any]:
-        pieces = [
-            self.content[at : at + SLICE_BYTES] for at in range(0, len(self.content), SLICE_BYTES)
-        ]
-        digests = [xxh3(memoryview(piece)) for piece in pieces]
+        starts, content = range(0, len(self.content), peer.SLICE_BYTES), memoryview(self.content)
+        digests = [xxh3(content[start : start + peer.SLICE_BYTES]) for start in starts]
         file = {"name": SINGLE, "bytes": len(self.content), "digests": digests}
         return {"role": "target", "version": "v1", "digest": "", "files": [file]}
 
@@ -392,6 +390,31 @@ def test_files_that_hold_no_weights_are_left_for_the_next(
     source.content = source.content[:-1]
     assert "not a whole safetensors file" in refused(taker, source.url)
     works(taker, source.url, server.url)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_only_the_same_files_continue_those_of_a_lost_source(
+    taker: Pushable, source: Source, root: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    monkeypatch.setattr(peer, "SLICE_BYTES", 2**14)
+    monkeypatch.setattr(peer, "CONNECTIONS", 1)
+    lost = {f"start={number * 2**14}" for number in range(2, 100)}
+
+    def removed(handler: Handler, data: bytes) -> bytes | None:
+        if lost & {*handler.path.split("&")}:
+            return answer(handler, b"{}", 409)
+        return data
+
+    source.spoil = removed
+    other = Source(source.content if same else (root / "base" / SINGLE).read_bytes())
+    assert len(source.content) > 4 * 2**14
+    if same:
+        works(taker, source.url, other.url)
+        starts = [path for path in other.asked if "start=" in path]
+        assert len(starts) == len(other.list()["files"][0]["digests"]) - 2
+    else:
+        assert "it has other files than the server before" in refused(taker, source.url, other.url)
+    other.close()
 
 
 def test_a_busy_source_is_asked_again(taker: Pushable, source: Source) -> None:

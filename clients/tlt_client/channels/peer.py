@@ -15,11 +15,11 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
@@ -31,10 +31,11 @@ from tlt_client.channels.checkpoint import ADAPTER_CONFIG, CALIBRATION
 from tlt_client.channels.checksums import xxh3
 from tlt_client.channels.errors import ChannelLost, ContentRefused
 from tlt_client.channels.http import HttpReceiver
-from tlt_client.channels.source import Source
+from tlt_client.channels.source import OpenFile, Source
 from tlt_client.errors import InvalidArgument
 from tlt_client.tls import Tls
 
+T = TypeVar("T")
 PATH = "/weights/files"
 SLICE_BYTES = 2**23  # size of a reply
 CONNECTIONS = 8
@@ -88,6 +89,9 @@ class _Busy(_Fault):
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
         self.wait_s = wait_s
+
+
+FAULTS = (_Fault, ContentRefused, InvalidArgument, TimeoutError)
 
 
 class FileSlice(NamedTuple):
@@ -159,76 +163,127 @@ class PeerConnections:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
 
+class PulledSource(Source):
+    """The directory of files that still come. Opening one waits for it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory.parent, directory.name)
+        self.wait: Callable[[str], None] = lambda name: None
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[OpenFile]:
+        self.wait(name)
+        self._read.pop(name, None)  # it was still written to when its header was read
+        with super().opened(name) as file:
+            yield file
+
+
 class PeerReceiver(HttpReceiver):
+    """Gets the files while the engine takes those that are complete. Until their headers are there
+    any other source may replace one that fails; from then on, one with the same files.
+    """
+
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.pulled is not None
-        self._push, self._tls, self._sources = push, Tls(**intake.tls), sources_of(push.path)
-        self._stopped = threading.Event()
-        self._connections: PeerConnections | None = None
+        self._push, self._tls, self._left = push, Tls(**intake.tls), sources_of(push.path)
+        self._faults: dict[str, str] = {}  # source -> why it was left
+        self._stopped, self._give_up_s = threading.Event(), time.monotonic() + BUSY_S
         self._place = Path(tempfile.mkdtemp(prefix="push-pulled-", dir=intake.pulled))
+        self._found: PeerFiles | None = None
+        self._done: set[FileSlice] = set()
+        self._tasks: dict[str, list[Future[None]]] = {}  # file -> its slices, in order
+        self._pool: ThreadPoolExecutor | None = None  # None: no source is asked
+        self._connections: PeerConnections | None = None
 
     def fetch(self) -> None:
-        """Get all files from the first source that gives them, and read their headers."""
-        push, left, faults = self._push, [*self._sources], dict[str, str]()
-        give_up_s = time.monotonic() + BUSY_S
-        while left and not self._stopped.is_set():
-            source = left.pop(0)
+        """Get the list and the headers of all files. The rest comes meanwhile."""
+        source = self._tried(self._headers)
+        source.wait = lambda name: self._tried(lambda: _wait(self._tasks[name]))
+        self.names = {
+            role: {each.spec.name: each.where for each in self.layouts if each.role == role}
+            for role in pushed(self._push.role)
+        }
+        self.places = dict.fromkeys(self.names, f"version {self._push.version!r}")
+        if self._found is not None and self._found.digest:
+            self.digests = {self._push.role: self._found.digest}
+
+    def _headers(self) -> PulledSource:
+        for tasks in self._tasks.values():
+            _wait(tasks[:1])
+        source = PulledSource(self._place / "files")
+        self.read_headers(source, self._push)
+        return source
+
+    def _tried(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns, with the next source after each fault. `ChannelLost` if there
+        is none.
+        """
+        while self._left and not self._stopped.is_set():
             try:
-                self._pull(source, self._place / "files")
-            except (_Fault, ContentRefused, InvalidArgument) as fault:
-                faults[source] = str(fault)
-                if isinstance(fault, _Busy) and time.monotonic() < give_up_s:
-                    left.append(source)
-                    self._stopped.wait(fault.wait_s if faults.keys() >= {*left} else 0.0)
-            else:
-                return
-        reasons = "; ".join(f"{source}: {fault}" for source, fault in faults.items())
+                if self._pool is None:
+                    self._begin(self._left[0])
+                return act()
+            except FAULTS as fault:
+                self._leave(fault)
+        push, reasons = self._push, "; ".join(map(": ".join, self._faults.items()))
         raise ChannelLost(
             f"no server gave version {push.version!r} of the {push.role} "
             f"({reasons or 'the push was ended'}); push again, or name other servers"
         )
 
-    def _pull(self, source: str, directory: Path) -> None:
-        """Get the files of one source into a directory."""
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(0o700)
-        push = self._push
+    def _leave(self, fault: Exception) -> None:
+        """Leave the present source. A busy one is asked again after the others."""
+        self._halt()
+        source = self._left.pop(0)
+        self._faults[source] = str(fault) or f"a reply took longer than {SLOW_S:g} s"
+        if isinstance(fault, _Busy) and time.monotonic() < self._give_up_s:
+            self._left.append(source)
+            if self._faults.keys() >= {*self._left}:
+                self._stopped.wait(fault.wait_s)
+
+    def _begin(self, source: str) -> None:
+        """Get the list of a source, and start to get the slices that are missing."""
+        push, directory = self._push, self._place / "files"
         query = {"role": push.role, "adapter": push.adapter, "version": push.version}
         query["taker"] = self._place.name
         self._connections = connections = PeerConnections(source, push.key, self._tls, query)
-        pool = ThreadPoolExecutor(CONNECTIONS, "pull weights")
-        try:
-            found = _checked(pool.submit(connections.read, "").result(SLOW_S), push.version)
+        self._pool = pool = ThreadPoolExecutor(CONNECTIONS, "pull weights")
+        found = _checked(pool.submit(connections.read, "").result(SLOW_S), push.version)
+        if self._found is None or found.files != self._found.files:
+            if self.layouts:
+                raise _Fault("it has other files than the server before")
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(0o700)
+            self._done.clear()
             for file in found.files:
                 (directory / file.name).touch(0o600)
                 os.truncate(directory / file.name, file.bytes)
-            for task in [
-                pool.submit(self._take, connections, each, directory / each.name)
-                for file in found.files
-                for each in file.slices()
-            ]:
-                task.result(SLOW_S)
-        except TimeoutError:
-            raise _Fault(f"a reply took longer than {SLOW_S:g} s") from None
-        finally:
-            connections.close()
-            pool.shutdown(cancel_futures=True)
-        self.read_headers(Source(self._place, directory.name), push)
-        self.names = {
-            role: {each.spec.name: each.where for each in self.layouts if each.role == role}
-            for role in pushed(push.role)
-        }
-        self.places = dict.fromkeys(self.names, source)
-        self.digests = {push.role: found.digest} if found.digest else {}
+        self._found, self._tasks = found, {file.name: [] for file in found.files}
+        slices = [each for file in found.files for each in file.slices()]
+        for each in sorted(slices, key=lambda each: each.start > 0):  # headers first
+            self._tasks[each.name].append(pool.submit(self._take, connections, each))
 
-    def _take(self, connections: PeerConnections, asked: FileSlice, path: Path) -> None:
+    def _take(self, connections: PeerConnections, asked: FileSlice) -> None:
+        if asked in self._done:
+            return
+        if self._stopped.is_set():
+            raise _Fault("the push was ended")
         data = connections.read("/" + quote(f"{self._push.role}/{asked.name}"), asked)
         if xxh3(data) != asked.digest:
             raise _Fault(f"{asked.name} has other bytes from {asked.start} on than announced")
-        with open(path, "r+b", buffering=0) as file:
+        with open(self._place / "files" / asked.name, "r+b", buffering=0) as file:
             file.seek(asked.start)
             while data:
                 data = data[file.write(data) :]
+        self._done.add(asked)
+
+    def _halt(self) -> None:
+        """End all transfers."""
+        if self._pool is not None and self._connections is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._connections.close()
+            self._pool.shutdown()
+            self._pool = None
 
     def stop(self) -> None:
         self._stopped.set()
@@ -236,7 +291,13 @@ class PeerReceiver(HttpReceiver):
             self._connections.close()
 
     def close(self) -> None:
+        self._halt()
         shutil.rmtree(self._place, ignore_errors=True)
+
+
+def _wait(tasks: Sequence[Future[None]]) -> None:
+    for task in tasks:
+        task.result(SLOW_S)
 
 
 def sources_of(path: str) -> list[str]:
