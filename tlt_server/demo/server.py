@@ -12,14 +12,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from tlt_kernels.parents import bound
 from tlt_server.errors import StartupError
 from tlt_server.process.faults import exit_of
 
-COMMAND = (sys.executable, "-P", "-m", "tlt_server", "serve", "--port", "0")
+COMMAND = (sys.executable, "-P", "-m", "tlt_server")
 POLL_S = 0.05
 LINES_S = 10.0  # until the last line has come through the pipe
 STOP_S = 20.0  # after SIGTERM; then it is killed, and its engine leaves with it
@@ -28,11 +28,16 @@ STOP_S = 20.0  # after SIGTERM; then it is killed, and its engine leaves with it
 class ServerProcess:
     """A context manager that starts the server, waits for its ready line and stops it at the end.
     `StartupError` gives the reason for a failed start. `on_line` gets each line of the start-up
-    report.
+    report. `verb`: of the command.
     """
 
-    def __init__(self, *flags: str, on_line: Callable[[str], None] = lambda line: None) -> None:
-        self._flags, self._on_line = flags, on_line
+    def __init__(
+        self,
+        *flags: str,
+        on_line: Callable[[str], None] = lambda line: None,
+        verb: Sequence[str] = ("serve",),
+    ) -> None:
+        self._flags, self._on_line, self._verb = flags, on_line, verb
         self.lines: list[str] = []
         self.url = self.grpc_address = ""
         self._ready = threading.Event()
@@ -42,7 +47,7 @@ class ServerProcess:
             name: value for name, value in os.environ.items() if not name.startswith("TLT_")
         }
         self.process = subprocess.Popen(
-            bound([*COMMAND, *self._flags]),
+            bound([*COMMAND, *self._verb, "--port", "0", *self._flags]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
