@@ -1,4 +1,4 @@
-"""A real fleet of two: token for token and bit for bit one server, whatever happens to it."""
+"""A real fleet of two: token for token and bit for bit one server, over kills and pushes."""
 
 import os
 import signal
