@@ -189,6 +189,8 @@ async def test_engine_death_is_told_with_what_ran(server: LiveServer) -> None:
         assert death.error.code == "engine_failed" and "status 7" in death.error.message
         assert not gateway.link.send(Submit([request("late", [65])])), "there is no engine"
         assert not any(gateway.outputs.values()), "the gateway goes on with what ran"
+        relay: Any = server.client.relay
+        await happens(lambda: relay._attached)  # again
         server.may_launch.set()
         await gateway.ready(times=2)
         assert gateway.of(Phase)[-1].name == "load", "the start is told too"

@@ -75,7 +75,7 @@ class RemoteLink:
         self.address, self._attach, self._client, self._replica = address, attach, client, replica
         self._key, self._tls = key, tls
         self.url = ""  # the server's HTTP address, once attached
-        self.refusal: TltError | None = None  # the server's, if it ended the last stream
+        self.refusal: TltError | None = None  # by the server, of the last stream
         self._queue: list[LinkCommand] = []
         self._some = asyncio.Event()
         self._ready = False  # the server's engine takes commands
@@ -129,7 +129,7 @@ class RemoteLink:
         """Return the error of a stream that has ended, and note whether it is a refusal."""
         error = error_of(failure) if isinstance(failure, grpc.RpcError) else failure
         self.refusal = None
-        if isinstance(error, ServerError):
+        if isinstance(error, ServerError) and error.code != "unknown":  # the server's own
             self.refusal = from_code(error.code, f"{self.address}: {error.message}")
         return self.refusal or EngineFailed(f"the link to {self.address} broke: {error}")
 
@@ -172,9 +172,9 @@ class RemoteLink:
         """
         silent, heard = 0, self._heard
         while silent < SILENT_PINGS:
-            self._put(Ping())
             await asyncio.sleep(PING_S)
             silent, heard = silent + 1 if heard == self._heard else 0, self._heard
+            self._put(Ping())
         raise TimeoutError(f"it was silent for {silent * PING_S:g} s")
 
     async def _listen(self, call: Stream) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -63,7 +63,6 @@ MAX_OPEN = 2**16  # sequences at which a gateway gets no further ones; its admis
 MAX_ID_CHARS = 256
 PREPARING_S = 86400.0  # for which a policy may be prepared
 
-Named = TypeVar("Named", GenerateRequest, StepOutput)
 log = structlog.get_logger()
 
 
@@ -165,35 +164,28 @@ class GatewayRelay:
                     f"two open sequences have the id {request.id[:MAX_ID_CHARS]!r}"
                 )
             if len(self._ids) == MAX_OPEN:
-                self._end([request], QueueFull(f"{MAX_OPEN} sequences of the gateway are open"))
+                self._end(request, QueueFull(f"{MAX_OPEN} sequences of the gateway are open"))
             elif fault := misfit(request, info):
-                self._end([request], InvalidRequest(fault))
+                self._end(request, InvalidRequest(fault))
             else:
                 self._ids.add(request.id)
-                fit.append(self._renamed(arriving(request, now_s), self._prefix + request.id))
-        if not fit:
-            return
-        try:
+                own = msgspec.structs.replace(request, id=self._prefix + request.id)
+                fit.append(arriving(own, now_s))
+        if fit:  # an error ends the stream, so that the gateway places them elsewhere
             submission = self._client.submit(fit, accepted=True)
-        except TltError as error:
-            self._end([self._renamed(each) for each in fit], error)
-        else:
             patient = all(request.patient for request in fit)
             self._open[submission] = self._start(self._pump(submission, hurried=not patient))
 
-    def _end(self, requests: list[GenerateRequest], error: TltError) -> None:
-        reason = error.code, error.message
-        self._gather([last_output(request.id, "error", reason) for request in requests])
+    def _end(self, request: GenerateRequest, error: TltError) -> None:
+        self._gather([last_output(request.id, "error", (error.code, error.message))])
 
     async def _pump(self, submission: Submission, *, hurried: bool) -> None:
         """Pass on the outputs of a batch."""
         async for few, _ in submission.slices(lambda output: 1, MAX_OUTPUTS):
-            self._gather([self._renamed(output) for output in few], hurried=hurried)
+            outputs = [(output, output.id.removeprefix(self._prefix)) for output in few]
+            renamed = [msgspec.structs.replace(output, id=id) for output, id in outputs]
+            self._gather(renamed, hurried=hurried)
         del self._open[submission]
-
-    def _renamed(self, named: Named, id: str = "") -> Named:
-        """Return a request or output with this id, or by default with the gateway's."""
-        return msgspec.structs.replace(named, id=id or named.id.removeprefix(self._prefix))
 
     async def _control(self, command: ControlCommand | SetPolicy) -> None:
         error, detail = None, ""
