@@ -230,6 +230,19 @@ async def test_joiner_that_took_weights_counts_as_caught_up(
 
 
 @in_loop
+async def test_scaling_down_stops_what_is_not_ready_first() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    await fleet.operations.scale(3)
+    await fleet.operations.scale(2)
+    await settle()
+    assert fleet.orders == ["stop c"]
+    await fleet.operations.scale(1)
+    await settle()
+    assert fleet.orders == ["stop c", "stop b"]
+
+
+@in_loop
 async def test_scaling_down_drains_before_it_stops() -> None:
     fleet = SmallFleet()
     await fleet.begin()

@@ -26,6 +26,38 @@ with server.ServerProcess() as running:
 """
 
 
+FORKS = """
+from tlt_server.process.threads import end_at_forks
+end_at_forks()
+import asyncio, collections, grpc.aio, os, uvloop
+async def answer(request, context):
+    return request
+async def main():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    method = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("S", {"M": method}),))
+    await server.start()
+    call = grpc.aio.insecure_channel(f"127.0.0.1:{port}").unary_unary("/S/M")
+    async def ask():
+        while True:
+            await call(b"x")
+    asking = [asyncio.create_task(ask()) for _ in range(4)]
+    ends = collections.Counter()
+    for _ in range(200):
+        ends[await (await asyncio.create_subprocess_exec("true")).wait()] += 1
+    print(dict(ends), flush=True)
+    os._exit(0)
+uvloop.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_children_of_a_process_with_grpc_do_not_crash() -> None:
+    """One in fifty crashed before it became its program, as gRPC's threads ran on in it."""
+    assert processes.completed([sys.executable, "-c", FORKS]).stdout == "{0: 200}\n"
+
+
 def test_server_ends_when_its_caller_is_killed() -> None:
     """The caller ignores and blocks the signal by which the server ends."""
     with subprocess.Popen([sys.executable, "-c", SERVING], stdout=subprocess.PIPE) as caller:

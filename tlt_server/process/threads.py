@@ -5,6 +5,7 @@ a typed error for the caller.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import traceback
 import weakref
@@ -13,6 +14,13 @@ from functools import partial
 from queue import SimpleQueue
 
 from tlt_server.errors import Unavailable
+
+
+def end_at_forks() -> None:
+    """Keep gRPC's threads from running in a fork until it becomes another program: they crash it.
+    The caller has not imported gRPC yet.
+    """
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 def started(name: str, work: Callable[[], None]) -> threading.Thread:

@@ -77,7 +77,8 @@ async def keep(
 
         def heard(line: str, said: list[str] = said) -> None:
             nonlocal proven
-            said[:] = [line.removeprefix("tlt: ")]
+            if not line.startswith("{"):  # a log line says little about an end
+                said[:] = [line.removeprefix("tlt: ")]
             proven = proven or line.startswith(READY)
             if found := LISTENING.match(line):
                 change(ReplicaAddress(child.name, found[1], child.place))

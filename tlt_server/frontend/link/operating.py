@@ -134,10 +134,15 @@ class FleetOperations:
             await asyncio.sleep(EMPTY_S)
 
     async def scale(self, replicas: int) -> None:
-        """Start or stop replicas until there are that many; each that stops is drained first."""
+        """Start or stop replicas until there are that many: those that are not ready go first, then
+        the idlest and newest. Each that stops is drained.
+        """
         for _ in range(replicas - len(self._fleet.members)):
             await self._launcher.start()
-        excess = sorted(self.status(), key=lambda each: each.running + each.waiting)
+        newest = reversed(self.status())
+        excess = sorted(
+            newest, key=lambda each: (each.state == "ready", each.running + each.waiting)
+        )
         for status in excess[: max(0, len(self._fleet.members) - replicas)]:
             self._fleet.do(self._stop(status.name))
 
