@@ -22,7 +22,7 @@ from torch import nn
 from examples.grpo.pushes import Pushes
 from examples.grpo.record import RunDirectory
 from tlt_client import Client
-from tlt_server.drafter.peers import Peers
+from tlt_client.errors import Conflict
 from tlt_server.models.environment import library_environment
 
 STARTS = ("given", "none")
@@ -152,7 +152,10 @@ class SpotDrafter(FixedDrafter):
         if version != self._version:
             directory = self._kept.partial()
             directory.mkdir()
-            Peers({"": self._client}, print).fetch("", version, directory)
+            found = self._client.fetch_drafter(directory)["version"]
+            if found != version:
+                said = f"the server has the drafter {found!r} by now, not {version!r}"
+                raise Conflict("conflict", said, status=409)
             self._kept.keep(self._run.steps)
             self._version = version
         self._ended = ended(self._status())

@@ -104,7 +104,7 @@ ACTS = st.tuples(st.sampled_from(["step", "put back", "leave", "expire"]), NUMBE
 class History:
     def __init__(self) -> None:
         self.sequences, sent = opened()
-        self.engines = Engines(self.sequences, sent)
+        self.replica, self.engines = sent.replica, Engines(self.sequences, sent)
         self.rests, self.causes = Rests(window_s=300.0), list[str]()
         self.asked: list[tuple[Submission, GenerateRequest]] = []
 
@@ -156,7 +156,7 @@ class History:
         self.causes += [blamed] if blamed else []
         for key in KEYS:
             assert not left_s(self.rests, key, now_s) or self.causes.count(key) >= 2
-        self.sequences.died(self.engines.noted, GONE)
+        self.sequences.died(self.replica, self.engines.noted, GONE)
         self.engines.die()
         self.sequences.resume()
 
