@@ -166,6 +166,16 @@ def test_message_that_is_no_command_ends_the_stream_typed(
         server.run(story(server))
 
 
+def test_largest_body_limit_is_no_obstacle_to_grpc(model: Path) -> None:
+    async def story(server: LiveServer) -> None:
+        async with attached(server) as gateway:
+            assert gateway.of(Ready)
+
+    limits = {"max_body_mb": 2**16, "max_bodies_mb": 2**17}
+    with live_server(model, link_port=0, grpc_port=0, **limits) as server:
+        server.run(story(server))
+
+
 @on_link(max_body_mb=1)
 async def test_largest_legal_batch_fits_the_messages(server: LiveServer) -> None:
     text = "x" * 2**20

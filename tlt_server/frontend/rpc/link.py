@@ -34,7 +34,7 @@ from tlt_server.frontend.http.keys import Certificates, Watched
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.rpc.exchange import Context
 from tlt_server.frontend.rpc.relay import GatewayRelay
-from tlt_server.frontend.rpc.server import BEYOND, listen, options_of, refuse
+from tlt_server.frontend.rpc.server import BEYOND, MAX_INT, listen, options_of, refuse
 from tlt_server.process.private import replace_file
 from tlt_server.wire.link import METHOD, Attach, LinkCommand, decode_link_command, event_messages
 
@@ -98,6 +98,7 @@ class LinkServer(grpc.GenericRpcHandler):
         self._certificates = certificates
         self._epochs = FleetEpochs(config.state_dir)
         self._largest = MESSAGE_BYTES_PER_BODY_BYTE * config.max_body_mb * 2**20
+        self._largest = min(self._largest, MAX_INT // BEYOND)
         self._attaching = asyncio.Lock()
         self._attached: _Stream | None = None
         self._streams = 0
@@ -106,7 +107,7 @@ class LinkServer(grpc.GenericRpcHandler):
             "grpc.max_concurrent_streams": LINK_CONNECTIONS,
             "grpc.max_allowed_incoming_connections": LINK_CONNECTIONS,
             "grpc.max_connection_idle_ms": IDLE_MS,
-            "grpc.max_connection_age_ms": 2**31 - 1,  # never
+            "grpc.max_connection_age_ms": MAX_INT,  # never
         }
         self._server = grpc.aio.server(
             options=[*(dict(options_of(config)) | bounds).items()],

@@ -42,6 +42,7 @@ IDLE_S = 300  # a connection without a call for this long is told to go
 AGE_S = 3600
 LOOKAHEAD_BYTES = 2**16
 BEYOND = 2  # gRPC's limits are this many times ours, so that refusals up to there are typed
+MAX_INT = 2**31 - 1  # the largest value of an option
 SERVICES = (
     SERVICE.full_name,
     health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
@@ -212,7 +213,7 @@ def options_of(config: Config) -> list[tuple[str, Any]]:
     """Return the options of a gRPC server, with its bounds."""
     return [
         ("grpc.so_reuseport", 0),  # otherwise two servers could share the port
-        ("grpc.max_receive_message_length", BEYOND * config.max_body_mb * 2**20),
+        ("grpc.max_receive_message_length", min(BEYOND * config.max_body_mb * 2**20, MAX_INT)),
         ("grpc.max_send_message_length", -1),
         # The core takes this much of a message before it is asked for it; then it takes all. With
         # probes of the bandwidth it would take megabytes.
