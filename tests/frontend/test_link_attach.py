@@ -121,6 +121,15 @@ async def test_link_needs_a_key_with_its_scope(server: LiveServer) -> None:
             assert reply.status_code == 403, "the scope opens no route that commands"
 
 
+@on_link(keys=KEYS)
+async def test_link_ends_once_its_key_is_removed(server: LiveServer) -> None:
+    assert server.config.api_key_file is not None
+    async with attached(server, key="linked") as gateway:
+        server.config.api_key_file.write_text(KEYS.partition("\n")[0])
+        await happens(lambda: gateway.link.refusal)
+        assert "no known API key" in gateway.link.refusal.message  # type: ignore[union-attr]
+
+
 def test_link_is_encrypted_with_the_servers_certificate(model: Path, tmp_path: Path) -> None:
     issuer = Issuer(tmp_path / "ca")
     cert, key = issuer.issue("server")

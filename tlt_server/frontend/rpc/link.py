@@ -8,7 +8,8 @@ epochs are kept in the state directory. A stream that ends aborts what its gatew
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,14 @@ from tlt_server.frontend.rpc.exchange import Context
 from tlt_server.frontend.rpc.relay import GatewayRelay
 from tlt_server.frontend.rpc.server import BEYOND, MAX_INT, listen, options_of, refuse
 from tlt_server.process.private import replace_file
-from tlt_server.wire.link import METHOD, Attach, LinkCommand, decode_link_command, event_messages
+from tlt_server.wire.link import (
+    METHOD,
+    Attach,
+    LinkCommand,
+    Ping,
+    decode_link_command,
+    event_messages,
+)
 
 ATTACH_S = 5.0  # time for the first command
 SILENT_S = 10.0  # a gateway that sends nothing, or reads nothing, for this long is cut off
@@ -134,7 +142,9 @@ class LinkServer(grpc.GenericRpcHandler):
     async def _serve(self, requests: object, context: Context) -> None:
         try:
             metadata = dict(context.invocation_metadata() or ())
-            caller = self._gate.admit(bearer(str(metadata.get("authorization", ""))), "link")
+            token = bearer(str(metadata.get("authorization", "")))
+            admit = partial(self._gate.admit, token, "link")
+            caller = admit()
             attach = await _read(context, ATTACH_S, self._largest)
             if not isinstance(attach, Attach):
                 raise InvalidRequest(
@@ -148,7 +158,9 @@ class LinkServer(grpc.GenericRpcHandler):
                         Conflict(f"epoch {attach.epoch} of the fleet {attach.fleet} has attached")
                     )
                 self._streams += 1
-                stream = self._attached = _Stream(context, attach, self._client, self._largest)
+                stream = self._attached = _Stream(
+                    context, attach, self._client, self._largest, admit
+                )
             known = {name: getattr(attach, name) for name in ("gateway", "fleet", "epoch")}
             log.info("gateway_attached", key=caller.name, **known)
             try:
@@ -180,9 +192,15 @@ class _Stream:
     """The stream of the attached gateway."""
 
     def __init__(
-        self, context: Context, attach: Attach, client: EngineClient, largest: int
+        self,
+        context: Context,
+        attach: Attach,
+        client: EngineClient,
+        largest: int,
+        admit: Callable[[], object],
     ) -> None:
-        self.attach, self._context = attach, context
+        """`admit`: raises an error once the gateway's key is no longer known."""
+        self.attach, self._context, self._admit = attach, context, admit
         self._client, self._largest = client, largest
         self._error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
@@ -227,7 +245,10 @@ class _Stream:
 
     async def _listen(self, relay: GatewayRelay) -> None:
         while True:
-            relay.take(await _read(self._context, SILENT_S, self._largest))
+            command = await _read(self._context, SILENT_S, self._largest)
+            if isinstance(command, Ping):
+                self._admit()
+            relay.take(command)
             await asyncio.sleep(0)  # what a command starts begins before the next command
 
     async def _tell(self, relay: GatewayRelay) -> None:
