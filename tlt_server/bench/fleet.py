@@ -27,7 +27,7 @@ from tlt_server.errors import StartupError
 from tlt_server.speculation.recorded import RolloutRecord
 
 FIRST_SEED = 1000  # tests have the seeds before
-SLOWER = (0.02, 0.05, 0.1)  # bounds of consolidation
+SLOWER = (0.05, 0.1, 0.15)  # bounds of consolidation
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import selectors
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 from unittest import mock
+
+import structlog
 
 T = TypeVar("T")
 
@@ -45,10 +48,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def simulate(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in virtual time, which `time.monotonic` follows, and return its result."""
-    loop = VirtualLoop()
+    """Run a coroutine in virtual time, which `time.monotonic` follows, and return its result. What
+    it logs is dropped.
+    """
+    loop, configured = VirtualLoop(), structlog.get_config()
+    silent = structlog.make_filtering_bound_logger(logging.CRITICAL)
+    structlog.configure(wrapper_class=silent)
     try:
         with mock.patch.object(time, "monotonic", loop.time):
-            return loop.run_until_complete(work)
+            try:
+                return loop.run_until_complete(work)
+            finally:
+                left = asyncio.all_tasks(loop)
+                for task in left:
+                    task.cancel()
+                if left:
+                    loop.run_until_complete(asyncio.wait(left))
     finally:
+        structlog.configure(**configured)
         loop.close()

@@ -8,7 +8,6 @@ weights and nothing left open.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,23 +16,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import structlog
 from msgspec.structs import replace
 
 from tlt_server.bench.fleets.clock import simulate
 from tlt_server.bench.fleets.gateway import OWNER, SimulatedDisk, SimulatedGateway, owned_task
-from tlt_server.bench.fleets.machine import Machine, length_of
-from tlt_server.bench.fleets.replica import token_of
+from tlt_server.bench.fleets.machine import Machine
+from tlt_server.bench.fleets.replica import tokens_of
 from tlt_server.errors import TltError
+from tlt_server.frontend.link.moving import Mover
+from tlt_server.frontend.link.placing import Placer
 from tlt_server.metrics import Metrics
 from tlt_server.wire.commands import Manifest, PushWeights
 from tlt_server.wire.records import GenerateRequest, Sampling
 
-REQUESTS, FAULTS, PUSHES = 50, 5, 3
+REQUESTS, FAULTS, PUSHES = 50, 5, 5
 LONGEST = 900  # tokens of an output
 SIZES = (*5 * (3, 4), *3 * (5, 6), 8, 8, 12, 64)  # replicas
 PHASES = ("none", "staging", "staged", "committing", "catching up")
-REACH_S = 4.0  # for which a fault waits for its phase
+REACH_S = 2.5  # for which a fault waits for its phase
 END_S = 300.0  # after the last fault, until which everything must have ended
 RETRY_S, LOOK_S, OPERATOR_S = 0.2, 0.02, 10.0
 
@@ -67,7 +67,7 @@ class FaultSchedule:
         self.faults, self.errors = Counter[tuple[str, str]](), Counter[str]()
         size = self._draw.choice(SIZES)
         self.machines = {
-            name: Machine(name, self.wrong, self.versions)
+            name: Machine(name, self.wrong, self.versions, length_of)
             for name in (f"r{number:02}" for number in range(size))
         }
         self.stories = [
@@ -86,7 +86,7 @@ class FaultSchedule:
 
     def _begin_gateway(self) -> None:
         disk = SimulatedDisk(self._state_dir, self.versions)
-        self.gateway = SimulatedGateway(self.machines, disk, self._metrics)
+        self.gateway = SimulatedGateway(self.machines, disk, self._metrics, Placer(), Mover)
         self._gateways.append(self.gateway)
         OWNER.set(None)
         self._changed = asyncio.Event()  # there is another gateway
@@ -253,7 +253,7 @@ class FaultSchedule:
         self.gateway.table.placer.check()
         for story in self.stories:
             request, end = story.request, story.ends[0] if story.ends else "nothing"
-            expected = [token_of(request.seed, at) for at in range(length_of(request))]
+            expected = tokens_of(request.seed, 0, length_of(request))
             if len(story.ends) != 1:
                 self.wrong.append(f"{request.id} has the ends {story.ends}")
             elif end in ("stop", "length"):
@@ -280,6 +280,11 @@ KINDS: dict[str, Callable[[FaultSchedule, Machine], None]] = {
 }
 
 
+def length_of(request: GenerateRequest) -> int:
+    """Return the output tokens of a request, which its seed names."""
+    return 1 + request.seed * 7919 % request.sampling.max_tokens
+
+
 def judge(seed: int, metrics: Metrics, state_dir: Path) -> FaultsVerdict:
     """Run a schedule and check its history."""
 
@@ -296,13 +301,8 @@ def judge(seed: int, metrics: Metrics, state_dir: Path) -> FaultsVerdict:
 
 
 def schedules(seeds: Iterable[int]) -> Iterator[FaultsVerdict]:
-    """Run the schedules of these seeds, without the log of what happens."""
-    metrics, configured = Metrics(), structlog.get_config()
-    silent = structlog.make_filtering_bound_logger(logging.CRITICAL)
-    structlog.configure(wrapper_class=silent)
-    try:
-        with TemporaryDirectory(prefix="tlt-faults-") as directory:
-            for seed in seeds:
-                yield judge(seed, metrics, Path(directory, str(seed)))
-    finally:
-        structlog.configure(**configured)
+    """Run the schedules of these seeds."""
+    metrics = Metrics()
+    with TemporaryDirectory(prefix="tlt-faults-") as directory:
+        for seed in seeds:
+            yield judge(seed, metrics, Path(directory, str(seed)))

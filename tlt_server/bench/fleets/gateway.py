@@ -22,6 +22,7 @@ from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.members import FleetReplicas, Member
 from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.operating import FleetOperations
+from tlt_server.frontend.link.placing import Placer
 from tlt_server.frontend.link.remote import RemoteLink
 from tlt_server.metrics import Metrics
 from tlt_server.wire.commands import Command, Submit
@@ -66,13 +67,19 @@ class SimulatedLink(RemoteLink):
 
 class SimulatedGateway:
     def __init__(
-        self, machines: Mapping[str, Machine], disk: SimulatedDisk, metrics: Metrics
+        self,
+        machines: Mapping[str, Machine],
+        disk: SimulatedDisk,
+        metrics: Metrics,
+        placer: Placer,
+        mover: Callable[[Placer], Mover],
     ) -> None:
         self.machines, self.disk = machines, disk
         self.tasks: set[asyncio.Task[Any]] = set()
         OWNER.set(self)
         admission = Admission(max_queue=10**6, max_queue_tokens=10**9, max_page_forecast=1e9)
         self.table = FleetReplicas(lambda: admission.forecast.share)
+        self.table.placer = placer
         self.client = EngineClient(admission, metrics, replicas=self.table)
         self.fan_out = FanOut(
             lambda: self.fleet.pushed_to,
@@ -87,7 +94,7 @@ class SimulatedGateway:
             self.client, self.table, self, self.fan_out, self._connect, metrics.fleet
         )
         self.operations = FleetOperations(
-            self.client, self.fleet, self.table, self, metrics.fleet, Mover(self.table.placer)
+            self.client, self.fleet, self.table, self, metrics.fleet, mover(placer)
         )
         self.over = asyncio.create_task(self.fleet.run())
         self.moving = asyncio.create_task(self.operations.run())

@@ -137,9 +137,20 @@ class Wire:
 
 
 class Machine:
-    def __init__(self, name: str, wrong: list[str], versions: list[str]) -> None:
-        """`versions`: those that the fleet has committed, the oldest first."""
+    def __init__(
+        self,
+        name: str,
+        wrong: list[str],
+        versions: list[str],
+        length: Callable[[GenerateRequest], int],
+        *,
+        max_running: int = 16,
+    ) -> None:
+        """`versions`: those that the fleet has committed, the oldest first. `length`: see
+        `SimulatedReplica`.
+        """
         self.name, self.wrong, self._versions = name, wrong, versions
+        self._length, self._max_running = length, max_running
         self.up, self.cut, self.delay_s = True, False, 0.002
         self.held: list[tuple[Callable[[bytes], None], bytes]] = []  # while it is cut off
         self.whole = True  # the next push is staged as it was sent
@@ -156,7 +167,7 @@ class Machine:
     def _engine(self) -> None:
         times = StepTimes()
         self.engine = SimulatedReplica(
-            self.name, self._outputs, length_of, times, max_running=16, tick_s=0.25
+            self._outputs, self._length, times, max_running=self._max_running
         )
         self.engine.version, self.engine.corrupt = self.live, not self.good
 
@@ -256,7 +267,11 @@ class Machine:
         wire.send(Attached(attach.epoch, f"http://{self.name}"))
         self._after(
             max(0.0, self._ready_at_s - asyncio.get_running_loop().time()),
-            lambda: Ready(msgspec.structs.replace(INFO, weight_version=self.live)),
+            lambda: Ready(
+                msgspec.structs.replace(
+                    INFO, weight_version=self.live, max_running=self._max_running
+                )
+            ),
         )
 
     def _is_over(self, attach: Attach) -> bool:
@@ -272,11 +287,11 @@ class Machine:
 
         asyncio.get_running_loop().call_later(seconds, send)
 
-    def _outputs(self, name: str, event: Outputs) -> None:
+    def _outputs(self, event: Outputs) -> None:
         for output in event.outputs:
             older = self._versions[: self._floor.get(output.id, 0)]
             if output.token_ids and output.weight_version in older:
-                self.wrong.append(f"{name} gave {output.id} tokens of {output.weight_version}")
+                self.wrong.append(f"{self.name} gave {output.id} tokens of {output.weight_version}")
         if self._wire is not None:
             self._wire.send(event)
 
@@ -331,8 +346,3 @@ class Machine:
             checksums={"weight": f"mix64:{version}{'' if good else ' damaged'}"},
             state=WeightState(target=self.live, open=opened),
         )
-
-
-def length_of(request: GenerateRequest) -> int:
-    """Return the output tokens of a request, which its seed names."""
-    return 1 + request.seed * 7919 % request.sampling.max_tokens

@@ -6,24 +6,25 @@ import asyncio
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tlt_server.bench.fleets.clock import simulate
-from tlt_server.bench.fleets.replica import SimulatedReplica, StepTimes
-from tlt_server.frontend.link.forecast import Forecast
+from tlt_server.bench.fleets.gateway import SimulatedDisk, SimulatedGateway
+from tlt_server.bench.fleets.machine import Machine
 from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.placing import Placer
-from tlt_server.wire.events import Outputs
+from tlt_server.frontend.link.submission import HOP
+from tlt_server.metrics import Metrics
 from tlt_server.wire.records import GenerateRequest, Sampling
 
 MEDIAN, SIGMA = 2500, 1.1  # tokens of an output
 PROMPT, GROUP = 300, 16
 SPREAD = "even spreading"
-LOOK_S = 1.0  # between two looks at what could move
 
 
 class LongTail(NamedTuple):
@@ -127,99 +128,49 @@ class RolloutFigures(NamedTuple):
     free: float  # share of the replicas' time until the end
 
 
-class FleetRollout:
-    """Sends a workload to replicas, and moves its sequences until they have ended."""
-
-    def __init__(
-        self, placer: Placer, mover: Mover | None, workload: LongTail, names: Sequence[str]
-    ) -> None:
-        self._placer, self._mover, self._workload = placer, mover, workload
-        self._forecast, self._done = Forecast(), asyncio.Event()
-        self._open = {request.id: request for request in workload.requests}
-        self._given: dict[str, list[int]] = {request.id: [] for request in workload.requests}
-        self._moving: dict[str, str] = {}
-        self._moves = 0
-        times = StepTimes()
-        self.replicas = {
-            name: SimulatedReplica(name, self._take, lambda r: workload.lengths[r.id], times)
-            for name in names
-        }
-        for name in names:
-            placer.add(name, 256)
-
-    async def run(self) -> RolloutFigures:
-        loop = asyncio.get_running_loop()
-        begun_s = loop.time()
-        at: dict[str, list[GenerateRequest]] = {name: [] for name in self.replicas}
-        for request in self._workload.requests:
-            name = self._placer.place(request, 0, self._forecast.share)
-            assert name is not None
-            at[name].append(request)
-        for name, requests in at.items():
-            self.replicas[name].submit(requests)
-        while self._open:
-            try:
-                async with asyncio.timeout(LOOK_S):
-                    await self._done.wait()
-            except TimeoutError:
-                self._look(loop.time())
-        seconds = loop.time() - begun_s
-        every = self.replicas.values()
-        free_s = sum(replica.free_s(loop.time()) for replica in every)
-        for replica in every:
-            replica.close()
-        return RolloutFigures(
-            seconds,
-            sum(self._workload.lengths.values()),
-            sum(replica.read_again for replica in every),
-            self._moves,
-            free_s / (seconds * len(self.replicas)),
-        )
-
-    def _look(self, now_s: float) -> None:
-        for move in self._mover.moves(now_s) if self._mover else ():
-            self._moving[move.id] = move.to
-            self._moves += 1
-            self.replicas[self._placer.placed[move.id].load.name].abort([move.id])
-
-    def _take(self, name: str, event: Outputs) -> None:
-        self._placer.stepped(name, event.cycle, event.gauges)
-        for output in event.outputs:
-            self._given[output.id] += output.token_ids
-            self._placer.took(output.id, len(output.token_ids))
-            if output.finish_reason is None:
-                continue
-            request = self._open[output.id]
-            given = self._given[output.id]
-            if output.finish_reason == "abort":
-                share = self._forecast.share
-                to = self._moving.pop(output.id)
-                self._placer.place(request, len(given), share, [to])
-                rest = msgspec.structs.replace(request, generated=[*given])
-                asyncio.get_running_loop().call_soon(self.replicas[to].submit, [rest])
-            else:
-                assert len(given) == self._workload.lengths[output.id]
-                self._forecast.ended(len(given), request.sampling.max_tokens)
-                self._placer.ended(output.id)
-                del self._open[output.id]
-        if not self._open:
-            self._done.set()
+def still(placer: Placer) -> Mover:
+    return Mover(placer, balance=False)
 
 
 def simulated(
     workload: LongTail,
     replicas: int,
     placer: Callable[[], Placer] = Placer,
-    mover: Callable[[Placer], Mover] | None = None,
+    mover: Callable[[Placer], Mover] = still,
 ) -> RolloutFigures:
     """Return the figures of a rollout over this many replicas."""
 
-    async def run() -> RolloutFigures:
-        own = placer()
-        names = [f"r{number:03}" for number in range(replicas)]
-        return await FleetRollout(own, mover and mover(own), workload, names).run()
+    async def run(state_dir: str) -> RolloutFigures:
+        loop, versions = asyncio.get_running_loop(), list[str]()
+        machines = {
+            name: Machine(
+                name, [], versions, lambda r: lengths[r.id.partition(HOP)[0]], max_running=256
+            )
+            for name in (f"r{number:03}" for number in range(replicas))
+        }
+        disk = SimulatedDisk(Path(state_dir), versions)
+        gateway = SimulatedGateway(machines, disk, Metrics(), placer(), mover)
+        while len(gateway.table.ready) < replicas:  # noqa: ASYNC110 (the beginning)
+            await asyncio.sleep(0.01)
+        begun_s, tokens = loop.time(), 0
+        submission = gateway.client.submit(workload.requests)
+        async for outputs, _ in submission.slices(lambda output: 1, 256):
+            tokens += sum(len(output.token_ids) for output in outputs)
+        assert tokens == sum(lengths.values())
+        seconds = loop.time() - begun_s
+        engines = [machine.engine for machine in machines.values()]
+        free_s = sum(engine.free_s(loop.time()) for engine in engines)
+        return RolloutFigures(
+            seconds,
+            tokens,
+            sum(engine.read_again for engine in engines),
+            sum(member.moves for member in gateway.fleet.members.values()),
+            free_s / (seconds * replicas),
+        )
 
-    return simulate(run())
+    lengths = workload.lengths
+    with TemporaryDirectory(prefix="tlt-fleet-") as state_dir:
+        return simulate(run(state_dir))
 
 
 def policies(

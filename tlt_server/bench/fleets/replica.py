@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 
 from tlt_server.wire.events import Outputs
 from tlt_server.wire.records import (
+    CHUNK_S,
     OFF,
     Cycle,
     GenerateRequest,
@@ -33,6 +35,8 @@ GAINS |= {192: 1.193, 256: 1.042}
 CONTEXT_S = 2.67e-8  # time of a step for each token of context (decode-gpu: 16,000 against 128)
 READ_S = 1 / 44_000  # for a prompt token (prefill-gpu)
 LARGEST = 256
+PERIOD = 251
+CYCLE = random.Random(1).sample(range(PERIOD), PERIOD)
 FREE_S = 10.0  # pieces of idle time that something else can use
 
 
@@ -61,19 +65,17 @@ class _Run:
 class SimulatedReplica:
     def __init__(
         self,
-        name: str,
-        emit: Callable[[str, Outputs], None],
+        emit: Callable[[Outputs], None],
         length: Callable[[GenerateRequest], int],
         times: StepTimes,
         *,
         max_running: int = LARGEST,
-        tick_s: float = 1.0,
     ) -> None:
-        """`emit` takes outputs: of all sequences each `tick_s`, and at the end of one. `length`
-        returns the output tokens of a request.
+        """`emit` takes outputs: of all sequences in chunks, and at the end of one. `length` returns
+        the output tokens of a request.
         """
-        self.name, self._emit, self._length, self._times = name, emit, length, times
-        self._max_running, self._tick_s = max_running, tick_s
+        self._emit, self._length, self._times = emit, length, times
+        self._max_running = max_running
         self.version, self.corrupt = "", False  # the weights; corrupt ones give other tokens
         self.waiting = deque[GenerateRequest]()
         self.running: dict[str, _Run] = {}
@@ -181,7 +183,7 @@ class SimulatedReplica:
         ended = [id for id, run in self.running.items() if run.end <= self._progress + 1e-6]
         outputs = [self._output(id, self._reason(id)) for id in ended]
         if self._at_s >= self._tick_at_s - 1e-9:
-            self._tick_at_s = self._at_s + self._tick_s
+            self._tick_at_s = self._at_s + CHUNK_S
             outputs += [self._output(id) for id in self.running]
         self._begin()
         self._report(outputs)
@@ -199,8 +201,7 @@ class SimulatedReplica:
             else run.length - math.ceil(run.end - self._progress - 1e-6)
         )
         known = max(known, run.given)
-        seed = run.request.seed + self.corrupt
-        tokens = [token_of(seed, at) for at in range(run.given, known)]
+        tokens = tokens_of(run.request.seed + self.corrupt, run.given, known)
         run.size += known - run.given
         run.given = known
         if finish_reason is not None:
@@ -210,7 +211,7 @@ class SimulatedReplica:
         return StepOutput(
             id=id,
             token_ids=tokens,
-            logprobs=[0.0] * len(tokens),
+            logprobs=[],
             finish_reason=finish_reason,
             weight_version=self.version,
         )
@@ -236,9 +237,12 @@ class SimulatedReplica:
         self._schedule()
         if outputs:
             gauges = {"running": float(len(self.running)), "waiting": float(len(self.waiting))}
-            self._emit(self.name, Outputs(outputs, gauges, cycle))
+            self._emit(Outputs(outputs, gauges, cycle))
 
 
-def token_of(seed: int, at: int) -> int:
-    """Return token `at` of the output of a request with this seed."""
-    return (seed * 7919 + at * 104729) % 50021
+def tokens_of(seed: int, first: int, end: int) -> list[int]:
+    """Return these tokens of the output of a request with this seed; any four in a row tell where
+    they are in a period of 251.
+    """
+    at = (seed + first) % PERIOD
+    return (CYCLE * (1 + (at + end - first) // PERIOD))[at : at + end - first]
