@@ -1,6 +1,7 @@
 """A real fleet of two: token for token and bit for bit one server, over kills and pushes."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,13 +78,16 @@ def test_rollout_over_a_kill_of_a_replica_is_that_of_one_server(
         assert back.moves == 0 and 'tlt_moves_total{reason="lost"}' in client.metrics()
 
 
-def test_push_is_live_on_all_and_on_a_replica_that_comes_back(fleet: ServerProcess) -> None:
+def test_push_is_live_on_all_and_on_a_replica_that_comes_back(
+    fleet: ServerProcess, place: Path
+) -> None:
     item = {"prompt": "12*3=", "seed": 13, "n": 2, "sampling": LONG}
     with Client(fleet.url, timeout_s=60) as client:
         ready(client)
         before = client.generate([item]).results[0]
         client.update_weights("v1", "v1")
         assert {each.versions["target"] for each in ready(client)} == {"v1"}
+        shutil.rmtree(place / "state" / "replicas" / "r0" / "weights")  # it asks the other one
         os.kill(replica_process(fleet, "r0"), signal.SIGKILL)
         until(lambda: client.fleet().replicas[0].state == "lost")
         results = []

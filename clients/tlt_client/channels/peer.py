@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import sample
 from typing import Annotated, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -185,7 +186,9 @@ class PeerReceiver(HttpReceiver):
 
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.pulled is not None
-        self._push, self._tls, self._left = push, Tls(**intake.tls), sources_of(push.path)
+        self._push, self._tls, found = push, Tls(**intake.tls), sources_of(push.path)
+        # In any order, so that takers spread, and a next try begins elsewhere.
+        self._left = sample(found, len(found))
         self._faults: dict[str, str] = {}  # source -> why it was left
         self._stopped, self._give_up_s = threading.Event(), time.monotonic() + BUSY_S
         self._place = Path(tempfile.mkdtemp(prefix="push-pulled-", dir=intake.pulled))

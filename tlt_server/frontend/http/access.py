@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 HEADER, SESSION_HEADER = b"x-request-id", b"x-session-id"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-# Probes and scrapes ask for these every few seconds, and an open page polls the others by GET.
+# Probes and scrapes ask for these every few seconds. An open page polls the others by GET, and a
+# server that takes weights asks for hundreds of slices.
 QUIET = frozenset({"/health", "/livez", "/readyz", "/startupz", "/metrics"})
-POLLED = frozenset({"/server_info", "/strategy"})
+POLLED = frozenset({"/server_info", "/strategy", "/weights/files/{role}/{name}"})
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 log = structlog.get_logger()
