@@ -79,7 +79,9 @@ def gateway(
     async def run(service: Service) -> EngineFailed:
         moving = asyncio.create_task(operations.run())
         try:
-            return await fleet.run()
+            error = await fleet.run()
+            progress.gave_up(error.message)
+            return error
         finally:
             moving.cancel()
 
