@@ -341,13 +341,13 @@ def listening(config: Config) -> AbstractContextManager[socket.socket]: ...
 
 @overload
 def listening(
-    config: Config, setting: Literal["grpc_port", "probe_port"]
+    config: Config, setting: Literal["grpc_port", "link_port", "probe_port"]
 ) -> AbstractContextManager[socket.socket | None]: ...
 
 
 @contextlib.contextmanager
 def listening(
-    config: Config, setting: Literal["port", "grpc_port", "probe_port"] = "port"
+    config: Config, setting: Literal["port", "grpc_port", "link_port", "probe_port"] = "port"
 ) -> Iterator[Any]:
     """Yield the bound socket, or None if the setting is. `StartupError`: it cannot be bound."""
     port = getattr(config, setting)

@@ -241,6 +241,7 @@ def test_descriptor_limit_is_raised_or_the_start_is_refused(
 ) -> None:
     config = Config(model=model, grpc_port=0)
     assert needed(config) == 2 * 1024 + 64 + 4 * 1024 + 256 + 64 + 448
+    assert needed(Config(model=model, grpc_port=0, link_port=0)) == needed(config) + 64
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(connections.resource, "setrlimit", lambda which, to: set_to.append(to))
     monkeypatch.setattr(connections.resource, "getrlimit", lambda which: (256, needed(config)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import socket
 import sys
 import tomllib
 from collections.abc import Callable
@@ -163,6 +164,19 @@ def test_doctor_checks_the_api_keys(tmp_path: Path) -> None:
     warns(places.api_keys, configured(api_key_file=keys), "all scopes", "scopes=data")
     keys.write_text("secret scopes=data name=trainer")
     expect_ok(found(places.api_keys, configured(api_key_file=keys)), "trainer")
+
+
+def test_doctor_checks_the_ports() -> None:
+    free = {"port": 0, "grpc_port": 0, "link_port": 0, "probe_port": 0}
+    said = found(places.port, configured(**free))
+    assert said.status == "ok"
+    assert said.found.endswith(
+        "is free, and another for gRPC, and another for a gateway, and another for probes"
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        free["link_port"] = taken.getsockname()[1]
+        fails(places.port, configured(**free), "cannot bind", "--link-port")
 
 
 def test_doctor_checks_the_tracing_settings(monkeypatch: pytest.MonkeyPatch) -> None:

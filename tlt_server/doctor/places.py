@@ -25,12 +25,16 @@ def port(config: Config) -> Finding:
     with (
         listening(config) as listener,
         listening(config, "grpc_port"),
+        listening(config, "link_port"),
         listening(config, "probe_port"),
     ):
+        uses = {
+            "gRPC": config.grpc_port,
+            "a gateway": config.link_port,
+            "probes": config.probe_port,
+        }
         others = "".join(
-            f", and {port or 'another'} for {use}"
-            for port, use in ((config.grpc_port, "gRPC"), (config.probe_port, "probes"))
-            if port is not None
+            f", and {port or 'another'} for {use}" for use, port in uses.items() if port is not None
         )
         return ok(f"{config.host}:{config.port or listener.getsockname()[1]} is free{others}")
 
