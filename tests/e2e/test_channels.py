@@ -72,7 +72,8 @@ def test_an_engine_takes_by_peer_what_a_server_was_pushed(
     before = trainer.weight_checksums()
     sender = HttpSender(trainer, max_file_bytes=2**20)
     sender.push_directory(root / "new", "shared", drafter=root / "new-drafter", role="all")
-    taker = Pushable(cpu_settings(TARGET, DRAFTER, state_dir=tmp_path, link_port=0, threads=1))
+    settings = {"state_dir": tmp_path, "weight_channels": "http", "link_port": 0, "threads": 1}
+    taker = Pushable(cpu_settings(TARGET, DRAFTER, **settings))
     for role in ("target", "drafter"):
         report = taker.push(pushable.url, "shared", channel="peer", role=role)
         assert report.result == "committed", why(report)

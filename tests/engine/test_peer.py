@@ -181,7 +181,7 @@ def test_servers_of_a_fleet_know_each_other_by_certificates(
 
 
 def test_weights_by_peer_need_a_link_and_a_state_directory(root: Path) -> None:
-    for fields in ({"link_port": None}, {"state_dir": None}):
+    for fields in ({"link_port": None}, {"state_dir": None}, {"weight_root": None}):
         engine = Pushable(replace(settings(root, root / "closed"), **fields))  # type: ignore[arg-type]
         refused = why(engine.push("http://127.0.0.1:1", "v1", channel="peer"))
         assert refused.startswith("forbidden: this server takes no weights by peer")

@@ -43,10 +43,10 @@ class EngineSettings(SharedSettings):
 
     @property
     def channels(self) -> tuple[str, ...]:
-        own: tuple[str, ...] = (TRAINED,) if self.sample_ring else ()
-        if self.link_port is not None and self.state_dir is not None:
-            own += (PEER,)
-        return open_channels(self.weight_channels, self.weight_root) + own
+        own = (TRAINED,) if self.sample_ring else ()
+        found = open_channels(self.weight_channels, self.weight_root) + own
+        linked = self.link_port is not None and self.state_dir is not None
+        return (*found, PEER) if found and linked else found  # a fleet without pushes needs none
 
     @property
     def records(self) -> bool:

@@ -88,7 +88,7 @@ class Transaction:
         if manifest.channel not in channels:
             missing = {
                 "disk": "--weight-root DIR, the directory that pushes may come from",
-                PEER: "--link-port, by which a gateway attaches, or --state-dir",
+                PEER: "--link-port, --state-dir, or another channel in --weight-channels",
             }.get(manifest.channel, f"{manifest.channel} among its --weight-channels")
             raise Forbidden(
                 f"this server takes no weights by {manifest.channel} "
