@@ -101,6 +101,16 @@ def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_rollout_bench_of_a_fleet_gives_one_servers_tokens(tmp_path: Path) -> None:
+    flags = ("--replicas", "2", "--kill", "--policy", "off")
+    said = bench("rollout", tmp_path / "fleet-rollout.json", *flags)
+    assert (said["tokens_differing"], said["logprobs_differing"]) == (0, 0)
+    assert [row["workload"] for row in said["rows"]] == ["full 4", "16"]
+    assert all(row["fleet_tokens_per_s"] > 0 for row in said["rows"])
+    assert said["kill"]["streams_lost"] > 0 and said["kill"]["resumed_s"] > 0
+
+
+@pytest.mark.long
 def test_load_bench_clients_get_the_texts_of_one_batch(tmp_path: Path) -> None:
     said = bench("load", tmp_path / "load.json", "--policy", "off", "--policy", "fixed:eagle:4x1x5")
     assert said["texts_differing"] == 0

@@ -27,6 +27,7 @@ from tlt_server.bench.padding.shapes import SHAPES
 Batches = tuple[str, str]
 CONTEXT = flag("--context TOKENS", "also one request after a prompt of this many tokens")
 MAX_RUNNING = flag("--max-running N", "of the server", 256)
+REPLICAS = flag("--replicas COUNT", "compare a fleet of so many, from 2, with one server", 1)
 
 
 class Bench(NamedTuple):
@@ -133,6 +134,8 @@ BENCHES = {
             flag("--max-tokens N", "per response", 2000),
             flag("--pair NAME", "of the models, in the figures", "demo"),
             flag("--penalties", "give every request a repetition and a presence penalty"),
+            REPLICAS,
+            flag("--kill", "with --replicas: also kill one of them while all stream"),
         ),
     ),
     "record": Bench(

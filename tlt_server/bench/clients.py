@@ -149,7 +149,7 @@ async def _send(
     bodies = [msgspec.json.encode({"prompt": prompt, **asked}) for prompt in each]
     connections = Connections(server.url)
     await connections.open(len(bodies))
-    cpu_s, began_s = _processor_s(server.process.pid), time.perf_counter()
+    cpu_s, began_s = processor_s(server.process.pid), time.perf_counter()
     try:
         async with asyncio.timeout(REPLY_S):
             replies = await asyncio.gather(
@@ -158,7 +158,7 @@ async def _send(
     except (OSError, TimeoutError) as error:
         raise StartupError(f"/v1/completions did not answer in full: {error!r}") from None
     seconds = time.perf_counter() - began_s
-    cpu_s = _processor_s(server.process.pid) - cpu_s
+    cpu_s = processor_s(server.process.pid) - cpu_s
     connections.close()
     read = [read_completion(reply) for reply in replies]
     return Sent(seconds, sum(count for count, _ in read), cpu_s, [t for _, ts in read for t in ts])
@@ -177,7 +177,7 @@ def read_completion(reply: RawReply) -> tuple[int, list[str]]:
     return tokens, [texts[index] for index in sorted(texts)]
 
 
-def _processor_s(pid: int) -> float:
+def processor_s(pid: int) -> float:
     """Return the processor time that a process has taken."""
     try:
         said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -118,10 +118,12 @@ class Connection(asyncio.Protocol):
 class Connections:
     """Connections to one server, as many as there are open requests."""
 
-    def __init__(self, url: str, answer_s: float = ANSWER_S) -> None:
-        """`answer_s`: time after which a request without an answer fails."""
+    def __init__(self, url: str, answer_s: float = ANSWER_S, key: str = "") -> None:
+        """`answer_s`: time after which a request without an answer fails. `key`: of the requests
+        that have none of their own.
+        """
         address = urlsplit(url)
-        self._answer_s = answer_s
+        self._answer_s, self._key = answer_s, key
         self._tls = address.scheme == "https"
         self._host = address.hostname or "127.0.0.1"
         self._port = address.port or (443 if self._tls else 80)
@@ -150,6 +152,7 @@ class Connections:
 
     async def send(self, path: str, body: bytes, key: str = "") -> RawReply:
         self._close_idle()
+        key = key or self._key
         bearer = f"authorization: Bearer {key}\r\n".encode() if key else b""
         request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b"
         connection = self._free.pop() if self._free else await self._opened()

@@ -34,7 +34,7 @@ from rich.console import Console
 
 from tlt_client import Client
 from tlt_client.errors import InvalidRequest
-from tlt_client.wire import Reply
+from tlt_client.wire import Choice, Reply
 from tlt_server.bench.load import Connections, samples
 from tlt_server.bench.record import finish, save, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
@@ -142,6 +142,10 @@ class RolloutPlan(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON; 0 when every arm gave the responses of the first."""
+    if args.replicas > 1:
+        from tlt_server.bench.fleets import rollout
+
+        return rollout.run(args)
     if args.numerics != "strict":
         raise StartupError(
             "--numerics is fast; responses are compared bit by bit, which strict numerics alone "
@@ -168,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         said |= {"max_running": args.max_running}
 
         def played(seed: int, workload: Workload, arm: str) -> RolloutRun:
-            requests = _requests(settings.model, workload, seed, plan.max_tokens)
+            requests = requests_of(settings.model, workload, seed, plan.max_tokens)
             server, client = servers[plan.arms[arm].numerics]
             how = plan.arms[arm].policy, requests, workload.running, args.penalties
             found = play(server, client, *how)
@@ -196,7 +200,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary["responses_differing"] else 0
 
 
-def _requests(model: Path, workload: Workload, seed: int, max_tokens: int) -> list[GenerateRequest]:
+def requests_of(
+    model: Path, workload: Workload, seed: int, max_tokens: int
+) -> list[GenerateRequest]:
     from tlt_server.demo.workload import problems_as_requests
 
     requests = problems_as_requests(
@@ -293,20 +299,15 @@ def play(
     set_policy(client, policy)
     client.clear_cache()
     before = _counted(client)
-    bodies = [_body([r], penalties) for r in requests] if running else [_body(requests, penalties)]
-    seconds, contents = uvloop.run(_sent(server.url, bodies, running or 1))
+    seconds, choices = answered(server.url, requests, running, penalties)
     after = _counted(client)
-    results = [r for content in contents for r in msgspec.json.decode(content, type=Reply).results]
     digest, nats, tokens, drafted, accepted = hashlib.sha256(), 0.0, 0, 0, 0
-    for result in results:
-        if result.error is not None:
-            raise StartupError(f"a request failed: {result.error.message}")
-        for choice in result.choices:
-            digest.update(repr((choice.token_ids, choice.logprobs, choice.finish_reason)).encode())
-            nats -= sum(choice.logprobs)
-            tokens += len(choice.token_ids)
-            drafted += choice.sd.drafted
-            accepted += choice.sd.accepted
+    for choice in choices:
+        digest.update(repr((choice.token_ids, choice.logprobs, choice.finish_reason)).encode())
+        nats -= sum(choice.logprobs)
+        tokens += len(choice.token_ids)
+        drafted += choice.sd.drafted
+        accepted += choice.sd.accepted
     counted = {
         figure: {label: sums[label] - before[figure].get(label, 0.0) for label in sums}
         for figure, sums in after.items()
@@ -314,7 +315,24 @@ def play(
     return RolloutRun(seconds, tokens, nats, digest.digest(), drafted, accepted, counted)
 
 
-def _body(requests: list[GenerateRequest], penalties: bool) -> bytes:
+def answered(
+    url: str, requests: list[GenerateRequest], running: int, penalties: bool = False, key: str = ""
+) -> tuple[float, list[Choice]]:
+    """Send the requests, `running` at once or all in one batch; return the seconds and the
+    choices.
+    """
+    each = [[request] for request in requests] if running else [requests]
+    bodies = [body(some, penalties) for some in each]
+    seconds, contents = uvloop.run(_sent(url, bodies, running or 1, key))
+    results = [r for content in contents for r in msgspec.json.decode(content, type=Reply).results]
+    for result in results:
+        if result.error is not None:
+            raise StartupError(f"a request failed: {result.error.message}")
+    return seconds, [choice for result in results for choice in result.choices]
+
+
+def body(requests: list[GenerateRequest], penalties: bool = False, **options: object) -> bytes:
+    """Return the body of a call of `/generate`."""
     changed = {"repetition_penalty": 1.05, "presence_penalty": 0.1} if penalties else {}
     items = [
         {
@@ -330,12 +348,12 @@ def _body(requests: list[GenerateRequest], penalties: bool) -> bytes:
         }
         for r in requests
     ]
-    return msgspec.json.encode({"requests": items, "timeout_s": 600})
+    return msgspec.json.encode({"requests": items, "timeout_s": 600, **options})
 
 
-async def _sent(url: str, bodies: list[bytes], at_once: int) -> tuple[float, list[bytes]]:
+async def _sent(url: str, bodies: list[bytes], at_once: int, key: str) -> tuple[float, list[bytes]]:
     """Send the bodies in order, some at once; return the seconds and the replies in order."""
-    connections, waiting = Connections(url, answer_s=600), iter(enumerate(bodies))
+    connections, waiting = Connections(url, answer_s=600, key=key), iter(enumerate(bodies))
     replies = [b""] * len(bodies)
 
     async def sender() -> None:

@@ -62,6 +62,14 @@ FLEET = {
     "moves": "{moves}",
     "free in pieces of 10 s": "{free_percent:.1f} %",
 }
+FLEET_ROLLOUT = {
+    "requests": "{workload}",
+    "policy": "{policy}",
+    "one server, tokens/s": "{one_tokens_per_s!n}",
+    "fleet, tokens/s": "{fleet_tokens_per_s!n}",
+    "over one": "{over_one:.2f}x",
+    "gateway, of a core": "{gateway_percent:.0f} %",
+}
 DECODE = {
     "batch": "{batch}",
     "prompt": "{prompt}",
