@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -133,8 +134,13 @@ def _add_benches(add: Callable[..., argparse.ArgumentParser]) -> None:
     for name, kind in import_module("tlt_server.bench.arguments").BENCHES.items():
         bench = benches.add_parser(name, help=kind.sentence, allow_abbrev=False)
         kind.add(name, bench)
-        verb, ended = (_with_engine, _in_folder) if kind.loads_engine else (_later, _interruptible)
-        bench.set_defaults(run=ended(verb(f"tlt_server.bench.{kind.module or name}")))
+        ended = _in_folder if kind.loads_engine else _interruptible
+        bench.set_defaults(run=ended(partial(_bench, name, kind)))
+
+
+def _bench(name: str, kind: Any, arguments: argparse.Namespace) -> int:
+    verb = _with_engine if kind.loads_engine else _later
+    return int(verb(kind.place(name, arguments))(arguments) or 0)
 
 
 def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

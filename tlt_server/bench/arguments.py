@@ -27,7 +27,7 @@ from tlt_server.bench.padding.shapes import SHAPES
 Batches = tuple[str, str]
 CONTEXT = flag("--context TOKENS", "also one request after a prompt of this many tokens")
 MAX_RUNNING = flag("--max-running N", "of the server", 256)
-REPLICAS = flag("--replicas COUNT", "compare a fleet of so many, from 2, with one server", 1)
+REPLICAS = flag("--replicas COUNT", "of a fleet, which is compared with one server", 1)
 
 
 class Bench(NamedTuple):
@@ -38,6 +38,12 @@ class Bench(NamedTuple):
     loads_engine: bool = False  # in this process, so the environment of its libraries is set first
     module: str = ""  # where the name of the bench is taken
     batches: Batches = ("", "")  # requests at once, where `--batch` does not name them
+    of_fleet: bool = False  # with --replicas, its module is the one in fleets/
+
+    def place(self, name: str, args: argparse.Namespace) -> str:
+        """Return the module to run."""
+        folder = "fleets." if self.of_fleet and args.replicas > 1 else ""
+        return f"tlt_server.bench.{folder}{self.module or name}"
 
     def add(self, name: str, parser: argparse.ArgumentParser) -> None:
         flags = self.flags
@@ -137,6 +143,7 @@ BENCHES = {
             REPLICAS,
             flag("--kill", "with --replicas: also kill one of them while all stream"),
         ),
+        of_fleet=True,
     ),
     "record": Bench(
         "store a rollout, so that `tlt bench replay` can judge policies on it",

@@ -9,10 +9,12 @@ last; the difference is work that the start left to the first requests. Ratios a
 seeds of one arm's time over another's with the same seed. The server's caches are flushed between
 runs, and every response is compared with that of the first arm, tokens and bits of log-probs.
 `--against fast` adds a server without speculation in fast numerics, whose responses are others.
+`--replicas` times the gateway of a fleet instead, over one of its replicas asked alone.
 
     tlt bench rollout --quick
     tlt bench rollout --device cuda --model DIR --drafter DIR --json rollout-http.json
     tlt bench rollout --workload 512 --workload "full 64" --policy goodput --policy off
+    tlt bench rollout --replicas 2 --kill
 """
 
 from __future__ import annotations
@@ -142,10 +144,6 @@ class RolloutPlan(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON; 0 when every arm gave the responses of the first."""
-    if args.replicas > 1:
-        from tlt_server.bench.fleets import rollout
-
-        return rollout.run(args)
     if args.numerics != "strict":
         raise StartupError(
             "--numerics is fast; responses are compared bit by bit, which strict numerics alone "

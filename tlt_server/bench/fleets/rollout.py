@@ -46,8 +46,7 @@ SEEDS = (21, 22, 23)
 STREAMS = {"cpu": (8, 192), "cuda": (64, 512)}  # at once, and tokens of each
 QUICK = (8, 96)
 FIRST_TOKENS = 200  # requests that time them
-KILL_AT = 0.4  # of the time that the streams take
-SETTLED_S = 3.0  # without load, so that a replica's fresh start is over
+KILL_AT = 0.4  # share of the time for all streams
 ONE = "r0"  # the replica that is asked alone
 
 
