@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 
 from tlt_server import __version__
 from tlt_server.errors import StartupError, TltError
-from tlt_server.process.threads import end_at_forks
+from tlt_server.process.threads import prepare_grpc
 from tlt_server.settings.command_line import SCRIPTS, LineParser, completions, flags, reached, verbs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    end_at_forks()
+    prepare_grpc()
     arguments = _parse(sys.argv[1:] if argv is None else list(argv))
     try:
         return int(arguments.run(arguments) or 0)

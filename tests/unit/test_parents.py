@@ -27,8 +27,8 @@ with server.ServerProcess() as running:
 
 
 FORKS = """
-from tlt_server.process.threads import end_at_forks
-end_at_forks()
+from tlt_server.process.threads import prepare_grpc
+prepare_grpc()
 import asyncio, collections, grpc.aio, os, uvloop
 async def answer(request, context):
     return request

@@ -16,11 +16,12 @@ from queue import SimpleQueue
 from tlt_server.errors import Unavailable
 
 
-def end_at_forks() -> None:
-    """Keep gRPC's threads from running in a fork until it becomes another program: they crash it.
-    The caller has not imported gRPC yet.
+def prepare_grpc() -> None:
+    """Keep gRPC's threads out of a fork that is not yet another program, where they crash, and its
+    notes about connections out of the log. The caller has not imported gRPC yet.
     """
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def started(name: str, work: Callable[[], None]) -> threading.Thread:

@@ -145,6 +145,7 @@ class Cluster:
 
 def connected() -> Any:
     """Return the module `ray`, connected to a running cluster."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # replicas write equal lines
     try:
         import ray
     except ImportError:
