@@ -9,9 +9,9 @@ import sys
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        from tlt_server import __main__, build
+        from tlt_server import __main__, training
 
-        build.TRAINER = (sys.executable, __file__, build.TRAINER[-1])
+        training.TRAINER = (sys.executable, __file__, training.TRAINER[-1])
         sys.exit(__main__.main(sys.argv[1:]))
 
     from tlt_server.trainer.judging import adoption_test

@@ -11,10 +11,12 @@ from socket import AF_INET, AF_INET6, SOCK_DGRAM, socket
 from tlt_server.build import Footing, admission, serve_with
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import EngineFailed
+from tlt_server.fleet.drafter import FleetDrafter
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.fleet_file import FleetFile
+from tlt_server.frontend.link.idling import SLOWER, IdleReplicas
 from tlt_server.frontend.link.launching import FleetOptions, Launcher
 from tlt_server.frontend.link.members import FleetReplicas, Member
 from tlt_server.frontend.link.moving import Mover
@@ -77,13 +79,26 @@ def gateway(
     client.replica.start.checked.set()  # the port opens before there is a replica
 
     async def run(service: Service) -> EngineFailed:
-        moving = asyncio.create_task(operations.run())
+        drafter = FleetDrafter(client, service.session, fleet, options)
+        idle = IdleReplicas(
+            client,
+            fleet,
+            replicas,
+            options.sleep_idle_s,
+            SLOWER + options.consolidate,
+            lambda: [drafter.at_work],
+        )
+        works = [operations.run()]
+        works += [drafter.run()] if config.drafter_training != "off" else []
+        works += [idle.run()] if options.sleep_idle_s else []
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             error = await fleet.run()
             progress.gave_up(error.message)
             return error
         finally:
-            moving.cancel()
+            for task in tasks:
+                task.cancel()
 
     return Footing(client, run)
 
