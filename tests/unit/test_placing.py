@@ -272,6 +272,8 @@ class SlowTwin:
 
     def remove(self, name: str) -> None:
         del self.replicas[name]
+        for one in self.open.values():
+            one["at"] = "" if one["at"] == name else one["at"]  # nowhere, if it comes back, too
         self.cached = {key: size for key, size in self.cached.items() if key[1] != name}
 
 
