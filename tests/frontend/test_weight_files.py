@@ -142,6 +142,7 @@ def test_a_fifth_taker_is_asked_to_wait(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept(server, a=b"one")
+    monkeypatch.setattr(files, "TAKER_S", 600.0)
     for taker in ("a", "b", "c", "d", "a"):
         assert ask(server, taker=taker).status_code == 200
     for path in ("", "/target/a.safetensors"):

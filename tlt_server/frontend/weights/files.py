@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tlt_server.config import ResolvedConfig
 
 MAX_TAKERS = 4
-TAKER_S = 5.0  # since its last request; then it is taken to have ended
+TAKER_S = 2.0  # since its last request; then it is taken to have ended
 KNOWN_FILES = 4096  # files whose digests are kept
 
 
