@@ -20,7 +20,15 @@ from collections import Counter
 from typing import Any
 
 from tlt_server.bench.fleets.faults import KINDS, PHASES, schedules
-from tlt_server.bench.fleets.policies import SPREAD, RolloutFigures, long_tailed, policies, recorded
+from tlt_server.bench.fleets.policies import (
+    HASH,
+    SPREAD,
+    TOGETHER,
+    RolloutFigures,
+    long_tailed,
+    policies,
+    recorded,
+)
 from tlt_server.bench.record import finish, progress_bar, steps, wide_console
 from tlt_server.bench.tables import FLEET, show
 from tlt_server.errors import StartupError
@@ -58,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
             "replicas": args.replicas,
             "each": args.requests // args.replicas,
             "policy": name,
-            **figures(each, found[SPREAD]),
+            **figures(each, found),
         }
         for name, each in found.items()
     ]
     show(console, "tlt bench fleet: simulated", FLEET, rows)
-    finish(args, {"bench": "fleet", "seeds": [*args.seeds], "rows": rows})
+    finish(args, {"bench": "fleet", "seeds": [*args.seeds], "rows": rows}, on_gpu=False)
     return 0
 
 
@@ -83,17 +91,23 @@ def run_faults(args: argparse.Namespace) -> int:
     columns = {"fault": "{fault}", **{phase: f"{{{phase}}}" for phase in PHASES}}
     show(console, "tlt bench fleet: faults by the phase of a push", columns, rows)
     figures = {"schedules": args.faults, "violations": len(wrong), "errors": errors, "rows": rows}
-    finish(args, {"bench": "fleet-faults", "first_seed": FIRST_SEED, **figures})
+    finish(args, {"bench": "fleet-faults", "first_seed": FIRST_SEED, **figures}, on_gpu=False)
     return 1 if wrong else 0
 
 
-def figures(runs: list[RolloutFigures], spread: list[RolloutFigures]) -> dict[str, Any]:
-    """Return means over the seeds."""
+def figures(runs: list[RolloutFigures], every: dict[str, list[RolloutFigures]]) -> dict[str, Any]:
+    """Return means over the seeds; makespans also over those of other policies."""
     mean = statistics.mean
-    ratios = (run.seconds / other.seconds for run, other in zip(runs, spread, strict=True))
+
+    def over(policy: str) -> float:
+        pairs = zip(runs, every[policy], strict=True)
+        return round(mean(run.seconds / other.seconds for run, other in pairs), 4)
+
     return {
         "seconds": round(mean(run.seconds for run in runs), 2),
-        "relative": round(mean(ratios), 4),
+        "relative": over(SPREAD),
+        "over_hash": over(HASH),
+        "over_groups": over(TOGETHER),
         "tokens_per_s": round(mean(run.tokens / run.seconds for run in runs)),
         "read_again": round(mean(run.read_again for run in runs)),
         "moves": round(mean(run.moves for run in runs)),

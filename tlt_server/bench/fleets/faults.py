@@ -66,10 +66,12 @@ class FaultSchedule:
         self._gateways: list[SimulatedGateway] = []
         self.faults, self.errors = Counter[tuple[str, str]](), Counter[str]()
         size = self._draw.choice(SIZES)
+        self.damaged, peers = set[str](), dict[str, Machine]()
         self.machines = {
-            name: Machine(name, self.wrong, self.versions, length_of)
+            name: Machine(name, self.wrong, self.versions, length_of, peers)
             for name in (f"r{number:02}" for number in range(size))
         }
+        peers |= {f"http://{name}": machine for name, machine in self.machines.items()}
         self.stories = [
             Story(
                 GenerateRequest(
@@ -85,7 +87,7 @@ class FaultSchedule:
         self._begin_gateway()
 
     def _begin_gateway(self) -> None:
-        disk = SimulatedDisk(self._state_dir, self.versions)
+        disk = SimulatedDisk(self._state_dir, self.versions, self.damaged)
         self.gateway = SimulatedGateway(self.machines, disk, self._metrics, Placer(), Mover)
         self._gateways.append(self.gateway)
         OWNER.set(None)
@@ -165,7 +167,7 @@ class FaultSchedule:
         while True:
             await asyncio.sleep(OPERATOR_S)
             newest, machines = self.versions[-1:], self.machines.values()
-            held = {machine.live for machine in machines if machine.good}
+            held = {machine.live for machine in machines}
             held |= {machine.staged[0] for machine in machines if machine.staged}
             if newest and newest[0] not in held:
                 self.errors["weights lost"] += 1
@@ -237,8 +239,9 @@ class FaultSchedule:
             if member.state != "ready":
                 yield f"{name} is {member.state}: {member.fault}"
         for machine in self.machines.values():
-            if machine.live != self.versions[-1] or not machine.good:
-                yield f"{machine.name} has {machine.live}, not {self.versions[-1]}"
+            newest = self.versions[-1] if self.versions else ""
+            if machine.live != newest or machine.good == (newest in self.damaged):
+                yield f"{machine.name} has {machine.live}, not {newest}, or other content"
             if machine.engine.running or machine.engine.waiting:
                 yield f"{machine.name} runs {[*machine.engine.running]}"
         if gateway.client.open_ids or gateway.table.placer.placed:
@@ -257,12 +260,13 @@ class FaultSchedule:
             if len(story.ends) != 1:
                 self.wrong.append(f"{request.id} has the ends {story.ends}")
             elif end in ("stop", "length"):
-                if story.tokens != expected:
+                if story.tokens != expected and not self.damaged:
                     self.wrong.append(f"{request.id} has other tokens than its seed gives")
             elif end != "poisoned" or story.tokens != expected[: len(story.tokens)]:
                 self.wrong.append(f"{request.id} ended with {end}")
             else:
                 self.errors[end] += 1
+        self.errors["damage at the only replica"] += bool(self.damaged)
         for gateway in self._gateways:
             gateway.kill()
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import grpc
 
-from tlt_server.bench.fleets.machine import Machine, Wire
+from tlt_client.channels.checksums import digest
+from tlt_server.bench.fleets.machine import Machine, Wire, checksums_of
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fan_out import FanOut
@@ -33,10 +34,12 @@ OWNER = contextvars.ContextVar["SimulatedGateway | None"]("OWNER", default=None)
 
 
 class SimulatedDisk(FleetFile):
-    """The record of a fleet, which notes each version that is committed."""
+    """The record of a fleet, which notes each version that is committed, and which of them with
+    damaged content: with one replica left there is nothing to compare it with.
+    """
 
-    def __init__(self, state_dir: Path, versions: list[str]) -> None:
-        self.versions, self.gone = versions, False
+    def __init__(self, state_dir: Path, versions: list[str], damaged: set[str]) -> None:
+        self.versions, self.damaged, self.gone = versions, damaged, False
         super().__init__(state_dir)
 
     def commit(self, record: FleetRecord) -> None:
@@ -46,6 +49,8 @@ class SimulatedDisk(FleetFile):
         target = record.roles.get("target")
         if target is not None and target.version not in self.versions:
             self.versions.append(target.version)
+            if target.digest != digest(checksums_of(target.version, True)):
+                self.damaged.add(target.version)
 
 
 class SimulatedLink(RemoteLink):

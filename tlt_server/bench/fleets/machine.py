@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -143,12 +143,14 @@ class Machine:
         wrong: list[str],
         versions: list[str],
         length: Callable[[GenerateRequest], int],
+        peers: Mapping[str, Machine],
         *,
         max_running: int = 16,
     ) -> None:
         """`versions`: those that the fleet has committed, the oldest first. `length`: see
-        `SimulatedReplica`.
+        `SimulatedReplica`. `peers`: servers by address.
         """
+        self._peers = peers
         self.name, self.wrong, self._versions = name, wrong, versions
         self._length, self._max_running = length, max_running
         self.up, self.cut, self.delay_s = True, False, 0.002
@@ -180,7 +182,7 @@ class Machine:
         started = sorted(self.engine.running)
         self.engine.close()
         self._engine()
-        self.staged = None
+        self.staged, self.staging = None, 0
         if self._wire is not None:
             self._ready_at_s = asyncio.get_running_loop().time() + START_S
             self._attached = False
@@ -306,7 +308,9 @@ class Machine:
                     self.staged = None
                 self._after(0.0, lambda: self._report(command.id, "looked"))
             case PushWeights(id, manifest):
-                staged = manifest.version, self.whole
+                sources = [self._peers.get(url) for url in manifest.path.split()]
+                good = [each.good for each in sources if each and each.live == manifest.version]
+                staged = manifest.version, good[0] if good else self.whole
                 self.whole = True
                 self.staging += 1
 
@@ -343,6 +347,10 @@ class Machine:
             result=result,
             version=version,
             role="target",
-            checksums={"weight": f"mix64:{version}{'' if good else ' damaged'}"},
+            checksums=checksums_of(version, good),
             state=WeightState(target=self.live, open=opened),
         )
+
+
+def checksums_of(version: str, good: bool) -> dict[str, str]:
+    return {"weight": f"mix64:{version}{'' if good else ' damaged'}"}

@@ -24,7 +24,7 @@ from tlt_server.wire.records import GenerateRequest, Sampling
 
 MEDIAN, SIGMA = 2500, 1.1  # tokens of an output
 PROMPT, GROUP = 300, 16
-SPREAD = "even spreading"
+HASH, TOGETHER, SPREAD = "hash", "groups kept together", "even spreading"
 
 
 class LongTail(NamedTuple):
@@ -144,11 +144,11 @@ def simulated(
         loop, versions = asyncio.get_running_loop(), list[str]()
         machines = {
             name: Machine(
-                name, [], versions, lambda r: lengths[r.id.partition(HOP)[0]], max_running=256
+                name, [], versions, lambda r: lengths[r.id.partition(HOP)[0]], {}, max_running=256
             )
             for name in (f"r{number:03}" for number in range(replicas))
         }
-        disk = SimulatedDisk(Path(state_dir), versions)
+        disk = SimulatedDisk(Path(state_dir), versions, set())
         gateway = SimulatedGateway(machines, disk, Metrics(), placer(), mover)
         while len(gateway.table.ready) < replicas:  # noqa: ASYNC110 (the beginning)
             await asyncio.sleep(0.01)
@@ -181,8 +181,8 @@ def policies(
     """
     run = partial(simulated, workload, replicas)
     found: dict[str, Callable[[], RolloutFigures]] = {
-        "hash": partial(run, Hashed),
-        "groups kept together": partial(run, Together),
+        HASH: partial(run, Hashed),
+        TOGETHER: partial(run, Together),
         SPREAD: run,
         "with moves": partial(run, Placer, Mover),
     }
