@@ -14,6 +14,7 @@ from tlt_server.frontend.link import fleet as fleet_module
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import Pause, SetPolicy, Submit
 from tlt_server.wire.events import WeightReport, WeightState
+from tlt_server.wire.kept import OTHERS
 from tlt_server.wire.records import StepOutput
 
 
@@ -155,6 +156,21 @@ async def test_deadly_request_ends_two_engines_and_no_third() -> None:
     assert error is not None and error[0] == "poisoned"
     assert len(outputs) == 11
     check_whole(outputs)
+
+
+@in_loop
+async def test_death_that_others_may_have_caused_blames_no_request() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    submission = fleet.submit(1)
+    for _ in range(4):
+        await settle()
+        [link] = [each for each in fleet.links.values() if each.running]
+        link.die([*link.running, OTHERS])
+        link.begin()
+    await settle()
+    fleet.step(50)
+    check_whole(await read(submission))
 
 
 @in_loop

@@ -34,6 +34,7 @@ class Current(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 NAME = "started"
+OTHERS = ""  # instead of the ids of sequences that a gateway does not know
 END = b"\n\n"  # after the last id; an older, longer list may leave bytes after it
 
 

@@ -70,7 +70,7 @@ class Died(Struct, frozen=True, tag="died"):
     ending: Ending
     code: str
     message: str
-    started: list[str]  # ids of the sequences that ran; an empty one: some of other clients
+    started: list[str]  # ids of the sequences that ran, and `OTHERS`
     restart_in_s: float | None  # None: never
     start_s: float  # time that a start took before
 

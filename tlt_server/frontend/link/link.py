@@ -101,7 +101,7 @@ class EngineProcess(Protocol):
 class Death(NamedTuple):
     ending: Ending
     error: TltError
-    started: set[str]  # ids of the sequences that ran
+    started: set[str]  # ids of the sequences that ran, and `OTHERS`
     see: str = ""  # the lines of standard error that say more
 
     @property

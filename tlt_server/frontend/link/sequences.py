@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 import structlog
@@ -22,6 +22,7 @@ from tlt_server.frontend.link.replica import Replica, Replicas
 from tlt_server.frontend.link.submission import HOP, Chores, Route, Submission
 from tlt_server.metrics import Metrics
 from tlt_server.process.faults import Containment
+from tlt_server.wire.kept import OTHERS
 from tlt_server.wire.records import GenerateRequest, StepOutput, last_output
 
 log = structlog.get_logger()
@@ -155,11 +156,13 @@ class OpenSequences:
         for id in self.ids:
             self._end(id, error)
 
-    def alone(self, started: Iterable[str]) -> str:
+    def alone(self, started: Collection[str]) -> str:
         """Return the only key of the running requests, or the key of the request on trial if this
         engine had taken each other request past its first step; else empty.
         """
         ran = self._ran(started)
+        if OTHERS in started:
+            return ""
         owners = {route.request.owner for route in ran}
         tried = {route.request.owner for route in ran if route.on_trial}
         if tried and all(route.stepped for route in ran if route.request.owner not in tried):
@@ -171,7 +174,7 @@ class OpenSequences:
         known = self._left | {route.sent_as: route for route in self.routes.values()}
         return [known[id] for id in started if id in known]
 
-    def died(self, replica: Replica, started: Iterable[str], error: TltError) -> int:
+    def died(self, replica: Replica, started: Collection[str], error: TltError) -> int:
         """End the replica's sequences that cannot resume, hold the rest until `resume`, and return
         their number. `started`: ids of the sequences that ran when its engine died.
         """
@@ -180,7 +183,8 @@ class OpenSequences:
             (
                 route.request
                 for route in ran
-                if (len(ran) == 1 or route.on_trial)
+                if OTHERS not in started
+                and (len(ran) == 1 or route.on_trial)
                 and all(other.stepped for other in ran if other is not route)
             ),
             None,

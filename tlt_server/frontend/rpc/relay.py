@@ -45,6 +45,7 @@ from tlt_server.wire.events import (
     PhaseProgress,
     Ready,
 )
+from tlt_server.wire.kept import OTHERS
 from tlt_server.wire.link import (
     Attach,
     Attached,
@@ -239,7 +240,7 @@ class GatewayRelay:
         if self._attached:
             self._attached = self._ready = False
             parts = [id.partition(self._prefix) for id in death.started]
-            ran = sorted({own if not before else "" for before, _, own in parts})
+            ran = sorted({OTHERS if before else own for before, _, own in parts})
             error = death.error.code, death.error.message
             self._put(Died(death.ending, *error, ran, restart_in_s, start_s))
 
