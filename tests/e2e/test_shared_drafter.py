@@ -3,7 +3,7 @@ its drafter, and the other one gets it, bit for bit.
 """
 
 import re
-import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,8 +17,6 @@ from tlt_client import Client
 from tlt_client.wire import Choice
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
-
-GATEWAY = (sys.executable, "-P", "-m", "tlt_server", "fleet", "serve", "--port", "0")
 
 
 def said(client: Client) -> list[tuple[list[int], list[float]]]:
@@ -34,24 +32,24 @@ def test_fleet_shares_the_drafter_that_one_replica_trains(
     flags += ["--policy", "fixed", "--sd-strategy", "eagle:4x1x5"]
     with ExitStack() as stack:
 
-        def started(*given: str) -> tuple[Client, ServerProcess]:
-            server = stack.enter_context(ServerProcess(*given))
+        def started(*given: str, verb: Sequence[str] = ("serve",)) -> tuple[Client, ServerProcess]:
+            server = stack.enter_context(ServerProcess(*given, verb=verb))
             return stack.enter_context(Client(server.url, timeout_s=120)), server
 
-        monkeypatch.setattr("tlt_server.demo.server.COMMAND", (*FORCED, "serve", "--port", "0"))
-        replicas, links = [], []
-        for name in "ab":
-            client, server = started(
-                *flags, "--link-port", "0", "--state-dir", str(tmp_path / name)
-            )
-            replicas.append(client)
-            found = re.findall(r"listening on (\S+) for a gateway", "\n".join(server.lines))
-            links.extend(found)
+        replicas, links = list[Client](), list[str]()
+        with monkeypatch.context() as forced:
+            forced.setattr("tlt_server.demo.server.COMMAND", FORCED)
+            for name in "ab":
+                place = ("--link-port", "0", "--state-dir", str(tmp_path / name))
+                client, server = started(*flags, *place)
+                replicas.append(client)
+                lines = "\n".join(server.lines)
+                links += re.findall(r"listening on (\S+) for a gateway", lines)
         for client in replicas:
             until(lambda client=client: status(client)["process"] == "running")  # type: ignore[misc]
-        monkeypatch.setattr("tlt_server.demo.server.COMMAND", GATEWAY)
         where = ["--launcher", "static", "--addresses", ",".join(links)]
-        gateway, _ = started(*where, "--state-dir", str(tmp_path / "gateway"), "--", *flags)
+        where += ["--state-dir", str(tmp_path / "gateway")]
+        gateway, _ = started(*where, "--", *flags, verb=("fleet", "serve"))
         until(lambda: [each.state for each in gateway.fleet().replicas] == ["ready", "ready"])
         expected = said(gateway)
         recorded = [client.drafter()["buffer"]["sequences"] for client in replicas]

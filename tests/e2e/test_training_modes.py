@@ -80,7 +80,7 @@ def test_ten_adoptions_and_a_trainer_death_change_no_token(
 ) -> None:
     """Rollouts run while the trainer starts, parks, adopts, is killed, comes back and goes on."""
     expected = said(client)
-    monkeypatch.setattr("tlt_server.demo.server.COMMAND", (*FORCED, "serve", "--port", "0"))
+    monkeypatch.setattr("tlt_server.demo.server.COMMAND", FORCED)
     with serving("idle", tmp_path) as server, Client(server.url, timeout_s=120) as own:
         assert said(own) == expected
         versions = {own.weights()["drafter"]}
