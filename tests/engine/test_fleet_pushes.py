@@ -81,7 +81,7 @@ class EngineFleet:
 
     async def ask(self, command: Any) -> WeightReport:
         report = await self.fan_out.weights(command)
-        assert not self.lost and not report.behind
+        assert not self.lost and not report.lagging
         return report
 
     async def push(self, path: str, version: str = "", **fields: Any) -> WeightReport:

@@ -321,7 +321,6 @@ class FakeEngine:
         error = None
         version = ""
         role = ""
-        sums = {"w": f"sha256:{self.weights.target}"}
         match command:
             case PushWeights(_, manifest):
                 version = manifest.version or "named"
@@ -372,6 +371,7 @@ class FakeEngine:
                 if left == self.weights.adapters:
                     result, error = "not_found", ("not_found", f"adapter {name!r} is not loaded")
                 self.weights = msgspec.structs.replace(self.weights, adapters=left)
+        sums = {"w": f"sha256:{version or self.weights.target}"}
         if role == "adapter" and result == "committed":
             loaded = self.weights.adapters | {manifest.adapter: version}
             self.weights = msgspec.structs.replace(self.weights, adapters=loaded)

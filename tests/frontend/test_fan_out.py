@@ -317,7 +317,12 @@ async def test_push_is_staged_by_all_before_any_commits(fleet: Fleet) -> None:
         replica.ask = watched  # type: ignore[method-assign]
     report = await fleet.push()
     assert seen == [("commit", kept("v1"))]
-    assert (report.id, report.result, report.version, report.behind) == ("c", "committed", "v1", {})
+    assert (report.id, report.result, report.version, report.lagging) == (
+        "c",
+        "committed",
+        "v1",
+        {},
+    )
     assert fleet.versions == ["v1"] * 3 and report.state.target == "v1"
     assert not fleet.lost and not fleet.fan_out.committing.locked()
     assert fleet.file.record.previous == {"target": kept("v0")}
@@ -337,7 +342,7 @@ async def test_fault_at_staging_changes_no_replica(fleet: Fleet, which: int, fau
         return
     report = await pushing
     if fault == "dies":  # it catches up once it is back
-        assert report.result == "committed" and report.behind == {}
+        assert report.result == "committed" and report.lagging == {}
         assert [*fleet.versions[:which], *fleet.versions[which + 1 :]] == ["v1", "v1"]
         await fleet.heal()
         assert fleet.versions == ["v1"] * 3
@@ -359,7 +364,7 @@ async def test_fault_at_the_commit_loses_one_replica(fleet: Fleet, which: int, f
     bad.faults = {CommitWeights: fault}
     report = await fleet.push()
     assert (report.result, report.version, report.error) == ("committed", "v1", None)
-    assert [*report.behind] == [*fleet.lost] == [bad.name]
+    assert [*report.lagging] == [*fleet.lost] == [bad.name]
     assert fleet.file.record.roles["target"] == kept("v1")
     await fleet.heal()
     assert fleet.versions == ["v1"] * 3
@@ -416,7 +421,7 @@ async def test_repeated_push_is_unchanged(fleet: Fleet) -> None:
 async def test_replica_with_the_version_needs_no_commit(fleet: Fleet) -> None:
     fleet.b.live["target"] = ("v1", "v1")
     report = await fleet.push()
-    assert (report.result, report.behind) == ("committed", {})
+    assert (report.result, report.lagging) == ("committed", {})
     assert [len(commits) for commits in fleet.got(CommitWeights)] == [1, 0, 1]
 
 
@@ -429,7 +434,7 @@ async def test_replica_that_joins_during_a_push_catches_up(fleet: Fleet) -> None
     await fleet.fan_out.catch_up(fleet.c)
     fleet.used.append(fleet.c)
     fleet.a.released.set()
-    assert (await pushing).behind == {"c": "it has joined meanwhile"} == fleet.lost
+    assert (await pushing).lagging == {"c": "it has joined meanwhile"} == fleet.lost
     await fleet.heal()
     assert fleet.versions == ["v1"] * 3
 
@@ -512,7 +517,7 @@ async def test_parts_and_sessions_commit_together(fleet: Fleet) -> None:
     assert (await fleet.fan_out.weights(PushWeights("d", part))).error is not None
     assert (await fleet.fan_out.weights(PushWeights("e", part))).result == "staged"
     report = await fleet.fan_out.weights(CommitWeights("f", name="step-7", session="s"))
-    assert (report.result, report.version, report.behind) == ("committed", "step-7", {})
+    assert (report.result, report.version, report.lagging) == ("committed", "step-7", {})
     assert fleet.versions == ["step-7"] * 3
     assert fleet.file.record.roles["target"] == Committed("step-7", kept("7").digest, "7")
     repeated = await fleet.fan_out.weights(CommitWeights("g", "step-7", session="s"))
@@ -574,7 +579,7 @@ async def test_replica_outside_the_group_catches_up(fleet: Fleet) -> None:
     await fleet.fan_out.weights(GROUP)
     fleet.used.append(fleet.c)
     report = await fleet.push(channel="broadcast", group="g")
-    assert report.behind == {"c": "it has joined meanwhile"}
+    assert report.lagging == {"c": "it has joined meanwhile"}
     await fleet.heal()
     assert fleet.versions == ["v1"] * 3
 
@@ -589,7 +594,7 @@ async def test_rollback_is_made_by_all(fleet: Fleet, fault: str) -> None:
     fleet.b.faults = {RollbackWeights: fault}
     report = await fleet.fan_out.weights(RollbackWeights("c"))
     assert (report.result, report.version) == ("rolled_back", "v0")
-    assert [*report.behind] == [*fleet.lost] == (["b"] if fault else [])
+    assert [*report.lagging] == [*fleet.lost] == (["b"] if fault else [])
     await fleet.heal()
     assert fleet.versions == ["v0"] * 3 and fleet.file.record.roles["target"] == kept("v0")
     with pytest.raises(Conflict, match="keeps no version for a rollback"):
@@ -641,7 +646,7 @@ async def test_taken_label_gets_the_same_name_everywhere(fleet: Fleet) -> None:
 
     fleet.b.ask = renamed  # type: ignore[method-assign]
     report = await fleet.fan_out.weights(NameWeights("c", "best"))
-    assert (report.version, [*report.behind]) == (apart, ["a", "c"])
+    assert (report.version, [*report.lagging]) == (apart, ["a", "c"])
     await fleet.heal()
     assert fleet.versions == [apart] * 3 == [fleet.file.record.roles["target"].version] * 3
 

@@ -97,7 +97,7 @@ def test_one_refusal_counts_as_the_command_says(command: Any, error: TltError) -
         isinstance(command, ENDED) and isinstance(error, NotFound)
     )
     if excused:
-        assert found.error is None and found.behind == {"b": error.message}
+        assert found.error is None and found.lagging == {"b": error.message}
     else:
         assert found.error == (error.code, f"replica b: {error.message}")
         assert command in CONTROL or found.result == error.code
@@ -114,7 +114,7 @@ def test_lost_replica_counts_only_if_all_are_lost(command: Any) -> None:
     lost = Unavailable("its link is gone", retry_after_s=3)
     found = merged(command, {"a": lost, "b": made(command, "2")})
     assert found.error is None
-    assert command in CONTROL or found.behind == {"a": "its link is gone"}
+    assert command in CONTROL or found.lagging == {"a": "its link is gone"}
     both = {"a": refused(command, Conflict("no")), "b": lost}
     if isinstance(command, DECIDED):  # the lost one may have done it
         with pytest.raises(Unavailable, match="replica b: its link is gone"):

@@ -168,7 +168,7 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
     pause_ms: float = 0.0  # time for which the commit kept the loop from stepping
     values: bytes = b""  # values of a tensor that was read: float32, row after row
     shape: list[int] = []  # shape of these values
-    behind: dict[str, str] = {}  # replica of a fleet -> why it takes part only later
+    lagging: dict[str, str] = {}  # replica of a fleet -> why it takes part only later
 
 
 class ControlReport(Struct, frozen=True, tag="control_report"):

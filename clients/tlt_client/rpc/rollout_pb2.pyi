@@ -667,7 +667,7 @@ class GetWeightsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("state", "version", "role", "weight_version", "checksums", "phases_s", "pause_ms")
+    __slots__ = ("state", "version", "role", "weight_version", "checksums", "phases_s", "pause_ms", "lagging")
     class ChecksumsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -682,6 +682,13 @@ class PushReply(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class LaggingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -689,6 +696,7 @@ class PushReply(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     PHASES_S_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
+    LAGGING_FIELD_NUMBER: _ClassVar[int]
     state: str
     version: str
     role: str
@@ -696,7 +704,8 @@ class PushReply(_message.Message):
     checksums: _containers.ScalarMap[str, str]
     phases_s: _containers.ScalarMap[str, float]
     pause_ms: float
-    def __init__(self, state: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., weight_version: _Optional[str] = ..., checksums: _Optional[_Mapping[str, str]] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., pause_ms: _Optional[float] = ...) -> None: ...
+    lagging: _containers.ScalarMap[str, str]
+    def __init__(self, state: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., weight_version: _Optional[str] = ..., checksums: _Optional[_Mapping[str, str]] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., pause_ms: _Optional[float] = ..., lagging: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WeightState(_message.Message):
     __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads", "update", "adapters")

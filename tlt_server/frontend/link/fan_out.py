@@ -292,16 +292,16 @@ class FanOut:
             role = reports[0].role
             after = after.naming(name, ("target", "drafter") if role == "all" else (role,))
             await self._write(after)
-        behind = {
+        lagging = {
             replica: why
             for replica in {**answers, **dict.fromkeys(self._replicas())}
             if (why := _lacks(answers.get(replica), after))
         }
-        for replica, why in behind.items():
+        for replica, why in lagging.items():
             self._lost(replica, why)
-        followed = {each: answers[each] for each in answers if each not in behind}
+        followed = {each: answers[each] for each in answers if each not in lagging}
         report: WeightReport = as_one(command, followed or answers)
-        return replace(report, behind={each.name: why for each, why in behind.items()})
+        return replace(report, lagging={each.name: why for each, why in lagging.items()})
 
     async def _write(self, record: FleetRecord) -> None:
         if record == self._file.record:
@@ -357,7 +357,7 @@ class FanOut:
             return report
         await self._orders.all(joined, LeaveGroup("", command.name), self._commit_s)
         if report.error is None:
-            name, why = next(iter(report.behind.items()))
+            name, why = next(iter(report.lagging.items()))
             raise ChannelBroken(f"replica {name}: {why}; join group {command.name!r} again")
         return report
 

@@ -58,9 +58,9 @@ def merged(command: FleetCommand, answers: Answers[Report]) -> Report:
     if not done:
         name, error = next(iter(gone.items()))
         raise type(error)(f"replica {name}: {error.message}", retry_after_s=error.retry_after_s)
-    behind = {name: each.message for name, each in gone.items()}
-    behind |= {name: each.error[1] for name, each in reports.items() if each.error is not None}
-    return _together(command, done, behind)
+    lagging = {name: each.message for name, each in gone.items()}
+    lagging |= {name: each.error[1] for name, each in reports.items() if each.error is not None}
+    return _together(command, done, lagging)
 
 
 def _refusal(command: FleetCommand, report: Report, error: TltError, name: str) -> Report:
@@ -70,7 +70,7 @@ def _refusal(command: FleetCommand, report: Report, error: TltError, name: str) 
 
 
 def _together(
-    command: FleetCommand, done: Mapping[str, Report], behind: Mapping[str, str]
+    command: FleetCommand, done: Mapping[str, Report], lagging: Mapping[str, str]
 ) -> Report:
     first = next(iter(done.values()))
     if isinstance(first, ControlReport):
@@ -91,7 +91,7 @@ def _together(
             for phase in first.phases
         },
         pause_ms=max(report.pause_ms for report in reports.values()),
-        behind=dict(behind),
+        lagging=dict(lagging),
     )
 
 

@@ -135,6 +135,10 @@ class PushReply(Struct, frozen=True):
     checksums: Annotated[dict[str, str], "mix64 of the values of each tensor pushed, by name"]
     phases_s: Annotated[dict[str, float], "duration of the push, by phase, in seconds"]
     pause_ms: Annotated[float, "how long the commit kept the loop from stepping"]
+    lagging: Annotated[
+        dict[str, str],
+        "of a fleet: replicas that have to catch up before they are used again, and why",
+    ] = {}
 
 
 def outcome(report: WeightReport, *, labelled: bool = False) -> PushReply:
@@ -150,4 +154,5 @@ def outcome(report: WeightReport, *, labelled: bool = False) -> PushReply:
         report.checksums,
         report.phases,
         report.pause_ms,
+        report.lagging,
     )
