@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from tests.frontend.fake_engine import DIES, HANGS, INFO
 from tests.frontend.gateways import attached, happens, on_link, request
 from tests.frontend.live_server import LiveServer
 from tlt_server.frontend.dialects import DIALECTS
+from tlt_server.frontend.rpc import relay
 from tlt_server.wire.commands import (
     Abort,
     ClearCache,
@@ -189,8 +191,8 @@ async def test_engine_death_is_told_with_what_ran(server: LiveServer) -> None:
         assert death.error.code == "engine_failed" and "status 7" in death.error.message
         assert not gateway.link.send(Submit([request("late", [65])])), "there is no engine"
         assert not any(gateway.outputs.values()), "the gateway goes on with what ran"
-        relay: Any = server.client.relay
-        await happens(lambda: relay._attached)  # again
+        again: Any = server.client.relay
+        await happens(lambda: again._attached)
         server.may_launch.set()
         await gateway.ready(times=2)
         assert gateway.of(Phase)[-1].name == "load", "the start is told too"
@@ -214,16 +216,23 @@ async def test_broken_stream_aborts_its_sequences_only(server: LiveServer) -> No
         assert gateway.outputs["a"][-1].finish_reason == "length", "late outputs meet no new ids"
 
 
-@on_link(engine={"step_s": 0.002, "per_step": 1})
-async def test_outputs_are_gathered_unless_a_client_waits_for_tokens(server: LiveServer) -> None:
-    async with attached(server) as gateway:
-        messages: dict[bool, int] = {}
-        for patient in (True, False):
-            gateway.events.clear()
-            gateway.submit(request(f"{patient}", [65, 66], 100, patient=patient))
-            await happens(lambda: gateway.ended(f"{patient}"))  # noqa: B023
-            messages[patient] = sum(bool(event.outputs) for event in gateway.of(Outputs))
-        assert messages[False] > 2 * messages[True]
+def test_outputs_are_gathered_unless_a_client_waits_for_tokens(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "GATHER_S", 0.5)
+
+    @on_link(engine={"step_s": 0.001, "per_step": 1})
+    async def story(server: LiveServer) -> None:
+        async with attached(server) as gateway:
+            messages: dict[bool, int] = {}
+            for patient in (True, False):
+                gateway.events.clear()
+                gateway.submit(request(f"{patient}", [65, 66], 100, patient=patient))
+                await happens(lambda: gateway.ended(f"{patient}"))  # noqa: B023
+                messages[patient] = sum(bool(event.outputs) for event in gateway.of(Outputs))
+            assert messages[False] > 2 * messages[True]
+
+    story(model=model)
 
 
 @pytest.mark.parametrize(
