@@ -11,8 +11,9 @@ import trustme
 from tlt_client import Tls
 from tlt_server.__main__ import _parse
 from tlt_server.errors import StartupError
-from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.plan import KEY, LaunchPlan
 from tlt_server.fleet.settings import planned
+from tlt_server.frontend.http.keys import read_keys
 from tlt_server.frontend.link.launching import FleetOptions
 
 
@@ -40,6 +41,22 @@ def test_flags_after_the_dashes_count_for_the_gateway_too(model: Path) -> None:
     assert (config.model, config.port, config.max_n) == (model, 9000, 4)
     assert config.tensor_parallel == asked.gpus_each == 2
     assert options == FleetOptions(key=asked.key) and len(asked.key) == 43
+
+
+def test_fleets_key_is_known_to_a_gateway_that_asks_for_keys(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, replicas could not take what was uploaded to the gateway."""
+    monkeypatch.setenv(KEY, "")
+    monkeypatch.setenv("OWN_KEYS", "of-the-variable scopes=data")
+    (file := tmp_path / "keys").write_text("of-the-file name=trainer")
+    variable = "--api-key-variable OWN_KEYS"
+    for flags, secret in ((f"--api-key-file {file}", "of-the-file"), (variable, "of-the-variable")):
+        asked, options = plan(f"--replicas 1 {flags} -- --model {model}")
+        keys = read_keys(asked.config)
+        assert keys.find(secret) is not None and len(keys) == 2
+        assert (caller := keys.find(options.key)) and caller.scopes == {"link"}
+    assert not plan(f"--replicas 1 -- --model {model}")[0].config.api_key_variable
 
 
 def test_options_reach_the_gateway(model: Path) -> None:

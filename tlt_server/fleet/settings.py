@@ -7,6 +7,7 @@ the launcher and refused here, as are those of an engine before `--`.
 
 from __future__ import annotations
 
+import os
 import secrets
 from argparse import Namespace
 from collections.abc import Set
@@ -15,10 +16,11 @@ from pathlib import Path
 
 from tlt_client import Tls
 from tlt_client.errors import InvalidArgument
-from tlt_server.config import load
+from tlt_server.config import Config, load
 from tlt_server.errors import StartupError
 from tlt_server.fleet.arguments import FLAGS
-from tlt_server.fleet.launchers.plan import CHOSEN, LaunchPlan
+from tlt_server.fleet.launchers.plan import CHOSEN, KEY, LaunchPlan
+from tlt_server.frontend.http.keys import read_keys
 from tlt_server.frontend.link.launching import FleetOptions
 from tlt_server.process.private import private_directory, private_file
 from tlt_server.push.calling import key_in
@@ -58,6 +60,7 @@ def planned(arguments: Namespace) -> tuple[LaunchPlan, FleetOptions]:
             "so a replica that starts again could not catch up; name one"
         )
     key = _key(arguments.link_key_file) if static else _made_key(config.state_dir)
+    config = _admitting(config, key)
     options = FleetOptions(
         key,
         _tls(arguments, by_default="tls_cert" in after and not static),
@@ -128,6 +131,19 @@ def labels_of(text: str) -> dict[str, str]:
     if not all(name and value for name, _, value in pairs):
         raise StartupError(f"--ray-labels is {text!r}; write NAME=VALUE, with commas between")
     return {name: value for name, _, value in pairs}
+
+
+def _admitting(config: Config, key: str) -> Config:
+    """Return the gateway's settings with the fleet's key among its keys, if it asks for any: the
+    replicas take uploads from it.
+    """
+    if not key or (config.api_key_file is None and not config.api_key_variable):
+        return config
+    if read_keys(config).find(key) is not None:
+        return config
+    own = os.environ.get(config.api_key_variable, "")
+    os.environ[KEY] = f"{own}\n{key} scopes=link name=replicas"
+    return config.model_copy(update={"api_key_variable": KEY})
 
 
 def _flag(name: str) -> str:
