@@ -84,6 +84,14 @@ def test_exact_bench_finds_no_differing_token_or_logprob(tmp_path: Path) -> None
 
 
 @pytest.mark.long
+def test_exact_bench_of_a_fleet_moves_requests_and_finds_nothing(tmp_path: Path) -> None:
+    said = bench("exact", tmp_path / "fleet-exact.json", "--replicas", "2")
+    assert (said["tokens_differing"], said["logprobs_differing"]) == (0, 0)
+    assert said["moves"] > 0 and said["drains"] > 0 and said["kills"] > 0
+    assert said["pushes"] == {"disk": 1, "http": 1} and said["requests"] == 24
+
+
+@pytest.mark.long
 def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
     flags = ("--policy", "goodput", "--policy", "off", "--policy", "fixed:eagle:7x1x8")
     said = bench("rollout", tmp_path / "rollout-http.json", *flags, "--tensor-parallel", "2")

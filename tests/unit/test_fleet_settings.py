@@ -46,7 +46,7 @@ def test_flags_after_the_dashes_count_for_the_gateway_too(model: Path) -> None:
 def test_fleets_key_is_known_to_a_gateway_that_asks_for_keys(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it, replicas could not take what was uploaded to the gateway."""
+    """Replicas need it to take what was uploaded to the gateway."""
     monkeypatch.setenv(KEY, "")
     monkeypatch.setenv("OWN_KEYS", "of-the-variable scopes=data")
     (file := tmp_path / "keys").write_text("of-the-file name=trainer")

@@ -68,8 +68,10 @@ BENCHES = {
                 "turn]",
             ),
             flag("--plant-fault", "move logits by one ulp, to see the check turn red"),
+            REPLICAS,
         ),
         True,
+        of_fleet=True,
     ),
     "decode": Bench(
         "time plain decoding steps, and the price of strict numerics",
