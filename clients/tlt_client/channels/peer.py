@@ -38,8 +38,8 @@ from tlt_client.tls import Tls
 
 T = TypeVar("T")
 PATH = "/weights/files"
-SLICE_BYTES = 2**23  # size of a reply
-CONNECTIONS = 8
+SLICE_BYTES = 2**24  # size of a reply
+CONNECTIONS = 4
 SILENT_S = 10.0  # longest pause of a connection
 SLOW_S = 60.0  # for a reply, or until the list begins
 BUSY_S = 600.0  # for busy sources to have time
@@ -54,7 +54,7 @@ class PeerFile(Struct, frozen=True):
 
     name: Annotated[str, "file name", Meta(min_length=1, max_length=MAX_NAME)]
     bytes: Annotated[int, "its size", Meta(ge=0, le=2**45)]
-    digests: Annotated[list[str], "xxh3 of each 8 MiB, in order"]
+    digests: Annotated[list[str], "xxh3 of each 16 MiB, in order"]
 
     @property
     def usable(self) -> bool:

@@ -24,6 +24,7 @@ from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.inbox import Put
 
 MAX_NUMBER = 2**63 - 1
+MAX_SLICE = 2**23  # bytes of a reply
 Offered = Annotated[
     Literal["live", "candidate"],
     "live: the drafter that is served; candidate: the last one that the trainer has judged",
@@ -132,7 +133,7 @@ async def file(
     if not any(found.name == name for found in drafter.files):
         raise NotFound(f"the drafter has no file {shown(name)}; GET /drafter/files lists them")
     try:
-        data = await asyncio.to_thread(slice_of, drafter.directory / name, start)
+        data = await asyncio.to_thread(slice_of, drafter.directory / name, start, MAX_SLICE)
     except OSError as error:
         raise Conflict(f"the file has been removed ({error.strerror}); start again") from None
     return Response(data, media_type=OCTETS)

@@ -108,13 +108,13 @@ def _indexed(index: Path) -> set[str]:
         return set()
 
 
-def slice_of(path: Path, start: int) -> bytes:
-    """Return at most `SLICE_BYTES` bytes of a regular file, from `start` on."""
+def slice_of(path: Path, start: int, most: int) -> bytes:
+    """Return at most `most` bytes of a regular file, from `start` on."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return b""
-        return os.pread(descriptor, SLICE_BYTES, start)
+        return os.pread(descriptor, most, start)
     finally:
         os.close(descriptor)
 

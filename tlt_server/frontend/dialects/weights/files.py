@@ -14,7 +14,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG, CALIBRATION
-from tlt_client.channels.peer import PeerFiles
+from tlt_client.channels.peer import SLICE_BYTES, PeerFiles
 from tlt_server.errors import Conflict, NotFound
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import shown
@@ -29,7 +29,7 @@ FilesVersion = Annotated[str, "the version that is wanted; absent: the one that 
 FilesTaker = Annotated[str, "a name that the requests of one taker share; at most 4 take at a time"]
 FilesPart = Annotated[str, "a name in GET /weights/files"]
 FilesStart = Annotated[
-    int, "first byte of the reply, which has at most 8 MiB", Meta(ge=0, le=MAX_NUMBER)
+    int, "first byte of the reply, which has at most 16 MiB", Meta(ge=0, le=MAX_NUMBER)
 ]
 
 
@@ -67,13 +67,13 @@ async def content(
     start: FilesStart = 0,
     taker: FilesTaker = "",
 ) -> Response:
-    """Return 8 MiB of a file of such a version, or what is left of it after `start`."""
+    """Return 16 MiB of a file of such a version, or what is left of it after `start`."""
     service.takers.admit(taker)
     found = await _wanted(service, role, adapter, version)
     if not name.endswith(".safetensors") and name not in (CALIBRATION, ADAPTER_CONFIG):
         raise NotFound(f"there is no file {shown(name)}; GET /weights/files lists them")
     try:
-        data = await asyncio.to_thread(slice_of, found.directory / name, start)
+        data = await asyncio.to_thread(slice_of, found.directory / name, start, SLICE_BYTES)
     except OSError as error:
         raise Conflict(f"the file has been removed ({error.strerror}); start again") from None
     return Response(data, media_type=OCTETS)
