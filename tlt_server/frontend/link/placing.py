@@ -25,6 +25,9 @@ CACHES = 8  # replicas remembered for each
 FULL = 0.05  # free share of the KV pages when sequences wait for pages, not for a batch slot
 PRIOR_S = 0.01  # time of steps with the weight of the prior
 MEMORY_S = 20.0  # steps this long ago count 1/e
+# Wait for the first end at a full replica, in times that one of its sequences still takes. It is
+# short where they began at different times, and long where all began at once.
+WAIT = 0.5
 SOLVE_S = 0.25  # time of steps between two computations of the speed
 
 
@@ -99,7 +102,8 @@ class ReplicaLoad:
         other = shared + context * self.tokens / max(1, self.sequences)
         begin_s, over = self.unread * read, self.sequences + 1 - self.places
         if over > 0 and self.sequences:
-            begin_s += self.expected * over / self.sequences * (each / self.places + other)
+            turns = WAIT + over / self.places
+            begin_s += self.expected / self.sequences * turns * (each + other * self.places)
         others = min(self.sequences, self.places - 1)
         return begin_s, each + shared, read, other * self.expected, other * others
 
