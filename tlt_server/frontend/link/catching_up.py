@@ -26,7 +26,6 @@ from tlt_server.wire.commands import (
 from tlt_server.wire.events import WeightState
 from tlt_server.wire.labels import label_of
 
-PEER = "peer"  # the channel by which a replica takes files from another server
 ROUNDS = 4
 
 

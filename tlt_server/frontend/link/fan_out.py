@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
+from tlt_client.channels import PEER
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -23,7 +24,7 @@ from tlt_server.errors import (
     PushFailed,
     TltError,
 )
-from tlt_server.frontend.link.catching_up import PEER, caught_up
+from tlt_server.frontend.link.catching_up import caught_up
 from tlt_server.frontend.link.fleet_file import Committed, FleetFile, FleetRecord
 from tlt_server.frontend.link.merging import digests, name_of
 from tlt_server.frontend.link.orders import (
