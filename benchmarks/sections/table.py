@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks.markdown import Figures, in_the_file
-from benchmarks.sections import engine, rollouts, service, training, weights
+from benchmarks.sections import engine, fleets, rollouts, service, training, weights
 
 SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "decode": ("Plain decoding", engine.decode),
@@ -21,6 +21,9 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "lora": ("LoRA adapters", engine.lora),
     "rollout": ("Rollouts with a long tail", rollouts.rollout),
     "rollout-http": ("Rollouts over HTTP", rollouts.rollout_http),
+    "fleet-rollout": ("A fleet against one server", fleets.rollout),
+    "fleet-exact": ("Exactness of a fleet", fleets.exact),
+    "fleet-weights": ("Weight pushes to a fleet", fleets.weights),
     "replay": ("Regret of the policies", rollouts.replay),
     "grpo": ("Steps of an RL loop", training.grpo),
     "training": ("Training the drafter", training.training),

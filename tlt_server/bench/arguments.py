@@ -287,8 +287,10 @@ BENCHES = {
                 "nothing is spooled; on a CPU everything is]",
             ),
             *ranks("with --device cuda: ranks of the server"),
+            REPLICAS,
             *JSON,
         ),
+        of_fleet=True,
     ),
     "prefill": Bench("time prefill against cuBLAS and torch's attention, on a GPU", JSON),
     "gemm": Bench(

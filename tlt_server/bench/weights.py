@@ -7,7 +7,7 @@ written and synced. Rounds are interleaved. As many follow while requests decode
 the commit. Only ratios say something on a busy machine.
 
 With `--channel ipc` or `nccl`, `--device cuda` and `--model DIR` instead: pushes from GPU to GPU
-(`weights_gpu`).
+(`weights_gpu`). With `--replicas` pushes to a fleet, and a replica that takes weights from another.
 """
 
 from __future__ import annotations

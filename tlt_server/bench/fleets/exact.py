@@ -20,10 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file
-
 from tlt_client import Client
-from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.errors import Conflict
 from tlt_client.wire import Choice
@@ -40,7 +37,6 @@ from tlt_server.wire.commands import SetPolicy
 
 # Fields of the kinds of requests that every dialect names alike.
 FIELDS = ("temperature", "top_p", "min_tokens", "repetition_penalty", "presence_penalty")
-CHANNELS = "disk,http,broadcast"
 POLL_S = 0.02
 
 
@@ -66,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         shutil.copytree(settings.model, root / STARTED)
         write_pushed(Path(settings.model), root, on_gpu=args.device == "cuda")
         release()
-        more = ("--weight-root", folder, "--weight-channels", CHANNELS)
+        more = ("--weight-root", folder, "--weight-channels", "disk,http")
         with (
             live(console, args, size.tokens + 512, more) as fleet,
             steps(console, size.rounds) as step,
@@ -77,11 +73,13 @@ def run(args: argparse.Namespace) -> int:
                 "rounds": size.rounds,
                 "strategies": min(size.rounds, len(arms)),
             }
-            pushes = cycle(_pushes(fleet.client, root, args.device).items())
+            pushes: dict[str, Callable[[Path, str], Mapping[str, Any]]] = {
+                "disk": fleet.client.update_weights,
+                "http": HttpSender(fleet.client).push_directory,
+            }
             for turn, (policy, strategy) in zip(range(size.rounds), cycle(arms), strict=False):
-                channel, push = next(pushes)
-                directory = (PUSHED, STARTED)[turn % 2]
-                push(root / directory, f"{directory}-{turn}")
+                channel, directory = ("disk", "http")[turn % 3 % 2], (PUSHED, STARTED)[turn % 2]
+                pushes[channel](root / directory, f"{directory}-{turn}")
                 channels[channel] += 1
                 items = _items(settings.model, turn, size)
                 set_policy(fleet.client, SetPolicy("off"))
@@ -100,27 +98,6 @@ def run(args: argparse.Namespace) -> int:
                 save(args, summary)
     finish(args, summary)
     return 1 if counts["tokens_differing"] or counts["logprobs_differing"] else 0
-
-
-def _pushes(
-    client: Client, root: Path, device: str
-) -> dict[str, Callable[[Path, str], Mapping[str, Any]]]:
-    """Return a push of a directory by each channel that needs no GPU of the trainer's own."""
-
-    def by_gloo(directory: Path, version: str) -> Mapping[str, Any]:
-        files = sorted(directory.glob("*.safetensors"))
-        tensors = {name: each for file in files for name, each in load_file(file).items()}
-        sender = BroadcastSender(client)  # a replica that was killed has left every group
-        try:
-            return sender.push(tensors.items(), version)
-        finally:
-            sender.close()
-
-    pushes: dict[str, Callable[[Path, str], Mapping[str, Any]]] = {
-        "disk": lambda directory, version: client.update_weights(directory, version),
-        "http": lambda directory, version: HttpSender(client).push_directory(directory, version),
-    }
-    return pushes if device == "cuda" else pushes | {"gloo": by_gloo}
 
 
 def _items(model: Path, turn: int, size: Size) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         requests = [shortened(r, tokens) for r in requests_of(settings.model, batch, 7, tokens)]
         step("first tokens")
         set_policy(fleet.client, SetPolicy("off"))
-        said["first_token"] = first_tokens(fleet, requests, 20 if args.quick else FIRST_TOKENS)
+        said |= first_tokens(fleet, requests, 20 if args.quick else FIRST_TOKENS)
         save(args, said | figures(ran))
         step("streams")
         streamed = gaps(fleet, requests, kill=args.kill)
@@ -171,12 +171,15 @@ def first_tokens(fleet: LiveFleet, requests: list[GenerateRequest], count: int) 
 
     took = uvloop.run(timed())
     found = {
-        f"{side}_p{part}_ms": percentile(each, part)
+        f"{side}_first_token_p{part}_ms": percentile(each, part)
         for side, each in took.items()
         for part in (50, 99)
     }
     for part in (50, 99):
-        found[f"added_p{part}_ms"] = found[f"gateway_p{part}_ms"] - found[f"direct_p{part}_ms"]
+        gateway, direct = (
+            found[f"{side}_first_token_p{part}_ms"] for side in ("gateway", "direct")
+        )
+        found[f"added_p{part}_ms"] = gateway - direct
     return {name: round(value, 3) for name, value in found.items()}
 
 
@@ -185,20 +188,20 @@ def gaps(fleet: LiveFleet, requests: list[GenerateRequest], *, kill: bool) -> di
     _, one = answered(fleet.replicas()[ONE].url, requests, 0, key=fleet.key)
     fleet.client.clear_cache()
     began_s = time.perf_counter()
-    calm, _ = uvloop.run(_streamed(fleet, requests))
+    calm, _ = uvloop.run(streamed(fleet, requests))
     seconds = time.perf_counter() - began_s
     unequal = [differing(one, [stream.choice for stream in calm])]
-    found: dict[str, Any] = {"streams": len(requests), "longest_gap_ms": _longest(calm, 0.0)}
+    found: dict[str, Any] = {"streams": len(requests), "longest_gap_ms": longest_gap_ms(calm, 0.0)}
     if kill:
         fleet.client.clear_cache()
-        streams, killed = uvloop.run(_streamed(fleet, requests, KILL_AT * seconds))
+        streams, killed = uvloop.run(streamed(fleet, requests, KILL_AT * seconds))
         unequal.append(differing(one, [stream.choice for stream in streams]))
-        found["kill"] = _resumed(fleet, requests, streams, killed)
+        found |= _resumed(fleet, requests, streams, killed)
     found["tokens_differing"], found["logprobs_differing"] = map(sum, zip(*unequal, strict=True))
     return found
 
 
-async def _streamed(
+async def streamed(
     fleet: LiveFleet, requests: list[GenerateRequest], kill_s: float = 0.0
 ) -> tuple[list[Stream], dict[str, Any]]:
     """Return the streams, and when a replica was killed with how many of them."""
@@ -239,7 +242,7 @@ def _stream(answer: Answer) -> Stream:
     return Stream(choice, at_s, known)
 
 
-def _longest(streams: list[Stream], since_s: float) -> float:
+def longest_gap_ms(streams: list[Stream], since_s: float) -> float:
     """Return the longest gap between tokens that ended after a moment, in ms."""
     pairs = (pair for stream in streams for pair in itertools.pairwise(stream.at_s))
     return round(1000 * max((b - a for a, b in pairs if b > since_s), default=0.0), 1)
@@ -273,6 +276,6 @@ def _resumed(
         "resumed_s": round(max(waits, default=0.0), 3),
         "resumed_p50_s": round(statistics.median(waits), 3) if waits else None,
         "beyond_reading_s": round(max(waits, default=0.0) - read_s, 3),
-        "others_longest_gap_ms": _longest([streams[i] for i in others], at_s),
+        "others_longest_gap_ms": longest_gap_ms([streams[i] for i in others], at_s),
         "routed_again_s": killed["routed_again_s"],
     }

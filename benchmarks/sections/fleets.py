@@ -1,0 +1,51 @@
+"""Sections about fleets: against one server, exactness, and weight pushes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.markdown import Figures, model, table
+from tlt_server.bench.tables import FLEET_ROLLOUT
+
+
+def rollout(figures: Figures) -> Iterator[str]:
+    yield model(figures)
+    yield (
+        f"{figures['replicas']} replicas through their gateway, and one of them asked alone; "
+        '`"full n"`: n requests for each replica all the time. Added to the first token: '
+        f"{figures['added_p50_ms']:.1f} ms at p50, {figures['added_p99_ms']:.1f} ms at p99. "
+        f"Differing tokens: {figures['tokens_differing']}, log-probs: "
+        f"{figures['logprobs_differing']}."
+    )
+    if "streams_lost" in figures:
+        yield (
+            f"A killed replica: its {figures['streams_lost']} streams went on within "
+            f"{figures['resumed_s']:.2f} s, of which reading them again takes "
+            f"{figures['read_again_s']:.2f} s. Longest gap of the others: "
+            f"{figures['others_longest_gap_ms']:.0f} ms. Routed again after "
+            f"{figures['routed_again_s']:.0f} s."
+        )
+    yield table(FLEET_ROLLOUT, figures["rows"])
+
+
+def exact(figures: Figures) -> Iterator[str]:
+    pushes = ", ".join(f"{count} by {channel}" for channel, count in figures["pushes"].items())
+    yield model(figures)
+    yield (
+        f"{figures['requests']} requests through a fleet of {figures['replicas']}, with "
+        f"{figures['strategies']} strategies, {figures['kills']} kills, {figures['drains']} "
+        f"drains, {figures['moves']} moves of requests, and pushes ({pushes}): "
+        f"{figures['tokens_differing']} of {figures['tokens']} tokens differ from those of one "
+        f"replica alone, and {figures['logprobs_differing']} log-probs."
+    )
+
+
+def weights(figures: Figures) -> Iterator[str]:
+    one, fleet = figures["one"], figures["fleet"]
+    yield (
+        f"{figures['bytes'] / 1e9:.2f} GB by disk to {figures['replicas']} replicas take "
+        f"{figures['over_one']:.2f} times as long as to one ({one['push_s']:.2f} s). At most "
+        f"{fleet['first_to_last_commit_ms']:.0f} ms from the first commit to the last; longest gap "
+        f"between tokens {fleet['longest_gap_ms']:.0f} ms. A replica that has none takes them from "
+        f"another one with {figures['catch_up_gb_per_s']:.2f} GB/s."
+    )
