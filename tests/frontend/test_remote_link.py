@@ -89,6 +89,20 @@ async def test_broken_stream_is_a_death_at_once() -> None:
         assert not gateway.link.send(Submit([request("a", [65])]))
 
 
+def test_link_goes_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+    @in_loop
+    async def story() -> None:
+        async with linked(attach) as (_, gateway, _):
+            await happens(lambda: gateway.of(Ready) or gateway.deaths)
+            assert not gateway.deaths
+
+    story()
+
+
 @in_loop
 async def test_malformed_event_ends_the_stream() -> None:
     async def answer(context: Any, command: LinkCommand) -> None:

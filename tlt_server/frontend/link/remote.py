@@ -45,6 +45,7 @@ OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # each try connects by itself
     ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
 ]
 
 
