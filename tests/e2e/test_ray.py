@@ -1,5 +1,6 @@
-"""Replicas on a real Ray cluster of a head and two nodes, with a small program in place of
-`tlt serve`: an actor is killed, a node is removed, and a raylet is killed and left unreaped.
+"""Replicas on a real Ray cluster of a head and two nodes. With a small program in place of
+`tlt serve` an actor is killed, a node is removed, and a raylet is killed and left unreaped; with
+real servers a rollout goes on over a killed actor.
 """
 
 from __future__ import annotations
@@ -16,9 +17,20 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_fleet import ready
+from tests.e2e.test_lifecycle import FAST_START
+from tests.e2e.test_rollouts import (
+    ITEMS,
+    LONG,
+    await_tokens,
+    check_same,
+    undisturbed,  # noqa: F401 (a fixture)
+)
 from tests.unit.test_launchers import Seen, all_linked, ended, plan, running
 from tests.waiting import until
+from tlt_client import Client, Reply
 from tlt_server.__main__ import _parse
+from tlt_server.demo.server import ServerProcess
 from tlt_server.doctor.cluster import examine_cluster
 from tlt_server.fleet.launchers import alone, child
 from tlt_server.fleet.launchers import ray as on_ray
@@ -100,6 +112,30 @@ def test_replicas_on_ray_outlive_actors_nodes_and_raylets(cluster: Any, tmp_path
         ("ok", "a lost node is noticed after about 1.5 s"),
     ]
     asyncio.run(outlive(cluster, asked))
+
+
+def test_rollout_on_ray_over_a_killed_actor_is_that_of_one_server(
+    cluster: Any,
+    undisturbed: Reply,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    own = ["--launcher", "ray", "--replicas", "2", "--replica-cpus", "2", "--state-dir", tmp_path]
+    flags = *map(str, own), "--", *FAST_START, "--threads", "1"
+    asked = plan(tmp_path, 2, state_dir=tmp_path)
+    with (
+        ServerProcess(*flags, verb=("fleet", "serve")) as fleet,
+        Client(fleet.url, timeout_s=60) as client,
+    ):
+        ready(client)
+        rollout = client.rollout(client.generate(ITEMS, sampling=LONG, detach=True).id)
+        await_tokens(rollout, 300)
+        [busy, *_] = sorted(client.fleet().replicas, key=lambda each: -each.running)
+        os.kill(parent(owner(asked, busy.name)), signal.SIGKILL)
+        check_same(rollout.result(400), undisturbed)
+        ready(client)
+        last = [owner(asked, name) for name in ("r0", "r1")]
+    for server in last:
+        until(lambda server=server: ended(server))  # type: ignore[misc]
 
 
 async def outlive(cluster: Any, asked: LaunchPlan) -> None:

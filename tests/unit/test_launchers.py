@@ -409,3 +409,25 @@ def test_missing_ray_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(StartupError, match=r"pip install 'tlt-server\[fleet\]'"):
         ray.connected()
+
+
+def test_actor_ends_with_a_raylet_reaped_or_not() -> None:
+    """The watching process is a child of the one that is watched."""
+    watch = (
+        "import asyncio, os; from tlt_server.fleet.launchers.ray import _end_with\n"
+        "raylet = os.getppid(); print(os.getpid(), flush=True); asyncio.run(_end_with(raylet))"
+    )
+    raylet = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {watch!r}]); time.sleep(600)"
+    )
+    for reaped in (True, False):
+        process = subprocess.Popen([sys.executable, "-c", raylet], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        actor = int(process.stdout.readline())
+        assert not ended(actor)
+        process.kill()
+        if reaped:
+            process.wait()
+        until(lambda actor=actor: ended(actor))  # type: ignore[misc]
+        process.communicate()

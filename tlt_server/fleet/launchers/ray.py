@@ -55,16 +55,18 @@ class ReplicaActor:
 
     async def look(self) -> tuple[str, str, str]:
         """Return link, place and fault."""
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(
-                keep(
-                    self._child, self._take, lambda line: print(line, file=sys.stderr), proven=True
-                )
-            )
+        if self._task is None:
+            serving = keep(self._child, self._take, _say, proven=True)
+            self._task = asyncio.create_task(serving)
+            self._watching = asyncio.create_task(_end_with(os.getppid()))
         return self._seen
 
     def _take(self, address: ReplicaAddress) -> None:
         self._seen = address.link, address.place, address.fault
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 async def _end_with(raylet: int) -> None:
@@ -77,7 +79,10 @@ async def _end_with(raylet: int) -> None:
 
 
 def _runs(parent: int) -> bool:
-    state = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[0]
+    try:
+        state = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it was reaped
+        return False
     return os.getppid() == parent and state != "Z"
 
 
