@@ -18,6 +18,8 @@ from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.submission import Route
 from tlt_server.wire.events import Outputs
 
+pytestmark = pytest.mark.slow  # hundreds of schedules
+
 PARTS, EACH = 6, 50  # tests, and the schedules of each
 
 

@@ -113,6 +113,7 @@ def test_simulated_abort_loses_no_token() -> None:
     assert before + given(second, "a") == tokens_of(0, 0, 900)
 
 
+@pytest.mark.slow  # simulates five rollouts
 def test_spreading_beats_hashing_and_moves_beat_it() -> None:
     found = {name: run() for name, run in policies(long_tailed(128, 3), 4, (0.1,)).items()}
     seconds = {name: figures.seconds for name, figures in found.items()}

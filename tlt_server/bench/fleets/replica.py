@@ -104,7 +104,7 @@ class SimulatedReplica:
     def abort(self, ids: Iterable[str], finish_reason: str = "abort") -> None:
         self._advance()
         gone = set(ids)
-        outputs = [self._output(id, finish_reason) for id in gone & self.running.keys()]
+        outputs = [self._output(id, finish_reason) for id in [*self.running] if id in gone]
         outputs += [last_output(r.id, finish_reason) for r in self.waiting if r.id in gone]
         self.waiting = deque(r for r in self.waiting if r.id not in gone)
         self._begin()

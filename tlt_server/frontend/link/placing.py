@@ -134,6 +134,7 @@ class Placer:
         self.placed: dict[str, PlacedSequence] = {}
         # Tokens of a session that replicas have read or computed; the one used last at the end.
         self._sessions = OrderedDict[tuple[str, str], dict[ReplicaLoad, int]]()
+        self._in_order: list[ReplicaLoad] = []
         self._figures_5L = np.zeros((5, 0))  # `ReplicaLoad.figures` of L loads
 
     # replicas
@@ -152,8 +153,9 @@ class Placer:
 
     def _index(self) -> None:
         self.loads = dict(sorted(self.loads.items()))
+        self._in_order = [*self.loads.values()]
         self._figures_5L = np.zeros((5, len(self.loads)))
-        for index, load in enumerate(self.loads.values()):
+        for index, load in enumerate(self._in_order):
             load.index = index
             self._update(load)
 
@@ -202,7 +204,7 @@ class Placer:
         index = int(seconds_L.argmin()) if self.loads else -1
         if index < 0 or seconds_L[index] == math.inf:
             return None
-        [load] = [load for load in self.loads.values() if load.index == index]
+        load = self._in_order[index]
         placed = PlacedSequence(
             load, session, size, left, mean, size - min(size, cached.get(load, 0))
         )
