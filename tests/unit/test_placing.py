@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.frontend.link import placing
-from tlt_server.frontend.link.placing import PRIOR, UNKNOWN_SHARE, Pace, Placer, Speed
+from tlt_server.frontend.link.placing import PRIOR, UNKNOWN_SHARE, WAIT, Pace, Placer, Speed
 from tlt_server.wire.records import OFF, Cycle, GenerateRequest, Sampling, StepContext
 
 
@@ -235,8 +235,8 @@ class SlowTwin:
         unread = sum(each["unread"] for each in own if not each["started"])
         begin_s = unread * PRIOR.read
         if count and count + 1 > places:
-            ends = others * (count + 1 - places) / count
-            begin_s += ends * (PRIOR.each / places + slowed_s)
+            turns = WAIT + (count + 1 - places) / places
+            begin_s += others / count * turns * (PRIOR.each + slowed_s * places)
         together = min(expected * min(count, places - 1), others)
         new = tokens - min(tokens, self.cached.get((session, name), 0))
         alone_s = expected * (PRIOR.each + PRIOR.shared)
@@ -279,7 +279,7 @@ class SlowTwin:
 
 ACTS = st.lists(
     st.tuples(
-        st.sampled_from(["place", "place", "place", "took", "ended", "add", "remove"]),
+        st.sampled_from(["place", "place", "place", "place", "took", "ended", "add", "remove"]),
         st.integers(0, 5),
         st.integers(1, 3000),
         st.integers(0, 3),
@@ -292,6 +292,7 @@ ACTS = st.lists(
 @settings(max_examples=100, deadline=None)
 def test_choices_are_those_of_a_slow_twin(acts: list[tuple[str, int, int, int]]) -> None:
     placer, twin, count = Placer(), SlowTwin(), 0
+    acts = [("add", number, 1, number) for number in range(3)] + acts
     for act, number, size, session in acts:
         name, ids = f"r{number}", [*twin.open]
         if act == "add" and name not in twin.replicas:
@@ -303,13 +304,14 @@ def test_choices_are_those_of_a_slow_twin(acts: list[tuple[str, int, int, int]])
         elif act == "place":
             count += 1
             request = asked(count, size, 10 * size, session=f"s{session}")
-            chosen = placer.place(request, tokens=number)
+            expected, read = math.ceil(UNKNOWN_SHARE * 10 * size), size + number
             every = {
-                each: twin.seconds(
-                    each, math.ceil(UNKNOWN_SHARE * 10 * size), size + number, f"s{session}"
-                )
-                for each in twin.replicas
+                each: twin.seconds(each, expected, read, f"s{session}") for each in twin.replicas
             }
+            cached = placer._sessions.get((request.tenant, request.group_id), {})
+            seconds_L = placer._seconds(expected, read, cached)
+            assert dict(zip(placer.loads, seconds_L, strict=True)) == pytest.approx(every)
+            chosen = placer.place(request, tokens=number)
             assert (chosen is None) == (not every)
             if chosen is not None:
                 assert every[chosen] <= min(every.values()) * (1 + 1e-9)
