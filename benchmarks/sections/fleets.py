@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.markdown import Figures, model, table
-from tlt_server.bench.tables import FLEET_ROLLOUT
+from benchmarks.markdown import Figures, lines, model, table
+from tlt_server.bench.tables import FLEET, FLEET_ROLLOUT
 
 
 def rollout(figures: Figures) -> Iterator[str]:
@@ -49,3 +49,24 @@ def weights(figures: Figures) -> Iterator[str]:
         f"between tokens {fleet['longest_gap_ms']:.0f} ms. A replica that has none takes them from "
         f"another one with {figures['catch_up_gb_per_s']:.2f} GB/s."
     )
+
+
+def simulated(figures: Figures) -> Iterator[str]:
+    yield (
+        "The gateway's own code in virtual time over replicas with the measured times of a 7B "
+        "target on an H200 (see `tlt_server/bench/fleets/replica.py`), all requests sent at once, "
+        "lengths log-normal (median 2,500, sigma 1.1, at most 32,768), groups of 16. Means over "
+        "seeds that nothing was tuned with. `consolidation F`: replicas are emptied where that "
+        "slows no sequence by more than F. `clairvoyant`: the longest outputs are known."
+    )
+    yield table(FLEET, figures["rows"])
+
+
+def faults(figures: Figures) -> Iterator[str]:
+    rows = figures["rows"]
+    yield (
+        f"{figures['schedules']} schedules of faults, each of 5 faults, 50 requests and 5 pushes "
+        "over 3 to 64 simulated replicas; violations of a rule: "
+        f"{figures['violations']}. Faults by the phase of a push in which they began:"
+    )
+    yield lines([*rows[0]], ([str(cell) for cell in row.values()] for row in rows))

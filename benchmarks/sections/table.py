@@ -21,6 +21,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "lora": ("LoRA adapters", engine.lora),
     "rollout": ("Rollouts with a long tail", rollouts.rollout),
     "rollout-http": ("Rollouts over HTTP", rollouts.rollout_http),
+    "fleet": ("Simulated fleets", fleets.simulated),
+    "fleet-faults": ("Simulated fleets", fleets.faults),
     "fleet-rollout": ("A fleet against one server", fleets.rollout),
     "fleet-exact": ("Exactness of a fleet", fleets.exact),
     "fleet-weights": ("Weight pushes to a fleet", fleets.weights),
