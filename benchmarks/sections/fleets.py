@@ -41,7 +41,7 @@ def exact(figures: Figures) -> Iterator[str]:
 
 
 def weights(figures: Figures) -> Iterator[str]:
-    one, fleet = figures["one"], figures["fleet"]
+    [one], [fleet] = figures["one"], figures["fleet"]
     yield (
         f"{figures['bytes'] / 1e9:.2f} GB by disk to {figures['replicas']} replicas take "
         f"{figures['over_one']:.2f} times as long as to one ({one['push_s']:.2f} s). At most "

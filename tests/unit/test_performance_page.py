@@ -111,7 +111,60 @@ def sent(seconds: float) -> Sent:
     return Sent(seconds, 60_000, 0.6, ["a text"] * 256)
 
 
+FLEET = [
+    result(
+        "fleet-rollout-h200.json",
+        bench="fleet-rollout",
+        replicas=2,
+        added_p50_ms=1.5,
+        added_p99_ms=4.0,
+        streams_lost=32,
+        resumed_s=0.5,
+        read_again_s=0.25,
+        beyond_reading_s=0.25,
+        others_longest_gap_ms=21.0,
+        routed_again_s=30.0,
+        tokens_differing=0,
+        logprobs_differing=0,
+        rows=[
+            {
+                "workload": workload,
+                "policy": "off",
+                "one_tokens_per_s": 28_000,
+                "fleet_tokens_per_s": 55_000,
+                "over_one": 1.96,
+                "gateway_percent": 20.0,
+            }
+            for workload in ("full 256", "1024")
+        ],
+    ),
+    result(
+        "fleet-exact-h200.json",
+        bench="fleet-exact",
+        replicas=3,
+        requests=2100,
+        tokens=168_000,
+        strategies=7,
+        kills=21,
+        drains=63,
+        moves=3000,
+        pushes={"disk": 14, "http": 7},
+        tokens_differing=0,
+        logprobs_differing=0,
+    ),
+    result(
+        "fleet-weights-h200.json",
+        bench="fleet-weights",
+        replicas=2,
+        bytes=15_200_000_000,
+        one=[{"push_s": 6.0}],
+        fleet=[{"push_s": 6.6, "first_to_last_commit_ms": 30.0, "longest_gap_ms": 22.0}],
+        over_one=1.1,
+        catch_up_gb_per_s=2.0,
+    ),
+]
 EXAMPLES = [
+    *FLEET,
     decode("decode-h200.json", 3.8),
     result(
         "exact-h200.json",
@@ -261,6 +314,10 @@ def test_figures_are_in_their_section_and_answer_goals() -> None:
         "[0.900](../benchmarks/results/load-h200.json)|reached|",
         "|off|streamed||11250|0.50x|10.0|",
         "|delay by an interrupted trainer|4.0|18.5|",
+        "its 32 streams went on within 0.50 s, of which reading them again takes 0.25 s",
+        "|full 256|off|28000|55000|1.96x|20 %|",
+        "63 drains, 3000 moves of requests, and pushes (14 by disk, 7 by http): 0 of 168000",
+        "take 1.10 times as long as to one (6.00 s). At most 30 ms from the first commit",
         "server 5 / 0 / 0",
     ):
         assert line in text, line
@@ -370,7 +427,7 @@ def test_rollouts_are_compared_seed_by_seed() -> None:
     assert "|512|off|7.00|8750|1.00x||" in said
 
 
-TABLES = ("rows", "price", "prefill", "objectives", "recomputed", "layouts")
+TABLES = ("rows", "price", "prefill", "objectives", "recomputed", "layouts", "fleet")
 
 
 def test_goals_ask_for_fields_that_benches_write() -> None:

@@ -53,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
             more = ("--weight-root", str(root / "root"), "--weight-channels", "disk")
             with live(wide_console(), args, TOKENS + 512, more) as fleet:
                 side = "one" if args.replicas == 1 else "fleet"
-                figures[side] = _pushed(fleet, args)
+                figures[side] = [_pushed(fleet, args)]
                 if side == "fleet":
                     seconds = _caught_up(fleet, f"r{count - 1}")
                     figures["catch_up_s"] = round(seconds, 3)
                     figures["catch_up_gb_per_s"] = round(size / seconds / 1e9, 3)
-    figures["over_one"] = round(figures["fleet"]["push_s"] / figures["one"]["push_s"], 3)
+    figures["over_one"] = round(figures["fleet"][0]["push_s"] / figures["one"][0]["push_s"], 3)
     finish(args, figures)
     return 0
 
