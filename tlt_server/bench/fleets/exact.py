@@ -47,7 +47,7 @@ class Size(NamedTuple):
 
 
 SIZES = {"cpu": Size(21, 100, 80), "cuda": Size(7, 72, 256)}
-QUICK = Size(2, 12, 64)
+QUICK = Size(2, 12, 192)
 
 
 def run(args: argparse.Namespace) -> int:
