@@ -206,6 +206,13 @@ def test_weights_bench_decodes_until_the_bench_ends() -> None:
 
 
 @pytest.mark.long
+def test_weights_bench_of_a_fleet_has_a_replica_catch_up() -> None:
+    said = last_line("weights", "--replicas", "2", "--gib", "0", "--rounds", "1")
+    assert said["one"][0]["push_s"] > 0 and said["fleet"][0]["push_s"] > 0
+    assert said["bytes"] > 0 and said["catch_up_s"] > 0
+
+
+@pytest.mark.long
 def test_graphs_bench_reports_the_phases_of_a_start(tmp_path: Path) -> None:
     said = bench("graphs", tmp_path / "graphs.json")
     assert said["graphs"] == said["graph_bytes"] == 0, "a CPU captures nothing"
