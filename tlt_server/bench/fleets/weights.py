@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 
-from tlt_server.bench.fleets.live import LiveFleet, live
+from tlt_server.bench.fleets.live import POLL_S, LiveFleet, live
 from tlt_server.bench.fleets.rollout import Stream, longest_gap_ms, streamed
 from tlt_server.bench.record import finish, wide_console
 from tlt_server.bench.rollout import Workload, requests_of, shortened
@@ -117,8 +117,11 @@ def _first_s(stream: Stream, version: str) -> float | None:
 
 
 def _caught_up(fleet: LiveFleet, name: str) -> float:
-    """Have a replica start without weights of its own; return the seconds of its catching up."""
+    """Have a replica start without weights of its own; return the seconds of its catching up, at
+    least those between two looks.
+    """
     fleet.kill(name)
     shutil.rmtree(fleet.directory / "replicas" / name / "weights")
-    fleet.until(lambda found: found[name].state == "catching up")
-    return fleet.until(lambda found: found[name].state == "ready")
+    fleet.until(lambda found: found[name].state != "ready")
+    fleet.until(lambda found: found[name].state in ("catching up", "ready"))
+    return max(POLL_S, fleet.until(lambda found: found[name].state == "ready"))
