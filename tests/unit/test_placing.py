@@ -128,15 +128,14 @@ def test_replica_without_free_pages_is_full() -> None:
     assert placer.loads["r00"].places == 64
 
 
-def test_slow_replica_gets_fewer() -> None:
+def test_replicas_are_alike_though_only_one_has_made_steps() -> None:
     placer = placer_of(2)
     slow = Speed(*(3 * seconds for seconds in PRIOR))
     for n in range(1, 100):
         placer.stepped("r00", cycle(slow, n, steps=10), {})
-        placer.stepped("r01", cycle(PRIOR, n, steps=10), {})
     for i in range(100):
         placer.place(asked(i, max_tokens=4000))
-    assert 4 * of(placer)["r00"] < of(placer)["r01"]
+    assert of(placer) == {"r00": 50, "r01": 50}
 
 
 def test_among_limits_the_choice() -> None:

@@ -1,9 +1,8 @@
 """Chooses the replica of each sequence: the one where it is expected to be done first.
 
-A replica's steps are modelled by `Speed`, which is learned from its cycles. All begin with the same
-prior, so without cycles the least loaded replica is chosen. Prompt tokens that the sequence's
-session has left in a replica's cache are not read again. `OpenSequences` asks and reports; nothing
-here reads a clock, and equal histories give equal choices.
+Replicas are alike, so `Speed` models the steps of all and is learned from all their cycles. Prompt
+tokens that the sequence's session has left in a replica's cache are not read again. `OpenSequences`
+asks and reports; nothing here reads a clock, and equal histories give equal choices.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -46,15 +45,19 @@ PRIOR = Speed(each=2.5e-3, shared=3e-5, context=1.5e-8, read=2.5e-5)
 
 
 class Pace:
-    """The learned speed of a replica: least squares over its steps, in multiples of the prior."""
+    """The learned speed of the replicas, which are alike: least squares over all their steps, in
+    multiples of the prior. A speed of its own would stay wrong for a replica that gets nothing.
+    """
 
     def __init__(self) -> None:
         self.speed = PRIOR
         self._products_44, self._sums_4 = PRIOR_S * np.eye(4), PRIOR_S * np.ones(4)
         self._new_s = 0.0
 
-    def stepped(self, cycle: Cycle) -> bool:
-        """Learn from a step, or the sum of a few. Return True if the speed has changed."""
+    def stepped(self, cycle: Cycle, replicas: int = 1) -> bool:
+        """Learn from a step, or the sum of a few, of one of these. Return True if the speed has
+        changed.
+        """
         seconds, steps = cycle.step_s, cycle.context
         if not 0.0 < seconds < math.inf:
             return False
@@ -65,13 +68,13 @@ class Pace:
             steps.prefill_rows,
         )
         prior_4 = np.array(counts) * PRIOR
-        fade = math.exp(-seconds / MEMORY_S)
+        fade = math.exp(-seconds / (MEMORY_S * replicas))
         kept = PRIOR_S * (1.0 - fade)  # the prior does not fade
         self._products_44 *= fade
         self._products_44 += np.outer(prior_4, prior_4) / seconds + kept * np.eye(4)
         self._sums_4 = self._sums_4 * fade + prior_4 + kept
         self._new_s += seconds
-        if self._new_s < SOLVE_S:
+        if self._new_s < SOLVE_S * replicas:
             return False
         factors_4 = np.linalg.solve(self._products_44, self._sums_4)
         self.speed = Speed(*(np.clip(factors_4, 0.02, 50.0) * PRIOR).tolist())
@@ -86,9 +89,9 @@ class ReplicaLoad:
     name: str
     max_running: int
     places: int  # sequences that can run at once; fewer than max_running while KV pages are few
+    pace: Pace
     index: int = -1  # among all replicas; -1: it is not one of them
     waiting: int = 0  # sequences that wait for a place, as the replica last said
-    pace: Pace = field(default_factory=Pace)
     sequences: int = 0
     tokens: int = 0  # their prompts and outputs
     expected: int = 0  # output tokens still to come
@@ -130,6 +133,7 @@ class PlacedSequence:
 
 class Placer:
     def __init__(self) -> None:
+        self.pace = Pace()
         self.loads: dict[str, ReplicaLoad] = {}  # in the order of their names
         self.placed: dict[str, PlacedSequence] = {}
         # Tokens of a session that replicas have read or computed; the one used last at the end.
@@ -142,7 +146,7 @@ class Placer:
     def add(self, name: str, max_running: int) -> None:
         """Add a replica with an empty cache; a known one of that name is removed before."""
         self.remove(name)
-        self.loads[name] = ReplicaLoad(name, max_running, max_running)
+        self.loads[name] = ReplicaLoad(name, max_running, max_running, self.pace)
         self._index()
 
     def remove(self, name: str) -> None:
@@ -176,7 +180,10 @@ class Placer:
         full = gauges.get("pages_free", math.inf) < FULL * gauges.get("pages", 0.0)
         running = int(gauges.get("running", 0.0))
         load.places = max(1, running) if full and load.waiting else load.max_running
-        if (cycle is not None and load.pace.stepped(cycle)) or load.places != before:
+        if cycle is not None and self.pace.stepped(cycle, len(self.loads)):
+            for each in self._in_order:
+                self._update(each)
+        elif load.places != before:
             self._update(load)
 
     # sequences
