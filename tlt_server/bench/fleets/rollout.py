@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
                 for side in (0, 1)
             ]
             found = {
-                side: _ran(fleet, requests, workload.running, side * args.replicas)
+                side: _ran(fleet, requests, side * args.replicas)
                 for side, requests in (both if turn % 2 else reversed(both))
             }
             key = workload.name, policy_name(command)
@@ -117,12 +117,12 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary["tokens_differing"] or summary["logprobs_differing"] else 0
 
 
-def _ran(fleet: LiveFleet, requests: list[GenerateRequest], running: int, replicas: int) -> Ran:
-    """Run requests on a number of replicas through the gateway, or, for 0, on one alone."""
+def _ran(fleet: LiveFleet, requests: list[GenerateRequest], replicas: int) -> Ran:
+    """Run a batch on a number of replicas through the gateway, or, for 0, on one alone."""
     fleet.client.clear_cache()
     url = fleet.gateway.url if replicas else fleet.replicas()[ONE].url
     before_s = processor_s(fleet.gateway.process.pid)
-    seconds, choices = answered(url, requests, running * (replicas or 1), key=fleet.key)
+    seconds, choices = answered(url, requests, 0, key=fleet.key)
     return Ran(seconds, processor_s(fleet.gateway.process.pid) - before_s, choices)
 
 
