@@ -12,7 +12,7 @@ def rollout(figures: Figures) -> Iterator[str]:
     yield model(figures)
     yield (
         f"{figures['replicas']} replicas through their gateway, and one of them asked alone; "
-        "`full n`: a batch of n requests for each replica, of equal length. Added to the first token: "
+        "`full n`: a batch of n equal requests for each replica. Added to the first token: "
         f"{figures['added_p50_ms']:.1f} ms at p50, {figures['added_p99_ms']:.1f} ms at p99. "
         f"Differing tokens: {figures['tokens_differing']}, log-probs: "
         f"{figures['logprobs_differing']}."
