@@ -149,6 +149,9 @@ class Server:
                 error.code, error.message, status=error.http_status, retryable=error.retryable
             ) from None
 
+    def server_info(self) -> dict[str, Any]:
+        return {}
+
     def join_group(self, name: str, *, rank_offset: int, **fields: Any) -> dict[str, Any]:
         return {
             "groups": self._ask(

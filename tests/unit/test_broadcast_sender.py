@@ -56,9 +56,15 @@ class Server:
     def __init__(self) -> None:
         self.answers, self.reply, self.joins = threading.Event(), {"state": "committed"}, 0
         self.error: Exception | None = None
+        self.info: dict[str, Any] = {}
+        self.joined: dict[str, Any] = {}
+
+    def server_info(self) -> dict[str, Any]:
+        return self.info
 
     def join_group(self, name: str, **fields: Any) -> dict[str, Any]:
         self.joins += 1
+        self.joined = fields
         return {}
 
     def push_weights(self, version: str, **fields: Any) -> dict[str, Any]:
@@ -100,6 +106,15 @@ def test_broadcast_to_a_silent_server_times_out(
     with pytest.raises(ChannelLost):
         sender.push(TENSORS.items(), "v")
     assert server.joins == 3 and len(communicators) == 2, "the group was made again"
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_group_has_the_sender_and_every_replica(
+    replicas: int, server: Server, communicators: list[Communicator]
+) -> None:
+    server.info = {"dp_size": replicas}
+    BroadcastSender(server, timeout_s=30)  # type: ignore[arg-type]
+    assert (server.joined["rank_offset"], server.joined["world_size"]) == (1, 1 + replicas)
 
 
 def test_server_error_of_an_ended_push_is_raised(

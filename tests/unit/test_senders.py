@@ -61,6 +61,9 @@ class Server:
     def __init__(self) -> None:
         self.calls, self.names = list[str](), list[str]()
 
+    def server_info(self) -> dict[str, Any]:
+        return {}
+
     def join_group(self, name: str, **fields: Any) -> dict[str, Any]:
         return {}
 

@@ -141,8 +141,8 @@ class BroadcastReceiver(Receiver):
 
 
 class BroadcastSender(Sender):
-    """Rank 0 of a group with the server. The constructor forms the group; `push` forms it again if
-    it broke. Engines reach this process at `address`.
+    """Rank 0 of a group with the server, or with each replica of a gateway. The constructor forms
+    the group; `push` forms it again if it broke. Engines reach this process at `address`.
     """
 
     def __init__(
@@ -174,7 +174,8 @@ class BroadcastSender(Sender):
         self._group = self._made()
 
     def _made(self) -> WeightGroup:
-        wanted = self._member
+        replicas = int(self._client.server_info().get("dp_size", 1))
+        wanted = self._member._replace(world_size=1 + replicas)
         store = host_store(
             wanted.master_address, wanted.master_port, wanted.world_size, wanted.timeout_s
         )
