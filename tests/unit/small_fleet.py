@@ -107,7 +107,7 @@ class NoPushes:
         self._replicas = replicas
 
     async def weights(self, command: object) -> WeightReport:
-        raise AssertionError("nothing is pushed")
+        raise RuntimeError("nothing is pushed")
 
     async def control(self, command: ControlCommand | SetPolicy) -> ControlReport:
         for replica in self._replicas():

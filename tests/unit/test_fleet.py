@@ -9,10 +9,10 @@ import pytest
 from tests.frontend.fake_engine import INFO
 from tests.unit.small_fleet import NoPushes, SmallFleet, check_whole, read, settle
 from tests.waiting import in_loop
-from tlt_server.errors import Conflict, NotFound, Unavailable
+from tlt_server.errors import Conflict, EngineFailed, NotFound, Unavailable
 from tlt_server.frontend.link import fleet as fleet_module
 from tlt_server.frontend.link.replica import Replica
-from tlt_server.wire.commands import Pause, SetPolicy, Submit
+from tlt_server.wire.commands import LookAtWeights, Pause, SetPolicy, Submit
 from tlt_server.wire.events import WeightReport, WeightState
 from tlt_server.wire.kept import OTHERS
 from tlt_server.wire.records import StepOutput
@@ -145,7 +145,7 @@ async def test_deadly_request_ends_two_engines_and_no_third() -> None:
     for _ in range(200):
         await settle()
         for link in fleet.links.values():
-            if link.up and deadly in link.running:
+            if link.up and deadly in {id.partition("~")[0] for id in link.running}:
                 link.die()
                 died += 1
             elif link.up:
@@ -346,3 +346,73 @@ async def test_replica_that_cannot_catch_up_tries_again() -> None:
     assert tries.count("b") == 3
     states = {each.name: each.state for each in fleet.operations.status()}
     assert states == {"a": "ready", "b": "ready"}
+
+
+@in_loop
+async def test_output_that_is_read_after_a_cut_is_dropped() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    submission = fleet.submit(2)
+    fleet.step(3)
+    link = fleet.links["a"]
+    late = [
+        StepOutput(id=id, token_ids=[9], logprobs=[-1.0], weight_version="v0")
+        for id in link.running
+    ]
+    fleet.fleet.lost(link.replica, "it was silent at the commit")
+    link._give(late)
+    for _ in range(60):
+        await settle()
+        fleet.links["b"].step(1)
+    check_whole(await read(submission))
+
+
+@in_loop
+async def test_drained_replica_stays_drained_over_a_lost_link() -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+    await fleet.operations.drain("a")
+    fleet.links["a"].die([])
+    fleet.links["a"].begin()
+    await settle()
+    assert fleet.fleet.members["a"].state == "draining"
+    submission = fleet.submit(4)
+    assert fleet.counts == {"a": 0, "b": 2, "c": 2}
+    fleet.operations.resume("a")
+    fleet.submit(2)
+    assert fleet.counts["a"] == 2
+    submission.close()
+
+
+@in_loop
+async def test_restart_of_the_last_replica_is_refused() -> None:
+    fleet = SmallFleet("a")
+    await fleet.begin()
+    with pytest.raises(Conflict, match="last replica"):
+        await fleet.operations.restart("a")
+    fleet.submit(1)
+    assert fleet.counts == {"a": 1} and fleet.orders == []
+
+
+@in_loop
+async def test_sequences_leave_a_drained_replica_after_a_commit() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    submission = fleet.submit(4)
+    fleet.step(2)
+    fleet.table.commits = lambda: True
+    await fleet.operations.drain("a")
+    assert fleet.counts == {"a": 2, "b": 2}
+    fleet.table.commits = lambda: False
+    fleet.operations.rearrange(1.0)
+    assert fleet.counts == {"a": 0, "b": 4}
+    submission.close()
+
+
+@pytest.mark.contains_faults
+@in_loop
+async def test_order_whose_handling_fails_is_answered_typed() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    with pytest.raises(EngineFailed):  # `NoPushes` fails at any push
+        await fleet.client.weights(LookAtWeights("w1"))

@@ -123,7 +123,8 @@ class Fleet:
             member.task.cancel()
             member.task = None
         if member.replica.runs:
-            self.died(member.replica, Death("exited", EngineFailed(reason), set()), 0.0, 0.0)
+            death = Death("exited", EngineFailed(reason), set())
+            self.died(member.replica, death, 0.0, 0.0, blames=False)
 
     @property
     def pushed_to(self) -> list[Replica]:
@@ -169,9 +170,17 @@ class Fleet:
             self._client.changes.tell()
 
     def died(
-        self, replica: Replica, death: Death, restart_in_s: float | None, start_s: float
+        self,
+        replica: Replica,
+        death: Death,
+        restart_in_s: float | None,
+        start_s: float,
+        *,
+        blames: bool = True,
     ) -> None:
-        """Continue the sequences of a replica elsewhere: its engine has ended, or its link."""
+        """Continue the sequences of a replica elsewhere: its engine has ended, or its link.
+        `blames`: they may be the cause.
+        """
         member = self.members.get(replica.name)
         if member is not None:
             if member.joining is not None:
@@ -186,7 +195,8 @@ class Fleet:
         self._replicas.ready.pop(replica.name, None)
         self._replicas.placer.remove(replica.name)
         replica.died(death.error.message, restart_in_s, start_s)
-        self._client.sequences.died(replica, self._suspected(replica, death), death.error)
+        suspected = self._suspected(replica, death) if blames else set()
+        self._client.sequences.died(replica, suspected, death.error)
         if self._replicas.ready:
             self._client.sequences.resume()
             self.tell()
@@ -210,7 +220,7 @@ class Fleet:
         if death.started:
             self._client.blame(death, time.monotonic())
             return death.started
-        sent = [route for route in self._client.sequences.at(replica) if not route.held]
+        sent = [route for route in self._client.sequences.at(replica) if route.stepped]
         suspected = {route.sent_as for route in sent if route.lost}
         for route in sent:
             route.lost = True
@@ -273,9 +283,10 @@ class Fleet:
         replica = member.replica
         assert replica.info is not None
         self._kind = self._kind or replica.info
-        member.state, member.fault = "ready", ""
+        member.state, member.fault = "draining" if member.drained else "ready", ""
         self._replicas.placer.add(replica.name, replica.info.max_running)
-        self._replicas.ready[replica.name] = replica
+        if not member.drained:
+            self._replicas.ready[replica.name] = replica
         log.info("replica_ready", name=replica.name, place=member.address.place)
         self.tell()
         self._client.sequences.resume()
@@ -311,8 +322,9 @@ class Fleet:
         try:
             await self.rouse()
             report = await self._fan_out.control(command)
-        except TltError as error:
-            report = ControlReport(command.id, (error.code, error.message))
+        except Exception as error:
+            failed = self._typed(error)
+            report = ControlReport(command.id, (failed.code, failed.message))
         finally:
             self.ordering -= 1
         self._client.take(report)
@@ -323,8 +335,8 @@ class Fleet:
             if command != LookAtWeights(command.id):
                 await self.rouse()
             report = await self._fan_out.weights(command)
-        except TltError as error:
-            self._replicas.whole.weight_answers.refuse(command.id, error)
+        except Exception as error:
+            self._replicas.whole.weight_answers.refuse(command.id, self._typed(error))
             return
         finally:
             self.ordering -= 1
@@ -334,6 +346,12 @@ class Fleet:
             self._replicas.placer.forget()
         if self._replicas.ready:
             self.tell()
+
+    def _typed(self, error: Exception) -> TltError:
+        """Return the error for the caller of an order, who would wait for ever without one."""
+        if isinstance(error, TltError):
+            return error
+        return self._client.faults.contain(error, "an order to the fleet")
 
     def do(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

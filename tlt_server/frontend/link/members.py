@@ -99,6 +99,7 @@ class Member:
         self.state: ReplicaState = "joining"
         self.fault = ""  # why it was last lost or refused
         self.moves = 0  # sequences that were moved away
+        self.drained = False  # an operator wants nothing placed there
         self.link: ReplicaLink | None = None
         self.task: asyncio.Task[None] | None = None  # runs the link
         self.joining: asyncio.Task[None] | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from typing import Never
 
+import structlog
+
 from tlt_client.wire import ReplicaStatus
-from tlt_server.errors import Conflict
+from tlt_server.errors import Conflict, TltError
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.launching import Launcher
@@ -21,6 +23,8 @@ from tlt_server.metrics.fleet import FleetMetrics, MoveReason
 
 MOVES_S = 1.0  # between two looks at what should move
 EMPTY_S = 0.05  # between two looks at whether a replica is empty
+
+log = structlog.get_logger()
 
 
 class FleetOperations:
@@ -92,7 +96,7 @@ class FleetOperations:
             raise Conflict(f"the replica {name} is {member.state}, so there is nothing to drain")
         if len(self._replicas.ready) == 1:
             raise Conflict(f"{name} is the last replica that is ready; add another one first")
-        member.state = "draining"
+        member.state, member.drained = "draining", True
         del self._replicas.ready[name]
         routes = self._client.sequences.at(member.replica)
         self._move([route for route in routes if self.may_move(route)], "drained")
@@ -111,25 +115,38 @@ class FleetOperations:
         """
         live = self._replicas.whole.info.weight_version if self._replicas.whole.info else ""
         same = not route.version or route.version.partition("+")[0] == live
-        return same and not route.mixed and not route.ending and not route.on_trial
+        stays = route.mixed or route.ending or route.on_trial or self._replicas.commits()
+        return same and not stays
 
     def resume(self, name: str) -> None:
         """Use a drained replica again."""
         member = self._fleet.member(name)
+        member.drained = False
         if member.state == "draining":
             member.state, self._replicas.ready[name] = "ready", member.replica
             self._fleet.tell()
             self._client.sequences.resume()
 
     async def restart(self, name: str) -> None:
-        """Drain a replica, wait until it is empty, and start it again."""
-        await self._empty(name)
-        await self._launcher.restart(name)
+        """Drain a replica, wait until it is empty, and start it again. `Conflict` for the last
+        one, and where the fleet starts none; then it is used as before.
+        """
+        await self._end(name, self._launcher.restart)
+        self._fleet.member(name).drained = False
 
-    async def _empty(self, name: str) -> None:
-        with suppress(Conflict):
-            await self.drain(name)
+    async def _end(self, name: str, end: Callable[[str], Awaitable[None]]) -> None:
+        """Drain a replica, and end it once it is empty; if that is refused, use it again."""
         member = self._fleet.member(name)
+        if member.state == "ready":
+            await self.drain(name)
+        try:
+            await self._empty(member)
+            await end(name)
+        except BaseException:
+            self.resume(name)
+            raise
+
+    async def _empty(self, member: Member) -> None:
         while self._client.sequences.at(member.replica):  # noqa: ASYNC110 (a rare order)
             await asyncio.sleep(EMPTY_S)
 
@@ -147,5 +164,7 @@ class FleetOperations:
             self._fleet.do(self._stop(status.name))
 
     async def _stop(self, name: str) -> None:
-        await self._empty(name)
-        await self._launcher.stop(name)
+        try:
+            await self._end(name, self._launcher.stop)
+        except TltError as error:
+            log.error("replica_not_stopped", name=name, reason=error.message)

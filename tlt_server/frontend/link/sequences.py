@@ -205,6 +205,7 @@ class OpenSequences:
         replica.queue.clear()
         mine = self.at(replica)
         for route in mine:
+            route.hops += self._replicas.resume and not route.held  # its link may still be read
             route.held, route.replica = True, None
 
         def end(few: list[Route]) -> None:

@@ -98,7 +98,7 @@ class Route(Struct, gc=False):
     submission: Submission
     request: GenerateRequest
     replica: Holder | None = None  # has it, or will get it; None: it waits for a replica
-    hops: int = 0  # moves away from a replica that still served it
+    hops: int = 0  # replicas of a fleet that had it before
     accepted_s: float = 0.0  # time.monotonic()
     last_s: float = 0.0  # likewise, of the last output with tokens; 0: there was none
     tokens: int = 0  # tokens given so far
