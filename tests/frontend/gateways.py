@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import msgspec
@@ -14,7 +14,9 @@ import msgspec
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client.errors import ServerError
 from tlt_client.rpc.errors import error_of
+from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.link import Death
+from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.remote import RemoteLink
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import Command, Submit
@@ -35,7 +37,8 @@ class FakeGateway:
         self.events: list[Event] = []
         self.deaths: list[tuple[Death, float | None]] = []
         self.outputs: dict[str, list[StepOutput]] = {}
-        self.link = RemoteLink(address, lambda: self.attach, self, Replica("r"), key=key, tls=tls)
+        self.member, fleet = Member(ReplicaAddress("r", address)), cast(Any, self)
+        self.link = RemoteLink(address, lambda: self.attach, fleet, self.member, key=key, tls=tls)
 
     def take(self, event: Event, replica: Replica) -> None:
         self.events.append(event)

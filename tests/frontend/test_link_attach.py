@@ -44,8 +44,7 @@ async def test_lower_epoch_is_refused_and_a_higher_one_takes_over(server: LiveSe
             assert death.ending == "exited" and not death.started
             await happens(lambda: not server.engine.running)
             await happens(lambda: len(gateway.deaths) > 1)  # it tries again, and gets nothing
-            assert gateway.link.refusal is not None
-            assert "epoch 5 of the fleet f is over" in gateway.link.refusal.message
+            assert "epoch 5 of the fleet f is over" in gateway.deaths[1][0].error.message
             assert len(gateway.of(Ready)) == 1
 
 
@@ -67,8 +66,7 @@ async def test_foreign_fleet_is_refused_by_name_unless_it_takes_over(server: Liv
             await happens(lambda: holder.deaths)
             assert server.client.relay is not None
             assert "the fleet g" in server.client.relay.gateway
-            await happens(lambda: holder.link.refusal)
-            assert "the fleet g" in holder.link.refusal.message  # type: ignore[union-attr]
+            assert "the fleet g" in holder.deaths[0][0].error.message
 
 
 @on_link()
@@ -126,8 +124,8 @@ async def test_link_ends_once_its_key_is_removed(server: LiveServer) -> None:
     assert server.config.api_key_file is not None
     async with attached(server, key="linked") as gateway:
         server.config.api_key_file.write_text(KEYS.partition("\n")[0])
-        await happens(lambda: gateway.link.refusal)
-        assert "no known API key" in gateway.link.refusal.message  # type: ignore[union-attr]
+        await happens(lambda: gateway.deaths)
+        assert "no known API key" in gateway.deaths[0][0].error.message
 
 
 def test_link_is_encrypted_with_the_servers_certificate(model: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_silent_server_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> Non
             death, delay_s = gateway.deaths[-1]
             assert (delay_s, death.started) == (0, set())
             assert "it was silent for 0.3 s" in death.error.message
-            assert gateway.link.refusal is None
+            assert death.error.code == "engine_failed"
             await gateway.ready(times=2)  # it attaches again
 
     story()
@@ -82,7 +82,7 @@ def test_silent_server_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_broken_stream_is_a_death_at_once() -> None:
     async with linked(attach) as (_, gateway, server):
         await gateway.ready()
-        assert gateway.link.url == "http://127.0.0.1:8000", "the host by which it was reached"
+        assert gateway.member.url == "http://127.0.0.1:8000", "the host by which it was reached"
         await server.stop(0)
         await happens(lambda: gateway.deaths)
         assert gateway.deaths[0][0].ending == "exited"

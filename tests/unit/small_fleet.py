@@ -3,7 +3,8 @@ function of its seed and i, so a token that is repeated or missing shows.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,8 @@ from tlt_server.wire.commands import Abort, Command, ControlCommand, SetPolicy, 
 from tlt_server.wire.events import ControlReport, EngineInfo, Outputs, Ready, WeightReport
 from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, last_output
 
+ENDED = EngineFailed("it ended")
+
 
 def token(seed: int, position: int) -> int:
     return (seed * 1009 + position * 31) % 250
@@ -33,16 +36,13 @@ class SmallReplica:
     """The link to a replica, and the replica."""
 
     def __init__(self, fleet: Fleet, member: Member) -> None:
-        self.fleet, self.replica, self.url = fleet, member.replica, f"http://{member.replica.name}"
+        self.fleet, self.replica = fleet, member
+        member.url = f"http://{member.name}"
         self.running: dict[str, tuple[GenerateRequest, int]] = {}  # with the tokens so far
         self.commands: list[Command] = []
         self.version, self.up = "v0", False
         self.control_error: tuple[str, str] | None = None  # answers every control command
-        self.refusal: TltError | None = None
         self.waits = 0  # sequences that have not started, the last ones
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
 
     def begin(self, info: EngineInfo = INFO) -> None:
         self.up = True
@@ -93,11 +93,11 @@ class SmallReplica:
             gauges = {"running": running, "waiting": float(self.waits)}
             self.fleet.take(Outputs(outputs, gauges), self.replica)
 
-    def die(self, started: Sequence[str] | None = None) -> None:
+    def die(self, started: Sequence[str] | None = None, error: TltError = ENDED) -> None:
         """End the engine while these ran, by default all; with none the link breaks."""
         ran = {*self.running} if started is None else {*started}
         self.running, self.up = {}, False
-        self.fleet.died(self.replica, Death("exited", EngineFailed("it ended"), ran), 1.0, 1.0)
+        self.fleet.died(self.replica, Death("exited", error, ran), 1.0, 1.0)
 
 
 class NoPushes:
@@ -134,9 +134,9 @@ class SmallFleet:
         self.names = list(names)
         self._found: Callable[[Sequence[ReplicaAddress]], None] = lambda addresses: None
 
-    def _connect(self, fleet: Fleet, member: Member) -> SmallReplica:
-        link = self.links[member.replica.name] = SmallReplica(fleet, member)
-        return link
+    def _connect(self, fleet: Fleet, member: Member) -> Coroutine[Any, Any, Any]:
+        self.links[member.name] = SmallReplica(fleet, member)
+        return asyncio.Event().wait()
 
     # as a launcher
 

@@ -297,8 +297,7 @@ async def test_gateway_that_every_replica_refuses_ends_and_says_why() -> None:
     running = asyncio.create_task(fleet.fleet.run())
     await settle()
     for name in "ab":
-        fleet.links[name].refusal = Conflict(f"{name}:1: the server is held by another")
-        fleet.links[name].die([])
+        fleet.links[name].die([], Conflict(f"{name}:1: the server is held by another"))
     assert (await running).message.endswith(
         "a:1: the server is held by another; b:1: the server is held by another"
     )

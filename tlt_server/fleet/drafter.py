@@ -82,11 +82,8 @@ class FleetDrafter:
 
     async def step(self, now_s: float) -> None:
         """Look at the replicas, decide and act once."""
-        members = {
-            name: each
-            for name, each in self._fleet.members.items()
-            if each.state == "ready" and each.link is not None
-        }
+        known = self._fleet.members.items()
+        members = {name: each for name, each in known if each.state == "ready"}
         seen = await asyncio.gather(*(self._look(member) for member in members.values()))
         found = [each for each in seen if each is not None]
         self._asked = {name: task for name, task in self._asked.items() if not task.done()}
@@ -105,10 +102,10 @@ class FleetDrafter:
             await asyncio.wait(self._asked.values(), timeout=ACT_S)
 
     async def _look(self, member: Member) -> Seen | None:
-        name = member.replica.name
+        name = member.name
         try:
             async with asyncio.timeout(LOOK_S):
-                return seen_of(name, member.replica.gauges, await self._client(member).drafter())
+                return seen_of(name, member.gauges, await self._client(member).drafter())
         except (ConnectionFailed, ServerError) as error:
             self._say(name, str(error))
         except TimeoutError:
@@ -146,12 +143,11 @@ class FleetDrafter:
                     self.coordination.refused(action.version)
 
     async def _share(self, share: ShareDrafter, source: Member) -> None:
-        assert source.link is not None
         manifest = Manifest(
             role="drafter",
             version=share.version,
             channel=PEER,
-            path=source.link.url,
+            path=source.url,
             key=self._options.key,
             of=share.target,
         )
@@ -163,7 +159,7 @@ class FleetDrafter:
         """Give a replica the sequences that it does not have yet, and return their number."""
         moved, left_bytes, at = 0, GATHERED_BYTES, self._client(taker)
         for source in members.values():
-            left, key = 1, (source.replica.name, taker.replica.name)
+            left, key = 1, (source.name, taker.name)
             while left and left_bytes > 0 and source is not taker:
                 after = self._after.get(key, 0)
                 try:
@@ -172,7 +168,7 @@ class FleetDrafter:
                     )
                 except (InvalidRequest, Refusal) as error:  # emptied meanwhile, or not in files
                     self._after.pop(key, None)
-                    self._say(source.replica.name, str(error))
+                    self._say(source.name, str(error))
                     break
                 if last == after:
                     break
@@ -182,13 +178,12 @@ class FleetDrafter:
                 except Unavailable:  # it has not read the earlier ones
                     return moved
                 except (InvalidRequest, Refusal) as error:
-                    self._say(taker.replica.name, str(error))
+                    self._say(taker.name, str(error))
                 self._after[key] = last
         return moved
 
     def _client(self, member: Member) -> AsyncClient:
-        assert member.link is not None
-        url, options = member.link.url, self._options
+        url, options = member.url, self._options
         if url not in self._clients:
             self._clients[url] = self._connect(
                 url, api_key=options.key or None, timeout_s=ANSWER_S, tls=options.tls

@@ -58,10 +58,9 @@ def gateway(
             take_over=options.take_over,
         )
 
-    def connect(fleet: Fleet, member: Member) -> RemoteLink:
-        return RemoteLink(
-            member.address.link, attach, fleet, member.replica, key=options.key, tls=options.tls
-        )
+    async def connect(fleet: Fleet, member: Member) -> None:
+        address, key, tls = member.address.link, options.key, options.tls
+        await RemoteLink(address, attach, fleet, member, key=key, tls=tls).run()
 
     fan_out = FanOut(
         lambda: fleet.pushed_to,

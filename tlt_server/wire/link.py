@@ -8,7 +8,7 @@ Clocks of two hosts differ, so deadlines cross as seconds left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -81,18 +81,9 @@ LinkCommand = (
 LinkEvent = (
     Attached | Pong | Died | Ready | Phase | PhaseProgress | Outputs | WeightReport | ControlReport
 )
-_COMMANDS = msgspec.msgpack.Decoder(LinkCommand)
-_EVENTS = msgspec.msgpack.Decoder(LinkEvent)
-
-
-def decode_link_command(data: bytes) -> LinkCommand:
-    """Decode a command; `msgspec.DecodeError` if it is malformed or none of a link's."""
-    return _COMMANDS.decode(data)
-
-
-def decode_link_event(data: bytes) -> LinkEvent:
-    """Decode an event; `msgspec.DecodeError` if it is malformed or none of a link's."""
-    return _EVENTS.decode(data)
+# Both raise `msgspec.DecodeError` for bytes that are malformed or of another type.
+decode_link_command = msgspec.msgpack.Decoder(LinkCommand).decode
+decode_link_event = msgspec.msgpack.Decoder(LinkEvent).decode
 
 
 def command_messages(command: LinkCommand, now_s: float) -> Iterator[bytes]:
@@ -100,8 +91,8 @@ def command_messages(command: LinkCommand, now_s: float) -> Iterator[bytes]:
     if not isinstance(command, Submit):
         yield encode(command)
         return
-    for requests in _parts(departing(request, now_s) for request in command.requests):
-        yield encode({"type": "submit", "requests": requests})
+    for requests in _parts(shifted(request, -now_s) for request in command.requests):
+        yield encode(Submit(requests))
 
 
 def event_messages(event: LinkEvent) -> Iterator[bytes]:
@@ -111,12 +102,11 @@ def event_messages(event: LinkEvent) -> Iterator[bytes]:
         return
     *first, last = _parts(event.outputs)
     for outputs in first:
-        yield encode({"type": "outputs", "outputs": outputs, "gauges": event.gauges})
-    figures = {name: getattr(event, name) for name in event.__struct_fields__}
-    yield encode({"type": "outputs", **figures, "outputs": last})
+        yield encode(Outputs(outputs, event.gauges))
+    yield encode(msgspec.structs.replace(event, outputs=last))
 
 
-def _parts(members: Iterable[Any]) -> Iterator[list[Raw]]:
+def _parts(members: Iterable[Any]) -> Iterator[list[Any]]:
     """Yield encoded members in lists of at most `PART_BYTES`, or one member; at least one list."""
     part: list[Raw] = []
     size = 0
@@ -130,22 +120,14 @@ def _parts(members: Iterable[Any]) -> Iterator[list[Raw]]:
     yield part
 
 
-def departing(request: GenerateRequest, now_s: float) -> GenerateRequest:
-    """Return the request for another host: its deadlines are seconds left, at least 0."""
-    return _with_deadlines(request, lambda clock_s: max(0.0, clock_s - now_s))
-
-
-def arriving(request: GenerateRequest, now_s: float) -> GenerateRequest:
-    """Return a request of another host with deadlines by this host's monotonic clock."""
-    return _with_deadlines(request, lambda left_s: now_s + left_s)
-
-
-def _with_deadlines(request: GenerateRequest, change: Callable[[float], float]) -> GenerateRequest:
-    deadline_s, begin_by_s = request.deadline_s, request.begin_by_s
+def shifted(request: GenerateRequest, by_s: float) -> GenerateRequest:
+    """Return the request with its deadlines moved, at least to 0. Before a link `by_s` is less this
+    host's monotonic clock, which leaves seconds; after it the clock of the other host.
+    """
+    deadline_s, begin_by_s = (
+        None if clock_s is None else max(0.0, clock_s + by_s)
+        for clock_s in (request.deadline_s, request.begin_by_s)
+    )
     if deadline_s is None and begin_by_s is None:
         return request
-    return msgspec.structs.replace(
-        request,
-        deadline_s=None if deadline_s is None else change(deadline_s),
-        begin_by_s=None if begin_by_s is None else change(begin_by_s),
-    )
+    return msgspec.structs.replace(request, deadline_s=deadline_s, begin_by_s=begin_by_s)

@@ -104,9 +104,9 @@ class SimulatedGateway:
         self.over = asyncio.create_task(self.fleet.run())
         self.moving = asyncio.create_task(self.operations.run())
 
-    def _connect(self, fleet: Fleet, member: Member) -> SimulatedLink:
-        machine, replica = self.machines[member.replica.name], member.replica
-        return SimulatedLink(machine, self, self._attach, fleet, replica)
+    async def _connect(self, fleet: Fleet, member: Member) -> None:
+        machine = self.machines[member.name]
+        await SimulatedLink(machine, self, self._attach, fleet, member).run()
 
     def _attach(self) -> Attach:
         record = self.disk.record

@@ -12,29 +12,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import msgspec
 import structlog
 
 from tlt_server.errors import Conflict, EngineFailed, NotFound, TltError
 from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.joining import differences, together
 from tlt_server.frontend.link.launching import Launcher, ReplicaAddress
 from tlt_server.frontend.link.link import Death
-from tlt_server.frontend.link.members import FleetReplicas, Member, Orders, ReplicaLink
-from tlt_server.frontend.link.replica import Replica
+from tlt_server.frontend.link.members import FleetReplicas, Member
 from tlt_server.metrics.fleet import FleetMetrics
-from tlt_server.wire.commands import (
-    Command,
-    ControlCommand,
-    LookAtWeights,
-    Recompute,
-    SetPolicy,
-    WeightCommand,
-)
+from tlt_server.wire.commands import Command, LookAtWeights, Recompute, WeightCommand
 from tlt_server.wire.events import (
     ControlReport,
     EngineInfo,
@@ -61,11 +54,13 @@ class Fleet:
         client: EngineClient,
         replicas: FleetReplicas,
         launcher: Launcher,
-        fan_out: Orders,
-        connect: Callable[[Fleet, Member], ReplicaLink],
+        fan_out: FanOut,
+        connect: Callable[[Fleet, Member], Coroutine[Any, Any, None]],
         metrics: FleetMetrics,
     ) -> None:
-        """`client`: was made with these `replicas`. `connect` makes the link to a member."""
+        """`client`: was made with these `replicas`. `connect` holds the link to a member, until
+        cancelled.
+        """
         self._client, self._replicas, self._launcher = client, replicas, launcher
         self._fan_out, self._connect, self._metrics = fan_out, connect, metrics
         self._kind: EngineInfo | None = None  # every replica agrees with it
@@ -110,44 +105,43 @@ class Fleet:
             member = self.members.get(name)
             if member is None:
                 member = self.members[name] = Member(address)
-                member.replica.queue = self._client.sequences.where.queue(member.replica)
+                member.queue = self._client.sequences.where.queue(member)
             elif member.address.link != address.link and member.task is not None:
                 self._cut(member, address.fault or "it was started again")
             member.address, member.fault = address, address.fault or member.fault
             if address.link and member.task is None:
-                member.link = self._connect(self, member)
-                member.task = asyncio.create_task(member.link.run())
+                member.is_held = False
+                member.task = asyncio.create_task(self._connect(self, member))
 
     def _cut(self, member: Member, reason: str) -> None:
         if member.task is not None:
             member.task.cancel()
             member.task = None
-        if member.replica.runs:
+        if member.runs:
             death = Death("exited", EngineFailed(reason), set())
-            self.died(member.replica, death, 0.0, 0.0, blames=False)
+            self.died(member, death, 0.0, 0.0, blames=False)
 
     @property
-    def pushed_to(self) -> list[Replica]:
+    def pushed_to(self) -> list[Member]:
         """The replicas that every order goes to. Those that sleep are woken before, except by a
         look at their versions.
         """
         members = self.members.values()
-        return [each.replica for each in members if each.state in ("ready", "draining", "asleep")]
+        return [each for each in members if each.state in ("ready", "draining", "asleep")]
 
     @property
     def asleep(self) -> list[Member]:
         """The replicas that have given their memory back, see `idling`."""
         return [each for each in self.members.values() if each.state == "asleep"]
 
-    def lost(self, replica: Replica, reason: str) -> None:
+    def lost(self, member: Member, reason: str) -> None:
         """Take out a replica that did not do what the fleet did; its link attaches again."""
-        member = self.member(replica.name)
         self._cut(member, reason)
         self._found([each.address for each in self.members.values()])
 
     # what arrives from replicas
 
-    def take(self, event: Event, replica: Replica) -> None:
+    def take(self, event: Event, replica: Member) -> None:
         """Apply an event of a replica."""
         match event:
             case Outputs():
@@ -156,11 +150,10 @@ class Fleet:
                 self._client.take(msgspec.structs.replace(event, gauges=self._gauges()))
             case Phase() | PhaseProgress():
                 replica.start.take(event)
-            case Ready(info):
+            case Ready(info) if replica in self.members.values():
                 replica.ready(info)
-                member = self.member(replica.name)
-                replica.url = member.link.url if member.link is not None else ""
-                member.joining = self.do(self._join(member, info))
+                replica.is_held = False
+                replica.joining = self.do(self._join(replica, info))
             case WeightReport():
                 replica.reported(event)
                 replica.weight_answers.settle(event)
@@ -171,7 +164,7 @@ class Fleet:
 
     def died(
         self,
-        replica: Replica,
+        replica: Member,
         death: Death,
         restart_in_s: float | None,
         start_s: float,
@@ -181,12 +174,11 @@ class Fleet:
         """Continue the sequences of a replica elsewhere: its engine has ended, or its link.
         `blames`: they may be the cause.
         """
-        member = self.members.get(replica.name)
-        if member is not None:
-            if member.joining is not None:
-                member.joining.cancel()
-            member.state, member.fault = "lost", death.error.message
-            self._end_if_refused()
+        if replica.joining is not None:
+            replica.joining.cancel()
+        replica.state, replica.fault = "lost", death.error.message
+        replica.is_held = isinstance(death.error, Conflict)
+        self._end_if_refused()
         if not replica.runs:
             return  # another try to reach it has failed
         log.error("replica_lost", name=replica.name, reason=death.error.message)
@@ -208,12 +200,11 @@ class Fleet:
 
     def _end_if_refused(self) -> None:
         """End the gateway if every replica says that it belongs to another one."""
-        refusals = [each.link.refusal for each in self.members.values() if each.link is not None]
-        held = [refusal.message for refusal in refusals if isinstance(refusal, Conflict)]
+        held = [each.fault for each in self.members.values() if each.is_held]
         if len(held) == len(self.members) and not self._over.done():
             self._over.set_result(EngineFailed("no replica takes this gateway: " + "; ".join(held)))
 
-    def _suspected(self, replica: Replica, death: Death) -> set[str]:
+    def _suspected(self, replica: Member, death: Death) -> set[str]:
         """Return the sequences that may have caused a death: those that ran if an engine died. A
         replica is lost for other reasons too, so then only those that were lost before.
         """
@@ -247,12 +238,12 @@ class Fleet:
             found = differences(self._kind or info, info)
             try:
                 if found:
-                    raise Conflict(f"the replica {member.replica.name} cannot join: {found}")
+                    raise Conflict(f"the replica {member.name} cannot join: {found}")
                 await self.catch_up(member)
                 return
             except TltError as error:
                 member.state, member.fault = "lost", error.message
-                log.error("replica_refused", name=member.replica.name, reason=error.message)
+                log.error("replica_refused", name=member.name, reason=error.message)
             if found:
                 return
             await asyncio.sleep(CATCH_UP_S)
@@ -260,17 +251,17 @@ class Fleet:
     async def catch_up(self, member: Member) -> None:
         """Bring a replica to what the fleet has, and use it."""
         member.state, given = "catching up", list[Any]()
-        had = member.replica.info
-        await self._fan_out.catch_up(member.replica)
+        had = member.info
+        await self._fan_out.catch_up(member)
         while self._replicas.whole.runs and (standing := self._standing()) != given:
             for command in standing:
                 id = self._client.command_id()
-                await member.replica.ask(msgspec.structs.replace(command, id=id))
+                await member.ask(msgspec.structs.replace(command, id=id))
             given = standing
             if "weights" not in self._client.pauses.asleep:  # there may have been a push
-                await self._fan_out.catch_up(member.replica)
+                await self._fan_out.catch_up(member)
         self._admit(member)  # at once, so that no order comes in between
-        if member.replica.info != had:
+        if member.info != had:
             self._metrics.caught_up()
 
     def _standing(self) -> list[Any]:
@@ -280,21 +271,25 @@ class Fleet:
         return [msgspec.structs.replace(command, id="") for command in standing]
 
     def _admit(self, member: Member) -> None:
-        replica = member.replica
-        assert replica.info is not None
-        self._kind = self._kind or replica.info
-        member.state, member.fault = "draining" if member.drained else "ready", ""
-        self._replicas.placer.add(replica.name, replica.info.max_running)
+        assert member.info is not None
+        self._kind = self._kind or member.info
+        member.fault = ""
+        self._replicas.placer.add(member.name, member.info.max_running)
+        log.info("replica_ready", name=member.name, place=member.address.place)
+        self.use(member)
+
+    def use(self, member: Member) -> None:
+        """Place sequences at a replica from here on, unless an operator drains it."""
+        member.state = "draining" if member.drained else "ready"
         if not member.drained:
-            self._replicas.ready[replica.name] = replica
-        log.info("replica_ready", name=replica.name, place=member.address.place)
+            self._replicas.ready[member.name] = member
         self.tell()
         self._client.sequences.resume()
 
     def tell(self) -> None:
         """Describe the fleet as one engine to the rest of the frontend."""
         whole = self._replicas.whole
-        used = (*self._replicas, *(each.replica for each in self.asleep))
+        used = (*self._replicas, *self.asleep)
         info = together([each.info for each in used if each.info is not None])
         if whole.runs:
             whole.info = self._client.admission.engine = info
@@ -311,38 +306,28 @@ class Fleet:
             return False
         if isinstance(command, Recompute):
             return any(replica.send(command) for replica in self._replicas)
-        if isinstance(command, get_args(WeightCommand)):
-            self.do(self._push(cast(WeightCommand, command)))
-        else:
-            self.do(self._control(cast(ControlCommand, command)))
+        self.do(self._order(command))
         return True
 
-    async def _control(self, command: ControlCommand | SetPolicy) -> None:
-        self.ordering += 1
-        try:
-            await self.rouse()
-            report = await self._fan_out.control(command)
-        except Exception as error:
-            failed = self._typed(error)
-            report = ControlReport(command.id, (failed.code, failed.message))
-        finally:
-            self.ordering -= 1
-        self._client.take(report)
-
-    async def _push(self, command: WeightCommand) -> None:
+    async def _order(self, command: Any) -> None:
+        of_weights = isinstance(command, get_args(WeightCommand))
+        give: Any = self._fan_out.weights if of_weights else self._fan_out.control
         self.ordering += 1
         try:
             if command != LookAtWeights(command.id):
                 await self.rouse()
-            report = await self._fan_out.weights(command)
+            report = await give(command)
         except Exception as error:
-            self._replicas.whole.weight_answers.refuse(command.id, self._typed(error))
-            return
+            failed = self._typed(error)
+            if of_weights:
+                self._replicas.whole.weight_answers.refuse(command.id, failed)
+                return
+            report = ControlReport(command.id, (failed.code, failed.message))
         finally:
             self.ordering -= 1
             self._client.sequences.resume()  # what was submitted during a commit has waited
         self._client.take(report)
-        if report.role in ("target", "all"):
+        if of_weights and report.role in ("target", "all"):
             self._replicas.placer.forget()
         if self._replicas.ready:
             self.tell()

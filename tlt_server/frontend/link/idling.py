@@ -85,9 +85,9 @@ class IdleReplicas:
             await asyncio.gather(*map(self._rest, due))
 
     def _is_empty(self, member: Member) -> bool:
-        gauges = member.replica.gauges
+        gauges = member.gauges
         busy = gauges.get("running", 0.0) + gauges.get("waiting", 0.0)
-        open_here = self._client.sequences.at(member.replica)
+        open_here = self._client.sequences.at(member)
         return member.state == "ready" and not busy and not open_here
 
     def _is_wanted(self) -> bool:
@@ -106,32 +106,31 @@ class IdleReplicas:
             await asyncio.gather(*map(self._wake, self._fleet.asleep))
 
     async def _wake(self, member: Member) -> None:
-        self._woken_s[member.replica.name] = self._clock()
+        self._woken_s[member.name] = self._clock()
         try:
             await self._ask(member, WakeUp("", MEMORY))
             await self._fleet.catch_up(member)
         except TltError as error:
-            if member.replica.runs:
-                self._fleet.lost(member.replica, f"it does not wake: {error.message}")
+            if member.runs:
+                self._fleet.lost(member, f"it does not wake: {error.message}")
 
     async def _rest(self, member: Member) -> None:
         """Have a replica sleep. Nothing is placed there from here on."""
-        name, ready = member.replica.name, self._replicas.ready
+        name = member.name
         async with self._turn:
             member.state = "asleep"
-            del ready[name]
+            del self._replicas.ready[name]
             try:
                 await self._ask(member, Sleep("", MEMORY))
                 log.info("replica_sleeps", name=name)
             except TltError as error:
                 log.warning("replica_does_not_sleep", name=name, reason=error.message)
                 self._woken_s[name] = self._clock()
-                if member.replica.runs:
-                    member.state, ready[name] = "ready", member.replica
-                    self._client.sequences.resume()
+                if member.runs:
+                    self._fleet.use(member)
 
     async def _ask(self, member: Member, command: ControlCommand) -> None:
         id = self._client.command_id()
-        report = await member.replica.ask(msgspec.structs.replace(command, id=id))
+        report = await member.ask(msgspec.structs.replace(command, id=id))
         if report.error is not None:
             raise from_code(*report.error)

@@ -4,39 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator
-from typing import Protocol
 
 import msgspec
 
 from tlt_client.wire import ReplicaState
-from tlt_server.errors import TltError
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.placing import Placer
 from tlt_server.frontend.link.replica import Replica, Replicas
-from tlt_server.wire.commands import ControlCommand, SetPolicy, WeightCommand
-from tlt_server.wire.events import ControlReport, WeightReport
 from tlt_server.wire.records import Cycle, GenerateRequest
-
-
-class ReplicaLink(Protocol):
-    """The link to one replica, for as long as it runs."""
-
-    url: str  # the HTTP address of the replica, once attached
-    refusal: TltError | None  # why the replica ended the last stream
-
-    async def run(self) -> None: ...
-
-
-class Orders(Protocol):
-    """The way of orders to every replica."""
-
-    async def weights(self, command: WeightCommand) -> WeightReport: ...
-
-    async def control(self, command: ControlCommand | SetPolicy) -> ControlReport: ...
-
-    async def catch_up(self, replica: Replica) -> None:
-        """Return when the replica has what is committed now."""
-        ...
 
 
 class FleetReplicas(Replicas):
@@ -48,7 +23,7 @@ class FleetReplicas(Replicas):
         """`share`: of max_tokens that a sequence is expected to use; 0: unknown."""
         super().__init__()
         self.placer, self._share = Placer(), share
-        self.ready: dict[str, Replica] = {}
+        self.ready: dict[str, Member] = {}
         self.wanted: Callable[[], None] = lambda: None  # called if a sequence finds no replica
         self.commits: Callable[[], bool] = lambda: False  # what is placed then waits for the end
 
@@ -66,9 +41,7 @@ class FleetReplicas(Replicas):
             self.wanted()
         if self.commits() or not self.ready:
             return None
-        among: Collection[str] | None = (
-            None if len(self.ready) == len(self.placer.loads) else self.ready.keys()
-        )
+        among: Collection[str] = self.ready.keys()
         if at is not None and at.name in self.ready:
             among = {at.name}
         name = self.placer.place(request, tokens, self._share(), among)
@@ -91,15 +64,16 @@ class FleetReplicas(Replicas):
         self.placer.ended(id)
 
 
-class Member:
+class Member(Replica):
     """One replica in the fleet's table."""
 
     def __init__(self, address: ReplicaAddress) -> None:
-        self.address, self.replica = address, Replica(address.name)
+        super().__init__(address.name)
+        self.address = address
         self.state: ReplicaState = "joining"
         self.fault = ""  # why it was last lost or refused
+        self.is_held = False  # by another gateway, for which it refused this one
         self.moves = 0  # sequences that were moved away
         self.drained = False  # an operator wants nothing placed there
-        self.link: ReplicaLink | None = None
         self.task: asyncio.Task[None] | None = None  # runs the link
         self.joining: asyncio.Task[None] | None = None

@@ -67,19 +67,18 @@ class FleetOperations:
         return [self._status(member) for member in self._fleet.members.values()]
 
     def _status(self, member: Member) -> ReplicaStatus:
-        replica, info, loads = member.replica, member.replica.info, self._replicas.placer.loads
+        info, load = member.info, self._replicas.placer.loads.get(member.name)
         versions = {}
         if info is not None:
             versions = {"target": info.weight_version, "drafter": info.drafter_version}
-        load = loads.get(replica.name)
         return ReplicaStatus(
-            name=replica.name,
+            name=member.name,
             state=member.state,
             address=member.address.link,
-            url=replica.url,
+            url=member.url,
             versions={role: version for role, version in versions.items() if version},
-            running=int(replica.gauges.get("running", 0)),
-            waiting=int(replica.gauges.get("waiting", 0)),
+            running=int(member.gauges.get("running", 0)),
+            waiting=int(member.gauges.get("waiting", 0)),
             expected_wait_s=round(load.figures()[0], 3) if load is not None else 0.0,
             moves=member.moves,
             fault=member.fault,
@@ -98,15 +97,15 @@ class FleetOperations:
             raise Conflict(f"{name} is the last replica that is ready; add another one first")
         member.state, member.drained = "draining", True
         del self._replicas.ready[name]
-        routes = self._client.sequences.at(member.replica)
+        routes = self._client.sequences.at(member)
         self._move([route for route in routes if self.may_move(route)], "drained")
         self._fleet.tell()
 
     def _move(self, routes: list[Route], reason: MoveReason, to: Replica | None = None) -> None:
         for route in routes:
             self._metrics.moved(reason, 0 if route.held else route.size)
-            for member in self._fleet.members.values():
-                member.moves += member.replica is route.replica
+            if isinstance(route.replica, Member):
+                route.replica.moves += 1
         self._client.sequences.where.move(routes, to)
 
     def may_move(self, route: Route) -> bool:
@@ -123,9 +122,7 @@ class FleetOperations:
         member = self._fleet.member(name)
         member.drained = False
         if member.state == "draining":
-            member.state, self._replicas.ready[name] = "ready", member.replica
-            self._fleet.tell()
-            self._client.sequences.resume()
+            self._fleet.use(member)
 
     async def restart(self, name: str) -> None:
         """Drain a replica, wait until it is empty, and start it again. `Conflict` for the last
@@ -147,7 +144,7 @@ class FleetOperations:
             raise
 
     async def _empty(self, member: Member) -> None:
-        while self._client.sequences.at(member.replica):  # noqa: ASYNC110 (a rare order)
+        while self._client.sequences.at(member):  # noqa: ASYNC110 (a rare order)
             await asyncio.sleep(EMPTY_S)
 
     async def scale(self, replicas: int) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Never, Protocol, TypeAlias
+from typing import Any, Never, TypeAlias
 
 import grpc
 import msgspec
@@ -20,10 +20,11 @@ from tlt_client import Tls
 from tlt_client.errors import ServerError
 from tlt_client.rpc.errors import error_of
 from tlt_server.errors import EngineFailed, TltError, from_code
+from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.link import Death
-from tlt_server.frontend.link.replica import Replica
+from tlt_server.frontend.link.members import Member
 from tlt_server.wire.commands import Command, Stop
-from tlt_server.wire.events import Ending, Event, Ready
+from tlt_server.wire.events import Ending, Ready
 from tlt_server.wire.link import (
     METHOD,
     PING_S,
@@ -49,23 +50,13 @@ OPTIONS = [
 ]
 
 
-class EventTaker(Protocol):
-    """The methods of an engine client that are used here."""
-
-    def take(self, event: Event, replica: Replica) -> object: ...
-
-    def died(
-        self, replica: Replica, death: Death, restart_in_s: float | None, start_s: float
-    ) -> object: ...
-
-
 class RemoteLink:
     def __init__(
         self,
         address: str,
         attach: Callable[[], Attach],
-        client: EventTaker,
-        replica: Replica,
+        fleet: Fleet,
+        member: Member,
         *,
         key: str = "",
         tls: Tls | None = None,
@@ -73,10 +64,8 @@ class RemoteLink:
         """`address`: host and link port. `attach`: returns what to attach with now. `key`: an API
         key with the scope `link`.
         """
-        self.address, self._attach, self._client, self._replica = address, attach, client, replica
+        self.address, self._attach, self._fleet, self._member = address, attach, fleet, member
         self._key, self._tls = key, tls
-        self.url = ""  # the server's HTTP address, once attached
-        self.refusal: TltError | None = None  # by the server, of the last stream
         self._queue: list[LinkCommand] = []
         self._some = asyncio.Event()
         self._ready = False  # the server's engine takes commands
@@ -106,7 +95,7 @@ class RemoteLink:
             delay_s = min(FIRST_DELAY_S * 2.0 ** min(failed - 1, 32), MAX_DELAY_S) if failed else 0
             silent = isinstance(failure, TimeoutError)
             ending: Ending = "not_launched" if not reached else "hung" if silent else "exited"
-            self._client.died(self._replica, Death(ending, error, set()), delay_s, 0.0)
+            self._fleet.died(self._member, Death(ending, error, set()), delay_s, 0.0)
             await asyncio.sleep(delay_s)
 
     async def _live(self) -> None:
@@ -127,12 +116,11 @@ class RemoteLink:
                 await asyncio.wait(tasks)
 
     def _error_of(self, failure: Exception) -> TltError:
-        """Return the error of a stream that has ended, and note whether it is a refusal."""
+        """Return the error of a stream that has ended, which is the server's own if it has one."""
         error = error_of(failure) if isinstance(failure, grpc.RpcError) else failure
-        self.refusal = None
-        if isinstance(error, ServerError) and error.code != "unknown":  # the server's own
-            self.refusal = from_code(error.code, f"{self.address}: {error.message}")
-        return self.refusal or EngineFailed(f"the link to {self.address} broke: {error}")
+        if isinstance(error, ServerError) and error.code != "unknown":
+            return from_code(error.code, f"{self.address}: {error.message}")
+        return EngineFailed(f"the link to {self.address} broke: {error}")
 
     def _channel(self) -> grpc.aio.Channel:
         if self._tls is None:
@@ -148,7 +136,7 @@ class RemoteLink:
         """Attach: at first, and after each death of the server's engine."""
         self._ready = False
         self._queue.clear()
-        self._replica.connect(self)
+        self._member.connect(self)
         attach = self._attach()
         if self._held:  # a displaced gateway does not displace its successor
             attach = msgspec.structs.replace(attach, take_over=False)
@@ -185,16 +173,16 @@ class RemoteLink:
                 case Pong():
                     continue
                 case Attached():
-                    self._held, self.url = True, reached(event.url, self.address)
+                    self._held, self._member.url = True, reached(event.url, self.address)
                 case Died(started=started, restart_in_s=restart_in_s, start_s=start_s):
                     self._ready = False
                     error = from_code(event.code, event.message)
                     death = Death(event.ending, error, set(started))
-                    self._client.died(self._replica, death, restart_in_s, start_s)
+                    self._fleet.died(self._member, death, restart_in_s, start_s)
                     self._begin()
                 case _:
                     self._ready |= isinstance(event, Ready)
-                    self._client.take(event, self._replica)
+                    self._fleet.take(event, self._member)
 
 
 def reached(url: str, address: str) -> str:

@@ -46,16 +46,7 @@ from tlt_server.wire.events import (
     Ready,
 )
 from tlt_server.wire.kept import OTHERS
-from tlt_server.wire.link import (
-    Attach,
-    Attached,
-    Died,
-    LinkCommand,
-    LinkEvent,
-    Ping,
-    Pong,
-    arriving,
-)
+from tlt_server.wire.link import Attach, Attached, Died, LinkCommand, LinkEvent, Ping, Pong, shifted
 from tlt_server.wire.packed import PackedIds
 from tlt_server.wire.records import Cycle, GenerateRequest, StepOutput, last_output
 
@@ -171,7 +162,7 @@ class GatewayRelay:
             else:
                 self._ids.add(request.id)
                 own = msgspec.structs.replace(request, id=self._prefix + request.id)
-                fit.append(arriving(own, now_s))
+                fit.append(shifted(own, now_s))
         if fit:  # an error ends the stream, so that the gateway places them elsewhere
             submission = self._client.submit(fit, accepted=True)
             patient = all(request.patient for request in fit)
