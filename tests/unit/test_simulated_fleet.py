@@ -20,7 +20,7 @@ from tlt_server.bench.fleets.replica import (
     GAINS,
     STEP_MS,
     SimulatedReplica,
-    StepTimes,
+    token_seconds,
     tokens_of,
 )
 from tlt_server.wire.events import Outputs
@@ -76,7 +76,7 @@ def run_alone(
             if not (replica.running or replica.waiting):
                 ended.set()
 
-        replica = SimulatedReplica(emit, lambda request: length, StepTimes(), max_running=2)
+        replica = SimulatedReplica(emit, lambda request: length, 2)
         replica.submit(requests)
         if abort_at_s is not None:
             await asyncio.sleep(abort_at_s)
@@ -96,8 +96,8 @@ def test_simulated_tokens_are_those_of_their_seeds() -> None:
     for i in range(3):
         assert given(outputs, f"{i}") == tokens_of(0, 0, 700)
     assert [each.finish_reason for each in outputs].count("stop") == 3
-    token_s = [StepTimes().token_s(count, 0) for count in (1, 2)]
-    assert 700 * sum(token_s) < seconds < 1.2 * 700 * sum(token_s)
+    shortest_s = 700 * (token_seconds(1, 0) + token_seconds(2, 0))
+    assert shortest_s < seconds < 1.2 * shortest_s
 
 
 def test_simulated_abort_loses_no_token() -> None:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             workload = (
                 recorded(record.responses.output_len_N, args.requests, seed)
                 if record
-                else long_tailed(args.requests, seed, longest=args.longest)
+                else long_tailed(args.requests, seed, args.longest)
             )
             for name, simulate in policies(workload, args.replicas, SLOWER).items():
                 step(f"{name}, seed {seed}")

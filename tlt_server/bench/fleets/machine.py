@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from tlt_client.errors import Conflict, ConnectionFailed
-from tlt_server.bench.fleets.replica import SimulatedReplica, StepTimes
+from tlt_server.bench.fleets.replica import SimulatedReplica
 from tlt_server.wire.commands import (
     Abort,
     AbortWeights,
@@ -92,7 +93,7 @@ class Wire:
         return lambda metadata: self
 
     async def write(self, message: bytes) -> None:
-        self._later(0, self._to_machine, message)
+        self._later(0, lambda: self.machine.take(self, decode_link_command(message)))
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
@@ -107,7 +108,7 @@ class Wire:
 
     def send(self, event: Any) -> None:
         for message in event_messages(event):
-            self._later(1, self._to_gateway, message)
+            self._later(1, partial(self._arrive, message))
 
     def end(self, error: Exception) -> None:
         """Break the stream at both ends."""
@@ -116,24 +117,21 @@ class Wire:
             self._some.set()
             self.machine.left(self)
 
-    def _later(self, way: int, arrive: Callable[[bytes], None], message: bytes) -> None:
+    def _arrive(self, message: bytes) -> None:
+        self._arrived.append(message)
+        self._some.set()
+
+    def _later(self, way: int, arrive: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         at_s = max(loop.time() + self.machine.delay_s, self._free_s[way] + NEXT_S)
         self._free_s[way] = at_s
-        loop.call_at(at_s, arrive, message)
+        loop.call_at(at_s, self._passed, arrive)
 
-    def _to_machine(self, message: bytes) -> None:
+    def _passed(self, arrive: Callable[[], None]) -> None:
         if self.machine.cut:
-            self.machine.held.append((self._to_machine, message))
+            self.machine.held.append(partial(self._passed, arrive))
         elif self.broken is None:
-            self.machine.take(self, decode_link_command(message))
-
-    def _to_gateway(self, message: bytes) -> None:
-        if self.machine.cut:
-            self.machine.held.append((self._to_gateway, message))
-        elif self.broken is None:
-            self._arrived.append(message)
-            self._some.set()
+            arrive()
 
 
 class Machine:
@@ -154,7 +152,7 @@ class Machine:
         self.name, self.wrong, self._versions = name, wrong, versions
         self._length, self._max_running = length, max_running
         self.up, self.cut, self.delay_s = True, False, 0.002
-        self.held: list[tuple[Callable[[bytes], None], bytes]] = []  # while it is cut off
+        self.held: list[Callable[[], None]] = []  # messages while it is cut off
         self.whole = True  # the next push is staged as it was sent
         self._epoch, self._wire = 0, None
         self._start("v0")
@@ -167,10 +165,7 @@ class Machine:
         self._engine()
 
     def _engine(self) -> None:
-        times = StepTimes()
-        self.engine = SimulatedReplica(
-            self._outputs, self._length, times, max_running=self._max_running
-        )
+        self.engine = SimulatedReplica(self._outputs, self._length, self._max_running)
         self.engine.version, self.engine.corrupt = self.live, not self.good
 
     # faults
@@ -226,8 +221,8 @@ class Machine:
     def _let_go(self) -> None:
         self.cut = False
         held, self.held = self.held, []
-        for arrive, message in held:
-            arrive(message)
+        for arrive in held:
+            arrive()
 
     # the stream
 

@@ -34,25 +34,25 @@ class LongTail(NamedTuple):
     lengths: dict[str, int]
 
 
-def long_tailed(count: int, seed: int, *, group: int = GROUP, longest: int = 32_768) -> LongTail:
+def long_tailed(count: int, seed: int, longest: int = 32_768) -> LongTail:
     """Draw lengths; half of the variance is between groups."""
     draw = np.random.default_rng(seed)
-    shared = np.repeat(draw.standard_normal(-(-count // group)), group)[:count]
+    shared = np.repeat(draw.standard_normal(-(-count // GROUP)), GROUP)[:count]
     normal = np.sqrt(0.5) * shared + np.sqrt(0.5) * draw.standard_normal(count)
-    return _of(np.clip(MEDIAN * np.exp(SIGMA * normal), 1, longest), longest, group)
+    return _of(np.clip(MEDIAN * np.exp(SIGMA * normal), 1, longest), longest)
 
 
 def recorded(lengths_N: ArrayLike, count: int, seed: int) -> LongTail:
     """Draw from these lengths."""
     lengths = np.random.default_rng(seed).choice(np.asarray(lengths_N), count)
-    return _of(lengths, int(lengths.max()), GROUP)
+    return _of(lengths, int(lengths.max()))
 
 
-def _of(lengths: NDArray[Any], longest: int, group: int) -> LongTail:
+def _of(lengths: NDArray[Any], longest: int) -> LongTail:
     sampling, prompt = Sampling(max_tokens=longest), [1] * PROMPT
     requests = [
         GenerateRequest(
-            id=f"{at}", token_ids=prompt, sampling=sampling, seed=at, group_id=f"g{at // group}"
+            id=f"{at}", token_ids=prompt, sampling=sampling, seed=at, group_id=f"g{at // GROUP}"
         )
         for at in range(len(lengths))
     ]
@@ -60,27 +60,18 @@ def _of(lengths: NDArray[Any], longest: int, group: int) -> LongTail:
     return LongTail(requests, {r.id: n for r, n in zip(requests, sizes, strict=True)})
 
 
-class Hashed(Placer):
-    """Places all requests of a group at the replica that its hash names."""
+class Guided(Placer):
+    """A placer with a policy, which names the replicas that a request may go to."""
 
-    def place(
+    def __init__(
         self,
-        request: GenerateRequest,
-        tokens: int = 0,
-        share: float = 0.0,
-        among: Collection[str] | None = None,
-    ) -> str | None:
-        names = [*self.loads]
-        name = names[zlib.crc32(request.group_id.encode()) % len(names)]
-        return super().place(request, tokens, share, [name])
-
-
-class Together(Placer):
-    """Places a group where its first request went."""
-
-    def __init__(self) -> None:
+        policy: Callable[[Guided, GenerateRequest], list[str]],
+        lengths: Mapping[str, int] | None = None,
+    ) -> None:
+        """`lengths`: output tokens by id, if they are known in advance."""
         super().__init__()
-        self._homes: dict[str, str] = {}
+        self._policy, self._lengths = policy, lengths
+        self.homes: dict[str, str | None] = {}  # group -> replica of its first request
 
     def place(
         self,
@@ -89,33 +80,30 @@ class Together(Placer):
         share: float = 0.0,
         among: Collection[str] | None = None,
     ) -> str | None:
-        home = self._homes.get(request.group_id)
-        name = super().place(request, tokens, share, [home] if home else among)
-        self._homes[request.group_id] = str(name)
+        if self._lengths is not None:
+            share = self._lengths[request.id] / request.sampling.max_tokens
+        name = super().place(request, tokens, share, self._policy(self, request))
+        self.homes.setdefault(request.group_id, name)
         return name
 
 
-class Clairvoyant(Placer):
-    """Knows how long each output will be, and keeps the longest ones together at few replicas. It
-    is asked in the order of their lengths.
-    """
+def hashed(placer: Guided, request: GenerateRequest) -> list[str]:
+    """Send all requests of a group to the replica that its hash names."""
+    names = [*placer.loads]
+    return [names[zlib.crc32(request.group_id.encode()) % len(names)]]
 
-    def __init__(self, lengths: Mapping[str, int], replicas: int, each: int) -> None:
-        """`each`: the sequences at each of these `replicas`."""
-        super().__init__()
-        self._lengths, self._replicas, self._apart = lengths, replicas, replicas * each
 
-    def place(
-        self,
-        request: GenerateRequest,
-        tokens: int = 0,
-        share: float = 0.0,
-        among: Collection[str] | None = None,
-    ) -> str | None:
-        share = self._lengths[request.id] / request.sampling.max_tokens
-        names, few = [*self.loads], len(self.placed) < self._apart
-        chosen = names[: self._replicas] if few else names[self._replicas :]
-        return super().place(request, tokens, share, chosen)
+def together(placer: Guided, request: GenerateRequest) -> list[str]:
+    """Send a group where its first request went."""
+    home = placer.homes.get(request.group_id)
+    return [home] if home else [*placer.loads]
+
+
+def clairvoyant(replicas: int, each: int, placer: Guided, request: GenerateRequest) -> list[str]:
+    """Keep the longest, which are placed first, together: `each` at every one of a few replicas."""
+    names = [*placer.loads]
+    few = len(placer.placed) < replicas * each
+    return names[:replicas] if few else names[replicas:]
 
 
 class RolloutFigures(NamedTuple):
@@ -181,8 +169,8 @@ def policies(
     """
     run = partial(simulated, workload, replicas)
     found: dict[str, Callable[[], RolloutFigures]] = {
-        HASH: partial(run, Hashed),
-        TOGETHER: partial(run, Together),
+        HASH: partial(run, partial(Guided, hashed)),
+        TOGETHER: partial(run, partial(Guided, together)),
         SPREAD: run,
         "with moves": partial(run, Placer, Mover),
     }
@@ -199,7 +187,5 @@ def foreseen(workload: LongTail, replicas: int) -> RolloutFigures:
     by_length = sorted(workload.requests, key=lambda each: -workload.lengths[each.id])
     ordered = LongTail(by_length, workload.lengths)
     few = {max(1, replicas * part // 8) for part in (3, 4, 5)}
-    ways = [(count, each) for count in sorted(few) for each in (4, 6)]
-    return min(
-        simulated(ordered, replicas, partial(Clairvoyant, workload.lengths, *way)) for way in ways
-    )
+    ways = [partial(clairvoyant, count, each) for count in sorted(few) for each in (4, 6)]
+    return min(simulated(ordered, replicas, partial(Guided, way, workload.lengths)) for way in ways)

@@ -40,17 +40,15 @@ CYCLE = random.Random(1).sample(range(PERIOD), PERIOD)
 FREE_S = 10.0  # pieces of idle time that something else can use
 
 
-class StepTimes:
-    """Seconds of one token of each sequence of a batch."""
+SIZES = np.arange(1, LARGEST + 1)
+STEPS_S = 1e-3 * np.interp(SIZES, [*STEP_MS], [*STEP_MS.values()])
+SPED_UP = np.interp(SIZES, [*GAINS], [*GAINS.values()])
 
-    def __init__(self, *, drafts: bool = True) -> None:
-        sizes = np.arange(1, LARGEST + 1)
-        self._gains = np.interp(sizes, [*GAINS], [*GAINS.values()]) if drafts else np.ones(LARGEST)
-        self._steps_s = 1e-3 * np.interp(sizes, [*STEP_MS], [*STEP_MS.values()])
 
-    def token_s(self, decoding: int, context: float) -> float:
-        at = min(decoding, LARGEST) - 1
-        return float((self._steps_s[at] + CONTEXT_S * context) / self._gains[at])
+def token_seconds(decoding: int, context: float) -> float:
+    """Return the seconds of one token of each sequence of a batch with so much context in all."""
+    at = min(decoding, LARGEST) - 1
+    return float((STEPS_S[at] + CONTEXT_S * context) / SPED_UP[at])
 
 
 @dataclass(eq=False, slots=True)
@@ -67,15 +65,12 @@ class SimulatedReplica:
         self,
         emit: Callable[[Outputs], None],
         length: Callable[[GenerateRequest], int],
-        times: StepTimes,
-        *,
-        max_running: int = LARGEST,
+        max_running: int,
     ) -> None:
         """`emit` takes outputs: of all sequences in chunks, and at the end of one. `length` returns
         the output tokens of a request.
         """
-        self._emit, self._length, self._times = emit, length, times
-        self._max_running = max_running
+        self._emit, self._length, self._max_running = emit, length, max_running
         self.version, self.corrupt = "", False  # the weights; corrupt ones give other tokens
         self.waiting = deque[GenerateRequest]()
         self.running: dict[str, _Run] = {}
@@ -149,9 +144,10 @@ class SimulatedReplica:
             self._progress += (passed_s - stalled_s) / self._token_s()
 
     def _token_s(self) -> float:
-        count = len(self.running)
-        context = sum(run.size for run in self.running.values())
-        return self._times.token_s(count, context)
+        return token_seconds(len(self.running), self._context())
+
+    def _context(self) -> int:
+        return sum(run.size for run in self.running.values())
 
     def _begin(self) -> None:
         while self.waiting and len(self.running) < self._max_running:
@@ -221,9 +217,8 @@ class SimulatedReplica:
         emitted = self._progress - self._emitted
         if outputs and self._at_s > self._cycle_s and emitted > 0:
             count = max(1, len(self.running))
-            context = sum(run.size for run in self.running.values())
             cycle = Cycle(
-                context=StepContext(count, self._read, context / count, 0),
+                context=StepContext(count, self._read, self._context() / count, 0),
                 strategy=OFF,
                 rows=count,
                 emitted=round(emitted * count),
