@@ -11,7 +11,7 @@ import pytest
 
 from tlt_server.bench import fleet
 from tlt_server.bench.arguments import BENCHES
-from tlt_server.bench.fleets.faults import KINDS, PHASES, FaultSchedule, FaultsVerdict, schedules
+from tlt_server.bench.fleets.faults import KINDS, PHASES, FaultSchedule, schedules
 from tlt_server.bench.fleets.machine import Machine, Wire
 from tlt_server.frontend.link import fan_out, merging
 from tlt_server.frontend.link.fan_out import FanOut
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # hundreds of schedules
 PARTS, EACH = 6, 50  # tests, and the schedules of each
 
 
-def first_wrong(most: int = 1000) -> FaultsVerdict | None:
+def first_wrong(most: int = 1000) -> FaultSchedule | None:
     return next((judged for judged in schedules(range(most)) if judged.wrong), None)
 
 
@@ -32,7 +32,7 @@ def test_schedules_of_faults_break_no_rule(part: int) -> None:
     covered = Counter[str]()
     for judged in schedules(range(part * EACH, (part + 1) * EACH)):
         assert judged.wrong == [], judged.seed
-        assert 3 <= judged.replicas <= 64 and judged.faults.total() >= 5
+        assert 3 <= len(judged.machines) <= 64 and judged.faults.total() >= 5
         covered.update(kind for kind, _ in judged.faults.elements())
     assert covered.keys() == KINDS.keys()
 

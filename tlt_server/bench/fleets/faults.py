@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -48,23 +48,17 @@ class Story:
     ends: list[str] = field(default_factory=list)  # by the last gateway that had it
 
 
-class FaultsVerdict(NamedTuple):
-    """The outcome of one schedule."""
-
-    seed: int
-    replicas: int
-    faults: Counter[tuple[str, str]]  # kind and phase
-    errors: Counter[str]  # codes of typed errors, and how often an operator had to act
-    wrong: list[str]
-
-
 class FaultSchedule:
+    """One schedule, and its outcome once it has run."""
+
     def __init__(self, seed: int, state_dir: Path, metrics: Metrics) -> None:
         self._draw, self._state_dir, self._metrics = random.Random(seed), state_dir, metrics
-        self._seed, self.wrong = seed, list[str]()
+        self.seed, self.wrong = seed, list[str]()
         self.versions: list[str] = []
         self._gateways: list[SimulatedGateway] = []
-        self.faults, self.errors = Counter[tuple[str, str]](), Counter[str]()
+        self._changed = asyncio.Event()  # there is another gateway
+        self.faults = Counter[tuple[str, str]]()  # kind and phase
+        self.errors = Counter[str]()  # codes of typed errors, and how often an operator had to act
         size = self._draw.choice(SIZES)
         self.damaged, peers = set[str](), dict[str, Machine]()
         self.machines = {
@@ -91,7 +85,8 @@ class FaultSchedule:
         self.gateway = SimulatedGateway(self.machines, disk, self._metrics, Placer(), Mover)
         self._gateways.append(self.gateway)
         OWNER.set(None)
-        self._changed = asyncio.Event()  # there is another gateway
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def run(self) -> None:
         clients = [asyncio.create_task(self._client(story)) for story in self.stories]
@@ -156,9 +151,7 @@ class FaultSchedule:
             OWNER.set(gateway)
             work = asyncio.create_task(gateway.client.weights(command))
             OWNER.set(None)
-            await asyncio.wait({work})
-            if not work.cancelled() and isinstance(work.exception(), TltError):
-                continue
+            await asyncio.gather(work, return_exceptions=True)  # it may fail
 
     async def _operate(self) -> None:
         """Start a replica with the committed weights when none has them any more, as the error of
@@ -197,16 +190,12 @@ class FaultSchedule:
 
     def _restart_gateway(self, machine: Machine) -> None:
         self.gateway.kill()
-        changed = self._changed
         self._begin_gateway()
-        changed.set()
 
     def _second_gateway(self, machine: Machine) -> None:
         """Begin another gateway while the one before still runs, without its disk."""
         self.gateway.disk.gone = True
-        changed = self._changed
         self._begin_gateway()
-        changed.set()
 
     def _drain(self, machine: Machine) -> None:
         gateway = self.gateway
@@ -289,10 +278,11 @@ def length_of(request: GenerateRequest) -> int:
     return 1 + request.seed * 7919 % request.sampling.max_tokens
 
 
-def judge(seed: int, metrics: Metrics, state_dir: Path) -> FaultsVerdict:
-    """Run a schedule and check its history."""
+def schedules(seeds: Iterable[int]) -> Iterator[FaultSchedule]:
+    """Run the schedules of these seeds, and check the history of each."""
+    metrics = Metrics()
 
-    async def run() -> FaultSchedule:
+    async def run(seed: int, state_dir: Path) -> FaultSchedule:
         factory: Any = owned_task
         asyncio.get_running_loop().set_task_factory(factory)
         schedule = FaultSchedule(seed, state_dir, metrics)
@@ -300,13 +290,6 @@ def judge(seed: int, metrics: Metrics, state_dir: Path) -> FaultsVerdict:
         await asyncio.sleep(0.1)
         return schedule
 
-    done = simulate(run())
-    return FaultsVerdict(seed, len(done.machines), done.faults, done.errors, done.wrong)
-
-
-def schedules(seeds: Iterable[int]) -> Iterator[FaultsVerdict]:
-    """Run the schedules of these seeds."""
-    metrics = Metrics()
     with TemporaryDirectory(prefix="tlt-faults-") as directory:
         for seed in seeds:
-            yield judge(seed, metrics, Path(directory, str(seed)))
+            yield simulate(run(seed, Path(directory, str(seed))))
