@@ -65,6 +65,9 @@ COUNTERS = {  # metric and label, by figure of a row
 }
 FULL = 4  # times the requests of a full batch that are sent, one after the other
 FULL_TOKENS = 192
+PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.1}
+# Fields of a sampling that the body of a request names.
+SENT = ("max_tokens", "temperature", "top_p", "min_tokens", "ignore_eos", *PENALTIES)
 
 
 class Workload(NamedTuple):
@@ -78,12 +81,15 @@ class Workload(NamedTuple):
         return cls(name, FULL * int(count), int(count)) if full else cls(name, int(count), 0)
 
 
+def sampled(request: GenerateRequest, **how: Any) -> GenerateRequest:
+    """Return the request with these fields of its sampling changed."""
+    changed = msgspec.structs.replace(request.sampling, **how)
+    return msgspec.structs.replace(request, sampling=changed)
+
+
 def shortened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
     """Exactly max_tokens, so that the batch stays full until the end."""
-    return msgspec.structs.replace(
-        request,
-        sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens, ignore_eos=True),
-    )
+    return sampled(request, max_tokens=max_tokens, ignore_eos=True)
 
 
 class RolloutRun(NamedTuple):
@@ -171,9 +177,9 @@ def run(args: argparse.Namespace) -> int:
 
         def played(seed: int, workload: Workload, arm: str) -> RolloutRun:
             requests = requests_of(settings.model, workload, seed, plan.max_tokens)
+            requests = [sampled(r, **PENALTIES if args.penalties else {}) for r in requests]
             server, client = servers[plan.arms[arm].numerics]
-            how = plan.arms[arm].policy, requests, workload.running, args.penalties
-            found = play(server, client, *how)
+            found = play(server, client, plan.arms[arm].policy, requests, workload.running)
             step(f"{workload.name}: {arm.replace(':', ' ')}")
             return found
 
@@ -291,13 +297,12 @@ def play(
     policy: SetPolicy,
     requests: list[GenerateRequest],
     running: int,
-    penalties: bool = False,
 ) -> RolloutRun:
     """Run requests under a policy, from empty caches: `running` at once, or all in one batch."""
     set_policy(client, policy)
     client.clear_cache()
     before = _counted(client)
-    seconds, choices = answered(server.url, requests, running, penalties)
+    seconds, choices = answered(server.url, requests, running)
     after = _counted(client)
     digest, nats, tokens, drafted, accepted = hashlib.sha256(), 0.0, 0, 0, 0
     for choice in choices:
@@ -314,13 +319,13 @@ def play(
 
 
 def answered(
-    url: str, requests: list[GenerateRequest], running: int, penalties: bool = False, key: str = ""
+    url: str, requests: list[GenerateRequest], running: int, key: str = ""
 ) -> tuple[float, list[Choice]]:
     """Send the requests, `running` at once or all in one batch; return the seconds and the
     choices.
     """
     each = [[request] for request in requests] if running else [requests]
-    bodies = [body(some, penalties) for some in each]
+    bodies = [body(some) for some in each]
     seconds, contents = uvloop.run(_sent(url, bodies, running or 1, key))
     results = [r for content in contents for r in msgspec.json.decode(content, type=Reply).results]
     for result in results:
@@ -329,20 +334,14 @@ def answered(
     return seconds, [choice for result in results for choice in result.choices]
 
 
-def body(requests: list[GenerateRequest], penalties: bool = False, **options: object) -> bytes:
+def body(requests: list[GenerateRequest], **options: object) -> bytes:
     """Return the body of a call of `/generate`."""
-    changed = {"repetition_penalty": 1.05, "presence_penalty": 0.1} if penalties else {}
     items = [
         {
             "token_ids": r.token_ids,
             "seed": r.seed,
             "group_id": r.group_id,
-            "sampling": {
-                "max_tokens": r.sampling.max_tokens,
-                "temperature": r.sampling.temperature,
-                "ignore_eos": r.sampling.ignore_eos,
-                **changed,
-            },
+            "sampling": {name: getattr(r.sampling, name) for name in SENT},
         }
         for r in requests
     ]

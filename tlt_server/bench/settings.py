@@ -131,15 +131,19 @@ def heading(
 
 @contextmanager
 def served(
-    console: Console, flags: Sequence[str], timeout_s: float = 60
+    console: Console,
+    flags: Sequence[str],
+    timeout_s: float = 60,
+    key: str | None = None,
+    verb: Sequence[str] = ("serve",),
 ) -> Iterator[tuple[ServerProcess, Client]]:
-    """Start a server of the bench's own, whose log the console shows."""
+    """Start a server of the bench's own, or a fleet, whose log the console shows."""
 
     def on_line(line: str) -> None:
         console.print(line, markup=False, highlight=False)
 
     with (
-        ServerProcess(*flags, on_line=on_line) as server,
-        Client(server.url, timeout_s=timeout_s) as client,
+        ServerProcess(*flags, on_line=on_line, verb=verb) as server,
+        Client(server.url, timeout_s=timeout_s, api_key=key) as client,
     ):
         yield server, client

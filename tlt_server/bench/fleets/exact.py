@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from tlt_client import Client
 from tlt_client.channels.http import HttpSender
 from tlt_client.errors import Conflict
 from tlt_client.wire import Choice
@@ -29,14 +28,12 @@ from tlt_server.bench.exact_plan import KINDS, PLANS, PUSHED, STARTED
 from tlt_server.bench.exact_runs import write_pushed
 from tlt_server.bench.fleets.live import LiveFleet, differing, live
 from tlt_server.bench.record import finish, save, steps, wide_console
-from tlt_server.bench.rollout import set_policy
+from tlt_server.bench.rollout import SENT, answered, sampled, set_policy
 from tlt_server.bench.settings import fingerprint_of, heading, own, settings_of
 from tlt_server.demo.workload import problems_as_requests
-from tlt_server.errors import StartupError
 from tlt_server.wire.commands import SetPolicy
+from tlt_server.wire.records import GenerateRequest
 
-# Fields of the kinds of requests that every dialect names alike.
-FIELDS = ("temperature", "top_p", "min_tokens", "repetition_penalty", "presence_penalty")
 POLL_S = 0.02
 
 
@@ -81,14 +78,13 @@ def run(args: argparse.Namespace) -> int:
                 channel, directory = ("disk", "http")[turn % 3 % 2], (PUSHED, STARTED)[turn % 2]
                 pushes[channel](root / directory, f"{directory}-{turn}")
                 channels[channel] += 1
-                items = _items(settings.model, turn, size)
+                requests = _requests(settings.model, turn, size)
                 set_policy(fleet.client, SetPolicy("off"))
                 fleet.client.clear_cache()
-                with Client(fleet.replicas()["r0"].url, timeout_s=600, api_key=fleet.key) as one:
-                    expected = _choices(one, items)
+                _, expected = answered(fleet.replicas()["r0"].url, requests, 0, key=fleet.key)
                 set_policy(fleet.client, SetPolicy(policy, strategy and own(strategy, settings)))
                 fleet.client.clear_cache()
-                found = _disturbed(fleet, items, counts)
+                found = _disturbed(fleet, requests, counts)
                 unequal = differing(expected, found)
                 counts.update(requests=len(found), tokens=sum(len(c.token_ids) for c in found))
                 counts.update(tokens_differing=unequal[0], logprobs_differing=unequal[1])
@@ -100,34 +96,23 @@ def run(args: argparse.Namespace) -> int:
     return 1 if counts["tokens_differing"] or counts["logprobs_differing"] else 0
 
 
-def _items(model: Path, turn: int, size: Size) -> list[dict[str, Any]]:
+def _requests(model: Path, turn: int, size: Size) -> list[GenerateRequest]:
     """Return a round's requests; they have the kinds in turns."""
     requests = problems_as_requests(model, size.requests, group=4, seed=100 * turn)
-    kinds = [{name: kind[name] for name in FIELDS if name in kind} for kind in KINDS]
+    kinds = [{name: kind[name] for name in SENT if name in kind} for kind in KINDS]
     return [
-        {
-            "token_ids": [*request.token_ids],
-            "seed": request.seed,
-            "group_id": request.group_id,
-            "sampling": {"max_tokens": size.tokens, "ignore_eos": True, **kinds[i % len(kinds)]},
-        }
-        for i, request in enumerate(requests)
+        sampled(each, **kinds[i % len(kinds)] | {"max_tokens": size.tokens, "ignore_eos": True})
+        for i, each in enumerate(requests)
     ]
 
 
-def _choices(client: Client, items: list[dict[str, Any]]) -> list[Choice]:
-    results = client.generate(items, timeout_s=600).results
-    for result in results:
-        if result.error is not None:
-            raise StartupError(f"a request failed: {result.error.message}")
-    return [choice for result in results for choice in result.choices]
-
-
-def _disturbed(fleet: LiveFleet, items: list[dict[str, Any]], counts: Counter[str]) -> list[Choice]:
+def _disturbed(
+    fleet: LiveFleet, requests: list[GenerateRequest], counts: Counter[str]
+) -> list[Choice]:
     """Return what the gateway answers while its replicas are drained and one is killed."""
     moves = sum(each.moves for each in fleet.replicas().values())
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(_choices, fleet.client, items)
+        running = pool.submit(answered, fleet.gateway.url, requests, 0, key=fleet.key)
         for name in fleet.replicas():
             if _busy(fleet, running):
                 with suppress(Conflict):  # the last one that is ready
@@ -138,12 +123,12 @@ def _disturbed(fleet: LiveFleet, items: list[dict[str, Any]], counts: Counter[st
             name = max(fleet.replicas().values(), key=lambda each: each.running).name
             fleet.kill(name)
             counts["kills"] += 1
-        found = running.result()
+        _, found = running.result()
     counts["moves"] += sum(each.moves for each in fleet.replicas().values()) - moves
     return found
 
 
-def _busy(fleet: LiveFleet, running: Future[list[Choice]]) -> bool:
+def _busy(fleet: LiveFleet, running: Future[Any]) -> bool:
     """Wait until sequences decode; return False if the requests have ended before."""
     while not running.done():
         if any(each.running for each in fleet.replicas().values()):

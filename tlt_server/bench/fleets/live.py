@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tlt_client import Client
 from tlt_client.wire import Choice, ReplicaStatus
-from tlt_server.bench.settings import serve_flags
+from tlt_server.bench.settings import serve_flags, served
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 from tlt_server.settings.server import available_processors
@@ -69,19 +69,13 @@ def live(
     if args.device == "cpu" and args.threads is None:
         args.threads = max(1, available_processors() // args.replicas)
 
-    def on_line(line: str) -> None:
-        console.print(line, markup=False, highlight=False)
-
     with TemporaryDirectory(prefix="tlt-fleet-") as folder:
         directory, key = Path(folder).resolve() / "state", secrets.token_urlsafe()
         keys = directory.with_name("keys")
         keys.write_text(f"{key} scopes=data,push-weights,operate name=bench\n")
         own = ("--replicas", str(args.replicas), "--state-dir", str(directory), "--")
         flags = (*own, *serve_flags(args, longest), "--api-key-file", str(keys), *more)
-        with (
-            ServerProcess(*flags, on_line=on_line, verb=("fleet", "serve")) as gateway,
-            Client(gateway.url, timeout_s=600, api_key=key) as client,
-        ):
+        with served(console, flags, 600, key, ("fleet", "serve")) as (gateway, client):
             fleet = LiveFleet(gateway, client, directory, key)
             fleet.all_ready()
             yield fleet

@@ -87,17 +87,13 @@ def run(args: argparse.Namespace) -> int:
             step(f"{workload.name}: {policy_name(command).replace(':', ' ')}")
             set_policy(fleet.client, command)
             larger = workload._replace(requests=workload.requests * args.replicas)
-            sides = [workload, larger if workload.running else workload]
-            both = [
-                (side, requests_of(settings.model, sides[side], seed, max_tokens))
-                for side in (0, 1)
-            ]
+            sides = {ONE: workload, "": larger if workload.running else workload}
             found = {
-                side: _ran(fleet, requests, side * args.replicas)
-                for side, requests in (both if turn % 2 else reversed(both))
+                name: _ran(fleet, requests_of(settings.model, sides[name], seed, max_tokens), name)
+                for name in [*sides][:: 1 if turn % 2 else -1]
             }
             key = workload.name, policy_name(command)
-            ran.setdefault(key, []).append((found[0], found[1]))
+            ran.setdefault(key, []).append((found[ONE], found[""]))
             save(args, said | figures(ran))
         count, tokens = QUICK if args.quick else STREAMS[args.device]
         batch = Workload("", count, 0)
@@ -117,10 +113,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary["tokens_differing"] or summary["logprobs_differing"] else 0
 
 
-def _ran(fleet: LiveFleet, requests: list[GenerateRequest], replicas: int) -> Ran:
-    """Run a batch on a number of replicas through the gateway, or, for 0, on one alone."""
+def _ran(fleet: LiveFleet, requests: list[GenerateRequest], replica: str) -> Ran:
+    """Run a batch on this replica alone, or, for an empty name, through the gateway."""
     fleet.client.clear_cache()
-    url = fleet.gateway.url if replicas else fleet.replicas()[ONE].url
+    url = fleet.replicas()[replica].url if replica else fleet.gateway.url
     before_s = processor_s(fleet.gateway.process.pid)
     seconds, choices = answered(url, requests, 0, key=fleet.key)
     return Ran(seconds, processor_s(fleet.gateway.process.pid) - before_s, choices)
@@ -170,16 +166,11 @@ def first_tokens(fleet: LiveFleet, requests: list[GenerateRequest], count: int) 
         return took
 
     took = uvloop.run(timed())
-    found = {
-        f"{side}_first_token_p{part}_ms": percentile(each, part)
-        for side, each in took.items()
-        for part in (50, 99)
-    }
+    found: dict[str, float] = {}
     for part in (50, 99):
-        gateway, direct = (
-            found[f"{side}_first_token_p{part}_ms"] for side in ("gateway", "direct")
-        )
-        found[f"added_p{part}_ms"] = gateway - direct
+        times = {side: percentile(each, part) for side, each in took.items()}
+        found |= {f"{side}_first_token_p{part}_ms": ms for side, ms in times.items()}
+        found[f"added_p{part}_ms"] = times["gateway"] - times["direct"]
     return {name: round(value, 3) for name, value in found.items()}
 
 
