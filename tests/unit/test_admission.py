@@ -9,33 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from tests.frontend.fake_engine import INFO
 from tlt_server.errors import Overloaded, QueueFull, TooLarge
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.forecast import MIN_SEQUENCES
 from tlt_server.wire.events import EngineInfo
-from tlt_server.wire.fingerprint import Fingerprint
 from tlt_server.wire.records import OFF, Cycle, GenerateRequest, Sampling, StepContext, StepOutput
 
-ENGINE = EngineInfo(
-    model="m",
-    weight_version="v0",
-    vocab_size=300,
-    max_model_len=4096,
-    eos_token_ids=[0],
-    pages=1000,
-    page_size=16,
-    max_running=8,
-    drafter="",
-    policy="off",
-    numerics="strict",
-    fingerprint=Fingerprint(1, "float32", "none", "strict 1"),
-    attention="none",
-    dtype="float32",
-    device="cpu",
-    threads=1,
-    phases={},
-)
+ENGINE = replace(INFO, max_model_len=4096, pages=1000)
 
 
 class Clock:

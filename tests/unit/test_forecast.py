@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.test_admission import ENGINE, Clock, experienced, make, output, sequences, step
 from tlt_server.errors import Overloaded, QueueFull
 from tlt_server.frontend.link.admission import CAUTION, Demand
 from tlt_server.frontend.link.forecast import MIN_S, MIN_SEQUENCES
-from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import StepOutput
 
 
@@ -63,9 +63,7 @@ def test_forecast_running_sequences_are_bounded_by_pages() -> None:
     assert admission.wait_s() == 0
 
 
-ENGINE_OF_10_PAGES = EngineInfo(
-    **{f: getattr(ENGINE, f) for f in ENGINE.__struct_fields__} | {"pages": 10}
-)
+ENGINE_OF_10_PAGES = replace(ENGINE, pages=10)
 
 
 def test_hopeless_deadline_is_refused_with_the_time_to_retry() -> None:

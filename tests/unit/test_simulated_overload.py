@@ -7,11 +7,11 @@ import random
 from collections import deque
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.test_admission import ENGINE, Clock, make, output, sequences, step
 from tlt_server.errors import TltError
 from tlt_server.frontend.link.admission import Admission, Demand
-from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import GenerateRequest
 
 pytestmark = pytest.mark.slow  # simulates minutes of load
@@ -94,10 +94,7 @@ def simulated(timeout_s: float, per_s: float, seconds: float, seed: int = 0) -> 
     return engine
 
 
-ENGINE_OF_64 = EngineInfo(
-    **{f: getattr(ENGINE, f) for f in ENGINE.__struct_fields__}
-    | {"max_running": 64, "pages": 10**6}
-)
+ENGINE_OF_64 = replace(ENGINE, max_running=64, pages=10**6)
 
 
 MEAN = 92  # tokens of a simulated sequence
