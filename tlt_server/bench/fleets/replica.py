@@ -118,9 +118,6 @@ class SimulatedReplica:
 
     def close(self) -> None:
         """End without another word."""
-        self._advance()
-        if not (self.running or self.waiting):
-            self.idle.append((self._idle_s, self._at_s))
         self.running, self._cached = {}, {}
         self.waiting.clear()
         if self._timer is not None:

@@ -62,8 +62,7 @@ class Ran(NamedTuple):
 
 class Stream(NamedTuple):
     choice: Choice
-    at_s: list[float]  # time of each event with tokens, by time.perf_counter()
-    known: list[int]  # tokens with it
+    came: list[tuple[float, int]]  # time.perf_counter() of each event, and the tokens with it
 
 
 def run(args: argparse.Namespace) -> int:
@@ -218,25 +217,25 @@ async def streamed(
 
 def _stream(answer: Answer) -> Stream:
     """Return the choice of a streamed answer, and when its tokens came."""
-    parser, at_s, known, text = EventParser(), list[float](), list[int](), ""
+    parser, came, text = EventParser(), list[tuple[float, int]](), ""
     choice: Choice | None = None
     for chunk in answer.chunks:
         *lines, text = (text + chunk.data.decode()).split("\n")
         for line in lines:
             event = parser.feed(line)
             if isinstance(event, Token):
-                at_s.append(chunk.at_s)
-                known.append(len(event.token_ids) + (known[-1] if known else 0))
+                before = came[-1][1] if came else 0
+                came.append((chunk.at_s, before + len(event.token_ids)))
             elif isinstance(event, ItemResult) and event.choices:
                 choice = event.choices[0]
     assert choice is not None, answer.body[-300:]
-    return Stream(choice, at_s, known)
+    return Stream(choice, came)
 
 
 def longest_gap_ms(streams: list[Stream], since_s: float) -> float:
     """Return the longest gap between tokens that ended after a moment, in ms."""
-    pairs = (pair for stream in streams for pair in itertools.pairwise(stream.at_s))
-    return round(1000 * max((b - a for a, b in pairs if b > since_s), default=0.0), 1)
+    pairs = (pair for stream in streams for pair in itertools.pairwise(stream.came))
+    return round(1000 * max((b - a for (a, _), (b, _) in pairs if b > since_s), default=0.0), 1)
 
 
 def _resumed(
@@ -246,16 +245,13 @@ def _resumed(
     at_s = killed["at_s"]
 
     def next_s(i: int) -> float:
-        return next((s - at_s for s in streams[i].at_s if s > at_s), 0.0)
+        return next((s - at_s for s, _ in streams[i].came if s > at_s), 0.0)
 
     order = sorted(range(len(streams)), key=next_s, reverse=True)
     lost, others = order[: killed["streams"]], order[killed["streams"] :]
     again = []
     for i in lost:
-        known = max(
-            (n for s, n in zip(streams[i].at_s, streams[i].known, strict=True) if s <= at_s),
-            default=0,
-        )
+        known = max((n for s, n in streams[i].came if s <= at_s), default=0)
         told = [*requests[i].token_ids, *streams[i].choice.token_ids[:known]]
         again.append(shortened(msgspec.structs.replace(requests[i], token_ids=told), 1))
     fleet.client.clear_cache()

@@ -108,11 +108,7 @@ def _first_s(stream: Stream, version: str) -> float | None:
     """Return when the first token of a new version came, of a stream that began before it."""
     for span in stream.choice.weight_versions[1:]:
         if span.version.partition("+")[0] == version:
-            return next(
-                at_s
-                for at_s, known in zip(stream.at_s, stream.known, strict=True)
-                if known > span.start
-            )
+            return next(at_s for at_s, known in stream.came if known > span.start)
     return None
 
 
