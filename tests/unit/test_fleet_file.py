@@ -9,8 +9,18 @@ import pytest
 from msgspec.structs import replace
 
 from tlt_server.errors import Conflict, StartupError
-from tlt_server.frontend.link.catching_up import Owed, owed
+from tlt_server.frontend.link.catching_up import owed
 from tlt_server.frontend.link.fleet_file import FLEET, Committed, FleetFile, FleetRecord
+from tlt_server.wire.commands import (
+    AbortWeights,
+    CommitWeights,
+    Manifest,
+    NameWeights,
+    PushWeights,
+    RollbackWeights,
+    UnloadAdapter,
+    WeightCommand,
+)
 from tlt_server.wire.events import WeightState
 
 V0, V1, D0 = Committed("v0", "0"), Committed("v1", "1"), Committed("d0", "d")
@@ -117,6 +127,12 @@ def test_adapter_leaves_the_roles_alone() -> None:
 
 # -- what a replica owes ---------------------------------------------------------------------------
 
+FETCH = Manifest(channel="peer", path="http://a http://b", key="k")
+
+
+def fetched(role: Any, version: str, **fields: Any) -> PushWeights:
+    return PushWeights("", replace(FETCH, role=role, version=version, **fields))
+
 
 def opened(state: str, version: str = "v1", role: str = "target") -> dict[str, str]:
     return {"version": version, "role": role, "state": state}
@@ -128,110 +144,102 @@ def opened(state: str, version: str = "v1", role: str = "target") -> dict[str, s
         # nothing is on its way
         (RECORD, BEFORE, DIGESTS, []),
         # staged at the replica, and the gateway died before the rename, or after it
-        (RECORD, replace(BEFORE, open=opened("staged")), DIGESTS, [Owed("abort")]),
-        (
-            pushed(),
-            replace(BEFORE, open=opened("staged")),
-            DIGESTS,
-            [Owed("commit", version="v1", staged="v1")],
-        ),
+        (RECORD, replace(BEFORE, open=opened("staged")), DIGESTS, [AbortWeights("")]),
+        (pushed(), replace(BEFORE, open=opened("staged")), DIGESTS, [CommitWeights("", "v1")]),
         # the rename came, and the replica has made the push live, or undone it, or neither
         (pushed(), replace(BEFORE, target="v1"), DIGESTS | {"target": "1"}, []),
         (
             RECORD,
             replace(BEFORE, target="v1", previous={"target": "v0"}),
             DIGESTS | {"target": "1"},
-            [Owed("roll back", version="v0")],
+            [RollbackWeights("", "v0", role="target")],
         ),
-        (pushed(), BEFORE, DIGESTS, [Owed("fetch", version="v1")]),
+        (pushed(), BEFORE, DIGESTS, [fetched("target", "v1")]),
         # it stages another version, or its push is not whole
         (
             pushed(),
             replace(BEFORE, open=opened("staged", "v2")),
             DIGESTS,
-            [Owed("abort"), Owed("fetch", version="v1")],
+            [AbortWeights(""), fetched("target", "v1")],
         ),
         (
             pushed(),
             replace(BEFORE, open=opened("gathering")),
             DIGESTS,
-            [Owed("abort"), Owed("fetch", version="v1")],
+            [AbortWeights(""), fetched("target", "v1")],
         ),
         (
             pushed(),
             replace(BEFORE, open=opened("staged", role="drafter")),
             DIGESTS,
-            [Owed("abort"), Owed("fetch", version="v1")],
+            [AbortWeights(""), fetched("target", "v1")],
         ),
         # the version has its name, and other content
         (
             pushed(),
             replace(BEFORE, target="v1"),
             DIGESTS | {"target": "2"},
-            [Owed("fetch", version="v1")],
+            [fetched("target", "v1")],
         ),
         (
             pushed(),
             replace(BEFORE, target="v1"),
             {},
-            [Owed("fetch", version="v1"), Owed("fetch", "drafter", "d0")],
+            [fetched("target", "v1"), fetched("drafter", "d0")],
         ),
         # the content has another name
         (
             pushed().naming("best"),
             replace(BEFORE, target="v1"),
             DIGESTS | {"target": "1"},
-            [Owed("name", version="best")],
+            [NameWeights("", "best")],
         ),
         # it was named with its commit
         (
             RECORD.committing({"target": Committed("step-9", "1", staged="v1")}),
             replace(BEFORE, open=opened("staged", "v1~0123456789ab")),
             DIGESTS,
-            [Owed("commit", version="step-9", staged="v1~0123456789ab")],
+            [CommitWeights("", "v1~0123456789ab", "step-9")],
         ),
         # both models came in one push
         (
             pushed(drafter=Committed("v1", "e")),
             replace(BEFORE, open=opened("staged", role="all")),
             DIGESTS,
-            [Owed("commit", version="v1", staged="v1")],
+            [CommitWeights("", "v1")],
         ),
         (
             pushed(drafter=Committed("v1", "e")),
             BEFORE,
             DIGESTS,
-            [Owed("fetch", version="v1"), Owed("fetch", "drafter", "v1")],
+            [fetched("target", "v1"), fetched("drafter", "v1")],
         ),
     ],
 )
 def test_replica_owes_what_it_lacks(
-    record: FleetRecord, state: WeightState, digests: Any, steps: list[Owed]
+    record: FleetRecord, state: WeightState, digests: Any, steps: list[WeightCommand]
 ) -> None:
-    assert owed(record, state, digests) == steps
+    assert owed(record, state, digests, FETCH) == steps
 
 
 @pytest.mark.parametrize(
     ("state", "steps"),
     [
         ({"adapters": {"math": "m2"}}, []),
-        ({"adapters": {"math": "m1"}}, [Owed("fetch", "adapter", "m2", "math")]),
-        ({}, [Owed("fetch", "adapter", "m2", "math")]),
-        (
-            {"open": opened("staged", "m2", "adapter")},
-            [Owed("commit", "adapter", "m2", "math", "m2")],
-        ),
-        ({"adapters": {"math": "m2", "code": "c1"}}, [Owed("unload", "adapter", "c1", "code")]),
+        ({"adapters": {"math": "m1"}}, [fetched("adapter", "m2", adapter="math")]),
+        ({}, [fetched("adapter", "m2", adapter="math")]),
+        ({"open": opened("staged", "m2", "adapter")}, [CommitWeights("", "m2")]),
+        ({"adapters": {"math": "m2", "code": "c1"}}, [UnloadAdapter("", "code", "abort")]),
     ],
 )
-def test_replica_owes_adapters_by_name(state: Any, steps: list[Owed]) -> None:
+def test_replica_owes_adapters_by_name(state: Any, steps: list[WeightCommand]) -> None:
     record = RECORD.committing({"adapter": Committed("m2", "m")}, "math")
-    assert owed(record, replace(BEFORE, **state), DIGESTS) == steps
+    assert owed(record, replace(BEFORE, **state), DIGESTS, FETCH) == steps
 
 
 def test_new_fleet_has_the_weights_of_its_first_replica() -> None:
     state = replace(BEFORE, adapters={"math": "m1"})
     record = FleetRecord(fleet="f", epoch=1).beginning(state, DIGESTS)
-    assert record.roles == RECORD.roles and owed(record, state, DIGESTS) == []
+    assert record.roles == RECORD.roles and owed(record, state, DIGESTS, FETCH) == []
     without = FleetRecord(fleet="f", epoch=1).beginning(WeightState(target="v0"), {"target": "0"})
     assert [*without.roles] == ["target"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -29,54 +28,48 @@ from tlt_server.wire.labels import label_of
 ROUNDS = 4
 
 
-class Owed(NamedTuple):
-    """A step that brings a replica to the committed weights."""
-
-    do: Literal["abort", "commit", "name", "roll back", "unload", "fetch"]
-    role: Literal["target", "drafter", "adapter"] = "target"
-    version: str = ""
-    adapter: str = ""
-    staged: str = ""  # version of the staged push that a commit takes
-
-
-def owed(record: FleetRecord, state: WeightState, live_digests: Mapping[str, str]) -> list[Owed]:
-    """Return the steps that a replica owes, in order; after them it is asked again. `live_digests`:
-    by role.
+def owed(
+    record: FleetRecord, state: WeightState, live_digests: Mapping[str, str], fetch: Manifest
+) -> list[WeightCommand]:
+    """Return the commands that bring a replica to the committed weights, in order and without ids;
+    after them it is asked again. `live_digests`: by role.
 
     A staged push is committed if the record has its version, and aborted otherwise. A replaced
-    version is restored if it is kept, and anything else is fetched.
+    version is restored if it is kept, and anything else is pushed as `fetch`.
     """
     live: dict[Role, str] = {"target": state.target, "drafter": state.drafter}
     staged = state.open.get("version", "") if state.open.get("state") == "staged" else ""
     brings = state.open.get("role", "")
-    steps: list[Owed] = []
+    steps: list[WeightCommand] = []
     for role, version in live.items():
         kept, digest = record.roles.get(role), live_digests.get(role, "")
         if kept is None or (version == kept.version and (kept.same(digest) or not kept.digest)):
             continue
-        step = Owed("fetch", role, kept.version)
         if role == "target" and kept.same(digest):
-            step = step._replace(do="name")
+            steps.append(NameWeights("", kept.version))
         elif brings in (role, "all") and _means(staged, kept):
-            return [step._replace(do="commit", staged=staged)]
+            return [_commit(staged, kept)]
         elif state.previous.get(role) == kept.version:
-            step = step._replace(do="roll back")
-        steps.append(step)
+            steps.append(RollbackWeights("", kept.version, role=role))
+        else:
+            steps.append(PushWeights("", replace(fetch, role=role, version=kept.version)))
     for name, kept in record.adapters.items():
         if state.adapters.get(name) != kept.version:
             if brings == "adapter" and _means(staged, kept):
-                return [Owed("commit", "adapter", kept.version, name, staged)]
-            steps.append(Owed("fetch", "adapter", kept.version, name))
-    steps += [
-        Owed("unload", "adapter", version, name)
-        for name, version in state.adapters.items()
-        if name not in record.adapters
-    ]
-    return [Owed("abort"), *steps] if state.open else steps
+                return [_commit(staged, kept)]
+            adapter = replace(fetch, role="adapter", version=kept.version, adapter=name)
+            steps.append(PushWeights("", adapter))
+    unknown = [name for name in state.adapters if name not in record.adapters]
+    steps += [UnloadAdapter("", name, "abort") for name in unknown]
+    return [AbortWeights(""), *steps] if state.open else steps
 
 
 def _means(staged: str, kept: Committed) -> bool:
     return bool(staged) and label_of(staged) == label_of(kept.staged or kept.version)
+
+
+def _commit(staged: str, kept: Committed) -> CommitWeights:
+    return CommitWeights("", staged, kept.version if kept.version != staged else "")
 
 
 async def caught_up(
@@ -87,30 +80,15 @@ async def caught_up(
     """
     for _ in range(ROUNDS):
         looked = await orders.told(replica, LookAtWeights("", checksums=True))
-        steps = owed(record(), looked.state, digests(looked))
+        steps = owed(record(), looked.state, digests(looked), fetch)
         if not steps:
             return
         for step in steps:
-            await orders.told(replica, _command(step, fetch))
-    raise Conflict(f"replica {replica.name} has not caught up in {ROUNDS} rounds: {steps}")
-
-
-def _command(step: Owed, fetch: Manifest) -> WeightCommand:
-    match step:
-        case Owed("commit", _, version, _, staged):
-            return CommitWeights("", staged, version if version != staged else "")
-        case Owed("name"):
-            return NameWeights("", step.version)
-        case Owed("roll back", "target" | "drafter" as role):
-            return RollbackWeights("", step.version, role=role)
-        case Owed("unload"):
-            return UnloadAdapter("", step.adapter, "abort")
-        case Owed("fetch", role, version, adapter):
-            if not fetch.path:
+            if isinstance(step, PushWeights) and not fetch.path:
                 raise Conflict(
-                    f"no other replica has version {version!r} of the {role}; start one that has "
-                    "it, or the gateway with another --state-dir, and push again"
+                    f"no other replica has version {step.manifest.version!r} of the "
+                    f"{step.manifest.role}; start one that has it, or the gateway with another "
+                    "--state-dir, and push again"
                 )
-            named = replace(fetch, role=role, version=version, adapter=adapter)
-            return PushWeights("", named)
-    return AbortWeights("")
+            await orders.told(replica, step)
+    raise Conflict(f"replica {replica.name} has not caught up in {ROUNDS} rounds: {steps}")
