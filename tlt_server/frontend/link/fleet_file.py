@@ -45,12 +45,6 @@ class FleetRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     previous: dict[str, Committed] = {}  # role -> what a rollback restores
     pushed: list[str] = []  # roles of the last push, which a rollback undoes
 
-    @property
-    def staged(self) -> list[str]:
-        """The versions of staged pushes that are committed, so that a replica has to keep them."""
-        kept = [*self.roles.values(), *self.adapters.values()]
-        return sorted({name for each in kept for name in (each.version, each.staged) if name})
-
     def beginning(self, state: WeightState, digests: Mapping[str, str]) -> Self:
         """Return the record of a new fleet, whose first replica has these weights."""
         versions = {"target": state.target, "drafter": state.drafter}
