@@ -137,7 +137,9 @@ def flag(usage: str, help: str, default: Any = None, **how: Any) -> Flag:
         how["choices"] = [int(one) if one.isdigit() else one for one in value.split("|")]
         how["type"] = type(how["choices"][0])
     elif value:
-        how |= {"type": TYPES.get(value, str)} | ({} if "choices" in how else {"metavar": value})
+        how = {"type": TYPES.get(value, str)} | how
+        if "choices" not in how:
+            how["metavar"] = value
     else:
         how["action"] = "store_true"
     if default is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from tlt_server.bench.flags import Flag, add_flags, flag, whole
+from tlt_server.bench.flags import add_flags, flag, whole
 from tlt_server.fleet.launchers import LAUNCHERS
 from tlt_server.push.arguments import add_server
 
@@ -47,13 +47,8 @@ def _number(text: str) -> float:
     return value
 
 
-def _typed(usage: str, help: str, type: Callable[[str], object], default: object = None) -> Flag:
-    made = flag(usage, help, default)
-    return Flag(made.name, {**made.how, "type": type})
-
-
 FLAGS = (
-    _typed("--replicas N", "how many to start; not with --launcher static", _replicas),
+    flag("--replicas N", "how many to start; not with --launcher static", type=_replicas),
     flag(
         f"--launcher {'|'.join(LAUNCHERS)}",
         "what starts them: local: this machine, its visible GPUs divided among them; ray: the "
@@ -71,18 +66,18 @@ FLAGS = (
     flag("--link-ca PEM", "certificates that sign the replicas'; the links then use TLS"),
     flag("--link-cert PEM", "certificate of the gateway, for replicas with --tls-client-ca"),
     flag("--link-cert-key PEM", "private key of --link-cert"),
-    _typed(
+    flag(
         "--consolidate SHARE",
         "in a long tail, pack requests onto the fewest replicas that this slows by no more than "
         "this share, such as 0.02; the others train their drafter, or sleep [default 0: off]",
-        _number,
         0.0,
+        type=_number,
     ),
-    _typed(
+    flag(
         "--sleep-idle S",
         "give a replica's GPU memory back after this time without a request [default 0: never]",
-        _number,
         0.0,
+        type=_number,
     ),
     flag("--rebalance", "move running requests to replicas with room, where that pays"),
     flag("--take-over", "take replicas from the living gateway of another fleet"),
