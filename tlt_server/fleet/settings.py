@@ -14,8 +14,6 @@ from collections.abc import Set
 from dataclasses import fields
 from pathlib import Path
 
-from tlt_client import Tls
-from tlt_client.errors import InvalidArgument
 from tlt_server.config import Config, load
 from tlt_server.errors import StartupError
 from tlt_server.fleet.arguments import FLAGS
@@ -23,7 +21,7 @@ from tlt_server.fleet.launchers.plan import CHOSEN, KEY, LaunchPlan
 from tlt_server.frontend.http.keys import read_keys
 from tlt_server.frontend.link.launching import FleetOptions
 from tlt_server.process.private import private_directory, private_file
-from tlt_server.push.calling import key_in
+from tlt_server.push.calling import key_in, tls_of
 from tlt_server.settings.server import SharedSettings
 from tlt_server.settings.sources import read_settings
 
@@ -32,6 +30,7 @@ OF_A_GATEWAY = (
     *("model", "served_model_name", "state_dir"),
     *("weight_root", "weight_marker", "weight_channels"),
 )
+LINK_FILES = ("link_ca", "link_cert", "link_cert_key")
 
 
 def planned(arguments: Namespace) -> tuple[LaunchPlan, FleetOptions]:
@@ -63,7 +62,7 @@ def planned(arguments: Namespace) -> tuple[LaunchPlan, FleetOptions]:
     config = _admitting(config, key)
     options = FleetOptions(
         key,
-        _tls(arguments, by_default="tls_cert" in after and not static),
+        tls_of(arguments, LINK_FILES, by_default="tls_cert" in after and not static),
         arguments.take_over,
         arguments.consolidate,
         arguments.sleep_idle,
@@ -111,18 +110,6 @@ def _check_launcher(arguments: Namespace, static: bool) -> None:
         )
     if not static and not arguments.replicas:
         raise StartupError("--replicas is not given; name how many replicas to start")
-
-
-def _tls(arguments: Namespace, *, by_default: bool) -> Tls | None:
-    files = arguments.link_ca, arguments.link_cert, arguments.link_cert_key
-    if not (any(files) or by_default):
-        return None
-    tls = Tls(*files)
-    try:
-        tls.context()
-    except InvalidArgument as error:
-        raise StartupError(f"--link-ca, --link-cert, --link-cert-key: {error}") from None
-    return tls
 
 
 def labels_of(text: str) -> dict[str, str]:

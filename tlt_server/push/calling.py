@@ -5,7 +5,7 @@ line with its remedy.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -49,18 +49,24 @@ def call(
         raise StartupError(str(error)) from None
 
 
-def tls_of(arguments: argparse.Namespace) -> Tls | None:
-    """Return the TLS files that the flags of `push.arguments.add_access` name. `StartupError` if
-    one of them cannot be used.
+def tls_of(
+    arguments: argparse.Namespace,
+    names: Sequence[str] = ("tls_ca", "tls_cert", "tls_key"),
+    *,
+    by_default: bool = False,
+) -> Tls | None:
+    """Return the TLS files that these flags name. `StartupError` if one of them cannot be used.
+    `by_default`: TLS is used without any file, too.
     """
-    files = [arguments.tls_ca, arguments.tls_cert, arguments.tls_key]
-    if not any(files):
+    files = [getattr(arguments, name) for name in names]
+    if not (any(files) or by_default):
         return None
     tls = Tls(*files)
     try:
         tls.context()
     except ValueError as error:
-        raise StartupError(f"--tls-ca, --tls-cert, --tls-key: {error}") from None
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise StartupError(f"{flags}: {error}") from None
     return tls
 
 
