@@ -132,10 +132,7 @@ async def file(
         )
     if not any(found.name == name for found in drafter.files):
         raise NotFound(f"the drafter has no file {shown(name)}; GET /drafter/files lists them")
-    try:
-        data = await asyncio.to_thread(slice_of, drafter.directory / name, start, MAX_SLICE)
-    except OSError as error:
-        raise Conflict(f"the file has been removed ({error.strerror}); start again") from None
+    data = await slice_of(drafter.directory / name, start, MAX_SLICE)
     return Response(data, media_type=OCTETS)
 
 

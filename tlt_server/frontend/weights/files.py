@@ -108,8 +108,15 @@ def _indexed(index: Path) -> set[str]:
         return set()
 
 
-def slice_of(path: Path, start: int, most: int) -> bytes:
-    """Return at most `most` bytes of a regular file, from `start` on."""
+async def slice_of(path: Path, start: int, most: int) -> bytes:
+    """Return at most `most` bytes of a file, from `start` on. `Conflict` if it is not there."""
+    try:
+        return await asyncio.to_thread(_read, path, start, most)
+    except OSError as error:
+        raise Conflict(f"the file has been removed ({error.strerror}); start again") from None
+
+
+def _read(path: Path, start: int, most: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -72,10 +72,7 @@ async def content(
     found = await _wanted(service, role, adapter, version)
     if not name.endswith(".safetensors") and name not in (CALIBRATION, ADAPTER_CONFIG):
         raise NotFound(f"there is no file {shown(name)}; GET /weights/files lists them")
-    try:
-        data = await asyncio.to_thread(slice_of, found.directory / name, start, SLICE_BYTES)
-    except OSError as error:
-        raise Conflict(f"the file has been removed ({error.strerror}); start again") from None
+    data = await slice_of(found.directory / name, start, SLICE_BYTES)
     return Response(data, media_type=OCTETS)
 
 
