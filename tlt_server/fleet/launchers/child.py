@@ -1,8 +1,8 @@
-"""One replica as a child of this process: `tlt serve`, started again with growing pauses whenever
-it ends. The launcher `local` runs it in the gateway, `ray` in an actor.
+"""Replicas that a launcher starts: a task keeps each of them running.
 
-The child's lines on stderr are passed on with the replica's name; one of them says where its link
-listens. The child ends with the process that started it.
+Each is a child of the gateway (`local`) or of an actor (`ray`): `tlt serve`, started again with
+growing pauses whenever it ends. Its lines on stderr are passed on with the replica's name; one of
+them says where its link listens. It ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import re
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from tlt_kernels.parents import bound
-from tlt_server.errors import StartupError
+from tlt_server.errors import Conflict, NotFound, StartupError
 from tlt_server.fleet.launchers.alone import alone
 from tlt_server.fleet.launchers.plan import KEY
 from tlt_server.frontend.link.launching import ReplicaAddress
@@ -34,6 +35,78 @@ LINE_BYTES = 2**20
 LINES_S = 5.0  # until the last line has come through the pipe
 WINDOW_S = 300.0  # in which ends count for the pause
 USER_ERROR = 2  # status of a server whose settings, files or device cannot be used
+
+
+class KeepReplica(Protocol):
+    """Keeps one replica running until cancelled, then ends it."""
+
+    def __call__(
+        self, name: str, change: Callable[[ReplicaAddress], None], *, proven: bool
+    ) -> Coroutine[Any, Any, None]:
+        """`change`: takes its address whenever that changes. `proven`: others run with the same
+        flags, so a failed start is tried again instead of ending the fleet.
+        """
+
+
+class StartedReplicas:
+    def __init__(self, number: int, keep: KeepReplica, lacking: Callable[[int], str]) -> None:
+        """`lacking(n)`: what n replicas need and is not there; empty: they fit."""
+        if fault := lacking(number):
+            raise StartupError(fault)
+        self._number, self._keep, self._lacking = number, keep, lacking
+        self._found: Callable[[Sequence[ReplicaAddress]], None] = lambda addresses: None
+        self._addresses: dict[str, ReplicaAddress] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self, found: Callable[[Sequence[ReplicaAddress]], None]) -> None:
+        self._found = found
+        self._refused = asyncio.get_running_loop().create_future()
+        try:
+            for number in range(self._number):
+                self._begin(f"r{number}", proven=False)
+            await self._refused
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks.values())
+
+    async def start(self) -> str:
+        if fault := self._lacking(len(self._addresses) + 1):
+            raise Conflict(fault)
+        name = next(name for n in count() if (name := f"r{n}") not in self._addresses)
+        self._begin(name)
+        return name
+
+    async def stop(self, name: str) -> None:
+        await self._end(name)
+        del self._addresses[name]
+        self._found([*self._addresses.values()])
+
+    async def restart(self, name: str) -> None:
+        await self._end(name)
+        self._begin(name)
+
+    def _begin(self, name: str, *, proven: bool = True) -> None:
+        self._change(ReplicaAddress(name, "", fault="it starts"))
+        self._tasks[name] = asyncio.create_task(self._keep(name, self._change, proven=proven))
+        self._tasks[name].add_done_callback(self._done)
+
+    async def _end(self, name: str) -> None:
+        task = self._tasks.pop(name, None)
+        if task is None:
+            raise NotFound(f"no replica {name!r} runs; GET /fleet lists those that do")
+        task.cancel()
+        await asyncio.wait({task})
+        self._change(self._addresses[name]._replace(link="", fault="it was ended"))
+
+    def _change(self, address: ReplicaAddress) -> None:
+        self._addresses[address.name] = address
+        self._found([*self._addresses.values()])
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) and not self._refused.done():
+            self._refused.set_exception(error)
 
 
 class Child(NamedTuple):

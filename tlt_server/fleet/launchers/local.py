@@ -7,9 +7,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from tlt_server.fleet.launchers import child
+from tlt_server.fleet.launchers.child import Child, StartedReplicas, keep
 from tlt_server.fleet.launchers.plan import LaunchPlan
-from tlt_server.fleet.launchers.started import StartedReplicas
 from tlt_server.frontend.http.logs import lasting
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.process.machine import visible_gpus
@@ -52,7 +51,7 @@ class _Here:
         variables = self._plan.variables()
         if mine:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        server = child.Child(
+        server = Child(
             name,
             self._flags,
             variables,
@@ -62,7 +61,7 @@ class _Here:
             f"GPU {', '.join(mine)}" if mine else "CPU",
         )
         try:
-            await child.keep(server, change, self._say, proven=proven)
+            await keep(server, change, self._say, proven=proven)
         finally:
             self._free += mine
 

@@ -18,9 +18,8 @@ from typing import Any
 import structlog
 
 from tlt_server.errors import StartupError
-from tlt_server.fleet.launchers.child import Child, keep
+from tlt_server.fleet.launchers.child import Child, StartedReplicas, keep
 from tlt_server.fleet.launchers.plan import LaunchPlan
-from tlt_server.fleet.launchers.started import StartedReplicas
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.settings.addresses import is_loopback
 
