@@ -205,7 +205,7 @@ async def test_user_error_of_the_first_start_ends_the_launcher(tmp_path: Path) -
 async def test_replica_that_cannot_start_later_is_tried_again(tmp_path: Path) -> None:
     """Other replicas run with the same flags, so the gateway does not end."""
     seen = Seen()
-    broken = child.Child("r0", ["--threads", "7"], {}, "127.0.0.1", None, 1.0)
+    broken = child.Child("r0", ["--threads", "7"], {}, None, 1.0, "127.0.0.1")
     keep = child.keep(broken, lambda address: seen([address]), lambda line: None, proven=True)
     task = asyncio.create_task(keep)
     await seen.until(lambda found: len(seen.every) == 2)

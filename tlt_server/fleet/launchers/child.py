@@ -115,9 +115,9 @@ class Child(NamedTuple):
     name: str
     flags: Sequence[str]
     variables: Mapping[str, str]  # settings, the key, and its GPUs
-    host: str
     directory: Path | None  # its state directory; None: it keeps nothing
     stop_s: float  # until it has drained; then it is killed
+    host: str = ""
     place: str = ""
 
     @property

@@ -55,9 +55,9 @@ class _Here:
             name,
             self._flags,
             variables,
-            HOST,
             self._plan.directory(name),
             self._plan.stop_s,
+            HOST,
             f"GPU {', '.join(mine)}" if mine else "CPU",
         )
         try:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +36,14 @@ def on_ray(plan: LaunchPlan) -> StartedReplicas:
 class ReplicaActor:
     """The actor on a node."""
 
-    def __init__(
-        self,
-        name: str,
-        flags: Sequence[str],
-        variables: Mapping[str, str],
-        directory: str,
-        stop_s: float,
-    ) -> None:
+    def __init__(self, child: Child) -> None:
+        """`child`: what to start, without the node's own host and place."""
         from ray.util import get_node_ip_address
 
         host = get_node_ip_address()
-        kept = Path(directory) if directory else None
-        self._child = Child(name, flags, variables, host, kept, stop_s, f"node {host}")
+        self._child = child._replace(host=host, place=f"node {host}")
         self._task: asyncio.Task[None] | None = None
-        self._take(ReplicaAddress(name, "", f"node {host}", "it starts"))
+        self._take(ReplicaAddress(child.name, "", self._child.place, "it starts"))
 
     async def look(self) -> tuple[str, str, str]:
         """Return link, place and fault."""
@@ -138,9 +131,8 @@ class Cluster:
             max_restarts=-1,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         )
-        directory = str(plan.directory(name) or "")
-        started = actor.remote(name, self._flags, plan.variables(), directory, plan.stop_s)
-        return started, group
+        child = Child(name, self._flags, plan.variables(), plan.directory(name), plan.stop_s)
+        return actor.remote(child), group
 
     def _remove(self, actor: Any, group: Any) -> None:
         self._ray.kill(actor)
