@@ -43,14 +43,6 @@ def test_push_is_live_at_all_replicas(server: LiveGateway, client: Client) -> No
     assert [span.version for span in result.choices[0].weight_versions] == ["v1"]
 
 
-def test_refusal_of_one_replica_changes_none(server: LiveGateway, client: Client) -> None:
-    server.replicas[1].engine.fails = "weights_refused"
-    response = httpx.post(f"{server.url}/update_weights", json={"version": "v1", "path": "x"})
-    assert response.status_code == 422
-    assert response.json()["error"]["message"] == "replica r1: weights_refused: out of luck"
-    assert versions(server) == ["v0"] * 3
-
-
 def test_replica_that_fails_at_the_commit_is_named_and_comes_back(
     server: LiveGateway, client: Client
 ) -> None:
