@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from tlt_server.bench.flags import JSON, MAX_BATCH, Flag, add_flags, flag, whole
 from tlt_server.models.draft_networks import NETWORKS, Layout
@@ -44,22 +44,15 @@ def within(smallest: int, largest: int = 1 << 30) -> Callable[[str], int]:
     return partial(whole, smallest=smallest, largest=largest)
 
 
-def _flag(
-    usage: str, help: str, default: Any = None, type: Callable[[str], Any] | None = None, **how: Any
-) -> Flag:
-    name, made = flag(usage, help, default, **how)
-    return Flag(name, {**made, "type": type} if type else made)
-
-
 PAIR = (
-    _flag("--target DIR", "the target's model directory", required=True),
-    _flag("--out DIR", "drafter directory to write", required=True),
+    flag("--target DIR", "the target's model directory", required=True),
+    flag("--out DIR", "drafter directory to write", required=True),
 )
-SEED = _flag("--seed N", "of random weights and orders", 0, type=within(0))
+SEED = flag("--seed N", "of random weights and orders", 0, type=within(0))
 INIT = (
     *PAIR,
-    _flag(f"--network {'|'.join(NETWORKS)}", "the kind of its network", "eagle3"),
-    _flag(
+    flag(f"--network {'|'.join(NETWORKS)}", "the kind of its network", "eagle3"),
+    flag(
         "--data FILE",
         "text as for `tlt drafter train`, whose most frequent response tokens make the draft "
         "vocabulary [default: the first ids]",
@@ -67,18 +60,18 @@ INIT = (
         type=Path,
         nargs="+",
     ),
-    _flag(
+    flag(
         "--draft-vocab N",
         "tokens that can be drafted; all, where the target has fewer or its head drafts",
         32_000,
         type=within(1),
     ),
-    _flag(
+    flag(
         "--intermediate N",
         "width of the drafter's MLP [default: that of --start-from, else the target's]",
         type=within(1, 1 << 20),
     ),
-    _flag(
+    flag(
         "--start-from DIR",
         "take over this drafter's weights; its head's rows for the tokens that both draft",
     ),
@@ -86,8 +79,8 @@ INIT = (
 )
 TRAIN = (
     *PAIR,
-    _flag("--drafter DIR", "drafter to start from; `tlt drafter init` writes one", required=True),
-    _flag(
+    flag("--drafter DIR", "drafter to start from; `tlt drafter init` writes one", required=True),
+    flag(
         "--data FILE",
         "segments of a server (.segment), rollouts of `tlt bench record` (.safetensors), or "
         'JSONL: {"prompt_ids": [...], "response_ids": [...]}, or {"messages": [...]} for the '
@@ -96,71 +89,71 @@ TRAIN = (
         nargs="+",
         required=True,
     ),
-    _flag(
+    flag(
         "--record FILE",
         "other responses, as for `tlt drafter evaluate`: calibration.json is fitted to them",
         type=Path,
     ),
-    _flag(
+    flag(
         "--stop-at LENGTH",
         "stop once chains as deep as --unroll have this accept length, replayed on --record",
         type=positive,
     ),
-    _flag("--check-every N", "steps between two replays for --stop-at", 50, type=within(1)),
-    _flag("--steps N", "optimizer steps", 1000, type=within(1)),
-    _flag("--objective eagle|hass|eagle3", "what the drafter is trained to match", "eagle3"),
-    _flag(
+    flag("--check-every N", "steps between two replays for --stop-at", 50, type=within(1)),
+    flag("--steps N", "optimizer steps", 1000, type=within(1)),
+    flag("--objective eagle|hass|eagle3", "what the drafter is trained to match", "eagle3"),
+    flag(
         "--acceptance none|total-variation|shared-noise",
         "further loss term: half the L1 distance of the distributions, or the chance that draft "
         "and target choose differently under one noise",
         "none",
     ),
-    _flag("--acceptance-weight X", "weight of that term", 0.5, type=positive),
-    _flag(
+    flag("--acceptance-weight X", "weight of that term", 0.5, type=positive),
+    flag(
         "--unroll N",
         f"steps drafted ahead in training, at most {MAX_DEPTH} [default: the objective's: 1, 3, 7]",
         0,
         type=within(1, MAX_DEPTH),
     ),
-    _flag(
+    flag(
         "--budget N",
         "tokens of a pack; longer documents are cut into windows",
         2048,
         type=within(1),
     ),
-    _flag("--packs N", "packs of a step", 1, type=within(1)),
-    _flag(
+    flag("--packs N", "packs of a step", 1, type=within(1)),
+    flag(
         "--lr X",
         "learning rate [default 5e-5 at a hidden size of 3584, more for smaller ones in "
         "proportion]",
         type=positive,
     ),
-    _flag("--checkpoints DIR", "write checkpoints here, and resume from the newest one"),
-    _flag("--save-every N", "steps between two checkpoints", 200, type=within(1)),
-    _flag(
+    flag("--checkpoints DIR", "write checkpoints here, and resume from the newest one"),
+    flag("--save-every N", "steps between two checkpoints", 200, type=within(1)),
+    flag(
         "--device cpu|cuda",
         "where drafter and target run [default: cuda where a server would take it]",
     ),
-    _flag("--threads N", "compute threads of a CPU [default: torch's]", type=within(1)),
+    flag("--threads N", "compute threads of a CPU [default: torch's]", type=within(1)),
     SEED,
 )
 EXPORT = (
     *PAIR,
-    _flag("--drafter DIR", "drafter to export", required=True),
-    _flag(
+    flag("--drafter DIR", "drafter to export", required=True),
+    flag(
         f"--layout {'|'.join(get_args(Layout))}",
         "eagle3: SafeAILab's; sglang; speculators: vLLM's; eagle1: SafeAILab's and SGLang's "
         "EAGLE-1 and EAGLE-2",
         required=True,
     ),
-    _flag(
+    flag(
         "--base TEXT",
         "name of the target for other engines, such as org/model [default: --target]",
         "",
     ),
-    _flag("--version TEXT", "version of the drafter, for the model card [default none]", ""),
-    _flag("--data TEXT", "what it was trained on, for the model card [default nothing]", ""),
-    _flag(
+    flag("--version TEXT", "version of the drafter, for the model card [default none]", ""),
+    flag("--data TEXT", "what it was trained on, for the model card [default nothing]", ""),
+    flag(
         "--record FILE",
         "replay the responses of `tlt bench record` through both drafters: they must accept the "
         "same in every cycle, and the model card says how much",
@@ -168,48 +161,48 @@ EXPORT = (
     ),
 )
 EVALUATE = (
-    _flag(
+    flag(
         "--record FILE",
         "file of `tlt bench record`, or directory of the segments that a server has kept",
         type=Path,
         required=True,
     ),
-    _flag("--target DIR", "the target that was recorded", required=True),
-    _flag(
+    flag("--target DIR", "the target that was recorded", required=True),
+    flag(
         "--drafter DIR",
         "a drafter; the others are compared with the first one",
         required=True,
         action="append",
     ),
-    _flag("--depth N", "length of the longest path drafted", 7, type=within(1, MAX_DEPTH)),
-    _flag(
+    flag("--depth N", "length of the longest path drafted", 7, type=within(1, MAX_DEPTH)),
+    flag(
         "--width N", "children per node, and nodes expanded per level", 4, type=within(1, MAX_WIDTH)
     ),
-    _flag("--rows N", "rows verified per request, the root included", 16, type=within(2, MAX_ROWS)),
-    _flag(
+    flag("--rows N", "rows verified per request, the root included", 16, type=within(2, MAX_ROWS)),
+    flag(
         "--as-recorded",
         "instead, the strategy and the rows that the server had at this place of the response",
     ),
-    _flag(
+    flag(
         "--policy NAME",
         "recorded policy whose cycles --as-recorded takes [default: the last that drafts]",
     ),
-    _flag(
+    flag(
         "--self-check",
         "first compare the first drafter with what the server accepted, cycle by cycle; exit "
         "status 1 if anything differs",
     ),
-    _flag(
+    flag(
         "--version NAME",
         "evaluate responses of this version of the target's weights [default: the only one]",
     ),
-    _flag("--responses N", "the first N responses [default all]", type=within(1, 2**20)),
-    _flag(
+    flag("--responses N", "the first N responses [default all]", type=within(1, 2**20)),
+    flag(
         "--batch N",
         "requests in a cycle, for its time [default: as in the median recorded cycle]",
         type=within(1, MAX_BATCH),
     ),
-    _flag(
+    flag(
         "--kind NAME=REGEX",
         "also tell apart the responses whose prompt's text matches, e.g. 'countdown=Reach' "
         "[default none]",
@@ -217,12 +210,12 @@ EVALUATE = (
         type=kind,
         action="append",
     ),
-    _flag(
+    flag(
         "--threads N",
         "compute threads [default: processors this process may use]",
         type=within(1, 1024),
     ),
-    _flag(
+    flag(
         "--device cpu|cuda",
         "where to replay [default: cuda where a server would take it, unless a CPU recorded]",
     ),
