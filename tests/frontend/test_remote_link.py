@@ -63,6 +63,7 @@ async def linked(
 
 def test_silent_server_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PING_S", 0.1)
+    monkeypatch.setattr(remote, "LASTING_S", 0.0)
 
     @in_loop
     async def story() -> None:
@@ -142,7 +143,7 @@ def test_tries_have_growing_pauses_until_one_reaches(monkeypatch: pytest.MonkeyP
             await gateway.ready()
             await server.stop(0)
             await happens(lambda: len(gateway.deaths) > 4)
-            assert [delay_s for _, delay_s in gateway.deaths[:5]] == [0, 0.01, 0.02, 0.03, 0.03]
+            assert [delay_s for _, delay_s in gateway.deaths[:5]] == [0.01, 0.02, 0.03, 0.03, 0.03]
             assert {death.ending for death, _ in gateway.deaths[1:]} == {"not_launched"}
 
     story()

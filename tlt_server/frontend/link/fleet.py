@@ -19,7 +19,7 @@ from typing import Any, get_args
 import msgspec
 import structlog
 
-from tlt_server.errors import Conflict, EngineFailed, NotFound, TltError
+from tlt_server.errors import Conflict, EngineFailed, NotFound, TltError, from_code
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.joining import differences, together
@@ -256,7 +256,9 @@ class Fleet:
         while self._replicas.whole.runs and (standing := self._standing()) != given:
             for command in standing:
                 id = self._client.command_id()
-                await member.ask(msgspec.structs.replace(command, id=id))
+                report = await member.ask(msgspec.structs.replace(command, id=id))
+                if report.error is not None:
+                    raise from_code(*report.error)
             given = standing
             if "weights" not in self._client.pauses.asleep:  # there may have been a push
                 await self._fan_out.catch_up(member)

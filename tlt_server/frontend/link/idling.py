@@ -118,6 +118,8 @@ class IdleReplicas:
         """Have a replica sleep. Nothing is placed there from here on."""
         name = member.name
         async with self._turn:
+            if name not in self._replicas.ready or not self._is_empty(member):
+                return  # a waking came in between
             member.state = "asleep"
             del self._replicas.ready[name]
             try:

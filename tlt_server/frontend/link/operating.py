@@ -54,8 +54,7 @@ class FleetOperations:
         routes = self._client.sequences.routes
         if len(self._replicas.placer.loads) < 2 or not routes or self._replicas.commits():
             return
-        states = {name: member.state for name, member in self._fleet.members.items()}
-        closed = [name for name, state in states.items() if state in ("draining", "asleep")]
+        closed = self._replicas.placer.loads.keys() - self._replicas.ready.keys()
         fixed = [id for id, route in routes.items() if not self.may_move(route)]
         groups = defaultdict[tuple[str, MoveReason], list[Route]](list)
         for move in self._mover.moves(now_s, closed, fixed):

@@ -41,6 +41,7 @@ from tlt_server.wire.link import (
 Stream: TypeAlias = grpc.aio.StreamStreamCall[Any, bytes]
 SILENT_PINGS = 3  # without an answer, after which a server is taken for dead
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 5.0
+LASTING_S = 1.0  # a stream that lasted so long is followed by another one at once
 OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -81,9 +82,9 @@ class RemoteLink:
 
     async def run(self) -> Never:
         """Keep a stream to the server until this is cancelled, and report its events and ends."""
-        failed = 0  # tries in a row that brought no event
+        failed = 0  # short streams in a row
         while True:
-            heard = self._heard
+            heard, began_s = self._heard, time.monotonic()
             try:
                 await self._live()
                 failure: Exception = EngineFailed("the server has ended it")
@@ -91,7 +92,8 @@ class RemoteLink:
                 failure = other
             error = self._error_of(failure)
             reached = self._heard > heard
-            failed = 0 if reached else failed + 1
+            lasted = reached and time.monotonic() - began_s >= LASTING_S
+            failed = 0 if lasted else failed + 1
             delay_s = min(FIRST_DELAY_S * 2.0 ** min(failed - 1, 32), MAX_DELAY_S) if failed else 0
             silent = isinstance(failure, TimeoutError)
             ending: Ending = "not_launched" if not reached else "hung" if silent else "exited"
