@@ -136,6 +136,7 @@ async def test_commands_for_an_engine_that_died_are_not_sent() -> None:
 def test_tries_have_growing_pauses_until_one_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(remote, "MAX_DELAY_S", 0.03)
+    monkeypatch.setattr(remote, "LASTING_S", 1e9)
 
     @in_loop
     async def story() -> None:

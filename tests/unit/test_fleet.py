@@ -415,3 +415,22 @@ async def test_order_whose_handling_fails_is_answered_typed() -> None:
     await fleet.begin()
     with pytest.raises(EngineFailed):  # `NoPushes` fails at any push
         await fleet.client.weights(LookAtWeights("w1"))
+
+
+@in_loop
+async def test_suspects_that_a_drain_moves_stay_on_trial() -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+    submission = fleet.submit(9)
+    fleet.step(2)
+    fleet.links["a"].die()
+    await settle()
+    [trying] = [name for name in "bc" if fleet.links[name].replica.queue.trying]
+    before = sum(fleet.counts.values())
+    await fleet.operations.drain(trying)
+    await settle()
+    assert sum(fleet.counts.values()) == before + 1  # one is tried elsewhere, the last one waits
+    for _ in range(60):
+        fleet.step(1)
+        await settle()
+    check_whole(await read(submission))

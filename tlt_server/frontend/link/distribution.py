@@ -81,7 +81,9 @@ class Distribution:
             if holder is not None:
                 holder.queue.reached(route.request.id)
         _abort(known, "abort")
-        self.place((route.request for route in moved), to)
+        free, suspect = self.sort([route.request for route in moved])
+        self.place(free, to)
+        self.try_out(suspect)
 
     def try_out(self, requests: Iterable[GenerateRequest]) -> None:
         """Queue these at the one replica that has requests on trial."""
