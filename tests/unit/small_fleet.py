@@ -148,6 +148,9 @@ class SmallFleet:
     def _tell(self) -> None:
         self._found([ReplicaAddress(name, f"{name}:1") for name in self.names])
 
+    def check(self, more: int = 0) -> None:
+        """Any number can be started."""
+
     async def start(self) -> str:
         self.names.append(chr(ord(max(self.names)) + 1))
         self._tell()

@@ -160,6 +160,10 @@ async def test_local_launcher_divides_the_visible_gpus(
     async with running(launcher) as seen:
         await seen.until(all_linked)
         assert [each.place for each in seen.addresses] == ["GPU 0, GPU-5", "GPU 2, 3"]
+        launcher.check()
+        for more in (1, 2):
+            with pytest.raises(Conflict, match=f"{more + 2} replicas of 2 GPUs each need"):
+                launcher.check(more)
         with pytest.raises(Conflict, match="3 replicas of 2 GPUs each need 6, and 5 are visible"):
             await launcher.start()
         await launcher.restart("r1")
@@ -189,9 +193,14 @@ def test_too_few_gpus_are_refused_before_a_start(
         local_launcher(plan(tmp_path, 2, **given))
 
 
-def test_replicas_on_the_cpu_need_no_gpu(tmp_path: Path) -> None:
+def test_replicas_on_the_cpu_are_bounded_by_its_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "available_processors", lambda: 2)
     for given in ({}, {"device": "cpu"}):
-        assert local_launcher(plan(tmp_path, 64, **given))
+        assert local_launcher(plan(tmp_path, 8, **given))
+        with pytest.raises(StartupError, match="2 processors take 8 replicas, not 9; lower"):
+            local_launcher(plan(tmp_path, 9, **given))
 
 
 @in_loop
@@ -289,8 +298,10 @@ async def test_static_launcher_reports_its_addresses_and_starts_nothing(tmp_path
         assert seen.addresses == [ReplicaAddress(name, name) for name in names]
     orders: list[Awaitable[Any]] = [launcher.start(), launcher.stop("a"), launcher.restart("a")]
     for order in orders:
-        with pytest.raises(Conflict, match="the launcher static (starts|ends) nothing"):
+        with pytest.raises(Conflict, match="the launcher static starts and ends no server"):
             await order
+    with pytest.raises(Conflict, match="drain a replica before its server ends"):
+        launcher.check()
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,9 @@ class SimulatedGateway:
         found([ReplicaAddress(name, f"{name}:1") for name in self.machines])
         await asyncio.Event().wait()
 
+    def check(self, more: int = 0) -> None:
+        """Machines are given, and can be restarted."""
+
     async def start(self) -> str:
         raise NotImplementedError
 

@@ -71,9 +71,12 @@ class StartedReplicas:
             if self._tasks:
                 await asyncio.wait(self._tasks.values())
 
-    async def start(self) -> str:
-        if fault := self._lacking(len(self._addresses) + 1):
+    def check(self, more: int = 0) -> None:
+        if more > 0 and (fault := self._lacking(len(self._addresses) + more)):
             raise Conflict(fault)
+
+    async def start(self) -> str:
+        self.check(1)
         name = next(name for n in count() if (name := f"r{n}") not in self._addresses)
         self._begin(name)
         return name

@@ -15,6 +15,7 @@ from tlt_server.process.machine import visible_gpus
 from tlt_server.settings.server import available_processors
 
 HOST = "127.0.0.1"
+PER_PROCESSOR = 4  # bound on the replicas that compute on the CPU
 
 
 def local(plan: LaunchPlan) -> StartedReplicas:
@@ -36,6 +37,11 @@ class _Here:
         self._lines = lasting(sys.stderr)
 
     def lacking(self, number: int) -> str:
+        if not self._each:
+            fit = PER_PROCESSOR * (processors := available_processors())
+            if number <= fit:
+                return ""
+            return f"{processors} processors take {fit} replicas, not {number}; lower --replicas"
         if number * self._each <= len(self._gpus):
             return ""
         return (

@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
@@ -52,20 +53,16 @@ class Static:
                 found([ReplicaAddress(address, address) for address in addresses])
             await asyncio.sleep(self._every_s)
 
-    async def start(self) -> str:
+    def check(self, more: int = 0) -> NoReturn:
         raise Conflict(
-            "the launcher static starts nothing; start a server, and add its address to what "
-            "--addresses names"
+            "the launcher static starts and ends no server; start or end it yourself, and change "
+            "what --addresses names; drain a replica before its server ends"
         )
 
-    async def stop(self, name: str) -> None:
-        raise Conflict(
-            f"the launcher static ends nothing; remove {name} from what --addresses names, then "
-            "end its server"
-        )
+    async def start(self, name: str = "") -> NoReturn:
+        self.check()
 
-    async def restart(self, name: str) -> None:
-        raise Conflict(f"the launcher static ends nothing; drain {name}, then restart its server")
+    stop = restart = start
 
     async def _resolve(self, host: str, port: int) -> list[str]:
         """Return the addresses of the name; those of before while it cannot be resolved."""

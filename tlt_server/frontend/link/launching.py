@@ -24,13 +24,18 @@ class ReplicaAddress(NamedTuple):
 class Launcher(Protocol):
     """A starter of replicas, or one that only knows where they are."""
 
+    def check(self, more: int = 0) -> None:
+        """Refuse with `Conflict`, before an order, if nothing can be started or ended here, or not
+        that many replicas more.
+        """
+
     async def run(self, found: Callable[[Sequence[ReplicaAddress]], None]) -> None:
         """Keep the replicas running until cancelled, then end what was started. Call `found` with
         all addresses at the beginning and after each change. `StartupError`: it can never work.
         """
 
     async def start(self) -> str:
-        """Start one more replica and return its name. `Conflict` if that is impossible."""
+        """Start one more replica and return its name. `Conflict` as of `check`."""
 
     async def stop(self, name: str) -> None:
         """End a replica for good; the caller drains it before."""
