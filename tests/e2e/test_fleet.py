@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.fleets import busiest, fleet, moves, ready, replica_process
 from tests.e2e.test_lifecycle import FAST_START
 from tests.e2e.test_rollouts import (
     ITEMS,
@@ -19,17 +20,14 @@ from tests.e2e.test_rollouts import (
 )
 from tests.waiting import until
 from tlt_client import Client, Reply
-from tlt_client.wire import ReplicaStatus
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
 
 def fleet_of_two(directory: Path) -> ServerProcess:
-    own = ("--replicas", "2", "--state-dir", str(directory / "state"))
     pushes = ("--weight-channels", "disk,http", "--weight-root", str(directory / "weights"))
-    replicas = (*FAST_START, "--threads", "1", *pushes)
-    return ServerProcess(*own, "--", *replicas, verb=("fleet", "serve"))
+    return fleet(directory / "state", *FAST_START, *pushes)
 
 
 @pytest.fixture(scope="module")
@@ -41,54 +39,37 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(place: Path) -> Iterator[ServerProcess]:
+def running(place: Path) -> Iterator[ServerProcess]:
     with fleet_of_two(place) as running:
         yield running
 
 
-def replica_process(fleet: ServerProcess, name: str) -> int:
-    """Return the process id of a replica, a child of the gateway."""
-    children = Path(f"/proc/{fleet.process.pid}/task").glob("*/children")
-    for pid in {pid for task in children for pid in task.read_text().split()}:
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if any(word.endswith(f"replicas/{name}") for word in words):
-            return int(pid)
-    raise AssertionError(f"{name} does not run: {fleet.lines[-20:]}")
-
-
-def ready(client: Client, replicas: int = 2) -> list[ReplicaStatus]:
-    """Wait until that many are used, and return all."""
-    until(lambda: sum(each.state == "ready" for each in client.fleet().replicas) == replicas)
-    return client.fleet().replicas
-
-
 def test_rollout_over_a_kill_of_a_replica_is_that_of_one_server(
-    fleet: ServerProcess,
+    running: ServerProcess,
     undisturbed: Reply,  # noqa: F811
 ) -> None:
-    with Client(fleet.url, timeout_s=60) as client:
+    with Client(running.url, timeout_s=60) as client:
         ready(client)
         rollout = client.rollout(client.generate(ITEMS, sampling=LONG, detach=True).id)
         await_tokens(rollout, 300)
-        [busy, *_] = sorted(client.fleet().replicas, key=lambda each: -each.running)
-        assert busy.running > 0
-        os.kill(replica_process(fleet, busy.name), signal.SIGKILL)
+        busy = busiest(client)
+        os.kill(replica_process(running, busy), signal.SIGKILL)
         check_same(rollout.result(400), undisturbed)
-        [back] = [each for each in ready(client) if each.name == busy.name]
-        assert back.moves == 0 and 'tlt_moves_total{reason="lost"}' in client.metrics()
+        [back] = [each for each in ready(client) if each.name == busy]
+        assert back.moves == 0 and moves(client, "lost") > 0
 
 
 def test_push_is_live_on_all_and_on_a_replica_that_comes_back(
-    fleet: ServerProcess, place: Path
+    running: ServerProcess, place: Path
 ) -> None:
     item = {"prompt": "12*3=", "seed": 13, "n": 2, "sampling": LONG}
-    with Client(fleet.url, timeout_s=60) as client:
+    with Client(running.url, timeout_s=60) as client:
         ready(client)
         before = client.generate([item]).results[0]
         client.update_weights("v1", "v1")
         assert {each.versions["target"] for each in ready(client)} == {"v1"}
         shutil.rmtree(place / "state" / "replicas" / "r0" / "weights")  # it asks the other one
-        os.kill(replica_process(fleet, "r0"), signal.SIGKILL)
+        os.kill(replica_process(running, "r0"), signal.SIGKILL)
         until(lambda: client.fleet().replicas[0].state == "lost")
         results = []
         for name in ("r0", "r1"):
@@ -105,10 +86,10 @@ def test_killed_gateway_continues_its_rollouts(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "weights").mkdir()
-    with fleet_of_two(tmp_path) as fleet, Client(fleet.url, timeout_s=60) as client:
+    with fleet_of_two(tmp_path) as first, Client(first.url, timeout_s=60) as client:
         id = client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True).id
         await_tokens(client.rollout(id), 300)
-        fleet.process.kill()
-    with fleet_of_two(tmp_path) as fleet, Client(fleet.url, timeout_s=60) as client:
+        first.process.kill()
+    with fleet_of_two(tmp_path) as second, Client(second.url, timeout_s=60) as client:
         assert client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True).id == id
         check_same(client.rollout(id).result(400), undisturbed)

@@ -1,5 +1,5 @@
 """The GRPO example against real servers: the same bits with and without speculation, in one go and
-resumed, on one rank and on two, of which one may die.
+resumed, on one rank and on two, on a fleet of two, of which one may die.
 """
 
 import json
@@ -22,6 +22,7 @@ from examples.grpo.compare import main, parsed
 from examples.grpo.record import RunDirectory, differences, load_samples
 from examples.grpo.train import arguments, train
 from tests.e2e.conftest import PAIR
+from tests.e2e.fleets import fleet, moves, ready, replica_process
 from tests.processes import engine, ranks
 from tlt_client import Client
 from tlt_server.bench.pad import write
@@ -117,9 +118,8 @@ def test_a_run_training_its_drafter_has_the_same_bits(off: Path, tmp_path: Path)
     assert by_server["trainer"]["rounds"] > 0 and by_server["trainer"]["steps"] > 0
 
 
-def kill_a_rank(server: ServerProcess) -> None:
-    """Kill the second rank while responses are generated."""
-    [rank] = ranks(engine(server.process.pid))
+def kill_while_generating(server: ServerProcess, process: int) -> None:
+    """Kill a process without which the responses of a step cannot end."""
     with Client(server.url) as client:
 
         def progress() -> int:
@@ -129,10 +129,19 @@ def kill_a_rank(server: ServerProcess) -> None:
         while not progress():  # first tokens are told at once, and a response takes 0.2 s
             assert time.monotonic() - begun_s < 240
             time.sleep(0.005)
-        os.kill(rank, signal.SIGSTOP)  # the first rank waits for it, so nothing can end
+        os.kill(process, signal.SIGSTOP)
         generating = progress() > 0
-        os.kill(rank, signal.SIGKILL)
+        os.kill(process, signal.SIGKILL)
         assert generating, "the step's responses ended too soon"
+
+
+def trained_over_a_kill(server: ServerProcess, process: int, run: Path) -> None:
+    """Train two steps, and kill the process in the second."""
+    trained(server, "--out", run, *PINNED, "--steps", 1)
+    with ThreadPoolExecutor() as pool:
+        killing = pool.submit(kill_while_generating, server, process)
+        trained(server, "--out", run, *PINNED, "--steps", 2, "--resume")
+        killing.result()
 
 
 @pytest.mark.long
@@ -143,14 +152,27 @@ def test_run_has_the_same_bits_over_two_ranks_with_one_killed(tmp_path: Path) ->
         trained(server, "--out", runs["one"], *PINNED, "--steps", 2)
     with serving(tmp_path / "state-of-two", *flags, "2") as server:
         trained(server, "--out", runs["two"], *PINNED, "--steps", 2)
-        trained(server, "--out", runs["killed"], *PINNED, "--steps", 1)
-        with ThreadPoolExecutor() as pool:
-            killing = pool.submit(kill_a_rank, server)
-            trained(server, "--out", runs["killed"], *PINNED, "--steps", 2, "--resume")
-            killing.result()
+        [rank] = ranks(engine(server.process.pid))  # the first one waits for it at each step
+        trained_over_a_kill(server, rank, runs["killed"])
     assert differences(runs["one"], runs["two"]) == []
     assert differences(runs["one"], runs["killed"]) == []
     assert all(line["accept_length"] > 2 for run in runs.values() for line in lines(run))
+
+
+@pytest.mark.long
+def test_run_has_the_same_bits_on_a_fleet_with_a_replica_killed(off: Path, tmp_path: Path) -> None:
+    flags = (*PAIR, "--weight-channels", "http")
+    with fleet(tmp_path / "state", *flags) as gateway, Client(gateway.url, timeout_s=60) as client:
+        ready(client)
+        trained(gateway, "--out", tmp_path / "fleet", *PINNED, "--steps", 2)
+        assert moves(client, "lost") == 0
+        replica = replica_process(gateway, "r0")
+        trained_over_a_kill(gateway, replica, tmp_path / "killed")
+        assert moves(client, "lost") > 0
+        ready(client)
+    for run in (tmp_path / "fleet", tmp_path / "killed"):
+        assert differences(off, run) == []
+        assert all(line["accept_length"] > 2 for line in lines(run))
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_fleet import ready
+from tests.e2e.fleets import busiest, ready
 from tests.e2e.test_lifecycle import FAST_START
 from tests.e2e.test_rollouts import (
     ITEMS,
@@ -129,8 +129,7 @@ def test_rollout_on_ray_over_a_killed_actor_is_that_of_one_server(
         ready(client)
         rollout = client.rollout(client.generate(ITEMS, sampling=LONG, detach=True).id)
         await_tokens(rollout, 300)
-        [busy, *_] = sorted(client.fleet().replicas, key=lambda each: -each.running)
-        os.kill(parent(owner(asked, busy.name)), signal.SIGKILL)
+        os.kill(parent(owner(asked, busiest(client))), signal.SIGKILL)
         check_same(rollout.result(400), undisturbed)
         ready(client)
         last = [owner(asked, name) for name in ("r0", "r1")]
