@@ -32,7 +32,7 @@ from tlt_client import Client, Reply
 from tlt_server.__main__ import _parse
 from tlt_server.demo.server import ServerProcess
 from tlt_server.doctor.cluster import examine_cluster
-from tlt_server.fleet.launchers import alone, child
+from tlt_server.fleet.launchers import child
 from tlt_server.fleet.launchers import ray as on_ray
 from tlt_server.fleet.launchers.plan import LaunchPlan
 
@@ -81,11 +81,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def owner(asked: LaunchPlan, name: str) -> int:
     """Return the pid of the server that holds a replica's directory."""
-    descriptor = os.open(asked.directory(name) / alone.LOCK, os.O_RDWR)  # type: ignore[operator]
-    try:
-        return alone._owner(descriptor)
-    finally:
-        os.close(descriptor)
+    (server,) = child.servers_of(asked.directory(name))  # type: ignore[arg-type]
+    return server
 
 
 def parent(pid: int) -> int:

@@ -21,7 +21,7 @@ from tests.waiting import in_loop, until
 from tlt_server.config import Config
 from tlt_server.errors import Conflict, NotFound, StartupError
 from tlt_server.fleet.launchers import child, local, ray, static
-from tlt_server.fleet.launchers.alone import LOCK, alone
+from tlt_server.fleet.launchers.child import Change, StartedReplicas
 from tlt_server.fleet.launchers.local import local as local_launcher
 from tlt_server.fleet.launchers.plan import LaunchPlan
 from tlt_server.fleet.launchers.static import Static
@@ -168,9 +168,9 @@ async def test_local_launcher_divides_the_visible_gpus(
             await launcher.start()
         await launcher.restart("r1")
         await seen.until(all_linked)
-        assert seen.addresses[1].place == "GPU 7, 2"
+        assert seen.addresses[1].place == "GPU 2, 3"
     said = capfd.readouterr().err
-    assert all(f'"CUDA_VISIBLE_DEVICES": "{gpus}"' in said for gpus in ("0,GPU-5", "2,3", "7,2"))
+    assert all(f'"CUDA_VISIBLE_DEVICES": "{gpus}"' in said for gpus in ("0,GPU-5", "2,3"))
 
 
 @pytest.mark.parametrize(
@@ -206,21 +206,30 @@ def test_replicas_on_the_cpu_are_bounded_by_its_processors(
 @in_loop
 async def test_user_error_of_the_first_start_ends_the_launcher(tmp_path: Path) -> None:
     launcher = local_launcher(plan(tmp_path, 2, ["--threads", "7"], threads=7))
-    with pytest.raises(StartupError, match="replica r. ended with status 2: there is no config"):
+    with pytest.raises(StartupError, match="replica r.: its server ended with status 2: there is"):
         await launcher.run(Seen())
 
 
 @in_loop
-async def test_replica_that_cannot_start_later_is_tried_again(tmp_path: Path) -> None:
-    """Other replicas run with the same flags, so the gateway does not end."""
-    seen = Seen()
-    broken = child.Child("r0", ["--threads", "7"], {}, None, 1.0, "127.0.0.1")
-    keep = child.keep(broken, lambda address: seen([address]), lambda line: None, proven=True)
-    task = asyncio.create_task(keep)
-    await seen.until(lambda found: len(seen.every) == 2)
-    task.cancel()
-    await asyncio.wait({task})
-    assert task.cancelled() and "started again in 0.5 s" in seen.every[1][0].fault
+async def test_later_fault_of_a_replica_leaves_the_others_running() -> None:
+    """Also one that is no `StartupError`, such as a failed call to Ray."""
+    faults: list[Exception] = [RuntimeError("no answer"), StartupError("no config.json")]
+
+    async def live(name: str, change: Change) -> str:
+        if name == "r1" and faults:
+            raise faults.pop(0)
+        change(link=f"{name}:1", fault="")
+        return await asyncio.Future()
+
+    launcher = StartedReplicas(1, live, lambda number: "")
+    async with running(launcher) as seen:
+        await seen.until(all_linked)
+        await launcher.start()
+        await seen.until(lambda found: len(found) == 2 and all_linked(found))
+        told = {found[1].fault for found in seen.every if len(found) == 2}
+        assert all(found[0].link == "r0:1" for found in seen.every[2:])
+    no_answer = "it could not be started: RuntimeError: no answer | started again in 0 s"
+    assert {no_answer, "no config.json | started again in 0.5 s"} < told
 
 
 GATEWAY = """
@@ -246,17 +255,16 @@ def test_replica_ends_with_a_killed_gateway(tmp_path: Path) -> None:
     until(lambda: ended(server))
 
 
-def test_start_ends_the_server_that_holds_the_directory(tmp_path: Path) -> None:
+def test_start_ends_servers_of_the_same_directory_only(tmp_path: Path) -> None:
     asked = plan(tmp_path, 1, state_dir=tmp_path)
-    directory = asked.directory("r0")
-    assert directory is not None
-    directory.mkdir(parents=True)
-    waits = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
-    holds = alone(directory, [*waits, str(directory)])
-    with subprocess.Popen(holds, stdout=subprocess.PIPE) as left_behind:
-        assert left_behind.stdout is not None and left_behind.stdout.readline() == b"1\n"
+    waits = [sys.executable, "-c", "import time; time.sleep(600)", "--state-dir"]
+    same, other = (subprocess.Popen([*waits, f"{asked.directory('r0')}{end}"]) for end in ("", "0"))
+    try:
         asyncio.run(run_until_linked(local_launcher(asked)))
-        assert left_behind.wait() == -9
+        assert same.wait() == -9 and other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
 
 
 async def run_until_linked(launcher: Launcher) -> None:
@@ -264,22 +272,13 @@ async def run_until_linked(launcher: Launcher) -> None:
         await seen.until(all_linked)
 
 
-def test_owner_that_serves_another_directory_is_not_ended(tmp_path: Path) -> None:
-    holds = (
-        "import fcntl, sys; file = open(sys.stdin.readline().strip(), 'w'); fcntl.lockf(file, 2)\n"
-        "print(1, flush=True); sys.stdin.read()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", holds], **pipes) as owner:  # type: ignore[call-overload]
-        print(tmp_path / LOCK, file=owner.stdin, flush=True)
-        assert owner.stdout.readline() == "1\n"
-        take = "from tlt_server.fleet.launchers import alone as a; a.END_S = 0.0; " + (
-            "import os, sys; d = sys.argv[1]; a.take(os.open(f'{d}/{a.LOCK}', os.O_RDWR), d)"
-        )
-        done = processes.completed([sys.executable, "-c", take, str(tmp_path)])
-        assert done.returncode == 1 and f"is held by process {owner.pid} (" in done.stderr
-        assert owner.poll() is None
-        owner.stdin.close()
+def test_server_that_cannot_be_ended_refuses_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "END_S", 0.0)
+    monkeypatch.setattr(child, "servers_of", lambda directory: [2**22 + 1])
+    with pytest.raises(StartupError, match="process 4194305 serves from .* and does not end; end"):
+        child.end_servers(tmp_path)
 
 
 # addresses

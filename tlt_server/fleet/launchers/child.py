@@ -2,7 +2,8 @@
 
 Each is a child of the gateway (`local`) or of an actor (`ray`): `tlt serve`, started again with
 growing pauses whenever it ends. Its lines on stderr are passed on with the replica's name; one of
-them says where its link listens. It ends with the process that started it.
+them says where its link listens. It ends with the process that started it, and a server that has
+outlived its own is ended before the next one starts in its directory.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
+
+import structlog
 
 from tlt_kernels.parents import bound
 from tlt_server.errors import Conflict, NotFound, StartupError
-from tlt_server.fleet.launchers.alone import alone
 from tlt_server.fleet.launchers.plan import KEY
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.supervisor import Backoff
@@ -34,48 +38,47 @@ READY = "tlt: ready at "
 LINE_BYTES = 2**20
 LINES_S = 5.0  # until the last line has come through the pipe
 WINDOW_S = 300.0  # in which ends count for the pause
+END_S, POLL_S = 30.0, 0.05  # until a killed server has left: a driver may take seconds
 USER_ERROR = 2  # status of a server whose settings, files or device cannot be used
 
+Change = Callable[..., None]  # takes the fields of a replica's address that have changed
+Live = Callable[[Change], Coroutine[Any, Any, str]]  # runs it once, and returns how it ended
 
-class KeepReplica(Protocol):
-    """Keeps one replica running until cancelled, then ends it."""
-
-    def __call__(
-        self, name: str, change: Callable[[ReplicaAddress], None], *, proven: bool
-    ) -> Coroutine[Any, Any, None]:
-        """`change`: takes its address whenever that changes. `proven`: others run with the same
-        flags, so a failed start is tried again instead of ending the fleet.
-        """
+log = structlog.get_logger()
 
 
 class StartedReplicas:
-    def __init__(self, number: int, keep: KeepReplica, lacking: Callable[[int], str]) -> None:
-        """`lacking(n)`: what n replicas need and is not there; empty: they fit."""
+    def __init__(
+        self,
+        number: int,
+        live: Callable[[str, Change], Coroutine[Any, Any, str]],
+        lacking: Callable[[int], str],
+    ) -> None:
+        """`live`: runs the replica of a name once. `lacking(n)`: what n replicas need and is not
+        there; empty: they fit.
+        """
         if fault := lacking(number):
             raise StartupError(fault)
-        self._number, self._keep, self._lacking = number, keep, lacking
-        self._found: Callable[[Sequence[ReplicaAddress]], None] = lambda addresses: None
+        self._number, self._live, self._lacking = number, live, lacking
         self._addresses: dict[str, ReplicaAddress] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[NoReturn]] = {}
 
     async def run(self, found: Callable[[Sequence[ReplicaAddress]], None]) -> None:
         self._found = found
-        self._refused = asyncio.get_running_loop().create_future()
         try:
-            for number in range(self._number):
-                self._begin(f"r{number}", proven=False)
-            await self._refused
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks.values())
+            async with asyncio.TaskGroup() as self._group:
+                for number in range(self._number):
+                    self._begin(f"r{number}", proven=False)
+                await asyncio.Event().wait()
+        except ExceptionGroup as refused:
+            raise refused.exceptions[0] from None
 
     def check(self, more: int = 0) -> None:
         if more > 0 and (fault := self._lacking(len(self._addresses) + more)):
             raise Conflict(fault)
 
     async def start(self) -> str:
+        """Start a replica under the first free number, which is below the replicas that fit."""
         self.check(1)
         name = next(name for n in count() if (name := f"r{n}") not in self._addresses)
         self._begin(name)
@@ -91,9 +94,10 @@ class StartedReplicas:
         self._begin(name)
 
     def _begin(self, name: str, *, proven: bool = True) -> None:
-        self._change(ReplicaAddress(name, "", fault="it starts"))
-        self._tasks[name] = asyncio.create_task(self._keep(name, self._change, proven=proven))
-        self._tasks[name].add_done_callback(self._done)
+        change = partial(self._change, name)
+        change(fault="it starts")
+        keeping = kept(name, partial(self._live, name), change, proven=proven)
+        self._tasks[name] = self._group.create_task(keeping)
 
     async def _end(self, name: str) -> None:
         task = self._tasks.pop(name, None)
@@ -101,15 +105,35 @@ class StartedReplicas:
             raise NotFound(f"no replica {name!r} runs; GET /fleet lists those that do")
         task.cancel()
         await asyncio.wait({task})
-        self._change(self._addresses[name]._replace(link="", fault="it was ended"))
+        self._change(name, link="", fault="it was ended")
 
-    def _change(self, address: ReplicaAddress) -> None:
-        self._addresses[address.name] = address
-        self._found([*self._addresses.values()])
+    def _change(self, name: str, **fields: str) -> None:
+        before = self._addresses.get(name)
+        address = (before or ReplicaAddress(name, ""))._replace(**fields)
+        if address != before:
+            self._addresses[name] = address
+            self._found([*self._addresses.values()])
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) and not self._refused.done():
-            self._refused.set_exception(error)
+
+async def kept(name: str, live: Live, change: Change, *, proven: bool) -> NoReturn:
+    """Keep a replica running until cancelled. `StartupError` if its first start reports one, unless
+    it is `proven`: others run with the same flags.
+    """
+    backoff = Backoff(sys.maxsize, WINDOW_S)
+    while True:
+        try:
+            fault = await live(change)
+        except StartupError as error:
+            fault = error.message
+            if not proven:
+                raise StartupError(f"replica {name}: {fault}") from None
+        except Exception as error:  # such as a failed call to Ray: a fault of this replica alone
+            fault = f"it could not be started: {type(error).__name__}: {error}"
+        proven = True
+        pause_s = backoff.death(time.monotonic()) or 0.0
+        log.warning("replica_ended", replica=name, reason=fault, pause_s=pause_s)
+        change(link="", fault=f"{fault} | started again in {pause_s:g} s")
+        await asyncio.sleep(pause_s)
 
 
 class Child(NamedTuple):
@@ -131,71 +155,51 @@ class Child(NamedTuple):
     @property
     def command(self) -> list[str]:
         where = ("--host", self.host, "--port", "0", "--link-port", "0", "--api-key-variable", KEY)
-        command = bound([*COMMAND, *self.flags, *where])
-        if self.directory is None:
-            return command
-        return alone(self.directory, [*command, "--state-dir", str(self.directory)])
+        state = ("--state-dir", str(self.directory)) if self.directory is not None else ()
+        return bound([*COMMAND, *self.flags, *where, *state])
 
+    async def live(self, change: Change, say: Callable[[str], None]) -> str:
+        """Run the server until it ends, and return how. If cancelled, end it. `StartupError`: it
+        reports a user's error, and was not ready before.
+        """
+        last, ready = "it said nothing", False
 
-async def keep(
-    child: Child,
-    change: Callable[[ReplicaAddress], None],
-    say: Callable[[str], None],
-    *,
-    proven: bool = False,
-) -> NoReturn:
-    """Keep the server running until cancelled, then end it. `StartupError` if its first process
-    reports a user's error, unless the flags are `proven`.
-    """
-    backoff = Backoff(sys.maxsize, WINDOW_S)
-    while True:
-        said = ["it said nothing"]
-
-        def heard(line: str, said: list[str] = said) -> None:
-            nonlocal proven
+        def heard(line: str) -> None:
+            nonlocal last, ready
             if not line.startswith("{"):  # a log line says little about an end
-                said[:] = [line.removeprefix("tlt: ")]
-            proven = proven or line.startswith(READY)
+                last = line.removeprefix("tlt: ")
+            ready = ready or line.startswith(READY)
             if found := LISTENING.match(line):
-                change(ReplicaAddress(child.name, found[1], child.place))
-            say(named(child.name, line))
+                change(link=found[1], place=self.place, fault="")
+            say(named(self.name, line))
 
+        status = await self._run(heard)
+        ended = f"its server {exit_of(status)}: {last}"
+        if status == USER_ERROR and not ready:
+            raise StartupError(ended)
+        return ended
+
+    async def _run(self, heard: Callable[[str], None]) -> int:
+        if self.directory is not None:
+            private_directory(self.directory, parents=True, exist_ok=True)
+            await asyncio.to_thread(end_servers, self.directory)
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=DEVNULL,
+            stdout=DEVNULL,
+            stderr=PIPE,
+            env=self.environment,
+            limit=LINE_BYTES,
+            start_new_session=True,
+        )
+        assert process.stderr is not None
+        reading = asyncio.create_task(_read(process.stderr, heard))
         try:
-            status = await _live(child, heard)
-            ended = f"{exit_of(status)}: {said[0]}"
-        except OSError as error:
-            status, ended = 1, f"could not be launched: {error.strerror or error}"
-        if status == USER_ERROR and not proven:
-            raise StartupError(f"the server of replica {child.name} {ended}")
-        proven = True
-        pause_s = backoff.death(time.monotonic()) or 0.0
-        fault = f"its server {ended} | started again in {pause_s:g} s"
-        say(named(child.name, f"tlt: {fault}"))
-        change(ReplicaAddress(child.name, "", child.place, fault))
-        await asyncio.sleep(pause_s)
-
-
-async def _live(child: Child, heard: Callable[[str], None]) -> int:
-    """Run one process to its end, and return its status. If cancelled, end it."""
-    if child.directory is not None:
-        private_directory(child.directory, parents=True, exist_ok=True)
-    process = await asyncio.create_subprocess_exec(
-        *child.command,
-        stdin=DEVNULL,
-        stdout=DEVNULL,
-        stderr=PIPE,
-        env=child.environment,
-        limit=LINE_BYTES,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-    reading = asyncio.create_task(_read(process.stderr, heard))
-    try:
-        return await process.wait()
-    finally:
-        await _end(process, child.stop_s)
-        await asyncio.wait({reading}, timeout=LINES_S)
-        reading.cancel()
+            return await process.wait()
+        finally:
+            await _end(process, self.stop_s)
+            await asyncio.wait({reading}, timeout=LINES_S)
+            reading.cancel()
 
 
 async def _end(process: Process, stop_s: float) -> None:
@@ -227,3 +231,30 @@ def named(name: str, line: str) -> str:
     if line.startswith('{"'):
         return f'{{"replica":"{name}",{line[1:]}'
     return f"{name} | {line}"
+
+
+def servers_of(directory: Path) -> list[int]:
+    """Return the processes of this machine that serve with this state directory."""
+    words, found = os.fsencode(f"\0--state-dir\0{directory}\0"), []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if words in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
+def end_servers(directory: Path) -> None:
+    """End servers that have outlived what started them: they keep GPUs and ports. `StartupError` if
+    one stays.
+    """
+    deadline_s = time.monotonic() + END_S
+    while left := servers_of(directory):
+        if time.monotonic() > deadline_s:
+            raise StartupError(
+                f"process {left[0]} serves from {directory} and does not end; end it, or name "
+                "another --state-dir"
+            )
+        for pid in left:
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)

@@ -5,12 +5,10 @@ them, or a CPU's processors where there are no GPUs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
-from tlt_server.fleet.launchers.child import Child, StartedReplicas, keep
+from tlt_server.fleet.launchers.child import Change, Child, StartedReplicas
 from tlt_server.fleet.launchers.plan import LaunchPlan
 from tlt_server.frontend.http.logs import lasting
-from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.process.machine import visible_gpus
 from tlt_server.settings.server import available_processors
 
@@ -19,7 +17,7 @@ PER_PROCESSOR = 4  # bound on the replicas that compute on the CPU
 
 
 def local(plan: LaunchPlan) -> StartedReplicas:
-    return StartedReplicas(plan.number, (here := _Here(plan)).keep, here.lacking)
+    return StartedReplicas(plan.number, (here := _Here(plan)).live, here.lacking)
 
 
 class _Here:
@@ -30,7 +28,6 @@ class _Here:
         self._gpus = visible_gpus() if self._each else []
         if not self._gpus and plan.config.device is None:
             self._each = 0  # the replicas will compute on the CPU
-        self._free = [*self._gpus]
         self._flags = list(plan.flags)
         if not self._each and plan.config.threads is None:
             self._flags += ["--threads", str(max(1, available_processors() // plan.number))]
@@ -50,26 +47,12 @@ class _Here:
             "in CUDA_VISIBLE_DEVICES"
         )
 
-    async def keep(
-        self, name: str, change: Callable[[ReplicaAddress], None], *, proven: bool
-    ) -> None:
-        mine, self._free = self._free[: self._each], self._free[self._each :]
-        variables = self._plan.variables()
+    async def live(self, name: str, change: Change) -> str:
+        first = int(name[1:]) * self._each  # its number is below the replicas that fit
+        mine, variables = self._gpus[first : first + self._each], self._plan.variables()
         if mine:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        server = Child(
-            name,
-            self._flags,
-            variables,
-            self._plan.directory(name),
-            self._plan.stop_s,
-            HOST,
-            f"GPU {', '.join(mine)}" if mine else "CPU",
-        )
-        try:
-            await keep(server, change, self._say, proven=proven)
-        finally:
-            self._free += mine
-
-    def _say(self, line: str) -> None:
-        print(line, file=self._lines, flush=True)
+        place = f"GPU {', '.join(mine)}" if mine else "CPU"
+        directory, stop_s = self._plan.directory(name), self._plan.stop_s
+        server = Child(name, self._flags, variables, directory, stop_s, HOST, place)
+        return await server.live(change, lambda line: print(line, file=self._lines, flush=True))

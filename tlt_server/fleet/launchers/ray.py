@@ -11,14 +11,15 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
 from tlt_server.errors import StartupError
-from tlt_server.fleet.launchers.child import Child, StartedReplicas, keep
+from tlt_server.fleet.launchers.child import Change, Child, StartedReplicas, kept
 from tlt_server.fleet.launchers.plan import LaunchPlan
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.settings.addresses import is_loopback
@@ -30,7 +31,7 @@ log = structlog.get_logger()
 
 
 def on_ray(plan: LaunchPlan) -> StartedReplicas:
-    return StartedReplicas(plan.number, (cluster := Cluster(plan)).keep, cluster.lacking)
+    return StartedReplicas(plan.number, (cluster := Cluster(plan)).live, cluster.lacking)
 
 
 class ReplicaActor:
@@ -42,23 +43,20 @@ class ReplicaActor:
 
         host = get_node_ip_address()
         self._child = child._replace(host=host, place=f"node {host}")
-        self._task: asyncio.Task[None] | None = None
-        self._take(ReplicaAddress(child.name, "", self._child.place, "it starts"))
+        self._seen = ReplicaAddress(child.name, "", self._child.place, "it starts")
+        self._task: asyncio.Task[NoReturn] | None = None
 
-    async def look(self) -> tuple[str, str, str]:
+    async def look(self) -> tuple[str, ...]:
         """Return link, place and fault."""
         if self._task is None:
-            serving = keep(self._child, self._take, _say, proven=True)
+            live = partial(self._child.live, say=partial(print, file=sys.stderr, flush=True))
+            serving = kept(self._child.name, live, self._change, proven=True)
             self._task = asyncio.create_task(serving)
             self._watching = asyncio.create_task(_end_with(os.getppid()))
-        return self._seen
+        return self._seen[1:]
 
-    def _take(self, address: ReplicaAddress) -> None:
-        self._seen = address.link, address.place, address.fault
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    def _change(self, **fields: str) -> None:
+        self._seen = self._seen._replace(**fields)
 
 
 async def _end_with(raylet: int) -> None:
@@ -97,23 +95,18 @@ class Cluster:
             log.warning("replicas_wait_for_nodes", replicas=number, fit=fit, each=self.bundle)
         return "" if fit else lacking_node(self.bundle, self.plan.labels)
 
-    async def keep(
-        self, name: str, change: Callable[[ReplicaAddress], None], *, proven: bool
-    ) -> None:
+    async def live(self, name: str, change: Change) -> NoReturn:
+        """Place an actor and follow it until cancelled; Ray restarts it."""
         actor, group = await asyncio.to_thread(self._place, name)
-        seen = ReplicaAddress(name, "", fault=f"it waits for a node with {self.bundle}")
-        change(seen)
+        change(fault=f"it waits for a node with {self.bundle}")
         try:
             while True:
-                answer = actor.look.remote().future()
                 try:
-                    address = ReplicaAddress(name, *await asyncio.wrap_future(answer))
-                except self._ray.exceptions.RayError as error:
-                    fault = f"Ray starts its actor again: {type(error).__name__}"
-                    address = seen._replace(link="", fault=fault)
-                if address != seen:
-                    seen = address
-                    change(seen)
+                    answer = actor.look.remote().future()
+                    link, place, fault = await asyncio.wrap_future(answer)
+                    change(link=link, place=place, fault=fault)
+                except Exception as error:  # of Ray, or of the way to it
+                    change(link="", fault=f"Ray starts its actor again: {type(error).__name__}")
                 await asyncio.sleep(POLL_S)
         finally:
             await asyncio.to_thread(self._remove, actor, group)
@@ -135,8 +128,11 @@ class Cluster:
         return actor.remote(child), group
 
     def _remove(self, actor: Any, group: Any) -> None:
-        self._ray.kill(actor)
-        self._ray.util.remove_placement_group(group)
+        try:
+            self._ray.kill(actor)
+            self._ray.util.remove_placement_group(group)
+        except Exception as error:  # what asks for it must end, with or without Ray
+            log.warning("actor_not_removed", reason=f"{type(error).__name__}: {error}")
 
 
 def connected() -> Any:
