@@ -212,7 +212,7 @@ async def test_user_error_of_the_first_start_ends_the_launcher(tmp_path: Path) -
 
 @in_loop
 async def test_later_fault_of_a_replica_leaves_the_others_running() -> None:
-    """Also one that is no `StartupError`, such as a failed call to Ray."""
+    """A fault need not be a `StartupError`: a call to Ray may fail."""
     faults: list[Exception] = [RuntimeError("no answer"), StartupError("no config.json")]
 
     async def live(name: str, change: Change) -> str:

@@ -105,7 +105,7 @@ class Cluster:
                     answer = actor.look.remote().future()
                     link, place, fault = await asyncio.wrap_future(answer)
                     change(link=link, place=place, fault=fault)
-                except Exception as error:  # of Ray, or of the way to it
+                except Exception as error:  # the head may be away
                     change(link="", fault=f"Ray starts its actor again: {type(error).__name__}")
                 await asyncio.sleep(POLL_S)
         finally:
