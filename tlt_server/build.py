@@ -247,9 +247,10 @@ async def serving_link(
     if service.config.link_port is None:
         yield ""
         return
-    from tlt_server.frontend.rpc.link import LinkServer
+    from tlt_server.frontend.rpc.link import Attachments, FleetEpochs, LinkServer
 
-    server = LinkServer(service.config, gate, service.engine, url, certificates)
+    attachments = Attachments(service.engine, FleetEpochs(service.config.state_dir), url)
+    server = LinkServer(service.config, gate, attachments, certificates)
     address = await server.start()
     try:
         yield address

@@ -92,6 +92,15 @@ async def test_deadlines_reach_the_engine_by_its_own_clock(server: LiveServer) -
 
 
 @on_link()
+async def test_sequences_over_a_link_count_to_their_own_keys(server: LiveServer) -> None:
+    async with attached(server) as gateway:
+        gateway.submit(*(request(id, HUNG, owner=id[0]) for id in ("a1", "b1", "a2")))
+        await happens(lambda: len(server.engine.running) == 3)
+        counts = server.client.admission._held.items()
+        assert {owner: held.sequences for owner, held in counts} == {"a": 2, "b": 1}
+
+
+@on_link()
 async def test_abort_over_a_link_ends_only_what_it_names(server: LiveServer) -> None:
     own = server.client.submit([request("a", HUNG)])
     async with attached(server) as gateway:

@@ -1,23 +1,27 @@
 """A gateway's use of this server's engine: its commands reach the engine client, which has the
 engine's epochs, and events for it are collected here.
 
-`link` reads the commands and sends the events. Outputs are gathered for 20 ms, but sent at once if
-a client waits for single tokens. Sequences have a prefix inside the server, since ids of two
-gateways, or of direct clients, may be equal.
+`link` has the rules of attaching and the transport; a relay reads commands and writes events by two
+callables. Outputs are gathered for 20 ms, but sent at once if a client waits for single tokens.
+Sequences have a prefix inside the server, since ids of two gateways, or of direct clients, may be
+equal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Never
 
 import msgspec
 import numpy as np
 import structlog
 
-from tlt_server.errors import InvalidRequest, QueueFull, TltError
+from tlt_server.errors import Cancelled, InvalidRequest, QueueFull, RequestTimeout, TltError
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.submission import Submission
@@ -46,11 +50,22 @@ from tlt_server.wire.events import (
     Ready,
 )
 from tlt_server.wire.kept import OTHERS
-from tlt_server.wire.link import Attach, Attached, Died, LinkCommand, LinkEvent, Ping, Pong, shifted
+from tlt_server.wire.link import (
+    Attach,
+    Attached,
+    Died,
+    LinkCommand,
+    LinkEvent,
+    Ping,
+    Pong,
+    event_messages,
+    shifted,
+)
 from tlt_server.wire.packed import PackedIds
 from tlt_server.wire.records import Cycle, GenerateRequest, StepOutput, last_output
 
 GATHER_S = 0.02
+SILENT_S = 10.0  # a gateway that sends nothing, or reads nothing, for this long is cut off
 MAX_OPEN = 2**16  # sequences at which a gateway gets no further ones; its admission allows fewer
 MAX_ID_CHARS = 256
 PREPARING_S = 86400.0  # for which a policy may be prepared
@@ -63,52 +78,81 @@ class GatewayRelay:
         self,
         client: EngineClient,
         attach: Attach,
-        stream: int,
+        prefix: str,
         url: str,
-        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        read: Callable[[], Awaitable[LinkCommand]],
+        write: Callable[[bytes], Awaitable[None]],
     ) -> None:
-        """`stream`: its number, for the prefix. `url`: the server's own. `start`: starts a task
-        whose error ends the stream.
+        """`prefix`: of ids in the server. `url`: the server's own. `read`: returns the next
+        command. `write`: sends a message. Errors of both end the stream.
         """
+        self.attach = attach
         self.gateway = f"{attach.gateway or 'a gateway'} of the fleet {attach.fleet}"
-        self._client, self._attach, self._url, self._start = client, attach, url, start
-        self._prefix = f"{stream}/"
+        self._client, self._prefix, self._url = client, prefix, url
+        self._read, self._write = read, write
+        self._error: TltError | None = None  # for which the server ends the stream
+        self._over = asyncio.Event()
         self._attached = self._ready = False  # since the last death of the engine
-        self._open: dict[Submission, asyncio.Task[None]] = {}
+        self._open: set[Submission] = set()
         self._ids: set[str] = set()  # the gateway's, of sequences that have not ended
-        self._asking: set[asyncio.Task[None]] = set()
+        self._works: set[asyncio.Task[None]] = set()  # they end with the engine
         self._events: list[LinkEvent] = []
-        self._some = asyncio.Event()
-        self._steps: list[Outputs] = []  # gathered
-        self._gauges: dict[str, float] = {}  # the newest
-        self._hurried = False  # they are sent at the loop's next turn
-        self._timer: asyncio.TimerHandle | None = None
+        self._some, self._hurry = asyncio.Event(), asyncio.Event()
 
-    async def events(self) -> list[LinkEvent]:
-        """Wait for events, and return them."""
-        await self._some.wait()
-        self._some.clear()
-        events, self._events = self._events, []
-        return events
+    async def run(self) -> Never:
+        """Carry out commands and send events until the stream ends, which raises its error."""
+        self._client.relay = self
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._attach()
+                for work in (self._listen(), self._tell(), self._until_refused()):
+                    self._tasks.create_task(work)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._client.relay = None
+            for submission in self._open:
+                submission.close()
+            self._over.set()
+        raise AssertionError("a stream ends by an error")
 
-    def close(self) -> None:
-        """Abort what the gateway has open."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for submission in self._open:
-            submission.close()
+    async def end(self, error: TltError) -> None:
+        """End the stream with this error, and wait until its sequences are aborted."""
+        self._error = error
+        self._client.changes.tell()
+        await self._over.wait()
+
+    async def _until_refused(self) -> None:
+        while True:
+            change = self._client.changes.next
+            if self._error is not None:
+                raise self._error
+            self._client.check_taking()
+            await change.wait()
 
     # from the gateway
 
-    def take(self, command: LinkCommand) -> None:
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(SILENT_S):
+                    command = await self._read()
+            except TimeoutError:
+                raise RequestTimeout(
+                    f"no command came for {SILENT_S:g} s; a gateway sends a ping every second"
+                ) from None
+            self._take(command)
+            await asyncio.sleep(0)  # what a command starts begins before the next command
+
+    def _take(self, command: LinkCommand) -> None:
         """Carry out a command. `InvalidRequest` if it is not one of this stream."""
         match command:
             case Ping():
                 self._put(Pong())
             case Attach():
-                if (command.fleet, command.epoch) != (self._attach.fleet, self._attach.epoch):
+                if (command.fleet, command.epoch) != (self.attach.fleet, self.attach.epoch):
                     raise InvalidRequest("a stream is attached by one fleet and epoch, not by two")
-                self.attach()
+                self._attach()
             case _ if not self._ready:
                 return  # it was meant for the engine before
             case Submit(requests):
@@ -125,12 +169,12 @@ class GatewayRelay:
             case _:
                 self._ask(command, self._weights(command))
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         """Answer an `Attach`. What is there of the engine before is over, so `Ready` may follow."""
         if self._attached:
             raise InvalidRequest("the gateway is attached; attach again after the engine has died")
         self._attached = True
-        self._put(Attached(self._attach.epoch, self._url))
+        self._put(Attached(self.attach.epoch, self._url))
         if self._client.replica.runs:
             self._work(self._begin())
 
@@ -148,7 +192,7 @@ class GatewayRelay:
         self._ready = True
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
-        info, now_s, fit = self._client.info, time.monotonic(), list[GenerateRequest]()
+        info, now_s, fit = self._client.info, time.monotonic(), defaultdict[Any, Any](list)
         assert info is not None
         for request in requests:
             if request.id in self._ids:
@@ -162,22 +206,25 @@ class GatewayRelay:
             else:
                 self._ids.add(request.id)
                 own = msgspec.structs.replace(request, id=self._prefix + request.id)
-                fit.append(shifted(own, now_s))
-        if fit:  # an error ends the stream, so that the gateway places them elsewhere
-            submission = self._client.submit(fit, accepted=True)
-            patient = all(request.patient for request in fit)
-            self._open[submission] = self._start(self._pump(submission, hurried=not patient))
+                fit[request.owner].append(shifted(own, now_s))
+        for few in fit.values():  # a batch has one owner, whose share it counts to
+            # An error ends the stream, so that the gateway places them elsewhere.
+            submission = self._client.submit(few, accepted=True)
+            self._open.add(submission)
+            self._work(self._pump(submission, hurried=not all(each.patient for each in few)))
 
     def _end(self, request: GenerateRequest, error: TltError) -> None:
-        self._gather([last_output(request.id, "error", (error.code, error.message))])
+        self._pass_on([last_output(request.id, "error", (error.code, error.message))])
 
     async def _pump(self, submission: Submission, *, hurried: bool) -> None:
         """Pass on the outputs of a batch."""
         async for few, _ in submission.slices(lambda output: 1, MAX_OUTPUTS):
-            outputs = [(output, output.id.removeprefix(self._prefix)) for output in few]
-            renamed = [msgspec.structs.replace(output, id=id) for output, id in outputs]
-            self._gather(renamed, hurried=hurried)
-        del self._open[submission]
+            ids = [output.id.removeprefix(self._prefix) for output in few]
+            renamed = [
+                msgspec.structs.replace(output, id=id) for output, id in zip(few, ids, strict=True)
+            ]
+            self._pass_on(renamed, hurried=hurried)
+        self._open.discard(submission)
 
     async def _control(self, command: ControlCommand | SetPolicy) -> None:
         error, detail = None, ""
@@ -202,9 +249,9 @@ class GatewayRelay:
         self._work(work)
 
     def _work(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._start(work)
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+        task = self._tasks.create_task(work)
+        self._works.add(task)
+        task.add_done_callback(self._works.discard)
 
     # from the engine
 
@@ -214,9 +261,7 @@ class GatewayRelay:
             case _ if not self._attached:
                 return
             case Outputs():  # those of the gateway come by `_pump`
-                self._gauges = event.gauges
-                self._steps.append(msgspec.structs.replace(event, outputs=[]))
-                self._send_soon(hurried=False)
+                self._put(msgspec.structs.replace(event, outputs=[]), hurried=False)
             case Phase() | PhaseProgress():
                 self._put(event)
             case Ready():
@@ -224,7 +269,7 @@ class GatewayRelay:
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> None:
         """Report a death of the engine, whose sequences are then the gateway's to continue."""
-        for task in (*self._asking, *self._open.values()):
+        for task in self._works:
             task.cancel()
         self._open.clear()
         self._ids.clear()
@@ -235,35 +280,37 @@ class GatewayRelay:
             error = death.error.code, death.error.message
             self._put(Died(death.ending, *error, ran, restart_in_s, start_s))
 
-    def _gather(self, outputs: list[StepOutput], *, hurried: bool = True) -> None:
+    # to the gateway
+
+    def _pass_on(self, outputs: list[StepOutput], *, hurried: bool = True) -> None:
         self._ids -= {output.id for output in outputs if output.finish_reason is not None}
-        self._steps.append(Outputs(outputs, {}))
-        self._send_soon(hurried=hurried)
+        self._put(Outputs(outputs, {}), hurried=hurried)
 
-    def _send_soon(self, *, hurried: bool) -> None:
-        """Send what is gathered within 20 ms, or if `hurried` at the loop's next turn."""
-        loop = asyncio.get_running_loop()
-        if hurried and not self._hurried:
-            self._hurried = True
-            loop.call_soon(self._flush)
-        if self._timer is None:
-            self._timer = loop.call_later(GATHER_S, self._flush)
-
-    def _flush(self) -> None:
-        self._hurried = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._steps:
-            self._events.append(merged(self._steps, self._gauges))
-            self._steps = []
-            self._some.set()
-
-    def _put(self, event: LinkEvent) -> None:
-        """Send an event after the outputs before it."""
-        self._flush()
+    def _put(self, event: LinkEvent, *, hurried: bool = True) -> None:
+        """Send an event: within 20 ms, or if `hurried` at once."""
         self._events.append(event)
         self._some.set()
+        if hurried:
+            self._hurry.set()
+
+    async def _tell(self) -> None:
+        while True:
+            await self._some.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GATHER_S):
+                    await self._hurry.wait()
+            self._some.clear()
+            self._hurry.clear()
+            events, self._events = self._events, []
+            for event in gathered(events, self._client.replica.gauges):
+                for message in event_messages(event):
+                    try:
+                        async with asyncio.timeout(SILENT_S):
+                            await self._write(message)
+                    except TimeoutError:
+                        raise Cancelled(
+                            f"the gateway has read nothing for {SILENT_S:g} s"
+                        ) from None
 
 
 def misfit(request: GenerateRequest, info: EngineInfo) -> str:
@@ -290,16 +337,21 @@ def misfit(request: GenerateRequest, info: EngineInfo) -> str:
     return ""
 
 
-def merged(steps: Sequence[Outputs], gauges: dict[str, float]) -> Outputs:
-    """Return the outputs of several steps as those of one, with these gauges."""
-    cycles = [step.cycle for step in steps if step.cycle is not None]
-    return Outputs(
-        [output for step in steps for output in step.outputs],
-        gauges,
-        summed(cycles) if cycles else None,
-        [switch for step in steps for switch in step.switches],
-        [gap for step in steps for gap in step.gaps],
-    )
+def gathered(events: Sequence[LinkEvent], gauges: Mapping[str, float]) -> Iterator[LinkEvent]:
+    """Yield the events, with adjacent outputs as those of one step with these gauges."""
+    for alike, few in itertools.groupby(events, lambda event: isinstance(event, Outputs)):
+        steps: list[Any] = [*few]
+        if not alike:
+            yield from steps
+            continue
+        cycles = [step.cycle for step in steps if step.cycle is not None]
+        yield Outputs(
+            [output for step in steps for output in step.outputs],
+            {**gauges},
+            summed(cycles) if cycles else None,
+            [switch for step in steps for switch in step.switches],
+            [gap for step in steps for gap in step.gaps],
+        )
 
 
 def summed(cycles: Sequence[Cycle]) -> Cycle:
