@@ -20,11 +20,28 @@ def rollout(figures: Figures) -> Iterator[str]:
     if "streams_lost" in figures:
         yield (
             f"A killed replica: its {figures['streams_lost']} streams went on within "
-            f"{figures['resumed_s']:.2f} s, of which reading them again takes "
-            f"{figures['read_again_s']:.2f} s. Longest gap of the others: "
+            f"{figures['resumed_s']:.2f} s, at most {figures['beyond_reading_s']:.2f} s later than "
+            "reading their tokens again takes. Longest gap of the others: "
             f"{figures['others_longest_gap_ms']:.0f} ms. Routed again after "
             f"{figures['routed_again_s']:.0f} s."
         )
+    if "noticed_s" in figures:
+        yield (
+            f"A stopped replica is taken out after {figures['noticed_s']:.1f} s. The first token "
+            f"came {figures['gateway_again_s']:.1f} s after the start of a gateway that was killed."
+        )
+    for row in figures["rows"]:
+        if row.get("over_simulated") is not None and figures["device"] == "cuda":
+            yield (
+                f"{row['workload']} requests, {row['policy']}: {row['fleet_s']:.2f} s, "
+                f"{row['over_simulated']:.2f} of the simulated {row['simulated_s']:.2f} s."
+            )
+        if row["policy"].startswith("fixed:history"):
+            yield (
+                f"{row['workload']} requests, {row['policy']}: {row['one_accept_length']:.2f} "
+                "tokens per step with a draft where siblings share a server, "
+                f"{row['fleet_accept_length']:.2f} where they are spread."
+            )
     yield table(FLEET_ROLLOUT, figures["rows"])
 
 
@@ -36,8 +53,10 @@ def exact(figures: Figures) -> Iterator[str]:
         f"{figures['strategies']} strategies, {figures['kills']} kills, {figures['drains']} "
         f"drains, {figures['moves']} moves of requests, and pushes ({pushes}): "
         f"{figures['tokens_differing']} of {figures['tokens']} tokens differ from those of one "
-        f"replica alone, and {figures['logprobs_differing']} log-probs."
+        f"server alone, and {figures['logprobs_differing']} log-probs."
     )
+    if "never_moved_at_most" in figures:
+        yield f"Requests that never moved: at most {figures['never_moved_at_most']}."
 
 
 def weights(figures: Figures) -> Iterator[str]:

@@ -89,6 +89,7 @@ def test_exact_bench_of_a_fleet_moves_requests_and_finds_nothing(tmp_path: Path)
     assert (said["tokens_differing"], said["logprobs_differing"]) == (0, 0)
     assert said["moves"] > 0 and said["drains"] > 0 and said["kills"] > 0
     assert said["pushes"] == {"disk": 1, "http": 1} and said["requests"] == 24
+    assert said["never_moved_at_most"] < 24
 
 
 @pytest.mark.long
@@ -115,7 +116,9 @@ def test_rollout_bench_of_a_fleet_gives_one_servers_tokens(tmp_path: Path) -> No
     assert (said["tokens_differing"], said["logprobs_differing"]) == (0, 0)
     assert [row["workload"] for row in said["rows"]] == ["full 4", "16"]
     assert all(row["fleet_tokens_per_s"] > 0 for row in said["rows"])
-    assert said["streams_lost"] > 0 and said["resumed_s"] > 0
+    assert said["streams_lost"] > 0 and said["resumed_s"] > said["beyond_reading_s"] > 0
+    assert said["noticed_s"] > 0 and said["gateway_again_s"] > 0
+    assert said["rows"][1]["over_simulated"] > 0
 
 
 @pytest.mark.long

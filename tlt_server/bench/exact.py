@@ -12,8 +12,7 @@ which promises no such thing, the rate of differing tokens is reported and nothi
 `--tensor-parallel` all runs have several ranks and take two versions in turns, by pushes and
 rollbacks; the reference of each is an engine of one rank that starts with it. On a CPU the last
 run is repeated with a rank that is killed halfway; the engine's next epoch resumes the requests.
-With `--replicas` a fleet is compared with one of its replicas instead, under kills, drains and
-pushes.
+With `--replicas` a fleet is compared with one server instead, under kills, drains and pushes.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,12 @@ from rich.console import Console
 
 from tlt_client import Client
 from tlt_client.wire import Choice, ReplicaStatus
+from tlt_server.bench.load import samples
 from tlt_server.bench.settings import serve_flags, served
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 from tlt_server.settings.server import available_processors
+from tlt_server.wire.kept import CURRENT, WEIGHTS
 
 READY_S, POLL_S = 300.0, 0.05
 
@@ -32,6 +35,7 @@ class LiveFleet(NamedTuple):
     client: Client
     directory: Path
     key: str
+    flags: list[str]  # the replicas'
 
     def replicas(self) -> dict[str, ReplicaStatus]:
         return {replica.name: replica for replica in self.client.fleet().replicas}
@@ -48,8 +52,24 @@ class LiveFleet(NamedTuple):
     def all_ready(self) -> float:
         return self.until(lambda found: all(each.state == "ready" for each in found.values()))
 
-    def kill(self, name: str) -> None:
-        """End a replica's server without grace; its engine ends with it."""
+    def open_sequences(self) -> int:
+        return int(self.metric("tlt_open_sequences"))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a metric of the gateway."""
+        found = (each for each in samples(self.client) if each.name == name)
+        return next(each.value for each in found if labels.items() <= each.labels.items())
+
+    def kill(self, name: str) -> float:
+        """End a replica's server without grace, and its engine with it; return when, by
+        time.perf_counter().
+        """
+        process, at_s = self.process(name), time.perf_counter()
+        os.kill(process, signal.SIGKILL)
+        return at_s
+
+    def process(self, name: str) -> int:
+        """Return the process of a replica's server."""
         words = (b"serve", str(self.directory / "replicas" / name).encode())
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -57,8 +77,16 @@ class LiveFleet(NamedTuple):
             except OSError:  # it has just ended
                 continue
             if all(word in command for word in words):
-                return os.kill(int(process.name), signal.SIGKILL)
-        raise StartupError(f"there is no process of the replica {name} to kill")
+                return int(process.name)
+        raise StartupError(f"there is no process of the replica {name}")
+
+    def forget_replaced(self) -> None:
+        """Delete the weights that each replica keeps for a rollback."""
+        for kept in self.directory.glob(f"replicas/*/{WEIGHTS}/{CURRENT}"):
+            live = kept.read_text()
+            for folder in kept.parent.iterdir():
+                if folder.is_dir() and folder.name not in live:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -74,9 +102,9 @@ def live(
         keys = directory.with_name("keys")
         keys.write_text(f"{key} scopes=data,push-weights,operate name=bench\n")
         own = ("--replicas", str(args.replicas), "--state-dir", str(directory), "--")
-        flags = (*own, *serve_flags(args, longest), "--api-key-file", str(keys), *more)
-        with served(console, flags, 600, key, ("fleet", "serve")) as (gateway, client):
-            fleet = LiveFleet(gateway, client, directory, key)
+        flags = [*serve_flags(args, longest), "--api-key-file", str(keys), *more]
+        with served(console, (*own, *flags), 600, key, ("fleet", "serve")) as (gateway, client):
+            fleet = LiveFleet(gateway, client, directory, key, flags)
             fleet.all_ready()
             yield fleet
 

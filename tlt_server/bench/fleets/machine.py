@@ -144,13 +144,14 @@ class Machine:
         peers: Mapping[str, Machine],
         *,
         max_running: int = 16,
+        speculates: bool = True,
     ) -> None:
         """`versions`: those that the fleet has committed, the oldest first. `length`: see
         `SimulatedReplica`. `peers`: servers by address.
         """
         self._peers = peers
         self.name, self.wrong, self._versions = name, wrong, versions
-        self._length, self._max_running = length, max_running
+        self._length, self._max_running, self._speculates = length, max_running, speculates
         self.up, self.cut, self.delay_s = True, False, 0.002
         self.held: list[Callable[[], None]] = []  # messages while it is cut off
         self.whole = True  # the next push is staged as it was sent
@@ -165,7 +166,9 @@ class Machine:
         self._engine()
 
     def _engine(self) -> None:
-        self.engine = SimulatedReplica(self._outputs, self._length, self._max_running)
+        self.engine = SimulatedReplica(
+            self._outputs, self._length, self._max_running, self._speculates
+        )
         self.engine.version, self.engine.corrupt = self.live, not self.good
 
     # faults

@@ -125,14 +125,23 @@ def simulated(
     replicas: int,
     placer: Callable[[], Placer] = Placer,
     mover: Callable[[Placer], Mover] = still,
+    *,
+    max_running: int = 256,
+    speculates: bool = True,
 ) -> RolloutFigures:
-    """Return the figures of a rollout over this many replicas."""
+    """Return the figures of a rollout over this many replicas. `max_running`: of each."""
 
     async def run(state_dir: str) -> RolloutFigures:
         loop, versions = asyncio.get_running_loop(), list[str]()
         machines = {
             name: Machine(
-                name, [], versions, lambda r: lengths[r.id.partition(HOP)[0]], {}, max_running=256
+                name,
+                [],
+                versions,
+                lambda r: lengths[r.id.partition(HOP)[0]],
+                {},
+                max_running=max_running,
+                speculates=speculates,
             )
             for name in (f"r{number:03}" for number in range(replicas))
         }

@@ -45,10 +45,10 @@ STEPS_S = 1e-3 * np.interp(SIZES, [*STEP_MS], [*STEP_MS.values()])
 SPED_UP = np.interp(SIZES, [*GAINS], [*GAINS.values()])
 
 
-def token_seconds(decoding: int, context: float) -> float:
+def token_seconds(decoding: int, context: float, *, speculates: bool = True) -> float:
     """Return the seconds of one token of each sequence of a batch with so much context in all."""
     at = min(decoding, LARGEST) - 1
-    return float((STEPS_S[at] + CONTEXT_S * context) / SPED_UP[at])
+    return float((STEPS_S[at] + CONTEXT_S * context) / (SPED_UP[at] if speculates else 1.0))
 
 
 @dataclass(eq=False, slots=True)
@@ -66,11 +66,13 @@ class SimulatedReplica:
         emit: Callable[[Outputs], None],
         length: Callable[[GenerateRequest], int],
         max_running: int,
+        speculates: bool = True,
     ) -> None:
         """`emit` takes outputs: of all sequences in chunks, and at the end of one. `length` returns
         the output tokens of a request.
         """
         self._emit, self._length, self._max_running = emit, length, max_running
+        self._speculates = speculates
         self.version, self.corrupt = "", False  # the weights; corrupt ones give other tokens
         self.waiting = deque[GenerateRequest]()
         self.running: dict[str, _Run] = {}
@@ -141,7 +143,7 @@ class SimulatedReplica:
             self._progress += (passed_s - stalled_s) / self._token_s()
 
     def _token_s(self) -> float:
-        return token_seconds(len(self.running), self._context())
+        return token_seconds(len(self.running), self._context(), speculates=self._speculates)
 
     def _context(self) -> int:
         return sum(run.size for run in self.running.values())

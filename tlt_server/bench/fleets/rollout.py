@@ -5,26 +5,28 @@ A workload is a batch of requests, the same for both (`1024`), or a number of re
 replica has running all the time (`full 256`). The gateway's processor time is counted meanwhile.
 Then the same streamed requests are sent to the gateway and to a replica, for the time to the first
 token, and many streams run at once, for the gaps between their tokens. With `--kill` a replica is
-killed while they run once more: its streams are those that go on last.
+killed while they run once more, then one is stopped, and a gateway is killed and started again.
+A batch is simulated too, with the responses' lengths and the step times of `replica`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import statistics
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import msgspec
 import uvloop
 
-from tlt_client.wire import Choice, EventParser, ItemResult, Token
+from tlt_client.wire import Choice
 from tlt_server.bench.clients import processor_s
 from tlt_server.bench.fleets.live import LiveFleet, differing, live
+from tlt_server.bench.fleets.policies import LongTail, simulated
+from tlt_server.bench.fleets.streams import killed, longest_gap_ms, restarted_s, stopped_s, streamed
 from tlt_server.bench.goodput import percentile
-from tlt_server.bench.load import Answer, Connections
+from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, save, steps, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout import (
@@ -54,15 +56,11 @@ class Ran(NamedTuple):
     seconds: float
     gateway_s: float  # its processor time
     choices: list[Choice]
+    simulated_s: float = 0.0
 
     @property
     def rate(self) -> float:
         return sum(len(choice.token_ids) for choice in self.choices) / self.seconds
-
-
-class Stream(NamedTuple):
-    choice: Choice
-    came: list[tuple[float, int]]  # time.perf_counter() of each event, and the tokens with it
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
     plan = [*itertools.product(seeds, workloads, commands)]
     ran: dict[tuple[str, str], list[tuple[Ran, Ran]]] = {}
     longest = max(max_tokens, max(*STREAMS[args.device])) + 256
-    with live(console, args, longest) as fleet, steps(console, len(plan) + 2, "warm up") as step:
+    with (
+        live(console, args, longest) as fleet,
+        steps(console, len(plan) + 2 + bool(args.kill), "warm up") as step,
+    ):
         said = heading(args, "fleet-rollout", settings, fingerprint_of(fleet.client))
         said |= {"replicas": args.replicas, "max_running": args.max_running}
         said |= {"seeds": seeds, "max_tokens": max_tokens, "pair": args.pair}
@@ -91,6 +92,9 @@ def run(args: argparse.Namespace) -> int:
                 name: _ran(fleet, requests_of(settings.model, sides[name], seed, max_tokens), name)
                 for name in [*sides][:: 1 if turn % 2 else -1]
             }
+            if not workload.running:
+                sent = requests_of(settings.model, workload, seed, max_tokens)
+                found[""] = _simulated(args, sent, found[""], command)
             key = workload.name, policy_name(command)
             ran.setdefault(key, []).append((found[ONE], found[""]))
             save(args, said | figures(ran))
@@ -102,10 +106,14 @@ def run(args: argparse.Namespace) -> int:
         said |= first_tokens(fleet, requests, 20 if args.quick else FIRST_TOKENS)
         save(args, said | figures(ran))
         step("streams")
-        streamed = gaps(fleet, requests, kill=args.kill)
-    summary = said | figures(ran) | streamed
+        streaming = gaps(fleet, requests, kill=args.kill)
+        if args.kill:
+            step("a stopped replica, and a gateway that starts again")
+            streaming["noticed_s"] = stopped_s(fleet)
+            streaming["gateway_again_s"] = restarted_s(console, fleet, requests[0])
+    summary = said | figures(ran) | streaming
     for unequal in ("tokens_differing", "logprobs_differing"):
-        summary[unequal] = figures(ran)[unequal] + streamed[unequal]
+        summary[unequal] = figures(ran)[unequal] + streaming[unequal]
     title = f"tlt bench rollout: {args.replicas} replicas and a gateway, over one of them"
     show(console, title, FLEET_ROLLOUT, summary["rows"])
     finish(args, summary)
@@ -121,6 +129,27 @@ def _ran(fleet: LiveFleet, requests: list[GenerateRequest], replica: str) -> Ran
     return Ran(seconds, processor_s(fleet.gateway.process.pid) - before_s, choices)
 
 
+def _simulated(
+    args: argparse.Namespace, requests: list[GenerateRequest], ran: Ran, command: SetPolicy
+) -> Ran:
+    """Add what the simulator says of a batch with these lengths on this many replicas."""
+    pairs = zip(requests, ran.choices, strict=True)
+    figures = simulated(
+        LongTail(requests, {request.id: len(choice.token_ids) for request, choice in pairs}),
+        args.replicas,
+        max_running=args.max_running,
+        speculates=command.policy != "off",
+    )
+    return ran._replace(simulated_s=figures.seconds)
+
+
+def _accept_length(runs: Iterable[Ran]) -> float | None:
+    """Return the tokens per step with drafts; None without such a step."""
+    reports = [choice.sd for run in runs for choice in run.choices]
+    steps = sum(report.draft_steps for report in reports)
+    return round(1 + sum(report.accepted for report in reports) / steps, 3) if steps else None
+
+
 def figures(ran: dict[tuple[str, str], list[tuple[Ran, Ran]]]) -> dict[str, Any]:
     """Return a row per workload and policy: medians over the seeds, and what differs."""
     rows, tokens, logprobs = [], 0, 0
@@ -129,6 +158,8 @@ def figures(ran: dict[tuple[str, str], list[tuple[Ran, Ran]]]) -> dict[str, Any]
             unequal = differing(one.choices, fleet.choices[: len(one.choices)])
             tokens, logprobs = tokens + unequal[0], logprobs + unequal[1]
         median = statistics.median
+        simulated_s = [fleet.simulated_s for _, fleet in pairs if fleet.simulated_s]
+        ratios = [fleet.seconds / fleet.simulated_s for _, fleet in pairs if fleet.simulated_s]
         rows.append(
             {
                 "workload": workload,
@@ -141,6 +172,10 @@ def figures(ran: dict[tuple[str, str], list[tuple[Ran, Ran]]]) -> dict[str, Any]
                 "gateway_percent": round(
                     median(100 * fleet.gateway_s / fleet.seconds for _, fleet in pairs), 1
                 ),
+                "simulated_s": round(median(simulated_s), 3) if simulated_s else None,
+                "over_simulated": round(median(ratios), 3) if ratios else None,
+                "one_accept_length": _accept_length(one for one, _ in pairs),
+                "fleet_accept_length": _accept_length(fleet for _, fleet in pairs),
                 "runs_s": [[round(run.seconds, 3) for run in pair] for pair in pairs],
             }
         )
@@ -178,91 +213,14 @@ def gaps(fleet: LiveFleet, requests: list[GenerateRequest], *, kill: bool) -> di
     _, one = answered(fleet.replicas()[ONE].url, requests, 0, key=fleet.key)
     fleet.client.clear_cache()
     began_s = time.perf_counter()
-    calm, _ = uvloop.run(streamed(fleet, requests))
+    calm = uvloop.run(streamed(fleet, requests))
     seconds = time.perf_counter() - began_s
     unequal = [differing(one, [stream.choice for stream in calm])]
     found: dict[str, Any] = {"streams": len(requests), "longest_gap_ms": longest_gap_ms(calm, 0.0)}
     if kill:
         fleet.client.clear_cache()
-        streams, killed = uvloop.run(streamed(fleet, requests, KILL_AT * seconds))
+        streams, figures = killed(fleet, requests, KILL_AT * seconds)
         unequal.append(differing(one, [stream.choice for stream in streams]))
-        found |= _resumed(fleet, requests, streams, killed)
+        found |= figures
     found["tokens_differing"], found["logprobs_differing"] = map(sum, zip(*unequal, strict=True))
     return found
-
-
-async def streamed(
-    fleet: LiveFleet, requests: list[GenerateRequest], kill_s: float = 0.0
-) -> tuple[list[Stream], dict[str, Any]]:
-    """Return the streams, and when a replica was killed with how many of them."""
-    connections = Connections(fleet.gateway.url, answer_s=600, key=fleet.key)
-    killed: dict[str, Any] = {}
-    await connections.open(len(requests))
-    bodies = [body([request], stream=True) for request in requests]
-    asked = asyncio.gather(*(connections.asked("/generate", each) for each in bodies))
-    if kill_s:
-        await asyncio.sleep(kill_s)
-        found = (await asyncio.to_thread(fleet.replicas)).values()
-        victim = max(found, key=lambda each: each.running)
-        others = [each.url for each in found if each is not victim]
-        await asyncio.to_thread(fleet.kill, victim.name)
-        killed = {"at_s": time.perf_counter(), "streams": victim.running, "others": others}
-        await asyncio.to_thread(fleet.until, lambda now: now[victim.name].state != "ready")
-        await asyncio.to_thread(fleet.until, lambda now: now[victim.name].state == "ready")
-        killed["routed_again_s"] = round(time.perf_counter() - killed["at_s"], 2)
-    answers = await asked
-    connections.close()
-    return [_stream(answer) for answer in answers], killed
-
-
-def _stream(answer: Answer) -> Stream:
-    """Return the choice of a streamed answer, and when its tokens came."""
-    parser, came, text = EventParser(), list[tuple[float, int]](), ""
-    choice: Choice | None = None
-    for chunk in answer.chunks:
-        *lines, text = (text + chunk.data.decode()).split("\n")
-        for line in lines:
-            event = parser.feed(line)
-            if isinstance(event, Token):
-                before = came[-1][1] if came else 0
-                came.append((chunk.at_s, before + len(event.token_ids)))
-            elif isinstance(event, ItemResult) and event.choices:
-                choice = event.choices[0]
-    assert choice is not None, answer.body[-300:]
-    return Stream(choice, came)
-
-
-def longest_gap_ms(streams: list[Stream], since_s: float) -> float:
-    """Return the longest gap between tokens that ended after a moment, in ms."""
-    pairs = (pair for stream in streams for pair in itertools.pairwise(stream.came))
-    return round(1000 * max((b - a for (a, _), (b, _) in pairs if b > since_s), default=0.0), 1)
-
-
-def _resumed(
-    fleet: LiveFleet, requests: list[GenerateRequest], streams: list[Stream], killed: dict[str, Any]
-) -> dict[str, Any]:
-    """Return when the lost streams went on, and the gaps of the others."""
-    at_s = killed["at_s"]
-
-    def next_s(i: int) -> float:
-        return next((s - at_s for s, _ in streams[i].came if s > at_s), 0.0)
-
-    order = sorted(range(len(streams)), key=next_s, reverse=True)
-    lost, others = order[: killed["streams"]], order[killed["streams"] :]
-    again = []
-    for i in lost:
-        known = max((n for s, n in streams[i].came if s <= at_s), default=0)
-        told = [*requests[i].token_ids, *streams[i].choice.token_ids[:known]]
-        again.append(shortened(msgspec.structs.replace(requests[i], token_ids=told), 1))
-    fleet.client.clear_cache()
-    read_s, _ = answered(killed["others"][0], again, 0, key=fleet.key)
-    waits = [next_s(i) for i in lost]
-    return {
-        "streams_lost": len(lost),
-        "read_again_s": round(read_s, 3),
-        "resumed_s": round(max(waits, default=0.0), 3),
-        "resumed_p50_s": round(statistics.median(waits), 3) if waits else None,
-        "beyond_reading_s": round(max(waits, default=0.0) - read_s, 3),
-        "others_longest_gap_ms": longest_gap_ms([streams[i] for i in others], at_s),
-        "routed_again_s": killed["routed_again_s"],
-    }

@@ -19,7 +19,7 @@ from typing import Any
 import uvloop
 
 from tlt_server.bench.fleets.live import POLL_S, LiveFleet, live
-from tlt_server.bench.fleets.rollout import Stream, longest_gap_ms, streamed
+from tlt_server.bench.fleets.streams import Stream, longest_gap_ms, streamed
 from tlt_server.bench.record import finish, wide_console
 from tlt_server.bench.rollout import Workload, requests_of, shortened
 from tlt_server.bench.settings import shape_of
@@ -93,7 +93,7 @@ def _busy(
         pushing, streams, began_s = None, list[Stream](), time.perf_counter()
         while pushing is None or not pushing.done():
             pushing = pushing or pool.submit(_after, SETTLE_S, fleet, version)
-            streams += uvloop.run(streamed(fleet, requests))[0]
+            streams += uvloop.run(streamed(fleet, requests))
     firsts = [first for stream in streams if (first := _first_s(stream, version)) is not None]
     spread_s = max(firsts) - min(firsts) if firsts else 0.0
     return pushing.result(), longest_gap_ms(streams, began_s + SETTLE_S), round(1e3 * spread_s, 1)
