@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parse(argv: list[str], before: Sequence[str] = ()) -> argparse.Namespace:
+    """`before`: flags that stand before `--`, after which the line is from."""
     parser = _parser()
     verb, strange = reached(parser, argv)
     after: list[str] = []
@@ -49,9 +50,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         word, near = unknown[0], _nearest(unknown[0], flags(verb))
         if not word.startswith("-") and "--model" in flags(verb):
             near = f"; did you mean --model {word}?"
+        if word.partition("=")[0] in before:
+            near = "; write it before --"
         verb.error(f"unknown argument {word}{near}")
     if verb.get_default("after") is not None:
-        known.after, known.served = after, vars(_parse(["serve", *after]))
+        known.after, known.served = after, vars(_parse(["serve", *after], flags(verb)))
     return known
 
 

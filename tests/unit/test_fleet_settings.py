@@ -56,6 +56,7 @@ def test_fleets_key_is_known_to_a_gateway_that_asks_for_keys(
         keys = read_keys(asked.config)
         assert keys.find(secret) is not None and len(keys) == 2
         assert (caller := keys.find(options.key)) and caller.scopes == {"link"}
+        assert secret not in " ".join({**os.environ, **asked.variables()}.values())
     assert not plan(f"--replicas 1 -- --model {model}")[0].config.api_key_variable
 
 
@@ -68,8 +69,11 @@ def test_options_reach_the_gateway(model: Path) -> None:
 def test_configuration_file_is_that_of_either_side(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(f"model: {model}\nmax_n: 5\n")
-    for line in (f"--replicas 1 -- --config {file}", f"--replicas 1 --config {file} --"):
+    own = f"--config {file} -- --model {model}"
+    for line in (f"--replicas 1 -- --config {file}", f"--replicas 1 {own}"):
         assert plan(line)[0].config.max_n == 5
+    with pytest.raises(StartupError, match="--model stands before --, but it is the replicas'"):
+        plan(f"--replicas 1 --config {file} --")
     with pytest.raises(StartupError, match="give one file: after -- it is the replicas'"):
         plan(f"--replicas 1 --config {file} -- --config {file}")
     file.write_text(f"model: {model}\nport: 5\n")
@@ -89,15 +93,24 @@ def test_configuration_file_is_that_of_either_side(model: Path, tmp_path: Path) 
             "--tensor-parallel stands before --, but it is the replicas'; write it after --\n"
             "--threads stands before --",
         ),
-        ("--", "--replicas is not given; name how many replicas to start"),
-        ("--launcher static --", "--launcher is static and --addresses not given; give addresses"),
-        ("--replicas 2 --addresses a:1 --", "--launcher is local and --addresses a:1"),
-        ("--launcher static --addresses a:1 --replicas 2 --", "--replicas is 2, but --launcher"),
-        ("--replicas 2 --ray-labels a --", "--ray-labels is 'a'; write NAME=VALUE"),
+        ("--", "--launcher is local, which needs --replicas; give it"),
+        ("--launcher static --", "--launcher is static, which needs --addresses; give it"),
+        ("--launcher static --addresses a:1 --replicas 2 --", "leave it out, or use --launcher lo"),
+        ("--replicas 2 --addresses a:1 --", "--addresses is given, but --launcher is local; leave"),
+        ("--replicas 2 --link-key-file /no --", "--link-key-file is given, but --launcher is loc"),
+        ("--replicas 2 --ray-labels a=b --", "--ray-labels is given, but --launcher is local"),
+        ("--replicas 2 --replica-cpus 3 --", "leave it out, or use --launcher ray"),
         ("--replicas 2 --weight-channels http --", "weight_channels names http, but there is no"),
-        ("--replicas 2 --weight-root . --", "weights can be pushed by disk, but there is no --sta"),
+        ("--replicas 2 -- --weight-root .", "weights can be pushed by disk, but there is no --sta"),
+        (
+            "--replicas 2 --weight-root . --",
+            "--weight-root stands before --, but it is the replica",
+        ),
         ("--replicas 2 --link-cert x.pem --", "--link-ca, --link-cert, --link-cert-key: "),
-        ("--launcher static --addresses a:1 --link-key-file /no --", "cannot read --link-key-file"),
+        (
+            "--launcher static --addresses a:1 --link-key-file /no --",
+            "cannot read the key file /no: FileNo",
+        ),
     ],
 )
 def test_unusable_settings_are_refused_before_a_start(line: str, says: str, model: Path) -> None:
@@ -106,10 +119,23 @@ def test_unusable_settings_are_refused_before_a_start(line: str, says: str, mode
     assert says in refused.value.message
 
 
-@pytest.mark.parametrize("line", ["--replicas 0 --", "--replicas 1025 --", "--sleep-idle -1 --"])
-def test_numbers_out_of_bounds_are_errors_of_the_line(line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--replicas 0 --", "'0' is not a whole number from 1 to 1024"),
+        ("--replicas 1025 --", "'1025' is not a whole number"),
+        ("--sleep-idle -1 --", "'-1' is not a number from 0 to a million"),
+        ("--ray-labels a=b,c --", "'a=b,c' must be NAME=VALUE, with commas between"),
+        ("-- --replicas=2", "unknown argument --replicas=2; write it before --"),
+        ("-- --replica 2", "unknown argument --replica"),
+    ],
+)
+def test_unusable_words_are_errors_of_the_line(
+    line: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         plan(line)
+    assert says in capsys.readouterr().err
 
 
 def test_key_of_a_fleet_is_kept_for_its_user_alone(model: Path, tmp_path: Path) -> None:
@@ -119,6 +145,18 @@ def test_key_of_a_fleet_is_kept_for_its_user_alone(model: Path, tmp_path: Path) 
     assert file.read_text() == asked.key and file.stat().st_mode & 0o777 == 0o600
     assert plan(line)[0].key == asked.key
     assert plan(f"--replicas 1 -- --model {model}")[0].key != asked.key
+
+
+def test_model_before_the_dashes_is_for_static_only(model: Path) -> None:
+    """The launcher local would start replicas without a model."""
+    flags = f"--model {model} --weight-root {model}"
+    assert plan(f"--launcher static --addresses a:1 {flags}")[0].config.model == model
+    with pytest.raises(StartupError) as refused:
+        plan(f"--replicas 2 {flags} --weight-channels disk")
+    assert refused.value.message == "\n".join(
+        f"--{name} stands before --, but it is the replicas'; write it after --"
+        for name in ("model", "weight-root")
+    )
 
 
 def test_static_links_take_their_key_and_certificates(model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from tlt_server.config import Config
 from tlt_server.doctor.checks import Finding, examine, fail, ok, warn
 from tlt_server.fleet.launchers.plan import LaunchPlan
 from tlt_server.fleet.launchers.ray import Cluster, lacking_node, room
-from tlt_server.fleet.settings import labels_of
 
 SLOW_S = 3.0  # until a lost node is noticed
 QUICK = '{"health_check_period_ms": 500, "health_check_failure_threshold": 3}'
@@ -22,8 +21,7 @@ def examine_cluster(config: Config, arguments: argparse.Namespace) -> Iterator[F
     found: list[Cluster] = []
 
     def cluster() -> Finding:
-        labels = labels_of(arguments.ray_labels or "")
-        number = arguments.replicas or 1
+        number, labels = arguments.replicas or 1, arguments.ray_labels or {}
         plan = LaunchPlan(number, (), config, "", labels=labels, cpus=arguments.replica_cpus)
         found.append(Cluster(plan))
         totals = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from tlt_server.bench.flags import add_flags, flag, whole
 from tlt_server.fleet.launchers import LAUNCHERS
@@ -37,6 +38,13 @@ def _replicas(text: str) -> int:
     return whole(text, 1, MAX_REPLICAS)
 
 
+def _labels(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and value for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE, with commas between")
+    return {name: value for name, _, value in pairs}
+
+
 def _number(text: str) -> float:
     try:
         value = float(text)
@@ -60,9 +68,18 @@ FLAGS = (
         "links of static replicas: HOST:PORT, with commas between; file:PATH, with one per line, "
         "read again when it changes; dns:NAME:PORT, all addresses of that name",
     ),
-    flag("--ray-labels NAME=VALUE,...", "labels of the Ray nodes that may get a replica"),
+    flag(
+        "--ray-labels NAME=VALUE,...",
+        "labels of the Ray nodes that may get a replica",
+        type=_labels,
+    ),
     flag("--replica-cpus COUNT", "processors of a replica on Ray [default: 3, and one per rank]"),
-    flag("--link-key-file KEYS", "first key, of scope link, for static; others make their own"),
+    flag(
+        "--link-key-file KEYS",
+        "file whose first key is sent to static replicas; it needs the scope link there. The other "
+        "launchers make a key",
+        type=Path,
+    ),
     flag("--link-ca PEM", "certificates that sign the replicas'; the links then use TLS"),
     flag("--link-cert PEM", "certificate of the gateway, for replicas with --tls-client-ca"),
     flag("--link-cert-key PEM", "private key of --link-cert"),

@@ -74,7 +74,11 @@ def key_in(file: Path | None) -> str | None:
     """Return the first key of a file. `StartupError` if it is a sha256 or there is none."""
     if file is None:
         return None
-    lines = [line.split() for line in file.read_text().splitlines()]
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        said = f"cannot read the key file {file}: {type(error).__name__}"
+        raise StartupError(f"{said}; name a text file whose first line is a key") from None
     first = next((words[0] for words in lines if words and not words[0].startswith("#")), "")
     if not first or first.startswith("sha256:"):
         raise StartupError(
