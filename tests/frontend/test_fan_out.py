@@ -26,6 +26,7 @@ from tlt_server.errors import (
     StorageFailed,
     TltError,
     Unavailable,
+    WeightsRefused,
 )
 from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.fleet_file import Committed, FleetFile
@@ -195,6 +196,8 @@ class FakeReplica:
             if not found:
                 raise ChannelBroken(f"no server gave {manifest.version}")
             content = found[0][1]
+            if manifest.digest not in ("", digest(sums(content))):
+                raise WeightsRefused(f"{manifest.version} has other content")
         if self.live.get(manifest.role) == (manifest.version, content):
             return self._made(command, "unchanged", manifest.version, manifest.role, content)
         self.staged = manifest, (manifest.version, content + odd)
@@ -731,6 +734,20 @@ async def test_joiner_fetches_from_the_other_replicas(fleet: Fleet) -> None:
     await fleet.fan_out.catch_up(fleet.c)
     [_, fetched] = fleet.got(PushWeights)[2]
     assert (fetched.manifest.path, fetched.manifest.key) == ("http://a http://b", "k")
+    assert fleet.c.live["target"] == ("v1", "v1")
+
+
+@in_fleet()
+async def test_joiner_never_takes_other_content_of_the_version(fleet: Fleet) -> None:
+    """One source was overwritten in place, and has the version's name."""
+    await fleet.push()
+    fleet.c.live, fleet.c.previous = {"target": ("v7", "v7")}, {}
+    fleet.a.live["target"] = ("v1", "other")
+    with pytest.raises(WeightsRefused, match="v1 has other content"):
+        await fleet.fan_out.catch_up(fleet.c)
+    assert fleet.c.live["target"] == ("v7", "v7")
+    fleet.used.remove(fleet.a)
+    await fleet.fan_out.catch_up(fleet.c)
     assert fleet.c.live["target"] == ("v1", "v1")
 
 

@@ -130,8 +130,17 @@ def test_adapter_leaves_the_roles_alone() -> None:
 FETCH = Manifest(channel="peer", path="http://a http://b", key="k")
 
 
+CONTENT = {
+    ("target", "v1"): "1",
+    ("drafter", "d0"): "d",
+    ("drafter", "v1"): "e",
+    ("adapter", "m2"): "m",
+}
+
+
 def fetched(role: Any, version: str, **fields: Any) -> PushWeights:
-    return PushWeights("", replace(FETCH, role=role, version=version, **fields))
+    made = replace(FETCH, role=role, version=version, digest=CONTENT[role, version], **fields)
+    return PushWeights("", made)
 
 
 def opened(state: str, version: str = "v1", role: str = "target") -> dict[str, str]:

@@ -140,7 +140,7 @@ class Candidate:
             adapter = self._roles["adapter"].adapter(manifest.adapter)
         receiver.confirm()
         made = Changed(adapter=adapter) if adapter is not None else Changed(target, drafter)
-        _check_digests(made, receiver)
+        _check_digests(made, manifest, receiver)
         enter("spool")
         for role in self._roles.values():
             role.keep_whole()
@@ -246,15 +246,14 @@ def _declared(manifest: Manifest, live: Live) -> dict[str, dict[str, TensorEntry
     return declared
 
 
-def _check_digests(made: Changed, receiver: Receiver) -> None:
-    """Check that the tensors make the versions that the channel has announced."""
-    for role, announced in receiver.digests.items():
-        part = made.adapter if role == "adapter" else made.by_role[role]
-        assert part is not None
-        if part.digest != announced:
+def _check_digests(made: Changed, manifest: Manifest, receiver: Receiver) -> None:
+    """Check that the tensors are those that the manifest and the channel have announced."""
+    announced = [(role, made.by_role[role].digest, want) for role, want in receiver.digests.items()]
+    for role, found, wanted in [(manifest.role, digest(made.sums), manifest.digest), *announced]:
+        if wanted and found != wanted:
             raise WeightsRefused(
-                f"the {role}'s tensors have the digest {part.digest[:12]}, announced was "
-                f"{announced[:12]}; push them again, from another place"
+                f"the {role}'s tensors have the digest {found[:12]}, announced was {wanted[:12]}; "
+                "push them again, from another place"
             )
 
 

@@ -52,13 +52,14 @@ def owed(
         elif state.previous.get(role) == kept.version:
             steps.append(RollbackWeights("", kept.version, role=role))
         else:
-            steps.append(PushWeights("", replace(fetch, role=role, version=kept.version)))
+            wanted = replace(fetch, role=role, version=kept.version, digest=kept.digest)
+            steps.append(PushWeights("", wanted))
     for name, kept in record.adapters.items():
         if state.adapters.get(name) != kept.version:
             if brings == "adapter" and _means(staged, kept):
                 return [_commit(staged, kept)]
-            adapter = replace(fetch, role="adapter", version=kept.version, adapter=name)
-            steps.append(PushWeights("", adapter))
+            wanted = replace(fetch, role="adapter", version=kept.version, digest=kept.digest)
+            steps.append(PushWeights("", replace(wanted, adapter=name)))
     unknown = [name for name in state.adapters if name not in record.adapters]
     steps += [UnloadAdapter("", name, "abort") for name in unknown]
     return [AbortWeights(""), *steps] if state.open else steps
