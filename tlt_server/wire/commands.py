@@ -141,7 +141,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     # peer: addresses of servers that have the files, with spaces between
     path: str = ""
     key: str = ""  # by peer: the API key that these servers ask for
-    digest: str = ""  # of the tensors that must come, by their mix64; empty: any may
+    digest: str = ""  # by peer: the only content that is taken, see `digests`; empty: any
     drafter_path: str = ""  # by disk with role `all`: the drafter's directory
     # empty: everything that the model has, with any bytes; by broadcast and ipc: in order of
     # arrival
