@@ -95,6 +95,16 @@ def soak(figures: Figures) -> Iterator[str]:
                 f"{storms[f'{name}: of idle']} times that of an idle engine and "
                 f"{storms[f'{name}: of plain']} times that next to as many plain requests."
             )
+    if faults := {what[6:]: n for what, n in storms.items() if what.startswith("fault ")}:
+        listed = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in faults.items())
+        responses = sum(n for what, n in storms.items() if what.startswith("fleet response"))
+        moved = sum(n for what, n in storms.items() if what.startswith("fleet moves"))
+        yield (
+            f"{sum(faults.values())} faults of a fleet of three ({listed}): {responses} responses, "
+            "none lost, each with the bits of one server with the weights that it names; "
+            f"{moved} moves. A gateway that was killed served again after at most "
+            f"{storms['fleet ms until a gateway served']} ms."
+        )
     files = figures["files"].values()
     yield (
         f"Tests that failed: {sum(came.get('failed', 0) for came in files)}. Their seconds by "

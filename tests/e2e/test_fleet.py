@@ -56,7 +56,27 @@ def test_rollout_over_a_kill_of_a_replica_is_that_of_one_server(
         os.kill(replica_process(running, busy), signal.SIGKILL)
         check_same(rollout.result(400), undisturbed)
         [back] = [each for each in ready(client) if each.name == busy]
-        assert back.moves == 0 and moves(client, "lost") > 0
+        assert back.moves == 0 and moves(client)["lost"] > 0
+
+
+@pytest.mark.long
+def test_each_sequence_moves_at_least_once_and_stays_the_same(running: ServerProcess) -> None:
+    items = [{"prompt": f"{i}*3=", "seed": i, "n": 2} for i in range(4)]
+    long = {"max_tokens": 700, "ignore_eos": True, "logprobs": 2}
+    with Client(running.url, timeout_s=60) as client:
+        ready(client)
+        expected = client.generate(items, sampling=long).results
+        rollout = client.rollout(client.generate(items, sampling=long, detach=True).id)
+        await_tokens(rollout, 300)
+        client.drain_replica("r0")
+        until(lambda: client.fleet().replicas[1].running == 8)
+        client.resume_replica("r0")
+        before = moves(client)["drained"]
+        client.drain_replica("r1")
+        until(lambda: moves(client)["drained"] == before + 8)
+        assert rollout.fetch().status == "running"
+        client.resume_replica("r1")
+        assert [*map(said, rollout.result(400).results)] == [*map(said, expected)]
 
 
 def test_push_is_live_on_all_and_on_a_replica_that_comes_back(

@@ -165,10 +165,10 @@ def test_run_has_the_same_bits_on_a_fleet_with_a_replica_killed(off: Path, tmp_p
     with fleet(tmp_path / "state", *flags) as gateway, Client(gateway.url, timeout_s=60) as client:
         ready(client)
         trained(gateway, "--out", tmp_path / "fleet", *PINNED, "--steps", 2)
-        assert moves(client, "lost") == 0
+        assert moves(client)["lost"] == 0
         replica = replica_process(gateway, "r0")
         trained_over_a_kill(gateway, replica, tmp_path / "killed")
-        assert moves(client, "lost") > 0
+        assert moves(client)["lost"] > 0
         ready(client)
     for run in (tmp_path / "fleet", tmp_path / "killed"):
         assert differences(off, run) == []
