@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +12,7 @@ import grpc
 import msgspec
 
 from tests.frontend.live_server import LiveServer, live_server
-from tlt_client.errors import ServerError
-from tlt_client.rpc.errors import error_of
+from tlt_server.errors import TltError, from_code
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.members import Member
@@ -21,7 +20,7 @@ from tlt_server.frontend.link.remote import RemoteLink
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import Command, Submit
 from tlt_server.wire.events import ControlReport, Event, Outputs, Ready, WeightReport
-from tlt_server.wire.link import METHOD, Attach, decode_link_event
+from tlt_server.wire.link import METHOD, Attach, Ended, decode_link_event
 from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, encode
 
 
@@ -111,26 +110,23 @@ def on_link(
     return decorated
 
 
-async def refusal(
-    address: str, *messages: bytes | Command | Attach, key: str = "", waits: bool = True
-) -> ServerError:
+async def refusal(address: str, *messages: bytes | Command | Attach, key: str = "") -> TltError:
     """Send these messages on a stream of their own, and return the error that ends it. Events
-    before that are decoded and dropped. `waits`: send nothing more until then.
+    before that are decoded and dropped.
     """
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream(METHOD)(metadata=metadata)
         try:
-            for message in messages:
-                await call.write(message if isinstance(message, bytes) else encode(message))
-            if not waits:
-                await call.done_writing()
+            with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the stream has ended
+                for message in messages:
+                    await call.write(message if isinstance(message, bytes) else encode(message))
             async for data in call:
-                decode_link_event(data)
+                event = decode_link_event(data)
+                if isinstance(event, Ended):
+                    return from_code(event.code, event.message)
         except grpc.aio.AioRpcError as failed:
-            error = error_of(failed)
-            assert isinstance(error, ServerError)
-            return error
+            return TltError(f"{failed.code().name}: {failed.details()}")
     raise AssertionError("the stream ended without an error")
 
 

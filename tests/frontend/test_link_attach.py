@@ -16,7 +16,7 @@ from tests.frontend.gateways import attached, happens, on_link, refusal, request
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_tls import Issuer
 from tlt_client import Tls
-from tlt_server.errors import StartupError
+from tlt_server.errors import StartupError, TltError
 from tlt_server.frontend.http.connections import LINK_CONNECTIONS
 from tlt_server.frontend.rpc import link as rpc_link
 from tlt_server.frontend.rpc import relay as rpc_relay
@@ -153,12 +153,12 @@ def test_link_is_encrypted_with_the_servers_certificate(model: Path, tmp_path: P
         ([b"\x81" * 2000], "invalid_request", "not a command of a link"),
         ([Ping()], "invalid_request", "the first command is Ping"),
         ([Submit([])], "invalid_request", "the first command is Submit"),
-        ([FIRST, FIRST], "invalid_request", "attach again after the engine has died"),
-        ([FIRST, Attach(fleet="f", epoch=2)], "invalid_request", "by one fleet and epoch"),
+        ([FIRST, FIRST], "invalid_request", "a stream attaches once"),
+        ([FIRST, Attach(fleet="g", epoch=2)], "invalid_request", "a stream attaches once"),
         ([FIRST, Stop()], "invalid_request", "not a command of a link"),
         ([FIRST, Ping(), b"\xff\xfe"], "invalid_request", "not a command of a link"),
         ([FIRST, bytes(4 * 2**20 + 1)], "too_large", "the limit is 4194304"),
-        ([FIRST, bytes(8 * 2**20 + 1)], "unknown", "RESOURCE_EXHAUSTED"),
+        ([FIRST, bytes(8 * 2**20 + 1)], TltError.code, ""),
     ],
 )
 def test_message_that_is_no_command_ends_the_stream_typed(

@@ -1,8 +1,8 @@
 """Records of a link, by which a gateway of a fleet uses a server's engine from another host.
 
 One gRPC stream of bytes in both directions carries them as msgpack, one in each message. Commands
-and events are those of an engine, except that a gateway attaches first and a server reports the
-death of its engine. A server that ends a stream says why in its status, as for every gRPC call.
+and events are those of an engine, except that a gateway attaches first and a server says last why
+it ends the stream, as it does when its engine dies. A status would be lost if a command crossed it.
 Clocks of two hosts differ, so deadlines cross as seconds left.
 """
 
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from tlt_server.errors import TltError
 from tlt_server.wire.commands import (
     Abort,
     ControlCommand,
@@ -39,11 +40,9 @@ PART_BYTES = 2**22  # requests or outputs share a message up to this size
 
 
 class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
-    """The first command of a stream, and the one that follows each `Died`. Commands between a
-    `Died` and the next `Attach` were meant for the engine that died, and are dropped.
-    """
+    """The first command of a stream. Others may follow once the server has sent `Ready`."""
 
-    fleet: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]  # id of the state directory
+    fleet: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]  # id of the state directory
     epoch: Annotated[int, Meta(ge=1, le=2**53)]  # grows with each start of the gateway
     gateway: Annotated[str, Meta(max_length=256)] = ""  # its address, for people
     take_over: bool = False  # also from a living gateway of another fleet
@@ -64,22 +63,27 @@ class Attached(Struct, frozen=True, tag="attached"):
     url: str  # the server's own HTTP address, for its peers
 
 
-class Died(Struct, frozen=True, tag="died"):
-    """The server's engine has ended. `Ready` follows once the next one is ready."""
+class Ended(Struct, frozen=True, tag="ended"):
+    """The last event: the server refuses or ends the stream, or its engine has died."""
 
-    ending: Ending
     code: str
     message: str
-    started: list[str]  # ids of the sequences that ran, and `OTHERS`
-    restart_in_s: float | None  # None: never
-    start_s: float  # time that a start took before
+    ending: Ending = "exited"
+    started: list[str] = []  # at a death: ids of the sequences that ran, and `OTHERS`
+    restart_in_s: float | None = 0.0  # None: never
+    start_s: float = 0.0  # time that a start took before
+
+    @classmethod
+    def of(cls, error: BaseException) -> Ended:
+        assert isinstance(error, TltError)
+        return cls(error.code, error.message)
 
 
 LinkCommand = (
     Attach | Ping | Submit | Abort | SetPolicy | Recompute | ControlCommand | WeightCommand
 )
 LinkEvent = (
-    Attached | Pong | Died | Ready | Phase | PhaseProgress | Outputs | WeightReport | ControlReport
+    Attached | Pong | Ended | Ready | Phase | PhaseProgress | Outputs | WeightReport | ControlReport
 )
 # Both raise `msgspec.DecodeError` for bytes that are malformed or of another type.
 decode_link_command = msgspec.msgpack.Decoder(LinkCommand).decode

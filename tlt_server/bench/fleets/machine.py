@@ -37,13 +37,13 @@ from tlt_server.wire.fingerprint import Fingerprint
 from tlt_server.wire.link import (
     Attach,
     Attached,
-    Died,
+    Ended,
     Ping,
     Pong,
     decode_link_command,
     event_messages,
 )
-from tlt_server.wire.records import GenerateRequest
+from tlt_server.wire.records import GenerateRequest, encode
 
 STAGE_S, COMMIT_S, START_S = 0.4, 0.05, 1.0
 NEXT_S = 1e-6  # between two messages, since timers of one moment have no order
@@ -114,6 +114,8 @@ class Wire:
         """Break the stream at both ends."""
         if self.broken is None:
             self.broken = error
+            if isinstance(error, Conflict):
+                self._arrived.append(encode(Ended(error.code, error.message)))
             self._some.set()
             self.machine.left(self)
 
@@ -185,7 +187,7 @@ class Machine:
             self._ready_at_s = asyncio.get_running_loop().time() + START_S
             self._attached = False
             self._wire.send(
-                Died(
+                Ended(
                     ending="exited",
                     code="engine_failed",
                     message="it crashed",

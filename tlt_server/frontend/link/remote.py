@@ -1,7 +1,7 @@
 """The way to a server on another host, as `link` and `supervisor` are to an engine process.
 
 One gRPC stream carries commands and events (`wire.link`). The end of a stream is a death at once,
-and so is a silence of 3 s; the death of the server's engine is reported over the stream. Streams
+and so is a silence of 3 s; the server's last event may say more. Streams
 are tried again with growing pauses, for ever: whether a server is needed is not decided here.
 """
 
@@ -17,9 +17,8 @@ import grpc
 import msgspec
 
 from tlt_client import Tls
-from tlt_client.errors import ServerError
 from tlt_client.rpc.errors import error_of
-from tlt_server.errors import EngineFailed, TltError, from_code
+from tlt_server.errors import EngineFailed, from_code
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.members import Member
@@ -30,7 +29,7 @@ from tlt_server.wire.link import (
     PING_S,
     Attach,
     Attached,
-    Died,
+    Ended,
     LinkCommand,
     Ping,
     Pong,
@@ -84,45 +83,44 @@ class RemoteLink:
         """Keep a stream to the server until this is cancelled, and report its events and ends."""
         failed = 0  # short streams in a row
         while True:
-            heard, began_s = self._heard, time.monotonic()
-            try:
-                await self._live()
-                failure: Exception = EngineFailed("the server has ended it")
-            except Exception as other:  # another try may succeed
-                failure = other
-            error = self._error_of(failure)
-            reached = self._heard > heard
-            lasted = reached and time.monotonic() - began_s >= LASTING_S
+            began_s = time.monotonic()
+            ended = await self._live()
+            lasted = self._heard and time.monotonic() - began_s >= LASTING_S
             failed = 0 if lasted else failed + 1
             delay_s = min(FIRST_DELAY_S * 2.0 ** min(failed - 1, 32), MAX_DELAY_S) if failed else 0
-            silent = isinstance(failure, TimeoutError)
-            ending: Ending = "not_launched" if not reached else "hung" if silent else "exited"
-            self._fleet.died(self._member, Death(ending, error, set()), delay_s, 0.0)
+            error = from_code(ended.code, f"{self.address}: {ended.message}")
+            death = Death(ended.ending, error, set(ended.started))
+            restart_in_s = ended.restart_in_s
+            if restart_in_s is not None:
+                restart_in_s = max(restart_in_s, delay_s)
+            self._fleet.died(self._member, death, restart_in_s, ended.start_s)
             await asyncio.sleep(delay_s)
 
-    async def _live(self) -> None:
-        """Run one stream until it ends."""
+    async def _live(self) -> Ended:
+        """Run one stream, and return how it ended."""
         metadata = (("authorization", f"Bearer {self._key}"),) if self._key else ()
-        async with self._channel() as channel:
-            call = channel.stream_stream(METHOD)(metadata=metadata)
-            self._begin()
-            works = (self._listen(call), self._write(call), self._ping())
-            tasks = [asyncio.create_task(work) for work in works]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                next(task for task in tasks if task.done()).result()
-            finally:
-                self._ready = False
-                for task in tasks:
+        self._heard = 0
+        try:
+            async with self._channel() as channel, asyncio.TaskGroup() as tasks:
+                call = channel.stream_stream(METHOD)(metadata=metadata)
+                self._begin()
+                others = [tasks.create_task(each) for each in (self._write(call), self._ping())]
+                ended = await self._listen(call)
+                for task in others:
                     task.cancel()
-                await asyncio.wait(tasks)
-
-    def _error_of(self, failure: Exception) -> TltError:
-        """Return the error of a stream that has ended, which is the server's own if it has one."""
-        error = error_of(failure) if isinstance(failure, grpc.RpcError) else failure
-        if isinstance(error, ServerError) and error.code != "unknown":
-            return from_code(error.code, f"{self.address}: {error.message}")
-        return EngineFailed(f"the link to {self.address} broke: {error}")
+                return ended
+        except Exception as failure:  # another try may succeed
+            error = failure.exceptions[0] if isinstance(failure, ExceptionGroup) else failure
+            ending: Ending = "hung" if isinstance(error, TimeoutError) else "exited"
+            if isinstance(error, grpc.RpcError):
+                error = error_of(error)
+            return Ended(
+                EngineFailed.code,
+                f"the link broke: {error}",
+                ending if self._heard else "not_launched",
+            )
+        finally:
+            self._ready = False
 
     def _channel(self) -> grpc.aio.Channel:
         if self._tls is None:
@@ -135,8 +133,6 @@ class RemoteLink:
         return grpc.aio.secure_channel(self.address, credentials, OPTIONS)
 
     def _begin(self) -> None:
-        """Attach: at first, and after each death of the server's engine."""
-        self._ready = False
         self._queue.clear()
         self._member.connect(self)
         attach = self._attach()
@@ -155,7 +151,10 @@ class RemoteLink:
             queue, self._queue = self._queue, []
             for command in queue:
                 for message in command_messages(command, time.monotonic()):
-                    await call.write(message)
+                    try:
+                        await call.write(message)
+                    except (grpc.RpcError, asyncio.InvalidStateError):
+                        return  # the stream has ended; what is left to read says why
 
     async def _ping(self) -> None:
         """Raise `TimeoutError` once several pings in a row had no answer. Time is counted in turns
@@ -168,7 +167,7 @@ class RemoteLink:
             self._put(Ping())
         raise TimeoutError(f"it was silent for {silent * PING_S:g} s")
 
-    async def _listen(self, call: Stream) -> None:
+    async def _listen(self, call: Stream) -> Ended:
         async for data in call:
             self._heard += 1
             match event := decode_link_event(data):
@@ -176,15 +175,12 @@ class RemoteLink:
                     continue
                 case Attached():
                     self._held, self._member.url = True, reached(event.url, self.address)
-                case Died(started=started, restart_in_s=restart_in_s, start_s=start_s):
-                    self._ready = False
-                    error = from_code(event.code, event.message)
-                    death = Death(event.ending, error, set(started))
-                    self._fleet.died(self._member, death, restart_in_s, start_s)
-                    self._begin()
+                case Ended():
+                    return event
                 case _:
                     self._ready |= isinstance(event, Ready)
                     self._fleet.take(event, self._member)
+        return Ended(EngineFailed.code, "the server has ended the stream")
 
 
 def reached(url: str, address: str) -> str:

@@ -8,10 +8,9 @@ epochs are kept in the state directory. A stream that ends aborts what its gatew
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
-from typing import Never
 
 import grpc
 import msgspec
@@ -35,9 +34,10 @@ from tlt_server.frontend.http.keys import Certificates, Watched
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.rpc.exchange import Context
 from tlt_server.frontend.rpc.relay import GatewayRelay
-from tlt_server.frontend.rpc.server import BEYOND, MAX_INT, listen, options_of, refuse
+from tlt_server.frontend.rpc.server import BEYOND, MAX_INT, listen, options_of
 from tlt_server.process.private import replace_file
-from tlt_server.wire.link import METHOD, Attach, LinkCommand, Ping, decode_link_command
+from tlt_server.wire.link import METHOD, Attach, Ended, LinkCommand, Ping, decode_link_command
+from tlt_server.wire.records import encode
 
 ATTACH_S = 5.0  # time for the first command
 IDLE_MS = 10_000  # a connection without a stream for this long is closed
@@ -99,8 +99,8 @@ class Attachments:
         attach: Attach,
         read: Callable[[], Awaitable[LinkCommand]],
         write: Callable[[bytes], Awaitable[None]],
-    ) -> Never:
-        """Serve a gateway over its stream, see `GatewayRelay`, which ends by an error. `Conflict`
+    ) -> Ended:
+        """Serve a gateway over its stream, see `GatewayRelay`, and return how it ended. `Conflict`
         if it may not attach now.
         """
         async with self._attaching:
@@ -108,13 +108,14 @@ class Attachments:
             self._epochs.note(attach.fleet, attach.epoch)
             if self._held is not None:
                 reason = f"epoch {attach.epoch} of the fleet {attach.fleet} has attached"
-                await self._held.end(Conflict(reason))
+                self._held.end(Ended.of(Conflict(reason)))
+                await self._held.over.wait()
             self._streams += 1
             relay = GatewayRelay(self._client, attach, f"{self._streams}/", self._url, read, write)
             self._held = relay
         log.info("gateway_attached", gateway=attach.gateway, fleet=attach.fleet, epoch=attach.epoch)
         try:
-            await relay.run()
+            return await relay.run()
         finally:
             if self._held is relay:
                 self._held = None
@@ -136,7 +137,8 @@ class Attachments:
 
     async def close(self) -> None:
         if self._held is not None:
-            await self._held.end(Unavailable("the server has stopped"))
+            self._held.end(Ended.of(Unavailable("the server has stopped")))
+            await self._held.over.wait()
 
 
 class LinkServer(grpc.GenericRpcHandler):
@@ -191,6 +193,12 @@ class LinkServer(grpc.GenericRpcHandler):
                 self._gate.admit(token, "link")  # its key may have been removed
             return command
 
+        async def write(message: bytes) -> None:
+            try:
+                await context.write(message)
+            except grpc.aio.InternalError:
+                raise Cancelled("the gateway has left") from None
+
         try:
             caller = self._gate.admit(token, "link")
             try:
@@ -204,13 +212,14 @@ class LinkServer(grpc.GenericRpcHandler):
                 raise InvalidRequest(
                     f"the first command is {type(attach).__name__}; a gateway attaches first"
                 )
-            # Were it cut off with the first event, no status could follow.
-            await context.send_initial_metadata(())
             with structlog.contextvars.bound_contextvars(key=caller.name):
-                await self._attachments.serve(attach, read, partial(_write, context))
+                ended = await self._attachments.serve(attach, read, write)
         except TltError as error:
-            log.warning("link_ended", code=error.code, reason=error.message, peer=context.peer())
-            await refuse(context, error, [])
+            ended = Ended.of(error)
+            with contextlib.suppress(TimeoutError, Cancelled):
+                async with asyncio.timeout(ATTACH_S):
+                    await write(encode(ended))
+        log.warning("link_ended", code=ended.code, reason=ended.message, peer=context.peer())
 
     async def _read(self, context: Context) -> LinkCommand:
         """Return the next command. `Cancelled` after the last; a typed error if it is not one."""
@@ -226,10 +235,3 @@ class LinkServer(grpc.GenericRpcHandler):
             return decode_link_command(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"a message is not a command of a link: {error}") from None
-
-
-async def _write(context: Context, message: bytes) -> None:
-    try:
-        await context.write(message)
-    except grpc.aio.InternalError:
-        raise Cancelled("the gateway has left") from None

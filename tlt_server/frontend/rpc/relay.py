@@ -15,7 +15,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Never
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -53,7 +53,7 @@ from tlt_server.wire.kept import OTHERS
 from tlt_server.wire.link import (
     Attach,
     Attached,
-    Died,
+    Ended,
     LinkCommand,
     LinkEvent,
     Ping,
@@ -90,45 +90,47 @@ class GatewayRelay:
         self.gateway = f"{attach.gateway or 'a gateway'} of the fleet {attach.fleet}"
         self._client, self._prefix, self._url = client, prefix, url
         self._read, self._write = read, write
-        self._error: TltError | None = None  # for which the server ends the stream
-        self._over = asyncio.Event()
-        self._attached = self._ready = False  # since the last death of the engine
+        self._ended: Ended | None = None  # why the stream ends; nothing is sent after it
+        self.over = asyncio.Event()  # the gateway's sequences are aborted
+        self._ready = False
         self._open: set[Submission] = set()
         self._ids: set[str] = set()  # the gateway's, of sequences that have not ended
-        self._works: set[asyncio.Task[None]] = set()  # they end with the engine
         self._events: list[LinkEvent] = []
         self._some, self._hurry = asyncio.Event(), asyncio.Event()
 
-    async def run(self) -> Never:
-        """Carry out commands and send events until the stream ends, which raises its error."""
+    async def run(self) -> Ended:
+        """Carry out commands and send events until the stream ends, and return why."""
         self._client.relay = self
+        self._put(Attached(self.attach.epoch, self._url))
+        telling = asyncio.create_task(self._tell())
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                self._attach()
-                for work in (self._listen(), self._tell(), self._until_refused()):
-                    self._tasks.create_task(work)
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+                if self._client.replica.runs:
+                    self._tasks.create_task(self._begin())
+                self._tasks.create_task(self._listen())
+                while self._ended is None:
+                    change = self._client.changes.next
+                    self._client.check_taking()
+                    await change.wait()
+                raise Cancelled(self._ended.message)
+        except* TltError as errors:
+            self.end(Ended.of(errors.exceptions[0]))
         finally:
             self._client.relay = None
             for submission in self._open:
                 submission.close()
-            self._over.set()
-        raise AssertionError("a stream ends by an error")
+            self.over.set()
+            ended = self._ended or Ended.of(Cancelled("the server has left the stream"))
+            self._events.append(ended)
+            self._hurry.set()
+            self._some.set()
+            await telling
+        return ended
 
-    async def end(self, error: TltError) -> None:
-        """End the stream with this error, and wait until its sequences are aborted."""
-        self._error = error
+    def end(self, ended: Ended) -> None:
+        """End the stream, unless it ends already."""
+        self._ended = self._ended or ended
         self._client.changes.tell()
-        await self._over.wait()
-
-    async def _until_refused(self) -> None:
-        while True:
-            change = self._client.changes.next
-            if self._error is not None:
-                raise self._error
-            self._client.check_taking()
-            await change.wait()
 
     # from the gateway
 
@@ -149,12 +151,8 @@ class GatewayRelay:
         match command:
             case Ping():
                 self._put(Pong())
-            case Attach():
-                if (command.fleet, command.epoch) != (self.attach.fleet, self.attach.epoch):
-                    raise InvalidRequest("a stream is attached by one fleet and epoch, not by two")
-                self._attach()
             case _ if not self._ready:
-                return  # it was meant for the engine before
+                raise InvalidRequest(f"{type(command).__name__} came before the engine is ready")
             case Submit(requests):
                 self._submit(requests)
             case Abort(ids, finish_reason):
@@ -164,19 +162,12 @@ class GatewayRelay:
                 self._client.recompute(command)
             case SetPolicy() | Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
                 self._ask(command, self._control(command))
+            case Attach():
+                raise InvalidRequest("a stream attaches once; begin another one")
             case HandOver():
                 raise InvalidRequest("a gateway may not have weights written to a directory here")
             case _:
                 self._ask(command, self._weights(command))
-
-    def _attach(self) -> None:
-        """Answer an `Attach`. What is there of the engine before is over, so `Ready` may follow."""
-        if self._attached:
-            raise InvalidRequest("the gateway is attached; attach again after the engine has died")
-        self._attached = True
-        self._put(Attached(self.attach.epoch, self._url))
-        if self._client.replica.runs:
-            self._work(self._begin())
 
     async def _begin(self) -> None:
         """Undo the pause and sleep of the gateway before, and report the engine. An open push is
@@ -211,7 +202,9 @@ class GatewayRelay:
             # An error ends the stream, so that the gateway places them elsewhere.
             submission = self._client.submit(few, accepted=True)
             self._open.add(submission)
-            self._work(self._pump(submission, hurried=not all(each.patient for each in few)))
+            self._tasks.create_task(
+                self._pump(submission, hurried=not all(each.patient for each in few))
+            )
 
     def _end(self, request: GenerateRequest, error: TltError) -> None:
         self._pass_on([last_output(request.id, "error", (error.code, error.message))])
@@ -246,39 +239,26 @@ class GatewayRelay:
 
     def _ask(self, command: LinkCommand, work: Coroutine[Any, Any, None]) -> None:
         log.info("audit", link=self.gateway, command=type(command).__name__)
-        self._work(work)
-
-    def _work(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._tasks.create_task(work)
-        self._works.add(task)
-        task.add_done_callback(self._works.discard)
+        self._tasks.create_task(work)
 
     # from the engine
 
     def took(self, event: Event) -> None:
         """Take in an event that the engine client has applied."""
         match event:
-            case _ if not self._attached:
-                return
             case Outputs():  # those of the gateway come by `_pump`
                 self._put(msgspec.structs.replace(event, outputs=[]), hurried=False)
             case Phase() | PhaseProgress():
                 self._put(event)
             case Ready():
-                self._work(self._begin())
+                self._tasks.create_task(self._begin())
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> None:
         """Report a death of the engine, whose sequences are then the gateway's to continue."""
-        for task in self._works:
-            task.cancel()
-        self._open.clear()
-        self._ids.clear()
-        if self._attached:
-            self._attached = self._ready = False
-            parts = [id.partition(self._prefix) for id in death.started]
-            ran = sorted({OTHERS if before else own for before, _, own in parts})
-            error = death.error.code, death.error.message
-            self._put(Died(death.ending, *error, ran, restart_in_s, start_s))
+        parts = [id.partition(self._prefix) for id in death.started]
+        ran = sorted({OTHERS if before else own for before, _, own in parts})
+        error = death.error.code, death.error.message
+        self.end(Ended(*error, death.ending, ran, restart_in_s, start_s))
 
     # to the gateway
 
@@ -288,29 +268,33 @@ class GatewayRelay:
 
     def _put(self, event: LinkEvent, *, hurried: bool = True) -> None:
         """Send an event: within 20 ms, or if `hurried` at once."""
-        self._events.append(event)
-        self._some.set()
-        if hurried:
-            self._hurry.set()
+        if self._ended is None:
+            self._events.append(event)
+            self._some.set()
+            if hurried:
+                self._hurry.set()
 
     async def _tell(self) -> None:
-        while True:
-            await self._some.wait()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GATHER_S):
-                    await self._hurry.wait()
-            self._some.clear()
-            self._hurry.clear()
-            events, self._events = self._events, []
-            for event in gathered(events, self._client.replica.gauges):
-                for message in event_messages(event):
-                    try:
+        """Send events until the last one. If it cannot, the stream ends."""
+        events: list[LinkEvent] = []
+        try:
+            while not (events and isinstance(events[-1], Ended)):
+                await self._some.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GATHER_S):
+                        await self._hurry.wait()
+                self._some.clear()
+                self._hurry.clear()
+                events, self._events = self._events, []
+                for event in gathered(events, self._client.replica.gauges):
+                    for message in event_messages(event):
                         async with asyncio.timeout(SILENT_S):
                             await self._write(message)
-                    except TimeoutError:
-                        raise Cancelled(
-                            f"the gateway has read nothing for {SILENT_S:g} s"
-                        ) from None
+        except TimeoutError:
+            reason = f"the gateway has read nothing for {SILENT_S:g} s"
+            self.end(Ended.of(Cancelled(reason)))
+        except TltError as error:
+            self.end(Ended.of(error))
 
 
 def misfit(request: GenerateRequest, info: EngineInfo) -> str:
