@@ -208,7 +208,7 @@ def test_gateway_finds_the_links_of_all_replicas() -> None:
     assert {"name": "link", "port": int(port), "targetPort": "link"} in pods["spec"]["ports"]
     stateful = SERVERS["statefulset.yaml"]
     assert stateful["spec"]["serviceName"] == name and ports(stateful)["link"] == int(port)
-    assert given["link_key_file"] == flags(stateful)["api_key_file"]
+    assert str(given["link_key_file"]) == flags(stateful)["api_key_file"]
 
 
 def test_gateway_of_the_manifest_is_accepted(model: Path, tmp_path: Path) -> None:

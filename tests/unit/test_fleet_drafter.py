@@ -201,6 +201,24 @@ async def test_drafter_refused_by_the_fleet_is_given_up() -> None:
 
 
 @in_loop
+async def test_memory_is_bounded_by_the_replicas_there_are() -> None:
+    fleet = TrainedFleet()
+    await fleet.begin()
+    await fleet.steps(0.0, 6.0)
+    old = [*fleet.calls.values()]
+    for name, port in (("b", 1), ("b", 2), ("c", 3)):  # restarts give them other addresses
+        url = fleet.fleet.members[name].url = f"http://{name}:{port}"
+        fleet.calls[url] = FakeCalls(name)
+        await fleet.steps(8.0 + port)
+    assert [each.closed for each in old] == [False, True, True]
+    assert fleet.calls["http://b:1"].closed and not fleet.calls["http://b:2"].closed
+    await fleet.stop("b")
+    await fleet.steps(20.0)
+    known = fleet.drafter
+    assert {*known._clients} == {"http://a", "http://c:3"} and {*known._after} == {("c", "a")}
+
+
+@in_loop
 async def test_end_of_the_gateway_closes_its_connections() -> None:
     fleet = TrainedFleet("ab")
     await fleet.begin()

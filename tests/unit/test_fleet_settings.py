@@ -58,6 +58,8 @@ def test_fleets_key_is_known_to_a_gateway_that_asks_for_keys(
         assert (caller := keys.find(options.key)) and caller.scopes == {"link"}
         assert secret not in " ".join({**os.environ, **asked.variables()}.values())
     assert not plan(f"--replicas 1 -- --model {model}")[0].config.api_key_variable
+    asked, _ = plan(f"--replicas 1 -- --model {model} --api-key-file {file}")
+    assert "--api-key-file" in asked.flags and asked.config.api_key_file == file
 
 
 def test_options_reach_the_gateway(model: Path) -> None:

@@ -338,7 +338,6 @@ async def test_file_of_addresses_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(static, "LOOK_S", 0.01)
-    monkeypatch.setattr("tlt_server.frontend.http.keys.LOOK_S", 0.0)
     file = tmp_path / "addresses"
     file.write_text("# two\na:1\n\nb:2\n")
     async with running(static_launcher(tmp_path, f"file:{file}")) as seen:
@@ -350,7 +349,7 @@ async def test_file_of_addresses_is_read_again(
 
 @in_loop
 async def test_dns_name_is_resolved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static, "RESOLVE_S", 0.0)
+    monkeypatch.setattr(static, "LOOK_S", 0.0)
     answers: list[list[str] | None] = [None, ["10.0.0.9", "10.0.0.8"], None, ["fd00::1"]]
 
     async def resolve(host: str, port: int, type: int) -> list[Any]:

@@ -65,8 +65,8 @@ FLAGS = (
     ),
     flag(
         "--addresses ADDRESSES",
-        "links of static replicas: HOST:PORT, with commas between; file:PATH, with one per line, "
-        "read again when it changes; dns:NAME:PORT, all addresses of that name",
+        "links of static replicas: HOST:PORT, with commas between; file:PATH, with one per line; "
+        "dns:NAME:PORT, all addresses of that name. File and name are looked at every 2 s",
     ),
     flag(
         "--ray-labels NAME=VALUE,...",

@@ -16,7 +16,7 @@ from typing import Any, Never
 
 import structlog
 
-from tlt_client import AsyncClient, ConnectionFailed, ServerError
+from tlt_client import AsyncClient
 from tlt_client.channels import PEER
 from tlt_client.errors import Conflict as Refusal
 from tlt_client.errors import InvalidRequest, Unavailable
@@ -30,7 +30,7 @@ from tlt_server.drafter.coordination import (
     ShareDrafter,
     StopTraining,
 )
-from tlt_server.errors import Conflict, TltError
+from tlt_server.errors import Conflict
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.launching import FleetOptions
@@ -77,15 +77,19 @@ class FleetDrafter:
         finally:
             for task in self._asked.values():
                 task.cancel()
-            for client in self._clients.values():
-                await client.close()
+            await self._forget({})
 
     async def step(self, now_s: float) -> None:
         """Look at the replicas, decide and act once."""
-        known = self._fleet.members.items()
-        members = {name: each for name, each in known if each.state == "ready"}
-        seen = await asyncio.gather(*(self._look(member) for member in members.values()))
-        found = [each for each in seen if each is not None]
+        known = self._fleet.members
+        await self._forget(known)
+        members = {name: each for name, each in known.items() if each.state == "ready"}
+        looking = (self._look(member) for member in members.values())
+        looks = await asyncio.gather(*looking, return_exceptions=True)
+        found = [look for look in looks if isinstance(look, Seen)]
+        for name, look in zip(members, looks, strict=True):
+            if isinstance(look, BaseException):
+                self._say(name, f"GET /drafter: {type(look).__name__}: {look}")
         self._asked = {name: task for name, task in self._asked.items() if not task.done()}
         actions = self.coordination.decide(found, now_s, self._asked.keys())
         for each in found:
@@ -101,18 +105,16 @@ class FleetDrafter:
         if self._asked:
             await asyncio.wait(self._asked.values(), timeout=ACT_S)
 
-    async def _look(self, member: Member) -> Seen | None:
-        name = member.name
-        try:
-            async with asyncio.timeout(LOOK_S):
-                return seen_of(name, member.gauges, await self._client(member).drafter())
-        except (ConnectionFailed, ServerError) as error:
-            self._say(name, str(error))
-        except TimeoutError:
-            self._say(name, f"GET /drafter has no answer within {LOOK_S:g} s")
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            self._say(name, f"GET /drafter answers something else: {error!r}")
-        return None
+    async def _look(self, member: Member) -> Seen:
+        async with asyncio.timeout(LOOK_S):
+            return seen_of(member.name, member.gauges, await self._client(member).drafter())
+
+    async def _forget(self, known: Mapping[str, Member]) -> None:
+        """Drop what concerns replicas that have left the fleet, or another address."""
+        self._said = {name: said for name, said in self._said.items() if name in known}
+        self._after = {pair: last for pair, last in self._after.items() if known.keys() >= {*pair}}
+        for url in self._clients.keys() - {each.url for each in known.values()}:
+            await self._clients.pop(url).close()
 
     async def _act(self, actions: Sequence[Action], members: Mapping[str, Member]) -> None:
         """Carry out the actions for one replica."""
@@ -135,8 +137,8 @@ class FleetDrafter:
                         await self._gather(taker, members)
                     case ShareDrafter():
                         await self._share(action, taker)
-            except (ConnectionFailed, ServerError, TltError) as error:
-                self._say(action.name, str(error))
+            except Exception as error:  # such as one of a connection that `_forget` has closed
+                self._say(action.name, f"{type(error).__name__}: {error}")
                 if isinstance(action, LetTrain):
                     self.coordination.put_off(action.name)
                 if isinstance(action, ShareDrafter) and not isinstance(error, Conflict):

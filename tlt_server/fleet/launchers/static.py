@@ -1,5 +1,5 @@
 """The launcher `static`: replicas that others start, at addresses, in a file of addresses that is
-read again when it changes, or at all addresses of a DNS name, such as a headless service.
+read again, or at all addresses of a DNS name, such as a headless service.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import structlog
 
 from tlt_server.errors import Conflict, StartupError
 from tlt_server.fleet.launchers.plan import LaunchPlan
-from tlt_server.frontend.http.keys import LOOK_S, Watched
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.settings.addresses import is_loopback
 
-RESOLVE_S = 5.0
+LOOK_S = 2.0
 MAX_ADDRESSES = 1024
 EVERY = ("0.0.0.0", "::")  # hosts of a server that listens on all addresses of its machine
 FORM = "an address is HOST:PORT, with the replica's --link-port"
@@ -33,25 +32,31 @@ class Static:
     def __init__(self, plan: LaunchPlan) -> None:
         ports = (plan.config.port, plan.config.grpc_port, plan.config.probe_port)
         self._own = plan.config.host, {port for port in ports if port}
-        kind, _, rest = plan.addresses.partition(":")
-        self._name = _split(rest, "--addresses") if kind == "dns" else None
-        self._resolved: list[str] = []
-        self._resolves = True
-        self._every_s, files = RESOLVE_S if self._name else LOOK_S, [Path(rest)]
-        if kind == "file":
-            self._listed = Watched("addresses", files, lambda: self._read(files[0]))
-        elif self._name is None:
-            listed = [part.strip() for part in plan.addresses.split(",") if part.strip()]
-            self._listed = Watched("addresses", [], lambda: self._checked(listed, "--addresses"))
+        self._kind, _, self._rest = plan.addresses.partition(":")
+        if self._kind == "dns":
+            self._name = _split(self._rest, "--addresses")
+        else:
+            self._listed = plan.addresses.split(",")
+            self._read()  # refuses them now
 
     async def run(self, found: Callable[[Sequence[ReplicaAddress]], None]) -> None:
+        """Report the addresses, and again after each change. While they cannot be found, those of
+        before count.
+        """
         known: list[str] | None = None
+        fault = ""
         while True:
-            addresses = await self._resolve(*self._name) if self._name else self._listed()
+            try:
+                addresses = await self._resolve() if self._kind == "dns" else self._read()
+                fault = ""
+            except (OSError, StartupError) as error:
+                addresses = known or []
+                if fault != (fault := str(error)):
+                    log.warning("addresses_not_found", reason=fault)
             if addresses != known:
                 known = addresses
                 found([ReplicaAddress(address, address) for address in addresses])
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(LOOK_S)
 
     def check(self, more: int = 0) -> NoReturn:
         raise Conflict(
@@ -64,44 +69,39 @@ class Static:
 
     stop = restart = start
 
-    async def _resolve(self, host: str, port: int) -> list[str]:
-        """Return the addresses of the name; those of before while it cannot be resolved."""
+    async def _resolve(self) -> list[str]:
+        host, port = self._name
         loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            if self._resolves:
-                log.warning("name_not_resolved", name=host, reason=error.strerror)
-            self._resolves = False
-            return self._resolved
-        hosts = sorted({str(address[0]) for *_, address in found})
-        self._resolves = True
-        self._resolved = [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]
-        return self._resolved
+        answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        hosts = sorted({str(address[0]) for *_, address in answers})
+        return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]
 
-    def _read(self, file: Path) -> list[str]:
-        try:
-            lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartupError(
-                f"cannot read --addresses {file}: {type(error).__name__}; name a text file with "
-                "an address per line"
-            ) from None
-        return self._checked([line for line in lines if line and line[0] != "#"], str(file))
-
-    def _checked(self, addresses: list[str], source: str) -> list[str]:
+    def _read(self) -> list[str]:
+        """Return the listed addresses. `StartupError` if one of them cannot be used."""
+        source, lines = "--addresses", self._listed
+        if self._kind == "file":
+            source = self._rest
+            try:
+                lines = Path(source).read_text("utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise StartupError(
+                    f"cannot read --addresses {source}: {type(error).__name__}; name a text file "
+                    "with an address per line"
+                ) from None
+        addresses = [line.strip() for line in lines if line.strip() and line.strip()[0] != "#"]
         if not 0 < len(addresses) <= MAX_ADDRESSES:
             raise StartupError(
                 f"{source} names {len(addresses)} replicas; name 1 to {MAX_ADDRESSES}: {FORM}"
             )
-        split = [_split(address, source) for address in addresses]
-        for at, (address, (host, port)) in enumerate(zip(addresses, split, strict=True)):
-            if (host, port) in split[:at]:
+        mine, ports = self._own
+        seen = set[tuple[str, int]]()
+        for address in addresses:
+            host, port = _split(address, source)
+            if (host, port) in seen:
                 raise StartupError(f"{source} names {address} twice; name each replica once")
-            mine, ports = self._own
-            if port in ports and (
-                host == mine or (is_loopback(host) and (is_loopback(mine) or mine in EVERY))
-            ):
+            seen.add((host, port))
+            here = is_loopback(host) and (is_loopback(mine) or mine in EVERY)
+            if port in ports and (host == mine or here):
                 raise StartupError(
                     f"{source} names {address}, which is the gateway's own address; name the "
                     "replicas' links, and another --port for one of both"

@@ -42,7 +42,9 @@ async def replicas(service: Service) -> FleetStatus:
 
 @ROUTES.get("/fleet/targets", raises=(Conflict,))
 async def targets(service: Service) -> list[ScrapeTarget]:
-    """List the replicas' addresses for Prometheus (`http_sd_configs`)."""
+    """List the replicas' addresses for Prometheus (`http_sd_configs`). Scraping takes a key of the
+    scope `operate` at each replica, which `tlt fleet serve ... -- --api-key-file KEYS` gives them.
+    """
     found = [(each.name, urlsplit(each.url)) for each in _fleet(service).status() if each.url]
     return [
         ScrapeTarget([url.netloc], {"replica": name, "__scheme__": url.scheme})
