@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,8 +15,16 @@ from tests.waiting import in_loop
 from tlt_server.frontend.link import remote
 from tlt_server.frontend.link.remote import reached
 from tlt_server.wire.commands import Submit
-from tlt_server.wire.events import Ready
-from tlt_server.wire.link import METHOD, Attach, Attached, Ended, LinkCommand, decode_link_command
+from tlt_server.wire.events import Phase, Ready
+from tlt_server.wire.link import (
+    METHOD,
+    SPARE_BYTES,
+    Attach,
+    Attached,
+    Ended,
+    LinkCommand,
+    decode_link_command,
+)
 from tlt_server.wire.records import encode
 
 
@@ -112,6 +121,39 @@ async def test_malformed_event_ends_the_stream() -> None:
     async with linked(answer) as (_, gateway, _):
         await happens(lambda: gateway.deaths)
         assert "broke: MessagePack data is malformed" in gateway.deaths[0][0].error.message
+
+
+def test_event_beyond_the_largest_ends_the_stream() -> None:
+    for size, ends in ((SPARE_BYTES // 2, False), (SPARE_BYTES, True)):
+
+        async def answer(context: Any, command: LinkCommand) -> None:
+            await context.write(encode(Phase("load", 0.0, "x" * size)))  # noqa: B023
+
+        @in_loop
+        async def story() -> None:
+            async with linked(answer) as (_, gateway, _):
+                await happens(lambda: gateway.events or gateway.deaths)
+                assert not gateway.events == ends  # noqa: B023
+                assert not ends or "larger than max" in gateway.deaths[0][0].error.message  # noqa: B023
+
+        story()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "http://a:1 http://b:1", "http://a:1\n", "ftp://a:1", "http://key@a:1", "http://a/x"),
+        *("http://[::1", "http://a:99999", "http://a:0", "http://" + "a" * 250 + ":1"),
+    ],
+)
+def test_url_that_is_no_source_ends_the_stream(url: str) -> None:
+    @in_loop
+    async def story() -> None:
+        async with linked(partial(attach, url=url)) as (_, gateway, _):
+            await happens(lambda: gateway.deaths)
+            assert not gateway.member.url and not gateway.of(Ready)
+
+    story()
 
 
 @in_loop

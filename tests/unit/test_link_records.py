@@ -18,6 +18,7 @@ from tlt_server.wire.events import (
 )
 from tlt_server.wire.link import (
     PART_BYTES,
+    SPARE_BYTES,
     Attach,
     Attached,
     Ended,
@@ -29,6 +30,7 @@ from tlt_server.wire.link import (
     decode_link_command,
     decode_link_event,
     event_messages,
+    largest_event,
     shifted,
 )
 from tlt_server.wire.packed import PackedIds
@@ -127,6 +129,16 @@ def test_only_the_last_part_of_large_outputs_has_the_figures() -> None:
         assert all(part == Outputs(part.outputs, whole.gauges) for part in first)  # type: ignore[union-attr]
         found = [each for part in (*first, last) for each in part.outputs]  # type: ignore[union-attr]
         assert msgspec.structs.replace(last, outputs=found) == whole
+
+
+def test_scores_of_a_whole_prompt_fit_the_largest_event() -> None:
+    for tokens, alternatives in ((1, 0), (100, 20), (2000, 3)):
+        ids, figures = (2**32 - 1,) * (1 + alternatives), (-0.1,) * (1 + alternatives)
+        scores = [TokenLogprobs(ids, figures)] * tokens
+        whole = msgspec.structs.replace(output("r", tokens), prompt_logprobs=scores)
+        whole = msgspec.structs.replace(whole, top_logprobs=None, raw_logprobs=[-0.1] * tokens)
+        [message] = event_messages(Outputs([whole], {}))
+        assert 0 <= largest_event(tokens, alternatives) - SPARE_BYTES - len(message) + 200
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import contextlib
 from functools import partial
 from pathlib import Path
 from socket import AF_INET, AF_INET6, SOCK_DGRAM, socket
+from typing import Any
 
 from tlt_server.build import Footing, admission, serve_with
 from tlt_server.config import ResolvedConfig
@@ -25,7 +26,7 @@ from tlt_server.frontend.link.remote import RemoteLink
 from tlt_server.frontend.link.starting import ProgressLines
 from tlt_server.frontend.service import Service
 from tlt_server.metrics import Metrics
-from tlt_server.wire.link import Attach
+from tlt_server.wire.link import Attach, largest_event
 
 
 def serve_fleet(config: ResolvedConfig, launcher: Launcher, options: FleetOptions) -> int:
@@ -49,6 +50,7 @@ def gateway(
     client = EngineClient(admitted, metrics, replicas=replicas)
     file = FleetFile(config.state_dir or directory)
     url = own_url(config)
+    largest = largest_event(config.max_model_len, config.max_logprobs)
 
     def attach() -> Attach:
         return Attach(
@@ -59,8 +61,8 @@ def gateway(
         )
 
     async def connect(fleet: Fleet, member: Member) -> None:
-        address, key, tls = member.address.link, options.key, options.tls
-        await RemoteLink(address, attach, fleet, member, key=key, tls=tls).run()
+        how: dict[str, Any] = {"key": options.key, "tls": options.tls, "largest": largest}
+        await RemoteLink(member.address.link, attach, fleet, member, **how).run()
 
     fan_out = FanOut(
         lambda: fleet.pushed_to,

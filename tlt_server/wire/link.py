@@ -37,6 +37,8 @@ from tlt_server.wire.records import GenerateRequest, encode
 METHOD = "/tlt.Link/Stream"
 PING_S = 1.0  # from one ping of a gateway to the next
 PART_BYTES = 2**22  # requests or outputs share a message up to this size
+SPARE_BYTES = 2**26  # for an event without log-probs: 2**16 ids of 1 kB
+POSITION_BYTES, ALTERNATIVE_BYTES = 48, 14  # log-probs of a position, and of each alternative
 
 
 class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
@@ -60,7 +62,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     """The gateway has the server; `Ready` follows as soon as there is an engine."""
 
     epoch: int
-    url: str  # the server's own HTTP address, for its peers
+    url: Annotated[str, Meta(max_length=256, pattern=r"^\S+\Z")]  # the server's own, for its peers
 
 
 class Ended(Struct, frozen=True, tag="ended"):
@@ -108,6 +110,13 @@ def event_messages(event: LinkEvent) -> Iterator[bytes]:
     for outputs in first:
         yield encode(Outputs(outputs, event.gauges))
     yield encode(msgspec.structs.replace(event, outputs=last))
+
+
+def largest_event(tokens: int, alternatives: int) -> int:
+    """Return the bytes of the largest event of a server whose sequences have so many tokens, each
+    with the log-probs of so many alternatives: an output with those of a whole prompt.
+    """
+    return SPARE_BYTES + tokens * (POSITION_BYTES + ALTERNATIVE_BYTES * (1 + alternatives))
 
 
 def _parts(members: Iterable[Any]) -> Iterator[list[Any]]:

@@ -277,7 +277,7 @@ def sources_of(path: str) -> list[str]:
         if not sound or "@" in address or parts.path.strip("/") or parts.query or parts.fragment:
             shown = address.rpartition("@")[2][:MAX_QUOTE]
             raise ContentRefused(
-                f"path names {shown!r}; each source must be an address such as "
+                f"{shown!r} is not a source; each must be an address such as "
                 "http://10.0.0.3:8000, with a space between two"
             )
     if not path.split():

@@ -17,6 +17,7 @@ import grpc
 import msgspec
 
 from tlt_client import Tls
+from tlt_client.channels.peer import sources_of
 from tlt_client.rpc.errors import error_of
 from tlt_server.errors import EngineFailed, from_code
 from tlt_server.frontend.link.fleet import Fleet
@@ -27,6 +28,7 @@ from tlt_server.wire.events import Ending, Ready
 from tlt_server.wire.link import (
     METHOD,
     PING_S,
+    SPARE_BYTES,
     Attach,
     Attached,
     Ended,
@@ -42,7 +44,6 @@ SILENT_PINGS = 3  # without an answer, after which a server is taken for dead
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 5.0
 LASTING_S = 1.0  # a stream that lasted so long is followed by another one at once
 OPTIONS = [
-    ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # each try connects by itself
     ("grpc.enable_retries", 0),
@@ -60,12 +61,14 @@ class RemoteLink:
         *,
         key: str = "",
         tls: Tls | None = None,
+        largest: int = SPARE_BYTES,
     ) -> None:
         """`address`: host and link port. `attach`: returns what to attach with now. `key`: an API
-        key with the scope `link`.
+        key with the scope `link`. `largest`: bytes of an event.
         """
         self.address, self._attach, self._fleet, self._member = address, attach, fleet, member
         self._key, self._tls = key, tls
+        self._options = [*OPTIONS, ("grpc.max_receive_message_length", min(largest, 2**31 - 1))]
         self._queue: list[LinkCommand] = []
         self._some = asyncio.Event()
         self._ready = False  # the server's engine takes commands
@@ -124,13 +127,13 @@ class RemoteLink:
 
     def _channel(self) -> grpc.aio.Channel:
         if self._tls is None:
-            return grpc.aio.insecure_channel(self.address, OPTIONS)
+            return grpc.aio.insecure_channel(self.address, self._options)
         ca, key, cert = (
             Path(file).read_bytes() if file is not None else None
             for file in (self._tls.ca, self._tls.key, self._tls.cert)
         )
         credentials = grpc.ssl_channel_credentials(ca, key, cert)
-        return grpc.aio.secure_channel(self.address, credentials, OPTIONS)
+        return grpc.aio.secure_channel(self.address, credentials, self._options)
 
     def _begin(self) -> None:
         self._queue.clear()
@@ -184,6 +187,9 @@ class RemoteLink:
 
 
 def reached(url: str, address: str) -> str:
-    """Return a server's URL with the host by which it was reached, if it listens on all."""
+    """Return a server's URL with the host by which it was reached, if it listens on all.
+    `ContentRefused` if it is not an address that other replicas may get as a source.
+    """
     host = address.rpartition(":")[0]
-    return url.replace("://0.0.0.0:", f"://{host}:").replace("://[::]:", f"://{host}:")
+    url = url.replace("://0.0.0.0:", f"://{host}:").replace("://[::]:", f"://{host}:")
+    return sources_of(url)[0]
