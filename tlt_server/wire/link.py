@@ -113,8 +113,8 @@ def event_messages(event: LinkEvent) -> Iterator[bytes]:
 
 
 def largest_event(tokens: int, alternatives: int) -> int:
-    """Return the bytes of the largest event of a server whose sequences have so many tokens, each
-    with the log-probs of so many alternatives: an output with those of a whole prompt.
+    """Return the most bytes of an event: the log-probs of a prompt of these tokens, with this
+    number of alternatives at each.
     """
     return SPARE_BYTES + tokens * (POSITION_BYTES + ALTERNATIVE_BYTES * (1 + alternatives))
 
