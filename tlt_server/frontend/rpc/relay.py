@@ -105,8 +105,7 @@ class GatewayRelay:
         telling = asyncio.create_task(self._tell())
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                if self._client.replica.runs:
-                    self._tasks.create_task(self._begin())
+                self._tasks.create_task(self._begin())
                 self._tasks.create_task(self._listen())
                 while self._ended is None:
                     change = self._client.changes.next
@@ -170,10 +169,12 @@ class GatewayRelay:
                 self._ask(command, self._weights(command))
 
     async def _begin(self) -> None:
-        """Undo the pause and sleep of the gateway before, and report the engine. An open push is
-        left, since the fleet's record says whether it is committed.
+        """Report the engine once it is ready, without the pause and sleep of the gateway before. An
+        open push is left, since the fleet's record says whether it is committed.
         """
         client = self._client
+        while not client.replica.runs:
+            await client.changes.next.wait()
         if client.pauses.asleep:
             await client.pauses.wake(client.pauses.asleep)
         if client.pauses.paused:
@@ -250,8 +251,6 @@ class GatewayRelay:
                 self._put(msgspec.structs.replace(event, outputs=[]), hurried=False)
             case Phase() | PhaseProgress():
                 self._put(event)
-            case Ready():
-                self._tasks.create_task(self._begin())
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> None:
         """Report a death of the engine, whose sequences are then the gateway's to continue."""
