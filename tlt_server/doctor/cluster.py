@@ -10,7 +10,7 @@ from importlib import import_module
 from tlt_server.config import Config
 from tlt_server.doctor.checks import Finding, examine, fail, ok, warn
 from tlt_server.fleet.launchers.plan import LaunchPlan
-from tlt_server.fleet.launchers.ray import Cluster, lacking_node, room
+from tlt_server.fleet.launchers.ray import Cluster
 
 SLOW_S = 3.0  # until a lost node is noticed
 QUICK = '{"health_check_period_ms": 500, "health_check_failure_threshold": 3}'
@@ -37,15 +37,11 @@ def examine_cluster(config: Config, arguments: argparse.Namespace) -> Iterator[F
 
 
 def _replicas(cluster: Cluster, asked: int | None) -> Finding:
-    bundle, labels = cluster.bundle, cluster.plan.labels
-    fit = room(cluster.nodes, bundle, labels)
-    each = " and ".join(f"{count} {kind}" for kind, count in bundle.items())
-    if not fit or (asked or 1) > fit:
-        found, _, remedy = lacking_node(bundle, labels).partition("; ")
-        return fail(
-            f"{fit} replicas of {each} fit, {asked} are asked for" if fit else found, remedy
-        )
-    return ok(f"{fit} replicas of {each} fit on nodes that nothing else uses")
+    fit = f"{cluster.fit} replicas of {cluster.each} fit"
+    if cluster.fit >= (asked or 1):
+        return ok(f"{fit} on nodes that nothing else uses")
+    found, _, remedy = cluster.lacking_node.partition("; ")
+    return fail(f"{fit}, {asked} are asked for" if cluster.fit else found, remedy)
 
 
 def _health_check() -> Finding:

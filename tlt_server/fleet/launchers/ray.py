@@ -84,16 +84,28 @@ class Cluster:
         self.nodes = [node for node in self._ray.nodes() if node["Alive"]]
         check_token(self.nodes)
         self.bundle = bundle_of(plan, self.nodes)
+        self.fit = room(self.nodes, self.bundle, plan.labels)
         self._flags = list(plan.flags)
         if "GPU" not in self.bundle and plan.config.threads is None:
             self._flags += ["--threads", str(self.bundle["CPU"])]
 
     def lacking(self, number: int) -> str:
         """Return what keeps every replica from being placed; a part of them may wait for nodes."""
-        fit = room(self.nodes, self.bundle, self.plan.labels)
-        if fit < number:
-            log.warning("replicas_wait_for_nodes", replicas=number, fit=fit, each=self.bundle)
-        return "" if fit else lacking_node(self.bundle, self.plan.labels)
+        if self.fit < number:
+            log.warning("replicas_wait_for_nodes", replicas=number, fit=self.fit, each=self.bundle)
+        return "" if self.fit else self.lacking_node
+
+    @property
+    def lacking_node(self) -> str:
+        where = f" and the labels {self.plan.labels}" if self.plan.labels else ""
+        return (
+            f"a replica needs {self.each} of one node{where}, and no node of the Ray cluster has "
+            "them; lower --tensor-parallel or --replica-cpus, correct --ray-labels, or add nodes"
+        )
+
+    @property
+    def each(self) -> str:
+        return " and ".join(f"{count} {kind}" for kind, count in self.bundle.items())
 
     async def live(self, name: str, change: Change) -> NoReturn:
         """Place an actor and follow it until cancelled; Ray restarts it."""
@@ -192,13 +204,4 @@ def room(
         if all(
             node["Labels"].get(name) == value for name, value in labels.items() if value.isalnum()
         )
-    )
-
-
-def lacking_node(bundle: Mapping[str, int], labels: Mapping[str, str]) -> str:
-    asked = " and ".join(f"{count} {kind}" for kind, count in bundle.items())
-    where = f" and the labels {dict(labels)}" if labels else ""
-    return (
-        f"a replica needs {asked} of one node{where}, and no node of the Ray cluster has them; "
-        "lower --tensor-parallel or --replica-cpus, correct --ray-labels, or add nodes"
     )
