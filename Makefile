@@ -69,8 +69,8 @@ test: $(STAMP) tools ## lint, then at least one test of each behaviour that need
 	@$(MAKE) --no-print-directory -j 2 lint kernels
 	"$(BIN)/python" -m tests.again -m "not gpu and not long and not soak" $(PYTEST_ARGS) $(ARGS)
 
-test-long: $(STAMP) tools ## more cases of what `make test` shows: before a release, and after a change of what they test; adds Ray to .venv (240 MB); renews benchmarks/results/test-long.json
-	"$(BIN)/python" -m pip install -q -c constraints.txt $(PIP_ARGS) -e '.[fleet]'
+test-long: $(STAMP) tools ## more cases of what `make test` shows: before a release, and after a change of what they test; adds Ray and other servers' routers to .venv (520 MB); renews benchmarks/results/test-long.json
+	"$(BIN)/python" -m pip install -q -c constraints.txt $(PIP_ARGS) -e '.[fleet,routers]'
 	"$(BIN)/python" -m benchmarks.record long $(PYTEST_ARGS) $(ARGS)
 
 test-gpu: $(STAMP) ## on a machine with a GPU: its tests, the kernels' tests, exactness; renews benchmarks/results/test-gpu.json. GPUS=2: the tests of two GPUs, exactness over both
