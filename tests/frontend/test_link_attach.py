@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from contextlib import AsyncExitStack
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import grpc
 import httpx
 import msgspec
 import pytest
+import structlog
 
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.gateways import attached, happens, on_link, refusal, request
@@ -23,7 +24,7 @@ from tlt_server.frontend.rpc import relay as rpc_relay
 from tlt_server.frontend.rpc.link import EPOCHS, MAX_FLEETS, FleetEpochs
 from tlt_server.wire.commands import Command, HandOver, Stop, Submit
 from tlt_server.wire.events import Phase, Ready
-from tlt_server.wire.link import Attach, Ping
+from tlt_server.wire.link import METHOD, Attach, Ping
 from tlt_server.wire.records import encode
 
 FIRST = Attach(fleet="f", epoch=1)
@@ -231,22 +232,73 @@ def test_gateway_that_reads_nothing_is_cut_off(
         server.run(story(server))
 
 
-@on_link(header_timeout_s=1.0)
-async def test_silent_connections_do_not_keep_a_gateway_out(server: LiveServer) -> None:
+async def closes(connection: socket.socket) -> None:
+    """Wait until the server has closed a connection."""
+    with suppress(OSError):
+        while await asyncio.get_running_loop().sock_recv(connection, 2**12):
+            pass
+
+
+def silent(server: LiveServer, count: int) -> list[asyncio.Task[None]]:
+    """Open connections that send nothing; each task ends once the server has closed its one."""
     host, _, port = server.link_address.rpartition(":")
-    async with attached(server) as before, AsyncExitStack() as stack:
-        for _ in range(4 * LINK_CONNECTIONS):
-            try:
-                stack.enter_context(socket.create_connection((host, int(port)), 10))
-            except OSError:
-                continue
-            await asyncio.sleep(0)
-        before.submit(request("a", [65], 3))
-        await happens(lambda: before.ended("a"))
+    tasks = []
+    for _ in range(count):
+        connection = socket.create_connection((host, int(port)), 60)
+        connection.setblocking(False)
+        tasks.append(task := asyncio.create_task(closes(connection)))
+        task.add_done_callback(lambda _, connection=connection: connection.close())  # type: ignore[misc]
+    return tasks
+
+
+@on_link(header_timeout_s=300.0)
+async def test_connections_beyond_the_limit_are_closed_at_once(server: LiveServer) -> None:
+    tasks: list[asyncio.Task[None]] = []
+
+    def few_are_open() -> bool:
+        return sum(not task.done() for task in tasks) < LINK_CONNECTIONS
+
+    async with attached(server) as gateway:
+        for _ in range(20):
+            tasks += silent(server, 2 * LINK_CONNECTIONS)
+            await happens(few_are_open)
+        gateway.submit(request("a", [65], 3))
+        await happens(lambda: gateway.ended("a"))
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.get("/livez")).status_code == 200
+        for task in tasks:
+            task.cancel()
+
+
+@on_link(header_timeout_s=1.0)
+async def test_silent_connections_keep_no_gateway_out_for_long(server: LiveServer) -> None:
+    async with attached(server) as before:
+        tasks = silent(server, 2 * LINK_CONNECTIONS)
         async with attached(server, epoch=2):  # once the silent ones have met header_timeout_s
             await happens(lambda: before.deaths)
+        await asyncio.wait(tasks)
+
+
+def test_client_without_a_key_keeps_no_connection(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_link, "AGE_MS", 300)
+    monkeypatch.setattr(rpc_link, "log", log := structlog.testing.CapturingLogger())
+
+    @on_link(keys=KEYS)
+    async def story(server: LiveServer) -> None:
+        async with (
+            attached(server, key="linked") as gateway,
+            grpc.aio.insecure_channel(server.link_address) as channel,
+            asyncio.timeout(60),
+        ):
+            while len({call.kwargs.get("peer") for call in log.calls}) < 4:
+                with suppress(grpc.RpcError):
+                    async for _ in channel.stream_stream(METHOD)():
+                        pass
+            assert not gateway.deaths, "a stream outlives the age of its connection"
+
+    story(model=model)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ from tlt_server.wire.link import METHOD, Attach, Ended, LinkCommand, Ping, decod
 from tlt_server.wire.records import encode
 
 ATTACH_S = 5.0  # time for the first command
-IDLE_MS = 10_000  # a connection without a stream for this long is closed
+# A connection may begin streams for this long, and closes after the last one. A client without a
+# key, whose streams end at once, thus holds each of its connections no longer.
+AGE_MS = 10_000
 # A byte of a request's body may become a token id of four.
 MESSAGE_BYTES_PER_BODY_BYTE = 4
 EPOCHS, MAX_FLEETS = "link.json", 64  # the last fleets are remembered
@@ -159,8 +161,8 @@ class LinkServer(grpc.GenericRpcHandler):
             "grpc.max_receive_message_length": BEYOND * self._largest,
             "grpc.max_concurrent_streams": LINK_CONNECTIONS,
             "grpc.max_allowed_incoming_connections": LINK_CONNECTIONS,
-            "grpc.max_connection_idle_ms": IDLE_MS,
-            "grpc.max_connection_age_ms": MAX_INT,  # never
+            "grpc.max_connection_age_ms": AGE_MS,
+            "grpc.max_connection_age_grace_ms": MAX_INT,  # without end
         }
         self._server = grpc.aio.server(
             options=[*(dict(options_of(config)) | bounds).items()],
