@@ -157,7 +157,7 @@ class AbortReply(Struct, frozen=True):
     ]
 
 
-ReplicaState = Literal["joining", "catching up", "ready", "draining", "asleep", "lost"]
+ReplicaState = Literal["joining", "catching up", "ready", "draining", "lost"]
 
 
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
@@ -166,9 +166,9 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     name: Annotated[str, "of the replica; orders name it so"]
     state: Annotated[
         ReplicaState,
-        "ready: requests are placed there; catching up: it takes the committed weights first; "
-        "asleep: it has given its memory back until it is wanted",
+        "ready: requests are placed there; catching up: it takes the committed weights first",
     ]
+    asleep: Annotated[bool, "it has given its memory back until it is wanted"] = False
     address: Annotated[str, "of its link: host and port"] = ""
     url: Annotated[str, "of its own HTTP server; empty until it has joined"] = ""
     versions: Annotated[dict[str, str], "role -> version that is live there"] = {}

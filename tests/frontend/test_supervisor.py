@@ -226,7 +226,7 @@ def test_a_request_in_flight_at_two_crashes_is_refused_by_name(server: LiveServe
     for stream in (False, True):
         response = httpx.post(f"{server.url}/generate", json=batch | {"stream": stream})
         assert response.status_code == 200
-        assert "'killer' was running at two crashes" in response.text
+        assert "'killer' was running when two engines crashed" in response.text
         assert '"poisoned"' in response.text
     killer, fine = httpx.post(f"{server.url}/generate", json=batch).json()["results"]
     assert killer["error"]["code"] == "poisoned" and not killer["error"]["retryable"]

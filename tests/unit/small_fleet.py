@@ -4,6 +4,8 @@ function of its seed and i, so a token that is repeated or missing shows.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -11,11 +13,11 @@ import msgspec
 from tests.frontend.fake_engine import INFO
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.frontend.link.admission import Admission
-from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fleet import Fleet
+from tlt_server.frontend.link.fleet_file import FleetFile
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.link import Death
-from tlt_server.frontend.link.members import FleetReplicas, Member
+from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.operating import FleetOperations
 from tlt_server.frontend.link.replica import Replica
@@ -103,14 +105,14 @@ class SmallReplica:
 class NoPushes:
     """Orders to replicas that have nothing to catch up."""
 
-    def __init__(self, replicas: Callable[[], list[Replica]]) -> None:
-        self._replicas = replicas
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self.committing = fleet, asyncio.Lock()
 
     async def weights(self, command: object) -> WeightReport:
         raise RuntimeError("nothing is pushed")
 
     async def control(self, command: ControlCommand | SetPolicy) -> ControlReport:
-        for replica in self._replicas():
+        for replica in self._fleet.replicas.pushed_to:
             await replica.ask(command)
         return ControlReport(command.id)
 
@@ -122,15 +124,15 @@ class SmallFleet:
     def __init__(self, names: str = "abc") -> None:
         self.metrics = Metrics()
         admission = Admission(max_queue=10**6, max_queue_tokens=10**9, max_page_forecast=1e9)
-        self.table = FleetReplicas(lambda: admission.forecast.share)
-        self.client = EngineClient(admission, self.metrics, replicas=self.table)
         self.links: dict[str, SmallReplica] = {}
         self.orders: list[str] = []  # to the launcher
-        shown = self.metrics.fleet
-        pushes = NoPushes(lambda: self.fleet.pushed_to)
-        self.fleet = Fleet(self.client, self.table, self, pushes, self._connect, shown)
-        mover = Mover(self.table.placer)
-        self.operations = FleetOperations(self.client, self.fleet, self.table, self, shown, mover)
+        with TemporaryDirectory() as state_dir:
+            file = FleetFile(Path(state_dir))
+        self.fleet = Fleet(admission, self.metrics, self, self._connect, file, url="http://g")
+        self.client, self.replicas = self.fleet.client, self.fleet.replicas
+        self.placer = self.replicas.placer
+        self.fleet.fan_out = NoPushes(self.fleet)  # type: ignore[assignment]
+        self.operations = FleetOperations(self.fleet, Mover(self.placer))
         self.names = list(names)
         self._found: Callable[[Sequence[ReplicaAddress]], None] = lambda addresses: None
 

@@ -5,12 +5,14 @@ from contextlib import suppress
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from tests.frontend.fake_engine import INFO
 from tests.unit.small_fleet import NoPushes, SmallFleet, check_whole, read, settle
 from tests.waiting import in_loop
 from tlt_server.errors import Conflict, EngineFailed, NotFound, Unavailable
 from tlt_server.frontend.link import fleet as fleet_module
+from tlt_server.frontend.link import operating
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import LookAtWeights, Pause, SetPolicy, Submit
 from tlt_server.wire.events import WeightReport, WeightState
@@ -26,7 +28,7 @@ async def test_siblings_spread_over_all_replicas() -> None:
     assert fleet.counts == {"a": 10, "b": 10, "c": 10}
     fleet.step(50)
     check_whole(await read(submission))
-    assert not fleet.table.placer.placed
+    assert not fleet.placer.placed
 
 
 @pytest.mark.parametrize("crash", [True, False])
@@ -45,7 +47,7 @@ async def test_sequences_of_a_lost_replica_continue_elsewhere(crash: bool) -> No
     check_whole(outputs)
     again = [r for c in fleet.links["a"].commands if isinstance(c, Submit) for r in c.requests]
     assert {len(request.generated) for request in again} >= {0, 7}
-    fleet.table.placer.check()
+    fleet.placer.check()
 
 
 @in_loop
@@ -281,11 +283,10 @@ async def test_scaling_down_drains_before_it_stops() -> None:
 async def test_what_is_submitted_during_a_commit_waits_for_its_end() -> None:
     fleet = SmallFleet()
     await fleet.begin()
-    fleet.table.commits = lambda: True
+    await fleet.fleet.fan_out.committing.acquire()
     submission = fleet.submit(3)
     assert sum(fleet.counts.values()) == 0
-    fleet.table.commits = lambda: False
-    fleet.client.sequences.resume()
+    fleet.fleet.fan_out.committing.release()
     await settle()
     fleet.step(50)
     check_whole(await read(submission))
@@ -316,7 +317,7 @@ async def test_waiting_sequences_move_to_a_replica_with_room() -> None:
     await settle()
     fleet.operations.rearrange(1.0)
     assert fleet.counts["c"] == INFO.max_running
-    fleet.table.placer.check()
+    fleet.placer.check()
     moved = fleet.links["c"].running.values()
     assert all(done == 0 for _, done in moved)  # those that had not started
     for name in "ab":
@@ -399,10 +400,10 @@ async def test_sequences_leave_a_drained_replica_after_a_commit() -> None:
     await fleet.begin()
     submission = fleet.submit(4)
     fleet.step(2)
-    fleet.table.commits = lambda: True
+    await fleet.fleet.fan_out.committing.acquire()
     await fleet.operations.drain("a")
     assert fleet.counts == {"a": 2, "b": 2}
-    fleet.table.commits = lambda: False
+    fleet.fleet.fan_out.committing.release()
     fleet.operations.rearrange(1.0)
     assert fleet.counts == {"a": 0, "b": 4}
     submission.close()
@@ -434,3 +435,97 @@ async def test_suspects_that_a_drain_moves_stay_on_trial() -> None:
         fleet.step(1)
         await settle()
     check_whole(await read(submission))
+
+
+@in_loop
+async def test_scaling_up_again_keeps_a_replica_that_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operating, "EMPTY_S", 0.0)
+    fleet = SmallFleet()
+    await fleet.begin()
+    submission = fleet.submit(6)
+    for version in ("v0", "v1"):  # sequences of two versions do not move
+        for link in fleet.links.values():
+            link.version = version
+        fleet.step(2)
+    await fleet.operations.scale(2)
+    await settle()
+    assert [each.state for each in fleet.operations.status()].count("draining") == 1
+    await fleet.operations.scale(3)
+    await settle()
+    assert [each.state for each in fleet.operations.status()] == ["ready"] * 3
+    assert fleet.orders == [] and fleet.names == ["a", "b", "c"]
+    await fleet.operations.scale(2)
+    fleet.step(46)
+    await settle()
+    assert len(fleet.orders) == 1 and len(fleet.names) == 2
+    check_whole(await read(submission))
+
+
+@in_loop
+async def test_order_that_the_launcher_refuses_changes_nothing() -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+
+    def check(more: int = 0) -> None:
+        raise Conflict(f"{more} more do not fit")
+
+    fleet.check = check  # type: ignore[method-assign]
+    orders = fleet.operations
+    for order in (orders.scale(5), orders.scale(1), orders.restart("a")):
+        with pytest.raises(Conflict, match="do not fit"):
+            await order
+    assert {each.name: each.state for each in orders.status()} == dict.fromkeys("abc", "ready")
+
+
+@in_loop
+async def test_only_a_commit_has_sequences_placed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, placed = SmallFleet(), list[int]()
+    await fleet.begin()
+
+    async def weights(command: LookAtWeights) -> WeightReport:
+        return WeightReport(id=command.id, state=WeightState(target="v0"), result="looked")
+
+    fleet.fleet.fan_out.weights = weights  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(fleet.client.sequences, "resume", lambda: placed.append(1))
+    await fleet.client.weights(LookAtWeights("1"))
+    await fleet.client.pauses.pause("continue", refuse=False, clear_cache=False)
+    assert not placed
+    async with fleet.fleet.fan_out.committing:
+        fleet.submit(3)
+        await settle()
+        assert not placed
+    await settle()
+    assert placed == [1]
+
+
+@in_loop
+async def test_ordered_end_of_a_replica_is_no_error() -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+    with capture_logs() as logs:
+        await fleet.operations.scale(2)
+        await settle()
+        fleet.links["a"].die([])
+    lost = [each["name"] for each in logs if each["event"] == "replica_lost"]
+    errors = [each["name"] for each in logs if each["log_level"] == "error"]
+    assert lost[-1:] == errors == ["a"] and fleet.orders == ["stop c"]
+
+
+@in_loop
+async def test_members_count_the_sequences_that_they_have() -> None:
+    fleet = SmallFleet()
+    await fleet.begin()
+    submission = fleet.submit(30)
+    fleet.step(2)
+    fleet.links["b"].die([])
+    await fleet.operations.drain("a")
+    fleet.submit(4)
+    for _ in range(60):
+        await settle()
+        for member in fleet.fleet.members.values():
+            assert member.sequences == len(fleet.client.sequences.at(member))
+        fleet.step()
+    check_whole(await read(submission))
+    assert not any(member.sequences for member in fleet.fleet.members.values())

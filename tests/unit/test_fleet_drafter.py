@@ -80,10 +80,9 @@ class TrainedFleet(SmallFleet):
         self.calls = {f"http://{name}": FakeCalls(name) for name in names}
         self.pushed: list[Manifest] = []
         self.refusal: tuple[str, str] | None = None
-        self.fleet._fan_out.weights = self._take  # type: ignore[method-assign,assignment]
+        self.fleet.fan_out.weights = self._take  # type: ignore[method-assign,assignment]
         self.session = WeightSession(self.client, stages=True)
         self.drafter = FleetDrafter(
-            self.client,
             self.session,
             self.fleet,
             FleetOptions(key="k"),
@@ -130,7 +129,7 @@ async def test_one_replica_trains_on_all_samples_and_all_get_its_drafter() -> No
     assert (pushed.role, pushed.channel, pushed.version, pushed.of) == ("drafter", PEER, NEW, "v0")
     assert (pushed.path, pushed.key) == ("http://a", "k")
     assert {each.drafter_version for each in others} == {NEW}
-    assert fleet.drafter.at_work == "a" and NEW in fleet.client.versions.own
+    assert fleet.fleet.members["a"].trains and NEW in fleet.client.versions.own
     await fleet.steps(10.0)
     assert len(fleet.pushed) == 1 and b"".join(a.taken) == b"b0b1b2c0c1c2"
     fleet.calls["http://b"].samples = [b"n0"]  # it has restarted without the earlier ones

@@ -6,7 +6,8 @@ import pytest
 
 from tests.unit.small_fleet import SmallFleet, check_whole, read, settle
 from tests.waiting import in_loop
-from tlt_server.frontend.link.idling import AWAKE_S, MEMORY, IdleReplicas
+from tlt_server.frontend.link.fleet import MEMORY
+from tlt_server.frontend.link.idling import AWAKE_S, IdleReplicas
 from tlt_server.frontend.link.submission import Submission
 from tlt_server.wire.commands import Command, LookAtWeights, Sleep, Submit, WakeUp
 from tlt_server.wire.events import WeightReport, WeightState
@@ -21,15 +22,8 @@ class DozingFleet(SmallFleet):
 
     def __init__(self, names: str = "abc") -> None:
         super().__init__(names)
-        self.now_s, self.works = 0.0, set[str]()
-        self.idle = IdleReplicas(
-            self.client,
-            self.fleet,
-            self.table,
-            AFTER_S,
-            works=lambda: self.works,
-            clock=lambda: self.now_s,
-        )
+        self.now_s = 0.0
+        self.idle = IdleReplicas(self.fleet, AFTER_S, clock=lambda: self.now_s)
 
     async def look(self, seconds: float = AFTER_S) -> None:
         self.now_s += seconds
@@ -49,7 +43,8 @@ class DozingFleet(SmallFleet):
 
     @property
     def states(self) -> dict[str, str]:
-        return {each.name: each.state for each in self.operations.status()}
+        status = self.operations.status()
+        return {each.name: "asleep" if each.asleep else each.state for each in status}
 
     def orders_to(self, name: str) -> list[Command]:
         return [each for each in self.links[name].commands if isinstance(each, Sleep | WakeUp)]
@@ -71,7 +66,7 @@ async def test_replica_sleeps_once_it_was_empty_for_long_enough() -> None:
     assert isinstance(order, Sleep) and order.memory == MEMORY
     fleet.submit(3, 200)
     assert fleet.counts[busy] == 4, "nothing is placed at a replica that sleeps"
-    assert fleet.table.count == 3, "trainers count replicas that sleep"
+    assert fleet.replicas.count == 3, "trainers count replicas that sleep"
 
 
 @in_loop
@@ -80,14 +75,11 @@ async def test_whole_idle_fleet_sleeps_and_wakes_for_a_request() -> None:
     assert {*fleet.states.values()} == {"asleep"}
     await fleet.look()
     assert {*fleet.states.values()} == {"asleep"}, "nothing is wanted"
-    running = asyncio.create_task(fleet.idle.run())
     submission = fleet.submit(6)
-    for _ in range(60):
-        await settle()
-        fleet.step()
-    check_whole(await read(submission))
+    await fleet.look(1.0)
     assert {*fleet.states.values()} == {"ready"}
-    running.cancel()
+    fleet.step(50)
+    check_whole(await read(submission))
 
 
 @in_loop
@@ -108,7 +100,7 @@ async def test_crowded_replica_has_the_others_woken() -> None:
 async def test_woken_replica_stays_awake_for_a_while() -> None:
     fleet = await DozingFleet.asleep("ab", busy=1)
     fleet.idle._after_s = 1.0
-    await fleet.fleet.rouse()
+    await fleet.fleet.wake()
     woken_s = fleet.now_s
     while "asleep" not in fleet.states.values():
         await fleet.look(1.0)
@@ -124,7 +116,7 @@ async def test_replicas_are_woken_before_an_order_but_not_by_a_look() -> None:
         asked.append(fleet.states)
         return WeightReport(id=command.id, state=WeightState(target="v0"), result="looked")
 
-    fleet.fleet._fan_out.weights = weights  # type: ignore[method-assign,assignment]
+    fleet.fleet.fan_out.weights = weights  # type: ignore[method-assign,assignment]
     await fleet.client.weights(LookAtWeights("1"))
     await fleet.client.weights(LookAtWeights("2", checksums=True))
     assert [{*states.values()} for states in asked] == [{"asleep"}, {"ready"}]
@@ -141,7 +133,7 @@ async def test_replicas_are_woken_before_an_order_but_not_by_a_look() -> None:
 async def test_order_in_progress_or_other_work_keeps_replicas_awake() -> None:
     fleet = DozingFleet()
     await fleet.begin()
-    fleet.works = {"a"}
+    fleet.fleet.members["a"].trains = True
     fleet.fleet.ordering = 1
     await fleet.look(0.0)
     await fleet.look()
@@ -170,7 +162,7 @@ async def test_replica_that_does_not_wake_is_lost_and_says_why() -> None:
     fleet = await DozingFleet.asleep("ab", busy=1)
     [asleep] = [name for name, state in fleet.states.items() if state == "asleep"]
     fleet.links[asleep].control_error = ("unavailable", "there is no room")
-    await fleet.fleet.rouse()
+    await fleet.fleet.wake()
     await settle()
     status = {each.name: each for each in fleet.operations.status()}[asleep]
     assert status.state == "lost" and "does not wake: there is no room" in status.fault
@@ -203,3 +195,12 @@ async def test_drain_and_the_end_of_the_gateway_wake_replicas() -> None:
     await asyncio.wait({fleet.task})
     assert isinstance(fleet.orders_to("b")[-1], WakeUp)
     assert not any(isinstance(each, Submit) for each in fleet.links["b"].commands)
+
+
+@in_loop
+async def test_drain_of_the_only_awake_replica_wakes_another() -> None:
+    fleet = await DozingFleet.asleep("ab", busy=1)
+    [busy] = [name for name, count in fleet.counts.items() if count]
+    await fleet.operations.drain(busy)
+    assert fleet.states == {name: "draining" if name == busy else "ready" for name in "ab"}
+    assert fleet.counts[busy] == 0

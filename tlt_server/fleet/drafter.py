@@ -31,7 +31,6 @@ from tlt_server.drafter.coordination import (
     StopTraining,
 )
 from tlt_server.errors import Conflict
-from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.launching import FleetOptions
 from tlt_server.frontend.link.members import Member
@@ -52,7 +51,6 @@ log = structlog.get_logger()
 class FleetDrafter:
     def __init__(
         self,
-        client: EngineClient,
         session: WeightSession,
         fleet: Fleet,
         options: FleetOptions,
@@ -60,9 +58,8 @@ class FleetDrafter:
     ) -> None:
         """`session`: pushes to all replicas."""
         self.coordination = Coordination()
-        self.at_work = ""  # the replica that trains now
-        self._own, self._session, self._fleet = client.versions.own, session, fleet
-        self._faults, self._options, self._connect = client.faults, options, connect
+        self._own, self._session, self._fleet = fleet.client.versions.own, session, fleet
+        self._faults, self._options, self._connect = fleet.client.faults, options, connect
         self._clients: dict[str, AsyncClient] = {}  # by address
         self._asked: dict[str, asyncio.Task[None]] = {}  # actions of replicas that are not done
         self._after: dict[tuple[str, str], int] = {}  # (source, taker) -> last number moved
@@ -94,8 +91,9 @@ class FleetDrafter:
         actions = self.coordination.decide(found, now_s, self._asked.keys())
         for each in found:
             self._say(each.name, self.coordination.notes.get(each.name, ""))
-        trains = (each.name for each in found if each.trainer in AT_WORK and not each.held)
-        self.at_work = next(trains, "")
+        trains = {each.name for each in found if each.trainer in AT_WORK and not each.held}
+        for name, member in members.items():
+            member.trains = name in trains
         wanted = defaultdict[str, list[Action]](list)
         for action in actions:
             if action.name not in self._asked:

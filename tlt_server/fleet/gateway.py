@@ -13,13 +13,11 @@ from tlt_server.build import Footing, admission, serve_with
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import EngineFailed
 from tlt_server.fleet.drafter import FleetDrafter
-from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.fleet_file import FleetFile
 from tlt_server.frontend.link.idling import SLOWER, IdleReplicas
 from tlt_server.frontend.link.launching import FleetOptions, Launcher
-from tlt_server.frontend.link.members import FleetReplicas, Member
+from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.operating import FleetOperations
 from tlt_server.frontend.link.remote import RemoteLink
@@ -45,11 +43,7 @@ def gateway(
     progress: ProgressLines,
 ) -> Footing:
     """Return what the frontend of a gateway stands on."""
-    admitted = admission(config)
-    replicas = FleetReplicas(lambda: admitted.forecast.share)
-    client = EngineClient(admitted, metrics, replicas=replicas)
-    file = FleetFile(config.state_dir or directory)
-    url = own_url(config)
+    file, url = FleetFile(config.state_dir or directory), own_url(config)
     largest = largest_event(config.max_model_len, config.max_logprobs)
 
     def attach() -> Attach:
@@ -64,31 +58,15 @@ def gateway(
         how: dict[str, Any] = {"key": options.key, "tls": options.tls, "largest": largest}
         await RemoteLink(member.address.link, attach, fleet, member, **how).run()
 
-    fan_out = FanOut(
-        lambda: fleet.pushed_to,
-        file,
-        lambda replica, why: fleet.lost(replica, why),
-        client.command_id,
-        url=url,
-        key=options.key,
-        halted=lambda: client.pauses.paused or bool(client.pauses.asleep),
-    )
-    replicas.commits = fan_out.committing.locked
-    fleet = Fleet(client, replicas, launcher, fan_out, connect, metrics.fleet)
-    mover = Mover(replicas.placer, balance=options.rebalance, consolidate=options.consolidate)
-    operations = FleetOperations(client, fleet, replicas, launcher, metrics.fleet, mover)
+    fleet = Fleet(admission(config), metrics, launcher, connect, file, url=url, key=options.key)
+    placer, client = fleet.replicas.placer, fleet.client
+    mover = Mover(placer, balance=options.rebalance, consolidate=options.consolidate)
+    operations = FleetOperations(fleet, mover)
     client.replica.start.checked.set()  # the port opens before there is a replica
 
     async def run(service: Service) -> EngineFailed:
-        drafter = FleetDrafter(client, service.session, fleet, options)
-        idle = IdleReplicas(
-            client,
-            fleet,
-            replicas,
-            options.sleep_idle_s,
-            SLOWER + options.consolidate,
-            lambda: [drafter.at_work],
-        )
+        drafter = FleetDrafter(service.session, fleet, options)
+        idle = IdleReplicas(fleet, options.sleep_idle_s, SLOWER + options.consolidate)
         works = [operations.run()]
         works += [drafter.run()] if config.drafter_training != "off" else []
         works += [idle.run()] if options.sleep_idle_s else []

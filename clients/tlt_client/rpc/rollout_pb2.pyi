@@ -824,7 +824,7 @@ class FleetStatus(_message.Message):
     def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("name", "state", "address", "url", "versions", "running", "waiting", "expected_wait_s", "moves", "fault")
+    __slots__ = ("name", "state", "address", "url", "versions", "running", "waiting", "expected_wait_s", "moves", "fault", "asleep")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -842,6 +842,7 @@ class ReplicaStatus(_message.Message):
     EXPECTED_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     address: str
@@ -852,7 +853,8 @@ class ReplicaStatus(_message.Message):
     expected_wait_s: float
     moves: int
     fault: str
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., url: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., expected_wait_s: _Optional[float] = ..., moves: _Optional[int] = ..., fault: _Optional[str] = ...) -> None: ...
+    asleep: bool
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., url: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., expected_wait_s: _Optional[float] = ..., moves: _Optional[int] = ..., fault: _Optional[str] = ..., asleep: _Optional[bool] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

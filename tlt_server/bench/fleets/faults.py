@@ -233,8 +233,8 @@ class FaultSchedule:
                 yield f"{machine.name} has {machine.live}, not {newest}, or other content"
             if machine.engine.running or machine.engine.waiting:
                 yield f"{machine.name} runs {[*machine.engine.running]}"
-        if gateway.client.open_ids or gateway.table.placer.placed:
-            yield f"open: {gateway.client.open_ids}, {[*gateway.table.placer.placed]}"
+        if gateway.client.open_ids or gateway.fleet.replicas.placer.placed:
+            yield f"open: {gateway.client.open_ids}, {[*gateway.fleet.replicas.placer.placed]}"
 
     def _unsettled(self) -> None:
         self.wrong += [f"{END_S:g} s after the faults {each}" for each in self._open()]
@@ -242,7 +242,7 @@ class FaultSchedule:
             self.wrong.append("a push or a client has not ended")
 
     def _check(self) -> None:
-        self.gateway.table.placer.check()
+        self.gateway.fleet.replicas.placer.check()
         for story in self.stories:
             request, end = story.request, story.ends[0] if story.ends else "nothing"
             expected = tokens_of(request.seed, 0, length_of(request))

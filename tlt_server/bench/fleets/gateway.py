@@ -15,12 +15,10 @@ import grpc
 from tlt_client.channels.checksums import digest
 from tlt_server.bench.fleets.machine import Machine, Wire, checksums_of
 from tlt_server.frontend.link.admission import Admission
-from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.fleet_file import FleetFile, FleetRecord
 from tlt_server.frontend.link.launching import ReplicaAddress
-from tlt_server.frontend.link.members import FleetReplicas, Member
+from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.operating import FleetOperations
 from tlt_server.frontend.link.placing import Placer
@@ -83,24 +81,12 @@ class SimulatedGateway:
         self.tasks: set[asyncio.Task[Any]] = set()
         OWNER.set(self)
         admission = Admission(max_queue=10**6, max_queue_tokens=10**9, max_page_forecast=1e9)
-        self.table = FleetReplicas(lambda: admission.forecast.share)
-        self.table.placer = placer
-        self.client = EngineClient(admission, metrics, replicas=self.table)
-        self.fan_out = FanOut(
-            lambda: self.fleet.pushed_to,
-            disk,
-            lambda replica, why: self.fleet.lost(replica, why),
-            self.client.command_id,
-            url="http://gateway",
-            commit_s=2.0,
-        )
-        self.table.commits = self.fan_out.committing.locked
         self.fleet = Fleet(
-            self.client, self.table, self, self.fan_out, self._connect, metrics.fleet
+            admission, metrics, self, self._connect, disk, url="http://gateway", commit_s=2.0
         )
-        self.operations = FleetOperations(
-            self.client, self.fleet, self.table, self, metrics.fleet, mover(placer)
-        )
+        self.client, self.fan_out = self.fleet.client, self.fleet.fan_out
+        self.fleet.replicas.placer = placer
+        self.operations = FleetOperations(self.fleet, mover(placer))
         self.over = asyncio.create_task(self.fleet.run())
         self.moving = asyncio.create_task(self.operations.run())
 

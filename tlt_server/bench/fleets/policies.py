@@ -147,7 +147,7 @@ def simulated(
         }
         disk = SimulatedDisk(Path(state_dir), versions, set())
         gateway = SimulatedGateway(machines, disk, Metrics(), placer(), mover)
-        while len(gateway.table.ready) < replicas:  # noqa: ASYNC110 (the beginning)
+        while len(gateway.fleet.replicas.placer.loads) < replicas:  # noqa: ASYNC110 (the beginning)
             await asyncio.sleep(0.01)
         begun_s, tokens = loop.time(), 0
         submission = gateway.client.submit(workload.requests)

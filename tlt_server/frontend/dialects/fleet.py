@@ -14,7 +14,7 @@ from tlt_client.wire import FleetStatus, ReplicaStatus
 from tlt_server.errors import Conflict, NotFound
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, shown
-from tlt_server.frontend.link.joining import FleetOrders
+from tlt_server.frontend.link.operating import FleetOperations
 from tlt_server.frontend.service import Service
 
 MAX_REPLICAS = 1024
@@ -82,20 +82,21 @@ async def command(service: Service, name: ReplicaName, order: ReplicaOrder) -> R
     return _found(fleet, name)
 
 
-def _fleet(service: Service) -> FleetOrders:
+def _fleet(service: Service) -> FleetOperations:
     if service.engine.fleet is None:
         raise Conflict(
             "this server has no fleet; ask a gateway, which `tlt fleet serve` starts, or GET "
             "/server_info for this server alone"
         )
-    return service.engine.fleet
+    fleet: FleetOperations = service.engine.fleet
+    return fleet
 
 
-def _state(fleet: FleetOrders) -> FleetStatus:
+def _state(fleet: FleetOperations) -> FleetStatus:
     return FleetStatus(sorted(fleet.status(), key=lambda each: each.name))
 
 
-def _found(fleet: FleetOrders, name: str) -> ReplicaStatus:
+def _found(fleet: FleetOperations, name: str) -> ReplicaStatus:
     """Return the replica's status. `NotFound` if the fleet has none of this name."""
     for each in fleet.status():
         if each.name == name:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -20,7 +20,6 @@ from tlt_server.errors import Conflict, EngineFailed, Unavailable, from_code
 from tlt_server.frontend.http.access import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Changes
-from tlt_server.frontend.link.joining import FleetOrders
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.replica import Replicas
 from tlt_server.frontend.link.sequences import OpenSequences
@@ -81,7 +80,7 @@ class EngineClient:
         metrics.sequences.forecast_wait_s.set_function(admission.wait_s)
         self.replicas = replicas or Replicas()
         self.replica = self.replicas.whole
-        self.fleet: FleetOrders | None = None  # only a gateway has one
+        self.fleet: Any = None  # `FleetOperations` of a gateway
         self._send = self.replica.send
         self.faults = Containment(log=self._contained)
         self.sequences = OpenSequences(

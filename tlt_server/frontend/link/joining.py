@@ -1,4 +1,4 @@
-"""Comparison of a replica with the fleet that it wants to join, and the reports of replicas.
+"""Comparison of a replica with the fleet that it wants to join, and the sum of those that have.
 
 Two servers give the same tokens and log-prob bits if nothing that these depend on differs, so a
 fleet compares the descriptions of their engines. Pure: no I/O.
@@ -7,26 +7,10 @@ fleet compares the descriptions of their engines. Pure: no I/O.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
-from tlt_client.wire import ReplicaStatus
 from tlt_server.wire.events import EngineInfo
-
-
-class FleetOrders(Protocol):
-    """The replicas of a gateway, as operators see and change them."""
-
-    def status(self) -> list[ReplicaStatus]: ...
-
-    async def drain(self, name: str) -> None: ...
-
-    def resume(self, name: str) -> None: ...
-
-    async def restart(self, name: str) -> None: ...
-
-    async def scale(self, replicas: int) -> None: ...
 
 
 def differences(mine: EngineInfo, other: EngineInfo) -> str:

@@ -1,61 +1,118 @@
-"""The table of a fleet: its replicas, and those of them that can run sequences."""
+"""The table of a fleet: its replicas, and the placer that has those where sequences are placed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, get_args
 
 import msgspec
 
 from tlt_client.wire import ReplicaState
+from tlt_server.errors import NotFound, from_code
 from tlt_server.frontend.link.launching import ReplicaAddress
-from tlt_server.frontend.link.placing import Placer
+from tlt_server.frontend.link.placing import Placer, ReplicaLoad
 from tlt_server.frontend.link.replica import Replica, Replicas
+from tlt_server.wire.commands import ControlCommand, SetPolicy, WeightCommand
 from tlt_server.wire.records import Cycle, GenerateRequest
+
+SUMMED_S = 0.25  # time for which the sums of gauges are used
+# Gauges that are no counts, by how their names begin.
+MEANS = ("cost_error", "training_slowdown", "outlook_ratio_", "policy_preparing")
+Order: TypeAlias = WeightCommand | ControlCommand | SetPolicy
+
+
+class Member(Replica):
+    def __init__(self, address: ReplicaAddress) -> None:
+        super().__init__(address.name)
+        self.address = address
+        self.state: ReplicaState = "joining"
+        self.asleep = False  # it has given its memory back; nothing is placed there
+        self.fault = ""  # why it was last lost or refused
+        self.is_held = False  # by another gateway, for which it refused this one
+        self.moves = 0  # sequences that were moved away
+        self.drained = False  # an operator wants nothing placed there
+        self.leaves = False  # it is drained, and then ends for good
+        self.ends = False  # it leaves, and is being ended
+        self.trains = False  # it trains the fleet's drafter
+        self.busy_s, self.asleep_s = math.inf, -math.inf  # when it was last seen so; see `idling`
+        self.load: ReplicaLoad | None = None  # since it has joined
+        self.task: asyncio.Task[None] | None = None  # runs the link
+        self.joining: asyncio.Task[None] | None = None
+        self._asked = itertools.count(1)
+
+    @property
+    def sequences(self) -> int:
+        """The open sequences that it has, or will get."""
+        return self.load.sequences if self.load is not None else 0
+
+    async def ask(self, command: Order) -> Any:
+        """Send a command under an id of its own, since a replica may get several at once, and
+        return the report.
+        """
+        of_weights = isinstance(command, get_args(WeightCommand))
+        answers: Any = self.weight_answers if of_weights else self.control_answers
+        return await answers.ask(msgspec.structs.replace(command, id=f"f{next(self._asked)}"))
+
+    async def told(self, command: Order) -> Any:
+        """Return the report, or raise the error in it."""
+        report = await self.ask(command)
+        if report.error is not None:
+            raise from_code(*report.error)
+        return report
 
 
 class FleetReplicas(Replicas):
-    """The replicas of a fleet that can run sequences."""
+    """All replicas of a fleet. Iteration yields those where sequences are placed."""
 
     resume = True
 
-    def __init__(self, share: Callable[[], float]) -> None:
-        """`share`: of max_tokens that a sequence is expected to use; 0: unknown."""
+    def __init__(self, share: Callable[[], float], commits: Callable[[], bool]) -> None:
+        """`share`: of max_tokens that a sequence is expected to use; 0: unknown. `commits`: nothing
+        is placed while it returns True.
+        """
         super().__init__()
-        self.placer, self._share = Placer(), share
-        self.ready: dict[str, Member] = {}
-        self.wanted: Callable[[], None] = lambda: None  # called if a sequence finds no replica
-        self.commits: Callable[[], bool] = lambda: False  # what is placed then waits for the end
+        self._share, self._commits = share, commits
+        self.placer, self.members = Placer(), dict[str, Member]()
+        self._sums: dict[str, float] = {}
+        self._summed_s = -math.inf
 
-    def __iter__(self) -> Iterator[Replica]:
-        yield from self.ready.values()
+    def __iter__(self) -> Iterator[Member]:
+        return (self.members[name] for name in self.placer.loads)
+
+    @property
+    def pushed_to(self) -> list[Member]:
+        """The replicas that every order goes to. Those that sleep are woken before, except by a
+        look at their versions.
+        """
+        return [each for each in self.members.values() if each.state in ("ready", "draining")]
 
     @property
     def count(self) -> int:
-        return len(self.placer.loads)
+        return len(self.pushed_to)
+
+    @property
+    def asleep(self) -> list[Member]:
+        return [each for each in self.members.values() if each.asleep]
+
+    def member(self, name: str) -> Member:
+        member = self.members.get(name)
+        if member is None:
+            known = ", ".join(sorted(self.members)) or "none"
+            raise NotFound(f"there is no replica {name!r}; the fleet has {known}")
+        return member
 
     def place(
         self, request: GenerateRequest, tokens: int = 0, at: Replica | None = None
-    ) -> Replica | None:
-        if not self.ready:
-            self.wanted()
-        if self.commits() or not self.ready:
+    ) -> Member | None:
+        if self._commits():
             return None
-        among: Collection[str] = self.ready.keys()
-        if at is not None and at.name in self.ready:
-            among = {at.name}
+        among = {at.name} if at is not None and at.name in self.placer.loads else None
         name = self.placer.place(request, tokens, self._share(), among)
-        return self.ready[name] if name is not None else None
-
-    def together(self, cycle: Cycle) -> Cycle:
-        """Return a step of all replicas, if their steps are like this one."""
-        count = max(1, len(self.ready))
-        decoding = cycle.context.decoding * count
-        return msgspec.structs.replace(
-            cycle,
-            step_s=cycle.step_s / count,
-            context=msgspec.structs.replace(cycle.context, decoding=decoding),
-        )
+        return self.members[name] if name is not None else None
 
     def took(self, id: str, tokens: int) -> None:
         self.placer.took(id, tokens)
@@ -63,17 +120,23 @@ class FleetReplicas(Replicas):
     def ended(self, id: str) -> None:
         self.placer.ended(id)
 
+    def together(self, cycle: Cycle) -> Cycle:
+        """Return a step of all replicas, if their steps are like this one."""
+        count = max(1, len(self.placer.loads))
+        decoding = cycle.context.decoding * count
+        return msgspec.structs.replace(
+            cycle,
+            step_s=cycle.step_s / count,
+            context=msgspec.structs.replace(cycle.context, decoding=decoding),
+        )
 
-class Member(Replica):
-    """One replica in the fleet's table."""
-
-    def __init__(self, address: ReplicaAddress) -> None:
-        super().__init__(address.name)
-        self.address = address
-        self.state: ReplicaState = "joining"
-        self.fault = ""  # why it was last lost or refused
-        self.is_held = False  # by another gateway, for which it refused this one
-        self.moves = 0  # sequences that were moved away
-        self.drained = False  # an operator wants nothing placed there
-        self.task: asyncio.Task[None] | None = None  # runs the link
-        self.joining: asyncio.Task[None] | None = None
+    def gauges(self) -> dict[str, float]:
+        """Return the replicas' gauges together: shares and ratios as their mean, others added."""
+        now_s = time.monotonic()
+        if now_s >= self._summed_s + SUMMED_S:
+            self._summed_s, self._sums = now_s, {}
+            for replica in self:
+                for name, value in replica.gauges.items():
+                    part = value / len(self.placer.loads) if name.startswith(MEANS) else value
+                    self._sums[name] = self._sums.get(name, 0.0) + part
+        return self._sums

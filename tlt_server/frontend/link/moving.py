@@ -1,24 +1,26 @@
 """Chooses which sequences move to another replica now, and why.
 
-Sequences of drained replicas leave. Waiting ones go where there is room, which costs nothing.
-Running ones go where they will be done earlier even though they are read again there, and, if
-that is wanted, to the fewest replicas that slow them down by little. `Placer` has the loads; the
-caller aborts each sequence at its replica and places it among the one that is named here.
+Waiting sequences go where there is room, which costs nothing. Running ones go where they will be
+done earlier even though they are read again there, and, if that is wanted, to the fewest replicas
+that slow them down by little. `Placer` has the loads; the caller aborts each sequence at its
+replica and places it at the one that is named here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
 
 from tlt_server.frontend.link.placing import PlacedSequence, Placer, ReplicaLoad
+from tlt_server.metrics.fleet import MoveReason
 
 COST_S = 0.1  # cost of a move, in addition to reading
 REST_S = 30.0  # between two moves of a sequence by choice
-MAX_MOVES = 64  # at once, without those of drained replicas
-
-Reason = Literal["drained", "waiting", "balance", "consolidate"]
+MAX_MOVES = 64  # at once, without those of emptied replicas
 
 
 class Move(NamedTuple):
@@ -26,7 +28,7 @@ class Move(NamedTuple):
 
     id: str
     to: str
-    reason: Reason
+    reason: MoveReason
 
 
 class Mover:
@@ -35,20 +37,17 @@ class Mover:
         self._placer, self._balance, self._consolidate = placer, balance, consolidate
         self._moved_s: dict[str, float] = {}  # by id, in order
 
-    def moves(
-        self, now_s: float, draining: Collection[str] = (), fixed: Iterable[str] = ()
-    ) -> list[Move]:
-        """Return the moves to make now. `draining`: replicas to empty; `fixed`: ids that must stay,
-        such as those with tokens of an older version.
+    def moves(self, now_s: float, may_move: Callable[[str], bool] = lambda id: True) -> list[Move]:
+        """Return the moves to make now. `may_move`: False for a sequence that must stay, such as
+        one with tokens of an older version.
         """
         while self._moved_s and now_s - next(iter(self._moved_s.values())) >= REST_S:
             del self._moved_s[next(iter(self._moved_s))]
-        plan = MovePlan(self._placer, draining, fixed)
-        plan.drain()
+        plan = MovePlan(self._placer, may_move)
         plan.spread_waiting()
         chosen = len(plan.moves)
-        plan.fixed |= self._moved_s.keys()
-        kept = plan.consolidate(self._consolidate) if self._consolidate else plan.open
+        plan.may_move = lambda id: id not in self._moved_s and may_move(id)
+        kept = plan.consolidate(self._consolidate) if self._consolidate else plan.loads
         if self._balance:
             plan.balance(kept)
         for move in plan.moves[chosen:]:
@@ -59,19 +58,21 @@ class Mover:
 class MovePlan:
     """Moves found so far, and the loads after them."""
 
-    def __init__(self, placer: Placer, draining: Collection[str], fixed: Iterable[str]) -> None:
-        self.moves, self.fixed = list[Move](), {*fixed}
-        loads = placer.loads.values()
-        self.open = [load for load in loads if load.name not in draining]
-        self._draining = [load for load in loads if load.name in draining]
-        self._own: dict[ReplicaLoad, dict[str, PlacedSequence]] = {load: {} for load in loads}
-        for id, placed in placer.placed.items():
-            if placed.load in self._own:
-                self._own[placed.load][id] = placed
-        self._count = Counter({load: load.sequences for load in loads})
-        self._tokens = Counter({load: load.tokens for load in loads})
+    def __init__(self, placer: Placer, may_move: Callable[[str], bool]) -> None:
+        self.moves, self.may_move, self._placer = list[Move](), may_move, placer
+        self.loads: Sequence[ReplicaLoad] = [*placer.loads.values()]
+        self._count = Counter({load: load.sequences for load in self.loads})
+        self._tokens = Counter({load: load.tokens for load in self.loads})
 
-    def _move(self, id: str, at: ReplicaLoad, to: ReplicaLoad, reason: Reason) -> None:
+    @cached_property
+    def _own(self) -> dict[ReplicaLoad, dict[str, PlacedSequence]]:
+        own: dict[ReplicaLoad, dict[str, PlacedSequence]] = {load: {} for load in self.loads}
+        for id, placed in self._placer.placed.items():
+            if placed.load in own:
+                own[placed.load][id] = placed
+        return own
+
+    def _move(self, id: str, at: ReplicaLoad, to: ReplicaLoad, reason: MoveReason) -> None:
         tokens = self._own[at].pop(id).tokens
         self._count[at] -= 1
         self._count[to] += 1
@@ -79,60 +80,53 @@ class MovePlan:
         self._tokens[to] += tokens
         self.moves.append(Move(id, to.name, reason))
 
-    def _token_s(self, load: ReplicaLoad, further: int = 0, tokens: int = 0) -> float:
-        return token_s(load, self._count[load] + further, self._tokens[load] + tokens)
+    def _token_s(self, load: ReplicaLoad, further: int = 0) -> float:
+        return token_s(load, self._count[load] + further, self._tokens[load])
 
     def _freest(self, among: Iterable[ReplicaLoad]) -> ReplicaLoad:
         return min(among, key=lambda load: (self._token_s(load, 1), load.name))
 
-    def drain(self) -> None:
-        for load in self._draining if self.open else ():
-            for id in [id for id in self._own[load] if id not in self.fixed]:
-                self._move(id, load, self._freest(self.open), "drained")
-
     def spread_waiting(self) -> None:
         """Move the waiting sequences that would start next to where they can start now."""
-        for load in self.open:
+        for load in self.loads:
+            over = min(load.waiting, self._count[load] - load.places)
+            if over <= 0:
+                continue
             unstarted = [id for id, own in self._own[load].items() if not own.started]
-            over = max(0, min(load.waiting, self._count[load] - load.places))
             for id in unstarted[max(0, len(unstarted) - load.waiting) :][:over]:
-                room = [to for to in self.open if not to.waiting and self._count[to] < to.places]
+                room = [to for to in self.loads if not to.waiting and self._count[to] < to.places]
                 if not room or len(self.moves) >= MAX_MOVES:
                     return
-                if id not in self.fixed:
+                if self.may_move(id):
                     self._move(id, load, self._freest(room), "waiting")
 
-    def balance(self, among: Collection[ReplicaLoad]) -> None:
-        """Move the sequence with the largest gain from the slowest replica to the freest one, as
-        long as there is a gain.
-        """
-        while among and len(self.moves) < MAX_MOVES:
+    def balance(self, among: Sequence[ReplicaLoad]) -> None:
+        """Move the sequence that gains most to the freest replica, as long as one gains."""
+        started = [
+            (id, own, index)
+            for index, load in enumerate(among)
+            for id, own in self._own[load].items()
+            if own.started and self.may_move(id)
+        ]
+        expected_N = np.array([own.expected for _, own, _ in started], float)
+        tokens_N = np.array([own.tokens for _, own, _ in started], float)
+        at_N = np.array([index for *_, index in started], int)
+        while started and len(self.moves) < MAX_MOVES:
             to = self._freest(among)
-            slower = [load for load in among if self._token_s(load) > self._token_s(to, 1)]
-            for at in sorted(slower, key=lambda load: (-self._token_s(load), load.name)):
-                gains = (
-                    (self._gain_s(own, at, to), id)
-                    for id, own in self._own[at].items()
-                    if own.started and id not in self.fixed
-                )
-                gain_s, id = max(gains, default=(0.0, ""))
-                if gain_s > 0.0:
-                    self.fixed.add(id)
-                    self._move(id, at, to, "balance")
-                    break
-            else:
+            faster_L = np.array([self._token_s(load) for load in among]) - self._token_s(to, 1)
+            speed = to.pace.speed
+            gain_N = expected_N * (faster_L[at_N] - tokens_N * speed.context)
+            gain_N -= tokens_N * speed.read
+            best = int(gain_N.argmax())
+            if gain_N[best] <= COST_S:
                 return
+            expected_N[best] = 0  # so that it moves once
+            self._move(started[best][0], among[at_N[best]], to, "balance")
 
-    def _gain_s(self, own: PlacedSequence, at: ReplicaLoad, to: ReplicaLoad) -> float:
-        faster_s = self._token_s(at) - self._token_s(to, 1, own.tokens)
-        return own.expected * faster_s - own.tokens * to.pace.speed.read - COST_S
-
-    def consolidate(self, slower: float) -> Collection[ReplicaLoad]:
+    def consolidate(self, slower: float) -> Sequence[ReplicaLoad]:
         """Empty as many replicas as possible, and return the others."""
-        fullest = sorted(self.open, key=lambda load: (-self._count[load], load.name))
-        count, tokens = (
-            sum(each[load] for load in fullest) for each in (self._count, self._tokens)
-        )
+        fullest = sorted(self.loads, key=lambda load: (-self._count[load], load.name))
+        count, tokens = self._count.total(), self._tokens.total()
         for few in range(1, len(fullest)):
             kept, all_of = fullest[:few], len(fullest)
             if count <= few * min(load.places for load in kept) and all(
@@ -142,9 +136,9 @@ class MovePlan:
             ):
                 break
         else:
-            return self.open
+            return self.loads
         for load in fullest[few:]:
-            if all(own.started and id not in self.fixed for id, own in self._own[load].items()):
+            if all(own.started and self.may_move(id) for id, own in self._own[load].items()):
                 for id in [*self._own[load]]:
                     self._move(id, load, self._freest(kept), "consolidate")
         return kept

@@ -143,14 +143,19 @@ class Placer:
 
     # replicas
 
-    def add(self, name: str, max_running: int) -> None:
-        """Add a replica with an empty cache; a known one of that name is removed before."""
-        self.remove(name)
-        self.loads[name] = ReplicaLoad(name, max_running, max_running, self.pace)
+    def add(self, name: str, max_running: int) -> ReplicaLoad:
+        """Add a replica with an empty cache and no sequences."""
+        return self.open(ReplicaLoad(name, max_running, max_running, self.pace))
+
+    def open(self, load: ReplicaLoad) -> ReplicaLoad:
+        """Place sequences there. Another one of that name is removed before."""
+        self.remove(load.name)
+        self.loads[load.name] = load
         self._index()
+        return load
 
     def remove(self, name: str) -> None:
-        """Remove a replica, if it is known. Its sequences count nowhere until they are placed."""
+        """Place none there, if it is known. The load still counts those that it has."""
         if name in self.loads:
             self.loads.pop(name).index = -1
             self._index()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, get_args
+from typing import Protocol
 
 import msgspec
 
@@ -16,7 +16,7 @@ from tlt_server.errors import EngineFailed, Unavailable
 from tlt_server.frontend.link.answers import Answers
 from tlt_server.frontend.link.starting import StartState
 from tlt_server.frontend.link.submission import EngineQueue
-from tlt_server.wire.commands import Command, ControlCommand, SetPolicy, WeightCommand
+from tlt_server.wire.commands import Command
 from tlt_server.wire.events import ControlReport, EngineInfo, Outputs, WeightReport
 from tlt_server.wire.records import Cycle, GenerateRequest, Switch
 
@@ -80,12 +80,6 @@ class Replica:
     def send(self, command: Command) -> bool:
         """Send a command. Return False if there is no engine to take it."""
         return self._link is not None and self._link.send(command)
-
-    async def ask(self, command: WeightCommand | ControlCommand | SetPolicy) -> Any:
-        """Send a command that the engine answers, and return its report."""
-        of_weights = isinstance(command, get_args(WeightCommand))
-        answers: Any = self.weight_answers if of_weights else self.control_answers
-        return await answers.ask(command)
 
     def stepped(self, message: Outputs) -> None:
         """Take in the figures of a step."""
