@@ -227,7 +227,7 @@ async def test_broken_stream_aborts_its_sequences_only(server: LiveServer) -> No
 def test_outputs_are_gathered_unless_a_client_waits_for_tokens(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "GATHER_S", 0.5)
+    monkeypatch.setattr(relay, "GATHER_S", 60)  # an end does not wait for it
 
     @on_link(engine={"step_s": 0.001, "per_step": 1})
     async def story(server: LiveServer) -> None:

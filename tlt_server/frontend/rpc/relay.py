@@ -2,9 +2,9 @@
 engine's epochs, and events for it are collected here.
 
 `link` has the rules of attaching and the transport; a relay reads commands and writes events by two
-callables. Outputs are gathered for 20 ms, but sent at once if a client waits for single tokens.
-Sequences have a prefix inside the server, since ids of two gateways, or of direct clients, may be
-equal.
+callables. Outputs are gathered for 20 ms, but sent at once if a sequence ends or a client waits for
+single tokens. Sequences have a prefix inside the server, since ids of two gateways, or of direct
+clients, may be equal.
 """
 
 from __future__ import annotations
@@ -217,7 +217,8 @@ class GatewayRelay:
             renamed = [
                 msgspec.structs.replace(output, id=id) for output, id in zip(few, ids, strict=True)
             ]
-            self._pass_on(renamed, hurried=hurried)
+            ended = any(output.finish_reason is not None for output in few)
+            self._pass_on(renamed, hurried=hurried or ended)
         self._open.discard(submission)
 
     async def _control(self, command: ControlCommand | SetPolicy) -> None:
