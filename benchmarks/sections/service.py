@@ -97,13 +97,13 @@ def soak(figures: Figures) -> Iterator[str]:
             )
     if faults := {what[6:]: n for what, n in storms.items() if what.startswith("fault ")}:
         listed = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in faults.items())
-        responses = sum(n for what, n in storms.items() if what.startswith("fleet response"))
         moved = sum(n for what, n in storms.items() if what.startswith("fleet moves"))
         yield (
-            f"{sum(faults.values())} faults of a fleet of three ({listed}): {responses} responses, "
-            "none lost, each with the bits of one server with the weights that it names; "
-            f"{moved} moves. A gateway that was killed served again after at most "
-            f"{storms['fleet ms until a gateway served']} ms."
+            f"{sum(faults.values())} faults of a fleet of three ({listed}), {moved} moves: no "
+            f"response lost, {storms['fleet response of one version']} of one version with the "
+            f"bits of one server, {storms['fleet response of several']} of several versions with "
+            "the bits of the first one while it was live. A gateway that was killed served again "
+            f"after at most {storms['fleet ms until a gateway served']} ms."
         )
     files = figures["files"].values()
     yield (

@@ -3,12 +3,13 @@
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.fleets import busiest, fleet, moves, ready, replica_process
+from tests.e2e.fleets import Apart, busiest, fleet, moves, ready, replica_process
 from tests.e2e.test_lifecycle import FAST_START
 from tests.e2e.test_rollouts import (
     ITEMS,
@@ -113,3 +114,41 @@ def test_killed_gateway_continues_its_rollouts(
     with fleet_of_two(tmp_path) as second, Client(second.url, timeout_s=60) as client:
         assert client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True).id == id
         check_same(client.rollout(id).result(400), undisturbed)
+
+
+@pytest.mark.long
+def test_gateway_serves_soon_where_replicas_outlive_it(
+    undisturbed: Reply,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Apart(tmp_path, 2, *FAST_START) as replicas:
+        with replicas.gateway() as first, Client(first.url, timeout_s=60) as client:
+            id = client.generate(ITEMS, sampling=LONG, detach=True).id
+            await_tokens(client.rollout(id), 300)
+            first.process.kill()
+        began_s = time.monotonic()
+        with replicas.gateway() as second, Client(second.url, timeout_s=60) as client:
+            client.generate([{"prompt": "1+1="}], sampling={"max_tokens": 1})
+            with capsys.disabled():
+                print(f"\na gateway served {time.monotonic() - began_s:.1f} s after its start")
+            check_same(client.rollout(id).result(400), undisturbed)
+
+
+@pytest.mark.long
+def test_emptied_replicas_of_a_long_tail_sleep(server: ServerProcess, tmp_path: Path) -> None:
+    long = {"max_tokens": 3000, "ignore_eos": True}
+    items = [{"prompt": f"{i}*3=", "seed": i} for i in range(18)]
+    tail = [item | ({"sampling": long} if i < 3 else {}) for i, item in enumerate(items)]
+    own, flags = ("--consolidate", "1.04", "--sleep-idle", "3"), (*FAST_START[:-1], "256")
+    with Client(server.url, timeout_s=60) as client:
+        expected = client.generate(tail, sampling={"max_tokens": 40}).results
+    with (
+        fleet(tmp_path / "state", *flags, replicas=3, own=own) as gateway,
+        Client(gateway.url, timeout_s=60) as client,
+    ):
+        ready(client, 3)
+        rollout = client.generate(tail, sampling={"max_tokens": 40}, detach=True)
+        until(lambda: sum(each.state == "asleep" for each in client.fleet().replicas) == 2)
+        assert rollout.fetch().status == "running" and moves(client)["consolidate"] > 0
+        assert [*map(said, rollout.result(400).results)] == [*map(said, expected)]
