@@ -529,3 +529,21 @@ async def test_members_count_the_sequences_that_they_have() -> None:
         fleet.step()
     check_whole(await read(submission))
     assert not any(member.sequences for member in fleet.fleet.members.values())
+
+
+@in_loop
+async def test_only_a_drained_replica_is_left_and_resumed() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    await fleet.operations.drain("a")
+    for name in "ab":
+        fleet.links[name].die([])
+    fleet.links["a"].begin()
+    await settle()
+    assert [each.state for each in fleet.operations.status()] == ["draining", "lost"]
+    with pytest.raises(Unavailable, match="no replica is left"):
+        fleet.submit(1)
+    fleet.operations.resume("a")
+    submission = fleet.submit(2)
+    fleet.step(50)
+    check_whole(await read(submission))

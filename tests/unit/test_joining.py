@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.frontend.fake_engine import INFO
-from tlt_server.frontend.link.joining import differences
+from tlt_server.frontend.link.members import differences
 from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.fingerprint import Fingerprint, libraries
 

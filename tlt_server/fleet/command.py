@@ -39,7 +39,8 @@ def _operate(client: Client, arguments: argparse.Namespace, console: Console) ->
     for replica in replicas:
         versions = ", ".join(f"{role} {version!r}" for role, version in replica.versions.items())
         console.print(
-            f"{replica.name:<8} {replica.state:<12} {replica.address or 'no address':<22} "
+            f"{replica.name:<8} {'asleep' if replica.asleep else replica.state:<12} "
+            f"{replica.address or 'no address':<22} "
             f"{replica.running:>4} running {replica.waiting:>4} waiting {replica.moves:>5} moves  "
             f"{versions}{f' | {replica.fault}' if replica.fault else ''}",
             markup=False,

@@ -23,10 +23,9 @@ from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.fleet_file import FleetFile
-from tlt_server.frontend.link.joining import differences, together
 from tlt_server.frontend.link.launching import Launcher, ReplicaAddress
 from tlt_server.frontend.link.link import Death
-from tlt_server.frontend.link.members import FleetReplicas, Member
+from tlt_server.frontend.link.members import FleetReplicas, Member, differences, together
 from tlt_server.metrics import Metrics
 from tlt_server.wire.commands import (
     Command,
@@ -297,6 +296,8 @@ class Fleet:
     def describe(self) -> None:
         """Describe the fleet as one engine to the rest of the frontend."""
         used = [*self.replicas, *self.replicas.asleep]
+        if not used:
+            return  # all are drained
         info = together([each.info for each in used if each.info is not None])
         if self.replicas.whole.runs:
             self.replicas.whole.info = self.client.admission.engine = info

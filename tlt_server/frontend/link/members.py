@@ -1,4 +1,8 @@
-"""The table of a fleet: its replicas, and the placer that has those where sequences are placed."""
+"""The table of a fleet: its replicas, and the placer that has those where sequences are placed.
+
+Two servers give the same tokens and log-prob bits if nothing that these depend on differs, so
+`differences` compares the descriptions of their engines before a replica is used.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, get_args
 
 import msgspec
@@ -17,6 +21,7 @@ from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.placing import Placer, ReplicaLoad
 from tlt_server.frontend.link.replica import Replica, Replicas
 from tlt_server.wire.commands import ControlCommand, SetPolicy, WeightCommand
+from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import Cycle, GenerateRequest
 
 SUMMED_S = 0.25  # time for which the sums of gauges are used
@@ -140,3 +145,44 @@ class FleetReplicas(Replicas):
                     part = value / len(self.placer.loads) if name.startswith(MEANS) else value
                     self._sums[name] = self._sums.get(name, 0.0) + part
         return self._sums
+
+
+def differences(mine: EngineInfo, other: EngineInfo) -> str:
+    """Return the first difference that keeps the replica `other` out of the fleet of `mine`, with
+    both values; empty if it may join. Comparing a replica with itself checks what no fleet takes.
+    """
+    if not other.numerics.startswith("strict"):
+        return f"numerics is {other.numerics!r}; a fleet needs replicas with --numerics strict"
+    if not other.stages:
+        return "weight_staging is 'none'; a fleet needs replicas that stage what is pushed"
+    if mine.model != other.model:
+        return _differ("model", mine.model, other.model)
+    if found := mine.fingerprint.difference(other.fingerprint):
+        return f"fingerprint: {found}"
+    for name in sorted(mine.libraries.keys() | other.libraries.keys()):
+        ours, theirs = mine.libraries.get(name, "missing"), other.libraries.get(name, "missing")
+        if ours != theirs:
+            return f"{_differ(name, ours, theirs)}; install the same versions"
+    for name in ("vocab_size", "eos_token_ids", "max_model_len"):
+        if getattr(mine, name) != getattr(other, name):
+            return _differ(name, getattr(mine, name), getattr(other, name))
+    ours, theirs = mine.gpu.partition(",")[0], other.gpu.partition(",")[0]  # without its memory
+    return _differ("gpu", ours, theirs) if ours != theirs else ""
+
+
+def _differ(name: str, mine: object, other: object) -> str:
+    return f"{name} is {mine!r} here and {other!r} there"
+
+
+def together(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """Describe the replicas of a fleet, at least one, as one engine."""
+    adapters = set.intersection(*({*info.adapters.items()} for info in infos))
+    return msgspec.structs.replace(
+        infos[0],
+        pages=sum(info.pages for info in infos),
+        max_running=sum(info.max_running for info in infos),
+        adapters=dict(sorted(adapters)),
+        phases={},
+        pid=0,
+        rank_pids=[],
+    )
