@@ -20,7 +20,6 @@ from tlt_client import Tls
 from tlt_server.errors import StartupError, TltError
 from tlt_server.frontend.http.connections import LINK_CONNECTIONS
 from tlt_server.frontend.rpc import link as rpc_link
-from tlt_server.frontend.rpc import relay as rpc_relay
 from tlt_server.frontend.rpc.link import EPOCHS, MAX_FLEETS, FleetEpochs
 from tlt_server.wire.commands import Command, HandOver, Stop, Submit
 from tlt_server.wire.events import Phase, Ready
@@ -200,7 +199,7 @@ async def test_largest_legal_batch_fits_the_messages(server: LiveServer) -> None
 
 def test_silent_and_slow_gateways_are_cut_off(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc_link, "ATTACH_S", 0.2)
-    monkeypatch.setattr(rpc_relay, "SILENT_S", 0.4)
+    monkeypatch.setattr(rpc_link, "SILENT_S", 0.4)
 
     async def story(server: LiveServer) -> None:
         for messages in ([], [FIRST], [FIRST, Ping()]):
@@ -215,7 +214,7 @@ def test_silent_and_slow_gateways_are_cut_off(model: Path, monkeypatch: pytest.M
 def test_gateway_that_reads_nothing_is_cut_off(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rpc_relay, "SILENT_S", 0.5)
+    monkeypatch.setattr(rpc_link, "SILENT_S", 0.5)
 
     async def story(server: LiveServer) -> None:
         options = [("grpc.http2.lookahead_bytes", 2**16), ("grpc.http2.bdp_probe", 0)]

@@ -25,7 +25,6 @@ from tlt_server.wire.link import (
     LinkCommand,
     LinkEvent,
     Ping,
-    Pong,
     command_messages,
     decode_link_command,
     decode_link_event,
@@ -57,7 +56,7 @@ COMMANDS: list[LinkCommand] = [
 ]
 EVENTS: list[LinkEvent] = [
     Attached(3, "http://127.0.0.1:8000"),
-    Pong(),
+    Ping(),
     Ended("engine_failed", "it was silent", "hung", ["a", ""], None, 2.5),
     Phase("load", 0.5),
     PhaseProgress("load", 1, 2),

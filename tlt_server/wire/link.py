@@ -51,11 +51,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
 
 
 class Ping(Struct, frozen=True, tag="ping"):
-    """A sign of life, answered by a `Pong`."""
-
-
-class Pong(Struct, frozen=True, tag="pong"):
-    """The answer to a `Ping`."""
+    """A sign of life of a gateway, which the server returns."""
 
 
 class Attached(Struct, frozen=True, tag="attached"):
@@ -85,7 +81,7 @@ LinkCommand = (
     Attach | Ping | Submit | Abort | SetPolicy | Recompute | ControlCommand | WeightCommand
 )
 LinkEvent = (
-    Attached | Pong | Ended | Ready | Phase | PhaseProgress | Outputs | WeightReport | ControlReport
+    Attached | Ping | Ended | Ready | Phase | PhaseProgress | Outputs | WeightReport | ControlReport
 )
 # Both raise `msgspec.DecodeError` for bytes that are malformed or of another type.
 decode_link_command = msgspec.msgpack.Decoder(LinkCommand).decode

@@ -34,15 +34,7 @@ from tlt_server.wire.events import (
     WeightState,
 )
 from tlt_server.wire.fingerprint import Fingerprint
-from tlt_server.wire.link import (
-    Attach,
-    Attached,
-    Ended,
-    Ping,
-    Pong,
-    decode_link_command,
-    event_messages,
-)
+from tlt_server.wire.link import Attach, Attached, Ended, Ping, decode_link_command, event_messages
 from tlt_server.wire.records import GenerateRequest, encode
 
 STAGE_S, COMMIT_S, START_S = 0.4, 0.05, 1.0
@@ -254,7 +246,7 @@ class Machine:
         if wire.attach.epoch < self._epoch:
             self.wrong.append(f"{self.name} carried out an order of epoch {wire.attach.epoch}")
         if isinstance(command, Ping):
-            wire.send(Pong())
+            wire.send(Ping())
         elif wire is self._wire and self._attached:
             self._carry_out(wire, command)
 

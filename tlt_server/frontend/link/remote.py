@@ -34,7 +34,6 @@ from tlt_server.wire.link import (
     Ended,
     LinkCommand,
     Ping,
-    Pong,
     command_messages,
     decode_link_event,
 )
@@ -69,8 +68,7 @@ class RemoteLink:
         self.address, self._attach, self._fleet, self._member = address, attach, fleet, member
         self._key, self._tls = key, tls
         self._options = [*OPTIONS, ("grpc.max_receive_message_length", min(largest, 2**31 - 1))]
-        self._queue: list[LinkCommand] = []
-        self._some = asyncio.Event()
+        self._queue = asyncio.Queue[LinkCommand]()
         self._ready = False  # the server's engine takes commands
         self._held = False  # it was attached before
         self._heard = 0  # number of events
@@ -79,7 +77,7 @@ class RemoteLink:
         """Send a command. Return False if there is no engine to take it."""
         if not self._ready or isinstance(command, Stop):
             return False
-        self._put(command)
+        self._queue.put_nowait(command)
         return True
 
     async def run(self) -> Never:
@@ -102,11 +100,15 @@ class RemoteLink:
     async def _live(self) -> Ended:
         """Run one stream, and return how it ended."""
         metadata = (("authorization", f"Bearer {self._key}"),) if self._key else ()
-        self._heard = 0
+        self._heard, self._queue = 0, asyncio.Queue()
         try:
             async with self._channel() as channel, asyncio.TaskGroup() as tasks:
                 call = channel.stream_stream(METHOD)(metadata=metadata)
-                self._begin()
+                self._member.connect(self)
+                attach = self._attach()
+                if self._held:  # a displaced gateway does not displace its successor
+                    attach = msgspec.structs.replace(attach, take_over=False)
+                self._queue.put_nowait(attach)
                 others = [tasks.create_task(each) for each in (self._write(call), self._ping())]
                 ended = await self._listen(call)
                 for task in others:
@@ -135,29 +137,13 @@ class RemoteLink:
         credentials = grpc.ssl_channel_credentials(ca, key, cert)
         return grpc.aio.secure_channel(self.address, credentials, self._options)
 
-    def _begin(self) -> None:
-        self._queue.clear()
-        self._member.connect(self)
-        attach = self._attach()
-        if self._held:  # a displaced gateway does not displace its successor
-            attach = msgspec.structs.replace(attach, take_over=False)
-        self._put(attach)
-
-    def _put(self, command: LinkCommand) -> None:
-        self._queue.append(command)
-        self._some.set()
-
     async def _write(self, call: Stream) -> None:
         while True:
-            await self._some.wait()
-            self._some.clear()
-            queue, self._queue = self._queue, []
-            for command in queue:
-                for message in command_messages(command, time.monotonic()):
-                    try:
-                        await call.write(message)
-                    except (grpc.RpcError, asyncio.InvalidStateError):
-                        return  # the stream has ended; what is left to read says why
+            for message in command_messages(await self._queue.get(), time.monotonic()):
+                try:
+                    await call.write(message)
+                except (grpc.RpcError, asyncio.InvalidStateError):
+                    return  # the stream has ended; what is left to read says why
 
     async def _ping(self) -> None:
         """Raise `TimeoutError` once several pings in a row had no answer. Time is counted in turns
@@ -167,14 +153,14 @@ class RemoteLink:
         while silent < SILENT_PINGS:
             await asyncio.sleep(PING_S)
             silent, heard = silent + 1 if heard == self._heard else 0, self._heard
-            self._put(Ping())
+            self._queue.put_nowait(Ping())
         raise TimeoutError(f"it was silent for {silent * PING_S:g} s")
 
     async def _listen(self, call: Stream) -> Ended:
         async for data in call:
             self._heard += 1
             match event := decode_link_event(data):
-                case Pong():
+                case Ping():
                     continue
                 case Attached():
                     self._held, self._member.url = True, reached(event.url, self.address)

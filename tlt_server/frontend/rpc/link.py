@@ -40,6 +40,7 @@ from tlt_server.wire.link import METHOD, Attach, Ended, LinkCommand, Ping, decod
 from tlt_server.wire.records import encode
 
 ATTACH_S = 5.0  # time for the first command
+SILENT_S = 10.0  # a gateway that sends nothing, or reads nothing, for this long is cut off
 # A connection may begin streams for this long, and closes after the last one. A client without a
 # key, whose streams end at once, thus holds each of its connections no longer.
 AGE_MS = 10_000
@@ -143,7 +144,7 @@ class Attachments:
             await self._held.over.wait()
 
 
-class LinkServer(grpc.GenericRpcHandler):
+class LinkServer:
     """The listener, and what its gRPC streams may do."""
 
     def __init__(
@@ -168,7 +169,10 @@ class LinkServer(grpc.GenericRpcHandler):
             options=[*(dict(options_of(config)) | bounds).items()],
             maximum_concurrent_rpcs=LINK_CONNECTIONS,
         )
-        self._server.add_generic_rpc_handlers([self])
+        stream = grpc.stream_stream_rpc_method_handler(self._serve)
+        service, method = METHOD.strip("/").split("/")
+        handler = grpc.method_handlers_generic_handler(service, {method: stream})
+        self._server.add_generic_rpc_handlers([handler])
 
     async def start(self) -> str:
         """Listen, and return the address with its port. `StartupError` if it cannot be bound."""
@@ -178,38 +182,26 @@ class LinkServer(grpc.GenericRpcHandler):
         await self._attachments.close()
         await self._server.stop(0)
 
-    def service(
-        self, details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        if details.method != METHOD:
-            return None
-        return grpc.stream_stream_rpc_method_handler(self._serve)
-
     async def _serve(self, requests: object, context: Context) -> None:
         metadata = dict(context.invocation_metadata() or ())
         token = bearer(str(metadata.get("authorization", "")))
 
         async def read() -> LinkCommand:
-            command = await self._read(context)
+            command = await self._read(context, SILENT_S)
             if isinstance(command, Ping):
                 self._gate.admit(token, "link")  # its key may have been removed
             return command
 
         async def write(message: bytes) -> None:
             try:
-                await context.write(message)
-            except grpc.aio.InternalError:
-                raise Cancelled("the gateway has left") from None
+                async with asyncio.timeout(SILENT_S):
+                    await context.write(message)
+            except (TimeoutError, grpc.aio.InternalError):
+                raise Cancelled(f"the gateway has read nothing for {SILENT_S:g} s") from None
 
         try:
             caller = self._gate.admit(token, "link")
-            try:
-                async with asyncio.timeout(ATTACH_S):
-                    attach = await read()
-            except TimeoutError:
-                raise RequestTimeout(
-                    f"no command came for {ATTACH_S:g} s; a gateway attaches first"
-                ) from None
+            attach = await self._read(context, ATTACH_S)
             if not isinstance(attach, Attach):
                 raise InvalidRequest(
                     f"the first command is {type(attach).__name__}; a gateway attaches first"
@@ -218,14 +210,21 @@ class LinkServer(grpc.GenericRpcHandler):
                 ended = await self._attachments.serve(attach, read, write)
         except TltError as error:
             ended = Ended.of(error)
-            with contextlib.suppress(TimeoutError, Cancelled):
-                async with asyncio.timeout(ATTACH_S):
-                    await write(encode(ended))
+            with contextlib.suppress(Cancelled):
+                await write(encode(ended))
         log.warning("link_ended", code=ended.code, reason=ended.message, peer=context.peer())
 
-    async def _read(self, context: Context) -> LinkCommand:
-        """Return the next command. `Cancelled` after the last; a typed error if it is not one."""
-        data = await context.read()
+    async def _read(self, context: Context, within_s: float) -> LinkCommand:
+        """Return the next command. `Cancelled` after the last; a typed error if none comes in time,
+        or it is not one.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                data = await context.read()
+        except TimeoutError:
+            raise RequestTimeout(
+                f"no command came for {within_s:g} s; a gateway sends a ping every second"
+            ) from None
         if not isinstance(data, bytes):
             raise Cancelled("the gateway has ended the stream")
         if len(data) > self._largest:

@@ -14,29 +14,24 @@ import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import structlog
+from msgspec.structs import replace
 
-from tlt_server.errors import Cancelled, InvalidRequest, QueueFull, RequestTimeout, TltError
+from tlt_server.errors import Cancelled, InvalidRequest, QueueFull, TltError
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.submission import Submission
 from tlt_server.wire.commands import (
     Abort,
-    ClearCache,
     ControlCommand,
     HandOver,
-    Pause,
     Recompute,
-    Resume,
     SetPolicy,
-    Sleep,
     Submit,
-    WakeUp,
     WeightCommand,
 )
 from tlt_server.wire.events import (
@@ -57,7 +52,6 @@ from tlt_server.wire.link import (
     LinkCommand,
     LinkEvent,
     Ping,
-    Pong,
     event_messages,
     shifted,
 )
@@ -65,7 +59,6 @@ from tlt_server.wire.packed import PackedIds
 from tlt_server.wire.records import Cycle, GenerateRequest, StepOutput, last_output
 
 GATHER_S = 0.02
-SILENT_S = 10.0  # a gateway that sends nothing, or reads nothing, for this long is cut off
 MAX_OPEN = 2**16  # sequences at which a gateway gets no further ones; its admission allows fewer
 MAX_ID_CHARS = 256
 PREPARING_S = 86400.0  # for which a policy may be prepared
@@ -135,21 +128,14 @@ class GatewayRelay:
 
     async def _listen(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(SILENT_S):
-                    command = await self._read()
-            except TimeoutError:
-                raise RequestTimeout(
-                    f"no command came for {SILENT_S:g} s; a gateway sends a ping every second"
-                ) from None
-            self._take(command)
+            self._take(await self._read())
             await asyncio.sleep(0)  # what a command starts begins before the next command
 
     def _take(self, command: LinkCommand) -> None:
         """Carry out a command. `InvalidRequest` if it is not one of this stream."""
         match command:
             case Ping():
-                self._put(Pong())
+                self._put(command)
             case _ if not self._ready:
                 raise InvalidRequest(f"{type(command).__name__} came before the engine is ready")
             case Submit(requests):
@@ -159,14 +145,13 @@ class GatewayRelay:
                 self._client.abort([self._prefix + id for id in named], finish_reason)
             case Recompute():
                 self._client.recompute(command)
-            case SetPolicy() | Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
-                self._ask(command, self._control(command))
             case Attach():
                 raise InvalidRequest("a stream attaches once; begin another one")
             case HandOver():
                 raise InvalidRequest("a gateway may not have weights written to a directory here")
             case _:
-                self._ask(command, self._weights(command))
+                log.info("audit", link=self.gateway, command=type(command).__name__)
+                self._tasks.create_task(self._answer(command))
 
     async def _begin(self) -> None:
         """Report the engine once it is ready, without the pause and sleep of the gateway before. An
@@ -180,7 +165,7 @@ class GatewayRelay:
         if client.pauses.paused:
             await client.pauses.resume()
         assert client.info is not None
-        self._put(Ready(msgspec.structs.replace(client.info, lost=client.versions.lost)))
+        self._put(Ready(replace(client.info, lost=client.versions.lost)))
         self._ready = True
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
@@ -197,7 +182,7 @@ class GatewayRelay:
                 self._end(request, InvalidRequest(fault))
             else:
                 self._ids.add(request.id)
-                own = msgspec.structs.replace(request, id=self._prefix + request.id)
+                own = replace(request, id=self._prefix + request.id)
                 fit[request.owner].append(shifted(own, now_s))
         for few in fit.values():  # a batch has one owner, whose share it counts to
             # An error ends the stream, so that the gateway places them elsewhere.
@@ -213,35 +198,30 @@ class GatewayRelay:
     async def _pump(self, submission: Submission, *, hurried: bool) -> None:
         """Pass on the outputs of a batch."""
         async for few, _ in submission.slices(lambda output: 1, MAX_OUTPUTS):
-            ids = [output.id.removeprefix(self._prefix) for output in few]
-            renamed = [
-                msgspec.structs.replace(output, id=id) for output, id in zip(few, ids, strict=True)
-            ]
-            ended = any(output.finish_reason is not None for output in few)
-            self._pass_on(renamed, hurried=hurried or ended)
+            own = [replace(each, id=each.id.removeprefix(self._prefix)) for each in few]
+            self._pass_on(own, hurried=hurried)
         self._open.discard(submission)
 
-    async def _control(self, command: ControlCommand | SetPolicy) -> None:
-        error, detail = None, ""
+    async def _answer(self, command: ControlCommand | SetPolicy | WeightCommand) -> None:
+        """Carry out a command, and send its report."""
+        client, error, detail = self._client, None, ""
         try:
             if isinstance(command, SetPolicy):
-                await self._client.policies.ask(command, PREPARING_S)
-                detail = self._client.policies.prepared
+                await client.policies.ask(command, PREPARING_S)
+                detail = client.policies.prepared
+            elif isinstance(command, ControlCommand):
+                await client.pauses.carry_out(command)
             else:
-                await self._client.pauses.carry_out(command)
+                async with client.adopting:  # is over soon; the commands keep their order
+                    pass
+                report = await client.weights(replace(command, id=client.command_id()))
+                self._put(replace(report, id=command.id))
+                return
         except TltError as failed:
+            if isinstance(command, WeightCommand):
+                raise  # it may be done or not, so the stream ends
             error = failed.code, failed.message
         self._put(ControlReport(command.id, error, detail))
-
-    async def _weights(self, command: WeightCommand) -> None:
-        async with self._client.adopting:  # is over soon; the commands keep their order
-            pass
-        own = msgspec.structs.replace(command, id=self._client.command_id())
-        self._put(msgspec.structs.replace(await self._client.weights(own), id=command.id))
-
-    def _ask(self, command: LinkCommand, work: Coroutine[Any, Any, None]) -> None:
-        log.info("audit", link=self.gateway, command=type(command).__name__)
-        self._tasks.create_task(work)
 
     # from the engine
 
@@ -249,7 +229,7 @@ class GatewayRelay:
         """Take in an event that the engine client has applied."""
         match event:
             case Outputs():  # those of the gateway come by `_pump`
-                self._put(msgspec.structs.replace(event, outputs=[]), hurried=False)
+                self._put(replace(event, outputs=[]), hurried=False)
             case Phase() | PhaseProgress():
                 self._put(event)
 
@@ -262,9 +242,10 @@ class GatewayRelay:
 
     # to the gateway
 
-    def _pass_on(self, outputs: list[StepOutput], *, hurried: bool = True) -> None:
-        self._ids -= {output.id for output in outputs if output.finish_reason is not None}
-        self._put(Outputs(outputs, {}), hurried=hurried)
+    def _pass_on(self, outputs: list[StepOutput], *, hurried: bool = False) -> None:
+        ended = {output.id for output in outputs if output.finish_reason is not None}
+        self._ids -= ended
+        self._put(Outputs(outputs, {}), hurried=hurried or bool(ended))
 
     def _put(self, event: LinkEvent, *, hurried: bool = True) -> None:
         """Send an event: within 20 ms, or if `hurried` at once."""
@@ -288,11 +269,7 @@ class GatewayRelay:
                 events, self._events = self._events, []
                 for event in gathered(events, self._client.replica.gauges):
                     for message in event_messages(event):
-                        async with asyncio.timeout(SILENT_S):
-                            await self._write(message)
-        except TimeoutError:
-            reason = f"the gateway has read nothing for {SILENT_S:g} s"
-            self.end(Ended.of(Cancelled(reason)))
+                        await self._write(message)
         except TltError as error:
             self.end(Ended.of(error))
 
@@ -343,20 +320,17 @@ def summed(cycles: Sequence[Cycle]) -> Cycle:
     if len(cycles) == 1:
         return cycles[0]
     contexts = [cycle.context for cycle in cycles]
-    context = msgspec.structs.replace(
+    context = replace(
         contexts[-1],
         decoding=round(sum(each.decoding for each in contexts) / len(cycles)),
         prefill_rows=sum(each.prefill_rows for each in contexts),
         chunks=sum(each.chunks for each in contexts),
     )
-    predicted = all(cycle.predicted_s for cycle in cycles)
-    return msgspec.structs.replace(
+    names = ["rows", "emitted", "drafted", "step_s"]
+    names += ["predicted_s"] if all(cycle.predicted_s for cycle in cycles) else []
+    return replace(
         cycles[-1],
         context=context,
-        rows=sum(cycle.rows for cycle in cycles),
-        emitted=sum(cycle.emitted for cycle in cycles),
         accepted=tuple(count for cycle in cycles for count in cycle.accepted),
-        drafted=sum(cycle.drafted for cycle in cycles),
-        step_s=sum(cycle.step_s for cycle in cycles),
-        predicted_s=sum(cycle.predicted_s for cycle in cycles) if predicted else 0.0,
+        **({"predicted_s": 0.0} | {name: sum(getattr(c, name) for c in cycles) for name in names}),
     )
