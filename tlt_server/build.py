@@ -55,7 +55,7 @@ from tlt_server.process.garbage import collect_while_few
 from tlt_server.process.private import write_no_core_files
 from tlt_server.settings.server import SharedSettings
 from tlt_server.settings.sources import log_service_links
-from tlt_server.training import ACTIVITY, activity_of, rings, trainer_of, trainer_task
+from tlt_server.training import ACTIVITY, activity_of, rings, trainer_of
 from tlt_server.wire.seeds import SeedSource, choice_seed
 
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
@@ -104,12 +104,13 @@ def _own_engine(
     trainer = trainer_of(config, directory, metrics)
 
     async def run(service: Service) -> EngineFailed:
-        training = trainer_task(trainer, service) if trainer is not None else None
+        if trainer is None:
+            return await supervisor.run()
+        training = asyncio.create_task(trainer.run(client, service.adoption))
         try:
             return await supervisor.run()
         finally:
-            if training is not None:
-                await _cancel(training)
+            await _cancel(training)
 
     return Footing(client, run, trainer)
 

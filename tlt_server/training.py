@@ -14,7 +14,6 @@ import msgspec
 
 from tlt_server.config import SAMPLE_RING_MB, Config, ResolvedConfig
 from tlt_server.frontend.link.trainer import TrainerLink
-from tlt_server.frontend.service import Service
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.process.machine import client_environment
@@ -68,11 +67,6 @@ def activity_of(config: ResolvedConfig, directory: Path) -> Activity:
         return Activity()
     make_activity(directory / ACTIVITY)
     return Activity(directory / ACTIVITY, MODES[config.drafter_training].parks_for)
-
-
-def trainer_task(trainer: TrainerLink, service: Service) -> asyncio.Task[None]:
-    """Start the task that runs the trainer process."""
-    return asyncio.create_task(trainer.run(service.engine, service.adoption))
 
 
 async def _launch_trainer(

@@ -41,7 +41,7 @@ from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
-from tlt_server.training import activity_of, trainer_of, trainer_task
+from tlt_server.training import activity_of, trainer_of
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
@@ -119,13 +119,14 @@ class LiveServer:
         trainer = trainer_of(config, self.directory, metrics)
 
         async def run(service: Service) -> EngineFailed:
-            training = trainer_task(trainer, service) if trainer else None
+            if trainer is None:
+                return await self.supervisor.run()
+            training = asyncio.create_task(trainer.run(client, service.adoption))
             try:
                 return await self.supervisor.run()
             finally:
-                if training is not None:
-                    training.cancel()
-                    await asyncio.wait({training})
+                training.cancel()
+                await asyncio.wait({training})
 
         return Footing(client, run, trainer)
 
