@@ -34,7 +34,7 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.doctor.cluster import examine_cluster
 from tlt_server.fleet.launchers import child
 from tlt_server.fleet.launchers import ray as on_ray
-from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.plan import FleetPlan
 
 pytestmark = [
     pytest.mark.long,
@@ -79,7 +79,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster.shutdown()
 
 
-def owner(asked: LaunchPlan, name: str) -> int:
+def owner(asked: FleetPlan, name: str) -> int:
     """Return the pid of the server that holds a replica's directory."""
     (server,) = child.servers_of(asked.directory(name))  # type: ignore[arg-type]
     return server
@@ -100,7 +100,9 @@ def answers(link: str) -> bool:
 
 
 def test_replicas_on_ray_outlive_actors_nodes_and_raylets(cluster: Any, tmp_path: Path) -> None:
-    asked = plan(tmp_path, 3, state_dir=tmp_path, labels={"kind": "rollout"})._replace(cpus=2)
+    asked = plan(tmp_path, 3, state_dir=tmp_path, ray_labels={"kind": "rollout"})._replace(
+        replica_cpus=2
+    )
     line = "doctor --launcher ray --replicas 6 --replica-cpus 2 --ray-labels kind=rollout"
     found = examine_cluster(asked.config, _parse(line.split()))
     assert [(each.status, each.found) for each in found] == [
@@ -134,7 +136,7 @@ def test_rollout_on_ray_over_a_killed_actor_is_that_of_one_server(
         until(lambda server=server: ended(server))  # type: ignore[misc]
 
 
-async def outlive(cluster: Any, asked: LaunchPlan) -> None:
+async def outlive(cluster: Any, asked: FleetPlan) -> None:
     async with running(on_ray.on_ray(asked)) as seen:
         await seen.until(lambda found: len(found) == 3 and all_linked(found))
         servers = {name: owner(asked, name) for name in ("r0", "r1", "r2")}
@@ -153,7 +155,7 @@ async def outlive(cluster: Any, asked: LaunchPlan) -> None:
         until(lambda server=server: ended(server))  # type: ignore[misc]
 
 
-async def lose(seen: Seen, asked: LaunchPlan, name: str, by: Callable[[int], None]) -> None:
+async def lose(seen: Seen, asked: FleetPlan, name: str, by: Callable[[int], None]) -> None:
     """Lose a replica, and wait until it is back at another address, without its old server."""
     (before,) = [each.link for each in seen.addresses if each.name == name]
     server = owner(asked, name)

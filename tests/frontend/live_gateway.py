@@ -14,7 +14,8 @@ from tests.frontend.live_server import BUILD, LiveServer, live_server
 from tlt_server.build import Footing
 from tlt_server.config import ResolvedConfig
 from tlt_server.fleet.gateway import gateway
-from tlt_server.frontend.link.launching import FleetOptions, ReplicaAddress
+from tlt_server.fleet.launchers.plan import FleetPlan
+from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.frontend.link.starting import ProgressLines
 from tlt_server.metrics import Metrics
 
@@ -80,7 +81,7 @@ class LiveGateway(LiveServer):
 
     def back(self, config: ResolvedConfig, metrics: Metrics) -> Footing:
         progress = ProgressLines(self.said)
-        return gateway(self.launcher, FleetOptions(), config, self.directory, metrics, progress)
+        return gateway(self.launcher, FleetPlan(config), config, self.directory, metrics, progress)
 
     async def ready(self) -> None:
         """Wait until all replicas are used."""

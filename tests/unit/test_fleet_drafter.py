@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from tests.unit.small_fleet import SmallFleet, settle
@@ -11,9 +12,10 @@ from tlt_client import ServerError
 from tlt_client.channels import PEER
 from tlt_client.errors import Conflict, InvalidRequest
 from tlt_client.wire import DrafterSamples
+from tlt_server.config import Config
 from tlt_server.errors import WeightsRefused
 from tlt_server.fleet.drafter import FleetDrafter
-from tlt_server.frontend.link.launching import FleetOptions
+from tlt_server.fleet.launchers.plan import FleetPlan
 from tlt_server.frontend.weights.session import WeightSession
 from tlt_server.wire.commands import Manifest, PushWeights, WeightCommand
 from tlt_server.wire.events import WeightReport, WeightState
@@ -85,7 +87,7 @@ class TrainedFleet(SmallFleet):
         self.drafter = FleetDrafter(
             self.session,
             self.fleet,
-            FleetOptions(key="k"),
+            FleetPlan(Config(model=Path()), key="k"),
             lambda url, **_: self.calls[url],  # type: ignore[arg-type,return-value]
         )
 

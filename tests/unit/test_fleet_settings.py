@@ -11,10 +11,9 @@ import trustme
 from tlt_client import Tls
 from tlt_server.__main__ import _parse
 from tlt_server.errors import StartupError
-from tlt_server.fleet.launchers.plan import KEY, LaunchPlan
+from tlt_server.fleet.launchers.plan import KEY, FleetPlan
 from tlt_server.fleet.settings import planned
 from tlt_server.frontend.http.keys import read_keys
-from tlt_server.frontend.link.launching import FleetOptions
 
 
 @pytest.fixture(autouse=True)
@@ -29,18 +28,18 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def plan(line: str) -> tuple[LaunchPlan, FleetOptions]:
+def plan(line: str) -> FleetPlan:
     return planned(_parse(["fleet", "serve", *line.split()]))
 
 
 def test_flags_after_the_dashes_count_for_the_gateway_too(model: Path) -> None:
     line = f"--replicas 3 --port 9000 --max-n 4 -- --model {model} --max-n 8 --tensor-parallel 2"
-    asked, options = plan(line)
-    assert asked.number == 3 and asked.flags == line.split()[line.split().index("--") + 1 :]
+    asked = plan(line)
+    assert asked.replicas == 3 and asked.flags == line.split()[line.split().index("--") + 1 :]
     config = asked.config
     assert (config.model, config.port, config.max_n) == (model, 9000, 4)
     assert config.tensor_parallel == asked.gpus_each == 2
-    assert options == FleetOptions(key=asked.key) and len(asked.key) == 43
+    assert asked.tls is None and len(asked.key) == 43
 
 
 def test_fleets_key_is_known_to_a_gateway_that_asks_for_keys(
@@ -52,20 +51,20 @@ def test_fleets_key_is_known_to_a_gateway_that_asks_for_keys(
     (file := tmp_path / "keys").write_text("of-the-file name=trainer")
     variable = "--api-key-variable OWN_KEYS"
     for flags, secret in ((f"--api-key-file {file}", "of-the-file"), (variable, "of-the-variable")):
-        asked, options = plan(f"--replicas 1 {flags} -- --model {model}")
+        asked = plan(f"--replicas 1 {flags} -- --model {model}")
         keys = read_keys(asked.config)
         assert keys.find(secret) is not None and len(keys) == 2
-        assert (caller := keys.find(options.key)) and caller.scopes == {"link"}
+        assert (caller := keys.find(asked.key)) and caller.scopes == {"link"}
         assert secret not in " ".join({**os.environ, **asked.variables()}.values())
-    assert not plan(f"--replicas 1 -- --model {model}")[0].config.api_key_variable
-    asked, _ = plan(f"--replicas 1 -- --model {model} --api-key-file {file}")
+    assert not plan(f"--replicas 1 -- --model {model}").config.api_key_variable
+    asked = plan(f"--replicas 1 -- --model {model} --api-key-file {file}")
     assert "--api-key-file" in asked.flags and asked.config.api_key_file == file
 
 
 def test_options_reach_the_gateway(model: Path) -> None:
     line = "--replicas 1 --consolidate 0.02 --sleep-idle 30 --rebalance --take-over"
-    _, options = plan(f"{line} -- --model {model}")
-    assert options[2:] == (True, 0.02, 30.0, True)
+    asked = plan(f"{line} -- --model {model}")
+    assert asked[-4:] == (True, 0.02, 30.0, True)
 
 
 def test_configuration_file_is_that_of_either_side(model: Path, tmp_path: Path) -> None:
@@ -73,7 +72,7 @@ def test_configuration_file_is_that_of_either_side(model: Path, tmp_path: Path) 
     file.write_text(f"model: {model}\nmax_n: 5\n")
     own = f"--config {file} -- --model {model}"
     for line in (f"--replicas 1 -- --config {file}", f"--replicas 1 {own}"):
-        assert plan(line)[0].config.max_n == 5
+        assert plan(line).config.max_n == 5
     with pytest.raises(StartupError, match="--model stands before --, but it is the replicas'"):
         plan(f"--replicas 1 --config {file} --")
     with pytest.raises(StartupError, match="give one file: after -- it is the replicas'"):
@@ -142,17 +141,17 @@ def test_unusable_words_are_errors_of_the_line(
 
 def test_key_of_a_fleet_is_kept_for_its_user_alone(model: Path, tmp_path: Path) -> None:
     line = f"--replicas 1 --state-dir {tmp_path / 'state'} -- --model {model}"
-    asked, _ = plan(line)
+    asked = plan(line)
     file = tmp_path / "state" / "fleet.key"
     assert file.read_text() == asked.key and file.stat().st_mode & 0o777 == 0o600
-    assert plan(line)[0].key == asked.key
-    assert plan(f"--replicas 1 -- --model {model}")[0].key != asked.key
+    assert plan(line).key == asked.key
+    assert plan(f"--replicas 1 -- --model {model}").key != asked.key
 
 
 def test_model_before_the_dashes_is_for_static_only(model: Path) -> None:
     """The launcher local would start replicas without a model."""
     flags = f"--model {model} --weight-root {model}"
-    assert plan(f"--launcher static --addresses a:1 {flags}")[0].config.model == model
+    assert plan(f"--launcher static --addresses a:1 {flags}").config.model == model
     with pytest.raises(StartupError) as refused:
         plan(f"--replicas 2 {flags} --weight-channels disk")
     assert refused.value.message == "\n".join(
@@ -164,9 +163,9 @@ def test_model_before_the_dashes_is_for_static_only(model: Path) -> None:
 def test_static_links_take_their_key_and_certificates(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret scopes=link\n")
     line = f"--launcher static --addresses a:1 --link-key-file {tmp_path / 'keys'} --"
-    asked, options = plan(f"{line} --model {model}")
-    assert asked.key == options.key == "secret" and asked.addresses == "a:1"
-    assert options.tls is None
+    asked = plan(f"{line} --model {model}")
+    assert asked.key == "secret" and asked.addresses == "a:1"
+    assert asked.tls is None
 
 
 def test_replicas_with_a_certificate_are_reached_by_tls(model: Path, tmp_path: Path) -> None:
@@ -176,6 +175,6 @@ def test_replicas_with_a_certificate_are_reached_by_tls(model: Path, tmp_path: P
     certificate.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
     certificate.cert_chain_pems[0].write_to_path(str(tmp_path / "cert.pem"))
     served = f"--model {model} --tls-cert {tmp_path}/cert.pem --tls-key {tmp_path}/key.pem"
-    _, options = plan(f"--replicas 1 --link-ca {tmp_path}/ca.pem -- {served}")
-    assert options.tls == Tls(f"{tmp_path}/ca.pem")
-    assert plan(f"--replicas 1 -- {served}")[1].tls == Tls()
+    asked = plan(f"--replicas 1 --link-ca {tmp_path}/ca.pem -- {served}")
+    assert asked.tls == Tls(f"{tmp_path}/ca.pem")
+    assert plan(f"--replicas 1 -- {served}").tls == Tls()

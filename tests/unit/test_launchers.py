@@ -23,7 +23,7 @@ from tlt_server.errors import Conflict, NotFound, StartupError
 from tlt_server.fleet.launchers import child, local, ray, static
 from tlt_server.fleet.launchers.child import Change, StartedReplicas
 from tlt_server.fleet.launchers.local import local as local_launcher
-from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.plan import FleetPlan
 from tlt_server.fleet.launchers.static import Static
 from tlt_server.frontend.link.launching import Launcher, ReplicaAddress
 
@@ -47,10 +47,10 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "visible_gpus", lambda: [])
 
 
-def plan(tmp_path: Path, number: int = 2, flags: Sequence[str] = (), **given: Any) -> LaunchPlan:
-    fields = {name: given.pop(name) for name in ("addresses", "labels") if name in given}
+def plan(tmp_path: Path, number: int = 2, flags: Sequence[str] = (), **given: Any) -> FleetPlan:
+    fields = {name: given.pop(name) for name in ("addresses", "ray_labels") if name in given}
     config = Config(model=tmp_path, **given)
-    return LaunchPlan(number, flags, config, "the-key", **fields)
+    return FleetPlan(config, flags, "the-key", replicas=number, **fields)
 
 
 class Seen:
@@ -399,7 +399,7 @@ def test_ray_replicas_fit_on_single_nodes(
 
 
 def test_cluster_without_gpus_gets_replicas_on_the_cpu(tmp_path: Path) -> None:
-    assert ray.bundle_of(plan(tmp_path, 2)._replace(cpus=2), [node(CPU=8)]) == {"CPU": 2}
+    assert ray.bundle_of(plan(tmp_path, 2)._replace(replica_cpus=2), [node(CPU=8)]) == {"CPU": 2}
 
 
 def test_open_cluster_without_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from tlt_server.config import Config
 from tlt_server.doctor.checks import Finding, examine, fail, ok, warn
-from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.plan import FleetPlan
 from tlt_server.fleet.launchers.ray import Cluster
 
 SLOW_S = 3.0  # until a lost node is noticed
@@ -21,9 +21,8 @@ def examine_cluster(config: Config, arguments: argparse.Namespace) -> Iterator[F
     found: list[Cluster] = []
 
     def cluster() -> Finding:
-        number, labels = arguments.replicas or 1, arguments.ray_labels or {}
-        plan = LaunchPlan(number, (), config, "", labels=labels, cpus=arguments.replica_cpus)
-        found.append(Cluster(plan))
+        labels, cpus = arguments.ray_labels, arguments.replica_cpus
+        found.append(Cluster(FleetPlan(config, ray_labels=labels, replica_cpus=cpus)))
         totals = {
             kind: int(sum(node["Resources"].get(kind, 0) for node in found[0].nodes))
             for kind in ("CPU", "GPU")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tlt_server.bench.flags import add_flags, flag, whole
 from tlt_server.fleet.launchers import LAUNCHERS
+from tlt_server.frontend.link.launching import MAX_REPLICAS
 from tlt_server.push.arguments import add_server
 
-MAX_REPLICAS = 1024
 SERVE = """\
 Start replicas, each an ordinary `tlt serve`, and a gateway that looks like one server: one address,
 every dialect, one push that is live on all or none. A request's tokens are those of a single

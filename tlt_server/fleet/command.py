@@ -17,11 +17,11 @@ from tlt_server.push.calling import call
 def run(arguments: argparse.Namespace) -> int:
     if arguments.verb != "serve":
         return call(arguments, lambda client, console: _operate(client, arguments, console))
-    plan, options = planned(arguments)
+    plan = planned(arguments)
     launcher = LAUNCHERS.resolve(arguments.launcher)(plan)
     with loading():
         gateway = import_module("tlt_server.fleet.gateway")
-    return int(gateway.serve_fleet(plan.config.resolved(), launcher, options))
+    return int(gateway.serve_fleet(plan, launcher))
 
 
 def _operate(client: Client, arguments: argparse.Namespace, console: Console) -> None:

@@ -31,8 +31,8 @@ from tlt_server.drafter.coordination import (
     StopTraining,
 )
 from tlt_server.errors import Conflict
+from tlt_server.fleet.launchers.plan import FleetPlan
 from tlt_server.frontend.link.fleet import Fleet
-from tlt_server.frontend.link.launching import FleetOptions
 from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.weights.session import WeightSession
 from tlt_server.wire.commands import Manifest
@@ -53,13 +53,13 @@ class FleetDrafter:
         self,
         session: WeightSession,
         fleet: Fleet,
-        options: FleetOptions,
+        plan: FleetPlan,
         connect: Callable[..., AsyncClient] = AsyncClient,
     ) -> None:
         """`session`: pushes to all replicas."""
         self.coordination = Coordination()
         self._own, self._session, self._fleet = fleet.client.versions.own, session, fleet
-        self._faults, self._options, self._connect = fleet.client.faults, options, connect
+        self._faults, self._plan, self._connect = fleet.client.faults, plan, connect
         self._clients: dict[str, AsyncClient] = {}  # by address
         self._asked: dict[str, asyncio.Task[None]] = {}  # actions of replicas that are not done
         self._after: dict[tuple[str, str], int] = {}  # (source, taker) -> last number moved
@@ -148,7 +148,7 @@ class FleetDrafter:
             version=share.version,
             channel=PEER,
             path=source.url,
-            key=self._options.key,
+            key=self._plan.key,
             of=share.target,
         )
         self._own.add(share.version)
@@ -183,10 +183,10 @@ class FleetDrafter:
         return moved
 
     def _client(self, member: Member) -> AsyncClient:
-        url, options = member.url, self._options
+        url, plan = member.url, self._plan
         if url not in self._clients:
             self._clients[url] = self._connect(
-                url, api_key=options.key or None, timeout_s=ANSWER_S, tls=options.tls
+                url, api_key=plan.key or None, timeout_s=ANSWER_S, tls=plan.tls
             )
         return self._clients[url]
 

@@ -13,10 +13,11 @@ from tlt_server.build import Footing, admission, serve_with
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import EngineFailed
 from tlt_server.fleet.drafter import FleetDrafter
+from tlt_server.fleet.launchers.plan import FleetPlan
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.fleet_file import FleetFile
 from tlt_server.frontend.link.idling import SLOWER, IdleReplicas
-from tlt_server.frontend.link.launching import FleetOptions, Launcher
+from tlt_server.frontend.link.launching import Launcher
 from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.operating import FleetOperations
@@ -27,16 +28,16 @@ from tlt_server.metrics import Metrics
 from tlt_server.wire.link import Attach, largest_event
 
 
-def serve_fleet(config: ResolvedConfig, launcher: Launcher, options: FleetOptions) -> int:
+def serve_fleet(plan: FleetPlan, launcher: Launcher) -> int:
     """Serve as a gateway until SIGTERM or SIGINT (drains, returns 0) or until every replica refuses
     it (returns 1). `StartupError` if the launcher can start none.
     """
-    return serve_with(config, partial(gateway, launcher, options))
+    return serve_with(plan.config.resolved(), partial(gateway, launcher, plan))
 
 
 def gateway(
     launcher: Launcher,
-    options: FleetOptions,
+    plan: FleetPlan,
     config: ResolvedConfig,
     directory: Path,
     metrics: Metrics,
@@ -48,28 +49,25 @@ def gateway(
 
     def attach() -> Attach:
         return Attach(
-            fleet=file.record.fleet,
-            epoch=file.record.epoch,
-            gateway=url,
-            take_over=options.take_over,
+            fleet=file.record.fleet, epoch=file.record.epoch, gateway=url, take_over=plan.take_over
         )
 
     async def connect(fleet: Fleet, member: Member) -> None:
-        how: dict[str, Any] = {"key": options.key, "tls": options.tls, "largest": largest}
+        how: dict[str, Any] = {"key": plan.key, "tls": plan.tls, "largest": largest}
         await RemoteLink(member.address.link, attach, fleet, member, **how).run()
 
-    fleet = Fleet(admission(config), metrics, launcher, connect, file, url=url, key=options.key)
+    fleet = Fleet(admission(config), metrics, launcher, connect, file, url=url, key=plan.key)
     placer, client = fleet.replicas.placer, fleet.client
-    mover = Mover(placer, balance=options.rebalance, consolidate=options.consolidate)
+    mover = Mover(placer, balance=plan.rebalance, consolidate=plan.consolidate)
     operations = FleetOperations(fleet, mover)
     client.replica.start.checked.set()  # the port opens before there is a replica
 
     async def run(service: Service) -> EngineFailed:
-        drafter = FleetDrafter(service.session, fleet, options)
-        idle = IdleReplicas(fleet, options.sleep_idle_s, SLOWER + options.consolidate)
+        drafter = FleetDrafter(service.session, fleet, plan)
+        idle = IdleReplicas(fleet, plan.sleep_idle, SLOWER + plan.consolidate)
         works = [operations.run()]
         works += [drafter.run()] if config.drafter_training != "off" else []
-        works += [idle.run()] if options.sleep_idle_s else []
+        works += [idle.run()] if plan.sleep_idle else []
         tasks = [asyncio.create_task(work) for work in works]
         try:
             error = await fleet.run()

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from tlt_server.config import Config, load
 from tlt_server.errors import StartupError
-from tlt_server.fleet.launchers.plan import CHOSEN, KEY, LaunchPlan
+from tlt_server.fleet.launchers.plan import CHOSEN, KEY, FleetPlan
 from tlt_server.frontend.http.keys import read_keys
-from tlt_server.frontend.link.launching import FleetOptions
 from tlt_server.process.private import private_directory, private_file
 from tlt_server.push.calling import key_in, tls_of
 from tlt_server.settings.server import SharedSettings, settings
@@ -38,9 +37,9 @@ ONLY_FOR = {
 }
 
 
-def planned(arguments: Namespace) -> tuple[LaunchPlan, FleetOptions]:
-    """Return what to start and what the gateway is asked for. `arguments.after`: the words after
-    `--`, `arguments.served`: the same as flags of `tlt serve`. `StartupError` names each fault.
+def planned(arguments: Namespace) -> FleetPlan:
+    """Return the plan. `arguments.after`: the words after `--`, `arguments.served`: the same as
+    flags of `tlt serve`. `StartupError` names each fault.
     """
     static, files = arguments.launcher == "static", (arguments.config, arguments.served["config"])
     if None not in files:
@@ -68,24 +67,8 @@ def planned(arguments: Namespace) -> tuple[LaunchPlan, FleetOptions]:
     key = key_in(arguments.link_key_file) or "" if static else _made_key(config.state_dir)
     config = _admitting(config, key)
     tls = tls_of(arguments, LINK_FILES, by_default="tls_cert" in after and not static)
-    options = FleetOptions(
-        key,
-        tls,
-        arguments.take_over,
-        arguments.consolidate,
-        arguments.sleep_idle,
-        arguments.rebalance,
-    )
-    plan = LaunchPlan(
-        arguments.replicas or 0,
-        arguments.after,
-        config,
-        key,
-        arguments.addresses or "",
-        arguments.ray_labels or {},
-        arguments.replica_cpus,
-    )
-    return plan, options
+    given = {name: getattr(arguments, name) for name in FleetPlan._fields[4:]}
+    return FleetPlan(config, arguments.after, key, tls, **given)
 
 
 def _check_sides(before: Set[str], after: Set[str], static: bool) -> None:

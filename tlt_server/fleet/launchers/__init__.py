@@ -1,5 +1,5 @@
 """Launchers, each a file and one line of the table: what starts a fleet's replicas, or knows where
-they are. Each is a function from a `LaunchPlan` to a `Launcher` (`frontend/link/launching.py`).
+they are. Each is a function from a `FleetPlan` to a `Launcher` (`frontend/link/launching.py`).
 """
 
 from __future__ import annotations

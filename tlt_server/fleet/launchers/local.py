@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 
 from tlt_server.fleet.launchers.child import Change, Child, StartedReplicas
-from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.plan import FleetPlan
 from tlt_server.frontend.http.logs import lasting
 from tlt_server.process.machine import visible_gpus
 from tlt_server.settings.server import available_processors
@@ -16,21 +16,24 @@ HOST = "127.0.0.1"
 PER_PROCESSOR = 4  # bound on the replicas that compute on the CPU
 
 
-def local(plan: LaunchPlan) -> StartedReplicas:
-    return StartedReplicas(plan.number, (here := _Here(plan)).live, here.lacking)
+def local(plan: FleetPlan) -> StartedReplicas:
+    return StartedReplicas(plan.replicas or 0, (here := _Here(plan)).live, here.lacking)
 
 
 class _Here:
     """The GPUs of this machine, and servers on parts of them."""
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: FleetPlan) -> None:
         self._plan, self._each = plan, plan.gpus_each
         self._gpus = visible_gpus() if self._each else []
         if not self._gpus and plan.config.device is None:
             self._each = 0  # the replicas will compute on the CPU
         self._flags = list(plan.flags)
         if not self._each and plan.config.threads is None:
-            self._flags += ["--threads", str(max(1, available_processors() // plan.number))]
+            self._flags += [
+                "--threads",
+                str(max(1, available_processors() // (plan.replicas or 1))),
+            ]
         self._lines = lasting(sys.stderr)
 
     def lacking(self, number: int) -> str:

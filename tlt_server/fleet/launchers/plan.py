@@ -1,4 +1,4 @@
-"""The replicas that a launcher starts: their number, flags and surroundings."""
+"""The plan of a fleet: what a launcher starts, or finds, and what its gateway is asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_client import Tls
 from tlt_server.config import Config
 
 # Settings that the launcher chooses for each replica.
@@ -15,16 +16,21 @@ KEY = "FLEET_KEY"  # the variable by which a replica gets the fleet's key
 SPARE_S = 10.0  # to exit after the drain
 
 
-class LaunchPlan(NamedTuple):
-    """Orders to a launcher."""
+class FleetPlan(NamedTuple):
+    """The first four fields, and the flags of `tlt fleet serve` under their names."""
 
-    number: int  # replicas to start
-    flags: Sequence[str]  # every replica's `tlt serve` gets them
     config: Config  # the gateway's, with the engine's settings as the replicas have them
-    key: str  # for the links; empty: none
-    addresses: str = ""  # for static
-    labels: Mapping[str, str] = {}  # for ray: what a node must have
-    cpus: int | None = None  # for ray: processors of a replica; None: by its processes
+    flags: Sequence[str] = ()  # every replica's `tlt serve` gets them
+    key: str = ""  # API key of the links, with scope `link`; empty: none
+    tls: Tls | None = None  # files for links by TLS; None: plain links
+    replicas: int | None = None
+    addresses: str | None = None
+    ray_labels: Mapping[str, str] | None = None
+    replica_cpus: int | None = None  # None: by its processes
+    take_over: bool = False
+    consolidate: float = 0.0  # largest slow-down of a sequence by packing; 0: off
+    sleep_idle: float = 0.0  # seconds until an empty replica gives its memory back; 0: never
+    rebalance: bool = False
 
     @property
     def gpus_each(self) -> int:

@@ -20,7 +20,7 @@ import structlog
 
 from tlt_server.errors import StartupError
 from tlt_server.fleet.launchers.child import Change, Child, StartedReplicas, kept
-from tlt_server.fleet.launchers.plan import LaunchPlan
+from tlt_server.fleet.launchers.plan import FleetPlan
 from tlt_server.frontend.link.launching import ReplicaAddress
 from tlt_server.settings.addresses import is_loopback
 
@@ -30,8 +30,8 @@ OTHER_CPUS = 3  # processes next to the ranks: frontend, reading process, traine
 log = structlog.get_logger()
 
 
-def on_ray(plan: LaunchPlan) -> StartedReplicas:
-    return StartedReplicas(plan.number, (cluster := Cluster(plan)).live, cluster.lacking)
+def on_ray(plan: FleetPlan) -> StartedReplicas:
+    return StartedReplicas(plan.replicas or 0, (cluster := Cluster(plan)).live, cluster.lacking)
 
 
 class ReplicaActor:
@@ -79,12 +79,12 @@ def _runs(parent: int) -> bool:
 class Cluster:
     """The Ray cluster at RAY_ADDRESS, and replicas on it."""
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: FleetPlan) -> None:
         self.plan, self._ray = plan, connected()
         self.nodes = [node for node in self._ray.nodes() if node["Alive"]]
         check_token(self.nodes)
         self.bundle = bundle_of(plan, self.nodes)
-        self.fit = room(self.nodes, self.bundle, plan.labels)
+        self.fit = room(self.nodes, self.bundle, plan.ray_labels or {})
         self._flags = list(plan.flags)
         if "GPU" not in self.bundle and plan.config.threads is None:
             self._flags += ["--threads", str(self.bundle["CPU"])]
@@ -97,7 +97,7 @@ class Cluster:
 
     @property
     def lacking_node(self) -> str:
-        where = f" and the labels {self.plan.labels}" if self.plan.labels else ""
+        where = f" and the labels {labels}" if (labels := self.plan.ray_labels) else ""
         return (
             f"a replica needs {self.each} of one node{where}, and no node of the Ray cluster has "
             "them; lower --tensor-parallel or --replica-cpus, correct --ray-labels, or add nodes"
@@ -127,7 +127,7 @@ class Cluster:
         from ray.util import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        plan, labels = self.plan, dict(self.plan.labels)
+        plan, labels = self.plan, dict(self.plan.ray_labels or {})
         selectors = {"bundle_label_selector": [labels]} if labels else {}
         group = placement_group([self.bundle], strategy="STRICT_PACK", **selectors)
         actor = self._ray.remote(ReplicaActor).options(
@@ -183,12 +183,12 @@ def check_token(nodes: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def bundle_of(plan: LaunchPlan, nodes: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def bundle_of(plan: FleetPlan, nodes: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Return the resources of a replica: no GPU if its device is auto and there is none."""
     each = plan.gpus_each
     if plan.config.device is None and not any("GPU" in node["Resources"] for node in nodes):
         each = 0
-    cpus = plan.cpus or OTHER_CPUS + plan.config.tensor_parallel
+    cpus = plan.replica_cpus or OTHER_CPUS + plan.config.tensor_parallel
     return {"CPU": cpus, "GPU": each} if each else {"CPU": cpus}
 
 

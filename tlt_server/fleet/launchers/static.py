@@ -14,12 +14,11 @@ from typing import NoReturn
 import structlog
 
 from tlt_server.errors import Conflict, StartupError
-from tlt_server.fleet.launchers.plan import LaunchPlan
-from tlt_server.frontend.link.launching import ReplicaAddress
+from tlt_server.fleet.launchers.plan import FleetPlan
+from tlt_server.frontend.link.launching import MAX_REPLICAS, ReplicaAddress
 from tlt_server.settings.addresses import is_loopback
 
 LOOK_S = 2.0
-MAX_ADDRESSES = 1024
 EVERY = ("0.0.0.0", "::")  # hosts of a server that listens on all addresses of its machine
 FORM = "an address is HOST:PORT, with the replica's --link-port"
 _HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|\[[0-9a-fA-F:.]{2,45}\]"
@@ -29,14 +28,15 @@ log = structlog.get_logger()
 
 
 class Static:
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: FleetPlan) -> None:
         ports = (plan.config.port, plan.config.grpc_port, plan.config.probe_port)
         self._own = plan.config.host, {port for port in ports if port}
-        self._kind, _, self._rest = plan.addresses.partition(":")
+        given = plan.addresses or ""
+        self._kind, _, self._rest = given.partition(":")
         if self._kind == "dns":
             self._name = _split(self._rest, "--addresses")
         else:
-            self._listed = plan.addresses.split(",")
+            self._listed = given.split(",")
             self._read()  # refuses them now
 
     async def run(self, found: Callable[[Sequence[ReplicaAddress]], None]) -> None:
@@ -89,9 +89,9 @@ class Static:
                     "with an address per line"
                 ) from None
         addresses = [line.strip() for line in lines if line.strip() and line.strip()[0] != "#"]
-        if not 0 < len(addresses) <= MAX_ADDRESSES:
+        if not 0 < len(addresses) <= MAX_REPLICAS:
             raise StartupError(
-                f"{source} names {len(addresses)} replicas; name 1 to {MAX_ADDRESSES}: {FORM}"
+                f"{source} names {len(addresses)} replicas; name 1 to {MAX_REPLICAS}: {FORM}"
             )
         mine, ports = self._own
         seen = set[tuple[str, int]]()

@@ -14,10 +14,10 @@ from tlt_client.wire import FleetStatus, ReplicaStatus
 from tlt_server.errors import Conflict, NotFound
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, shown
+from tlt_server.frontend.link.launching import MAX_REPLICAS
 from tlt_server.frontend.link.operating import FleetOperations
 from tlt_server.frontend.service import Service
 
-MAX_REPLICAS = 1024
 ReplicaName = Annotated[str, "a name in GET /fleet"]
 ReplicaOrder = Annotated[Literal["drain", "resume", "restart"], "what it should do"]
 ROUTES = Routes(needs="operate", engine_fails=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from tlt_client import Tls
+MAX_REPLICAS = 1024
 
 
 class ReplicaAddress(NamedTuple):
@@ -42,14 +42,3 @@ class Launcher(Protocol):
 
     async def restart(self, name: str) -> None:
         """End a replica and start it again at once."""
-
-
-class FleetOptions(NamedTuple):
-    """The orders to a gateway, next to the configuration of a server."""
-
-    key: str = ""  # API key of the links, with scope `link`; empty: none
-    tls: Tls | None = None  # files for links by TLS; None: plain links
-    take_over: bool = False  # replace another fleet's gateway at its replicas
-    consolidate: float = 0.0  # largest slow-down of a sequence by packing; 0: off
-    sleep_idle_s: float = 0.0  # until an empty replica gives its memory back; 0: never
-    rebalance: bool = False  # move running sequences for speed alone
