@@ -9,7 +9,7 @@ a drafter, every replica gets that drafter under the same version.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,11 +76,9 @@ class Coordination:
     _idle_from: dict[str, float] = field(default_factory=dict)
     _refusals: Counter[str] = field(default_factory=Counter)  # by version
 
-    def decide(
-        self, seen: Sequence[Seen], now_s: float, asked: Collection[str] = ()
-    ) -> list[Action]:
-        """Return the actions for the replicas that answered, in order. `asked`: the replicas that
-        have not yet carried out an earlier action.
+    def decide(self, seen: Sequence[Seen], now_s: float) -> list[Action]:
+        """Return the actions for the replicas that answered, in order. Each is carried out, or has
+        failed, before the next decision.
         """
         target = _common_target(seen)
         self.notes = {server.name: note for server in seen if (note := _note(server, target))}
@@ -92,10 +90,7 @@ class Coordination:
             self.shared = None  # it was made for weights that are gone
         actions: list[Action] = []
         if self.training:
-            server = by_name.get(self.training)
-            if server is not None and server.name in asked:
-                server = server._replace(held=False)  # its pause is being ended
-            actions += self._look_after(server)
+            actions += self._look_after(by_name.get(self.training))
         chosen = None if self.training else self._chosen(seen, idle, now_s)
         if chosen is not None:
             self.training = self.last = chosen.name

@@ -40,8 +40,7 @@ from tlt_server.wire.training import NO_DATA
 
 INTERVAL_S = 2.0
 HOLD_S = 60.0  # for which a replica trains nothing unless it is asked again
-LOOK_S, ANSWER_S = 5.0, 30.0  # for the call that looks, and for another one
-ACT_S = 5.0  # for the calls of a step; unfinished ones go on
+LOOK_S, ANSWER_S = 5.0, 20.0  # for the call that looks, and for another one
 GATHERED_BYTES = 2**24  # bound on the sequences that a step moves
 LIMIT = 256  # sequences of a call
 
@@ -61,7 +60,6 @@ class FleetDrafter:
         self._own, self._session, self._fleet = fleet.client.versions.own, session, fleet
         self._faults, self._plan, self._connect = fleet.client.faults, plan, connect
         self._clients: dict[str, AsyncClient] = {}  # by address
-        self._asked: dict[str, asyncio.Task[None]] = {}  # actions of replicas that are not done
         self._after: dict[tuple[str, str], int] = {}  # (source, taker) -> last number moved
         self._said: dict[str, str] = {}  # what was last logged of a replica
 
@@ -72,8 +70,6 @@ class FleetDrafter:
                 with self._faults.containing("the training of a fleet's drafter"):
                     await self.step(time.monotonic())
         finally:
-            for task in self._asked.values():
-                task.cancel()
             await self._forget({})
 
     async def step(self, now_s: float) -> None:
@@ -87,8 +83,7 @@ class FleetDrafter:
         for name, look in zip(members, looks, strict=True):
             if isinstance(look, BaseException):
                 self._say(name, f"GET /drafter: {type(look).__name__}: {look}")
-        self._asked = {name: task for name, task in self._asked.items() if not task.done()}
-        actions = self.coordination.decide(found, now_s, self._asked.keys())
+        actions = self.coordination.decide(found, now_s)
         for each in found:
             self._say(each.name, self.coordination.notes.get(each.name, ""))
         trains = {each.name for each in found if each.trainer in AT_WORK and not each.held}
@@ -96,12 +91,8 @@ class FleetDrafter:
             member.trains = name in trains
         wanted = defaultdict[str, list[Action]](list)
         for action in actions:
-            if action.name not in self._asked:
-                wanted[action.name].append(action)
-        for name, own in wanted.items():
-            self._asked[name] = asyncio.create_task(self._act(own, members))
-        if self._asked:
-            await asyncio.wait(self._asked.values(), timeout=ACT_S)
+            wanted[action.name].append(action)
+        await asyncio.gather(*(self._act(own, members) for own in wanted.values()))
 
     async def _look(self, member: Member) -> Seen:
         async with asyncio.timeout(LOOK_S):
@@ -135,7 +126,7 @@ class FleetDrafter:
                         await self._gather(taker, members)
                     case ShareDrafter():
                         await self._share(action, taker)
-            except Exception as error:  # such as one of a connection that `_forget` has closed
+            except Exception as error:  # a call or a push has failed
                 self._say(action.name, f"{type(error).__name__}: {error}")
                 if isinstance(action, LetTrain):
                     self.coordination.put_off(action.name)
