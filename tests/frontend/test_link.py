@@ -6,7 +6,6 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +16,6 @@ from tests.frontend.fake_engine import DIES, HANGS, INFO
 from tests.frontend.gateways import attached, happens, on_link, request
 from tests.frontend.live_server import LiveServer
 from tlt_server.frontend.dialects import DIALECTS
-from tlt_server.frontend.rpc import relay
 from tlt_server.wire.commands import (
     Abort,
     ClearCache,
@@ -224,23 +222,15 @@ async def test_broken_stream_aborts_its_sequences_only(server: LiveServer) -> No
         assert gateway.outputs["a"][-1].finish_reason == "length", "late outputs meet no new ids"
 
 
-def test_outputs_are_gathered_unless_a_client_waits_for_tokens(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay, "GATHER_S", 60)  # an end does not wait for it
-
-    @on_link(engine={"step_s": 0.001, "per_step": 1})
-    async def story(server: LiveServer) -> None:
-        async with attached(server) as gateway:
-            messages: dict[bool, int] = {}
-            for patient in (True, False):
-                gateway.events.clear()
-                gateway.submit(request(f"{patient}", [65, 66], 100, patient=patient))
-                await happens(lambda: gateway.ended(f"{patient}"))  # noqa: B023
-                messages[patient] = sum(bool(event.outputs) for event in gateway.of(Outputs))
-            assert messages[False] > 2 * messages[True]
-
-    story(model=model)
+@on_link(engine={"step_s": 0.001, "per_step": 1})
+async def test_outputs_of_a_step_are_one_event(server: LiveServer) -> None:
+    async with attached(server) as gateway:
+        ids = [f"{at}" for at in range(32)]
+        for id in ids:
+            gateway.submit(request(id, [65, 66], 100, patient=False))
+        await happens(lambda: gateway.ended(*ids))
+        events = sum(bool(event.outputs) for event in gateway.of(Outputs))
+        assert events < sum(len(outputs) for outputs in gateway.outputs.values()) / 4
 
 
 @pytest.mark.parametrize(

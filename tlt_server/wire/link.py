@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from tlt_server.errors import TltError
 from tlt_server.wire.commands import (
     Abort,
     ControlCommand,
@@ -72,8 +71,8 @@ class Ended(Struct, frozen=True, tag="ended"):
     start_s: float = 0.0  # time that a start took before
 
     @classmethod
-    def of(cls, error: BaseException) -> Ended:
-        assert isinstance(error, TltError)
+    def of(cls, error: Any) -> Ended:
+        """`error`: a `TltError`."""
         return cls(error.code, error.message)
 
 
@@ -133,10 +132,6 @@ def shifted(request: GenerateRequest, by_s: float) -> GenerateRequest:
     """Return the request with its deadlines moved, at least to 0. Before a link `by_s` is less this
     host's monotonic clock, which leaves seconds; after it the clock of the other host.
     """
-    deadline_s, begin_by_s = (
-        None if clock_s is None else max(0.0, clock_s + by_s)
-        for clock_s in (request.deadline_s, request.begin_by_s)
-    )
-    if deadline_s is None and begin_by_s is None:
-        return request
-    return msgspec.structs.replace(request, deadline_s=deadline_s, begin_by_s=begin_by_s)
+    times = {name: getattr(request, name) for name in ("deadline_s", "begin_by_s")}
+    moved = {name: max(0.0, at + by_s) for name, at in times.items() if at is not None}
+    return msgspec.structs.replace(request, **moved) if moved else request

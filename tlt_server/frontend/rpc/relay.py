@@ -2,19 +2,16 @@
 engine's epochs, and events for it are collected here.
 
 `link` has the rules of attaching and the transport; a relay reads commands and writes events by two
-callables. Outputs are gathered for 20 ms, but sent at once if a sequence ends or a client waits for
-single tokens. Sequences have a prefix inside the server, since ids of two gateways, or of direct
-clients, may be equal.
+callables. What one step of the engine gives is one event. Sequences have a prefix inside the
+server, since ids of two gateways, or of direct clients, may be equal.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -56,9 +53,8 @@ from tlt_server.wire.link import (
     shifted,
 )
 from tlt_server.wire.packed import PackedIds
-from tlt_server.wire.records import Cycle, GenerateRequest, StepOutput, last_output
+from tlt_server.wire.records import GenerateRequest, StepOutput, last_output
 
-GATHER_S = 0.02
 MAX_OPEN = 2**16  # sequences at which a gateway gets no further ones; its admission allows fewer
 MAX_ID_CHARS = 256
 PREPARING_S = 86400.0  # for which a policy may be prepared
@@ -89,7 +85,7 @@ class GatewayRelay:
         self._open: set[Submission] = set()
         self._ids: set[str] = set()  # the gateway's, of sequences that have not ended
         self._events: list[LinkEvent] = []
-        self._some, self._hurry = asyncio.Event(), asyncio.Event()
+        self._some = asyncio.Event()
 
     async def run(self) -> Ended:
         """Carry out commands and send events until the stream ends, and return why."""
@@ -114,7 +110,6 @@ class GatewayRelay:
             self.over.set()
             ended = self._ended or Ended.of(Cancelled("the server has left the stream"))
             self._events.append(ended)
-            self._hurry.set()
             self._some.set()
             await telling
         return ended
@@ -188,18 +183,16 @@ class GatewayRelay:
             # An error ends the stream, so that the gateway places them elsewhere.
             submission = self._client.submit(few, accepted=True)
             self._open.add(submission)
-            self._tasks.create_task(
-                self._pump(submission, hurried=not all(each.patient for each in few))
-            )
+            self._tasks.create_task(self._pump(submission))
 
     def _end(self, request: GenerateRequest, error: TltError) -> None:
         self._pass_on([last_output(request.id, "error", (error.code, error.message))])
 
-    async def _pump(self, submission: Submission, *, hurried: bool) -> None:
+    async def _pump(self, submission: Submission) -> None:
         """Pass on the outputs of a batch."""
         async for few, _ in submission.slices(lambda output: 1, MAX_OUTPUTS):
             own = [replace(each, id=each.id.removeprefix(self._prefix)) for each in few]
-            self._pass_on(own, hurried=hurried)
+            self._pass_on(own)
         self._open.discard(submission)
 
     async def _answer(self, command: ControlCommand | SetPolicy | WeightCommand) -> None:
@@ -228,8 +221,8 @@ class GatewayRelay:
     def took(self, event: Event) -> None:
         """Take in an event that the engine client has applied."""
         match event:
-            case Outputs():  # those of the gateway come by `_pump`
-                self._put(replace(event, outputs=[]), hurried=False)
+            case Outputs():  # the gateway's come by `_pump` in the loop's next turn
+                self._put(replace(event, outputs=[]))
             case Phase() | PhaseProgress():
                 self._put(event)
 
@@ -242,18 +235,19 @@ class GatewayRelay:
 
     # to the gateway
 
-    def _pass_on(self, outputs: list[StepOutput], *, hurried: bool = False) -> None:
-        ended = {output.id for output in outputs if output.finish_reason is not None}
-        self._ids -= ended
-        self._put(Outputs(outputs, {}), hurried=hurried or bool(ended))
+    def _pass_on(self, outputs: list[StepOutput]) -> None:
+        self._ids -= {output.id for output in outputs if output.finish_reason is not None}
+        match self._events:
+            case [*_, Outputs(outputs=those)] if self._ended is None:
+                those.extend(outputs)
+            case _:
+                self._put(Outputs(outputs, {**self._client.replica.gauges}))
 
-    def _put(self, event: LinkEvent, *, hurried: bool = True) -> None:
-        """Send an event: within 20 ms, or if `hurried` at once."""
+    def _put(self, event: LinkEvent) -> None:
+        """Send an event in the loop's next turn."""
         if self._ended is None:
             self._events.append(event)
             self._some.set()
-            if hurried:
-                self._hurry.set()
 
     async def _tell(self) -> None:
         """Send events until the last one. If it cannot, the stream ends."""
@@ -261,13 +255,9 @@ class GatewayRelay:
         try:
             while not (events and isinstance(events[-1], Ended)):
                 await self._some.wait()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(GATHER_S):
-                        await self._hurry.wait()
                 self._some.clear()
-                self._hurry.clear()
                 events, self._events = self._events, []
-                for event in gathered(events, self._client.replica.gauges):
+                for event in events:
                     for message in event_messages(event):
                         await self._write(message)
         except TltError as error:
@@ -296,41 +286,3 @@ def misfit(request: GenerateRequest, info: EngineInfo) -> str:
         if len(ids) and not (0 <= array.min() and array.max() < info.vocab_size):
             return f"a token id is not below the vocabulary's size of {info.vocab_size}"
     return ""
-
-
-def gathered(events: Sequence[LinkEvent], gauges: Mapping[str, float]) -> Iterator[LinkEvent]:
-    """Yield the events, with adjacent outputs as those of one step with these gauges."""
-    for alike, few in itertools.groupby(events, lambda event: isinstance(event, Outputs)):
-        steps: list[Any] = [*few]
-        if not alike:
-            yield from steps
-            continue
-        cycles = [step.cycle for step in steps if step.cycle is not None]
-        yield Outputs(
-            [output for step in steps for output in step.outputs],
-            {**gauges},
-            summed(cycles) if cycles else None,
-            [switch for step in steps for switch in step.switches],
-            [gap for step in steps for gap in step.gaps],
-        )
-
-
-def summed(cycles: Sequence[Cycle]) -> Cycle:
-    """Return the cycles of several steps as one: sums, with the mean of decoding requests."""
-    if len(cycles) == 1:
-        return cycles[0]
-    contexts = [cycle.context for cycle in cycles]
-    context = replace(
-        contexts[-1],
-        decoding=round(sum(each.decoding for each in contexts) / len(cycles)),
-        prefill_rows=sum(each.prefill_rows for each in contexts),
-        chunks=sum(each.chunks for each in contexts),
-    )
-    names = ["rows", "emitted", "drafted", "step_s"]
-    names += ["predicted_s"] if all(cycle.predicted_s for cycle in cycles) else []
-    return replace(
-        cycles[-1],
-        context=context,
-        accepted=tuple(count for cycle in cycles for count in cycle.accepted),
-        **({"predicted_s": 0.0} | {name: sum(getattr(c, name) for c in cycles) for name in names}),
-    )
