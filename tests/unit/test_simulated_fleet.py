@@ -7,6 +7,8 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.unit.test_placing import asked
 from tlt_server.bench import fleet
 from tlt_server.bench.arguments import BENCHES
 from tlt_server.bench.fleets.clock import simulate
+from tlt_server.bench.fleets.machine import FleetHistory, Machine
 from tlt_server.bench.fleets.policies import SPREAD, long_tailed, policies
 from tlt_server.bench.fleets.replica import (
     CONTEXT_S,
@@ -23,7 +26,13 @@ from tlt_server.bench.fleets.replica import (
     token_seconds,
     tokens_of,
 )
+from tlt_server.bench.fleets.wire import Wire
+from tlt_server.frontend.link.launching import ReplicaAddress
+from tlt_server.frontend.link.members import Member
+from tlt_server.frontend.link.remote import SILENT_PINGS, RemoteLink
+from tlt_server.metrics import Metrics
 from tlt_server.wire.events import Outputs
+from tlt_server.wire.link import PING_S, Attach
 from tlt_server.wire.records import GenerateRequest, StepOutput
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -87,6 +96,27 @@ def run_alone(
     return simulate(run())
 
 
+@pytest.mark.parametrize("turns", range(4))
+def test_link_that_is_cancelled_while_it_fails_ends(turns: int) -> None:
+    async def run() -> bool:
+        machine = Machine("r0", FleetHistory(), lambda request: 1, Metrics())
+        fleet: Any = SimpleNamespace(died=lambda *how: None, take=lambda *how: None)
+        member = Member(ReplicaAddress("r0", "r0:1"))
+        link = RemoteLink("r0:1", lambda: Attach(fleet="f", epoch=1), fleet, member)
+        link.__dict__["_channel"] = lambda: Wire(machine)
+        running = asyncio.create_task(link.run())
+        await asyncio.sleep(0.5 * PING_S)
+        machine.hold(60.0)
+        await asyncio.sleep((0.5 + SILENT_PINGS) * PING_S)  # the turn of its last ping
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.sleep(1.0)
+        return running.done()
+
+    assert simulate(run())
+
+
 def given(outputs: list[StepOutput], id: str) -> list[int]:
     return [token for output in outputs if output.id == id for token in output.token_ids]
 
@@ -113,13 +143,12 @@ def test_simulated_abort_loses_no_token() -> None:
     assert before + given(second, "a") == tokens_of(0, 0, 900)
 
 
-@pytest.mark.slow  # simulates five rollouts
+@pytest.mark.slow  # simulates four rollouts
 def test_spreading_beats_hashing_and_moves_beat_it() -> None:
     found = {name: run() for name, run in policies(long_tailed(128, 3), 4, (0.1,)).items()}
     seconds = {name: figures.seconds for name, figures in found.items()}
     assert seconds[SPREAD] < 0.95 * min(seconds["hash"], seconds["groups kept together"])
     assert seconds["with moves"] < seconds[SPREAD] and found["with moves"].moves
-    assert seconds["clairvoyant"] < seconds[SPREAD]
     assert found["with consolidation 0.1"].free >= found["with moves"].free
     assert len({figures.tokens for figures in found.values()}) == 1
 
@@ -130,5 +159,5 @@ def test_bench_prints_a_row_for_each_policy(capsys: pytest.CaptureFixture[str]) 
     asked_for = ["--replicas", "2", "--requests", "16", "--seeds", "1", "--longest", "500"]
     assert fleet.run(parser.parse_args(asked_for)) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert {row["policy"] for row in rows} >= {"hash", SPREAD, "with moves", "clairvoyant"}
+    assert {row["policy"] for row in rows} >= {"hash", SPREAD, "with moves"}
     assert all(row["seconds"] > 0 for row in rows)

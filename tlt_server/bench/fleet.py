@@ -17,9 +17,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
+from multiprocessing import get_context
 from typing import Any
 
-from tlt_server.bench.fleets.faults import KINDS, PHASES, schedules
+from tlt_server.bench.fleets.faults import KINDS, PHASES, judged_all
 from tlt_server.bench.fleets.policies import (
     HASH,
     SPREAD,
@@ -29,12 +32,14 @@ from tlt_server.bench.fleets.policies import (
     policies,
     recorded,
 )
-from tlt_server.bench.record import finish, progress_bar, steps, wide_console
+from tlt_server.bench.record import finish, progress_bar, save, steps, wide_console
 from tlt_server.bench.tables import FLEET, show
 from tlt_server.errors import StartupError
 from tlt_server.speculation.recorded import RolloutRecord
 
 FIRST_SEED = 1000  # tests have the seeds before
+PART = 50  # schedules of a process at a time; the file is written again after them
+SPAWN = get_context("spawn")
 SLOWER = (0.05, 0.1, 0.15)  # bounds of consolidation
 
 
@@ -78,20 +83,29 @@ def run(args: argparse.Namespace) -> int:
 def run_faults(args: argparse.Namespace) -> int:
     console = wide_console()
     covered, errors, wrong = Counter[tuple[str, str]](), Counter[str](), dict[int, list[str]]()
-    with progress_bar(console) as progress:
+    figures: dict[str, Any] = {"bench": "fleet-faults", "first_seed": FIRST_SEED}
+    seeds = range(FIRST_SEED, FIRST_SEED + args.faults)
+    parts = [seeds[at : at + PART] for at in range(0, args.faults, PART)]
+    with progress_bar(console) as progress, ProcessPoolExecutor(mp_context=SPAWN) as pool:
         task = progress.add_task("faults", total=args.faults)
-        for judged in schedules(range(FIRST_SEED, FIRST_SEED + args.faults)):
+        for judged in chain.from_iterable(pool.map(judged_all, parts)):
             covered.update(judged.faults)
             errors.update(judged.errors)
             if judged.wrong:
                 wrong[judged.seed] = judged.wrong
                 console.print(f"seed {judged.seed}: {'; '.join(judged.wrong[:3])}", markup=False)
             progress.update(task, advance=1)
-    rows = [{"fault": kind, **{phase: covered[kind, phase] for phase in PHASES}} for kind in KINDS]
+            done = judged.seed + 1 - FIRST_SEED
+            rows = [
+                {"fault": kind, **{phase: covered[kind, phase] for phase in PHASES}}
+                for kind in KINDS
+            ]
+            figures |= {"schedules": done, "violations": len(wrong), "errors": errors, "rows": rows}
+            if done % PART == 0:
+                save(args, figures, on_gpu=False)
     columns = {"fault": "{fault}", **{phase: f"{{{phase}}}" for phase in PHASES}}
     show(console, "tlt bench fleet: faults by the phase of a push", columns, rows)
-    figures = {"schedules": args.faults, "violations": len(wrong), "errors": errors, "rows": rows}
-    finish(args, {"bench": "fleet-faults", "first_seed": FIRST_SEED, **figures}, on_gpu=False)
+    finish(args, figures, on_gpu=False)
     return 1 if wrong else 0
 
 

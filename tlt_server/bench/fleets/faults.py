@@ -11,27 +11,36 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from tlt_server.bench.fleets.clock import simulate
-from tlt_server.bench.fleets.gateway import OWNER, SimulatedDisk, SimulatedGateway, owned_task
-from tlt_server.bench.fleets.machine import Machine
+from tlt_server.bench.fleets.gateway import (
+    OWNER,
+    Machines,
+    SimulatedDisk,
+    SimulatedGateway,
+    owned_task,
+)
+from tlt_server.bench.fleets.machine import FleetHistory, Machine, SimulatedWeights
 from tlt_server.bench.fleets.replica import tokens_of
 from tlt_server.errors import TltError
 from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.placing import Placer
 from tlt_server.metrics import Metrics
-from tlt_server.wire.commands import Manifest, PushWeights
+from tlt_server.process.faults import Containment
+from tlt_server.wire.commands import CommitWeights, Manifest, PushWeights
 from tlt_server.wire.records import GenerateRequest, Sampling
 
 REQUESTS, FAULTS, PUSHES = 50, 5, 5
 LONGEST = 900  # tokens of an output
-SIZES = (*5 * (3, 4), *3 * (5, 6), 8, 8, 12, 64)  # replicas
+DELAYS_S = (0.0, 0.002, 0.02)  # time that a message takes
+SIZES = (*10 * (3, 4), *6 * (5, 6), *4 * (8,), 12, 12, 64)  # replicas
 PHASES = ("none", "staging", "staged", "committing", "catching up")
 REACH_S = 2.5  # for which a fault waits for its phase
 END_S = 300.0  # after the last fault, until which everything must have ended
@@ -45,6 +54,7 @@ class Story:
     request: GenerateRequest
     tries: int = 0
     tokens: list[int] = field(default_factory=list)
+    versions: set[str] = field(default_factory=set)  # the tokens'
     ends: list[str] = field(default_factory=list)  # by the last gateway that had it
 
 
@@ -53,43 +63,61 @@ class FaultSchedule:
 
     def __init__(self, seed: int, state_dir: Path, metrics: Metrics) -> None:
         self._draw, self._state_dir, self._metrics = random.Random(seed), state_dir, metrics
-        self.seed, self.wrong = seed, list[str]()
-        self.versions: list[str] = []
+        self._contained = Containment.total
+        self.seed, self.history, self.damaged = seed, FleetHistory(), set[str]()
+        self.wrong, self.versions = self.history.wrong, self.history.committed
         self._gateways: list[SimulatedGateway] = []
         self._changed = asyncio.Event()  # there is another gateway
         self.faults = Counter[tuple[str, str]]()  # kind and phase
         self.errors = Counter[str]()  # codes of typed errors, and how often an operator had to act
-        size = self._draw.choice(SIZES)
-        self.damaged, peers = set[str](), dict[str, Machine]()
-        self.machines = {
-            name: Machine(name, self.wrong, self.versions, length_of, peers)
-            for name in (f"r{number:02}" for number in range(size))
-        }
-        peers |= {f"http://{name}": machine for name, machine in self.machines.items()}
-        self.stories = [
-            Story(
+        self._sleep_idle_s = self._draw.choice((0.0, 0.0, 0.7))
+        self._peers: dict[str, Machine] = {}
+        self.size = self._draw.choice(SIZES)  # replicas
+        self.machines = Machines(self.size, self._machine)
+        self.stories = {
+            f"{at}": Story(
                 GenerateRequest(
                     id=f"{at}",
-                    token_ids=[1] * self._draw.choice((20, 20, 400)),
+                    token_ids=[at + 1] * self._draw.choice((20, 20, 400)),
                     sampling=Sampling(max_tokens=LONGEST),
                     seed=self._draw.randrange(2**20),
                     group_id=f"g{at // 4}",
                 )
             )
             for at in range(REQUESTS)
-        ]
+        }
         self._begin_gateway()
 
+    def _machine(self, name: str) -> Machine:
+        machine = Machine(name, self.history, length_of, self._metrics, peers=self._peers)
+        machine.delay_s = self._draw.choice(DELAYS_S)
+        self._peers[f"http://{name}"] = machine
+        return machine
+
+    def _moved(self, id: str) -> None:
+        """Check a request that is moved by choice: all its tokens are of the live weights."""
+        story = self.stories[id.partition(".")[0]]
+        if id.endswith(f".{story.tries}") and story.versions - {*self.versions[-1:]}:
+            self.wrong.append(f"{id} moved with tokens of {sorted(story.versions)}")
+
     def _begin_gateway(self) -> None:
-        disk = SimulatedDisk(self._state_dir, self.versions, self.damaged)
-        self.gateway = SimulatedGateway(self.machines, disk, self._metrics, Placer(), Mover)
+        disk = SimulatedDisk(self._state_dir, self.history, self.damaged)
+        self.gateway = SimulatedGateway(
+            self.machines,
+            disk,
+            self._metrics,
+            Placer(),
+            Mover,
+            moved=self._moved,
+            sleep_idle_s=self._sleep_idle_s,
+        )
         self._gateways.append(self.gateway)
         OWNER.set(None)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def run(self) -> None:
-        clients = [asyncio.create_task(self._client(story)) for story in self.stories]
+        clients = [asyncio.create_task(self._client(story)) for story in self.stories.values()]
         pushing = asyncio.create_task(self._push())
         operating = asyncio.create_task(self._operate())
         for _ in range(FAULTS):
@@ -126,7 +154,7 @@ class FaultSchedule:
     async def _read(self, gateway: SimulatedGateway, story: Story) -> bool:
         """Return False if the gateway refuses the request for now."""
         OWNER.set(gateway)
-        story.tokens, story.tries = [], story.tries + 1
+        story.tokens, story.versions, story.tries = [], set(), story.tries + 1
         request = replace(story.request, id=f"{story.request.id}.{story.tries}")
         try:
             submission = gateway.client.submit([request])
@@ -135,6 +163,7 @@ class FaultSchedule:
         async for outputs, _ in submission.slices(lambda output: 1, 64):
             for output in outputs:
                 story.tokens += output.token_ids
+                story.versions |= {output.weight_version} if output.token_ids else set()
                 if output.token_ids and output.weight_version not in self.versions:
                     self.wrong.append(f"{output.id}: version {output.weight_version!r}")
                 if output.finish_reason is not None:
@@ -146,10 +175,9 @@ class FaultSchedule:
         for number in range(1, PUSHES + 1):
             await asyncio.sleep(1.0 + 2.0 * self._draw.random())
             gateway = self.gateway
-            manifest = Manifest(version=f"v{number}", path="/w", channel="disk")
-            command = PushWeights(gateway.client.command_id(), manifest)
+            commit = self._draw.random() < 0.7
             OWNER.set(gateway)
-            work = asyncio.create_task(gateway.client.weights(command))
+            work = asyncio.create_task(_pushed(gateway, f"v{number}", commit=commit))
             OWNER.set(None)
             await asyncio.gather(work, return_exceptions=True)  # it may fail
 
@@ -159,12 +187,13 @@ class FaultSchedule:
         """
         while True:
             await asyncio.sleep(OPERATOR_S)
-            newest, machines = self.versions[-1:], self.machines.values()
-            held = {machine.live for machine in machines}
-            held |= {machine.staged[0] for machine in machines if machine.staged}
+            newest, engines = self.versions[-1:], [each.engine for each in self.machines.values()]
+            held = {
+                each.version for engine in engines for each in (engine.live, engine.open) if each
+            }
             if newest and newest[0] not in held:
                 self.errors["weights lost"] += 1
-                self.machines["r00"].restart(0.5, newest[0])
+                next(iter(self.machines.values())).restart(0.5, newest[0])
 
     # faults
 
@@ -201,15 +230,26 @@ class FaultSchedule:
         gateway = self.gateway
 
         async def drain() -> None:
-            try:
+            with suppress(TltError):  # it is the last one, or gone
                 await gateway.operations.drain(machine.name)
-            except TltError:
-                return
-            await asyncio.sleep(2.0)
-            gateway.operations.resume(machine.name)
+                await asyncio.sleep(2.0)
+                gateway.operations.resume(machine.name)
 
         OWNER.set(gateway)
         gateway.fleet.do(drain())
+        OWNER.set(None)
+
+    def _scale(self, machine: Machine) -> None:
+        """Start or stop a replica, and go back to their number later."""
+        gateway = self.gateway
+
+        async def scale() -> None:
+            await gateway.operations.scale(max(3, self.size + self._draw.choice((-1, 1))))
+            await asyncio.sleep(3.0)
+            await gateway.operations.scale(self.size)
+
+        OWNER.set(gateway)
+        gateway.fleet.do(scale())
         OWNER.set(None)
 
     def _damage(self, machine: Machine) -> None:
@@ -225,12 +265,14 @@ class FaultSchedule:
     def _open(self) -> Iterator[str]:
         gateway = self.gateway
         for name, member in gateway.fleet.members.items():
-            if member.state != "ready":
+            if member.state not in ("ready", "asleep"):
                 yield f"{name} is {member.state}: {member.fault}"
         for machine in self.machines.values():
             newest = self.versions[-1] if self.versions else ""
-            if machine.live != newest or machine.good == (newest in self.damaged):
-                yield f"{machine.name} has {machine.live}, not {newest}, or other content"
+            if machine.live != SimulatedWeights(newest, newest not in self.damaged):
+                yield f"{machine.name} has {machine.live}, not {newest}"
+            if machine.engine.open:
+                yield f"{machine.name} still has a push, {machine.engine.open}"
             if machine.engine.running or machine.engine.waiting:
                 yield f"{machine.name} runs {[*machine.engine.running]}"
         if gateway.client.open_ids or gateway.fleet.replicas.placer.placed:
@@ -242,8 +284,10 @@ class FaultSchedule:
             self.wrong.append("a push or a client has not ended")
 
     def _check(self) -> None:
+        if Containment.total > self._contained:
+            self.wrong.append("an exception was contained")
         self.gateway.fleet.replicas.placer.check()
-        for story in self.stories:
+        for story in self.stories.values():
             request, end = story.request, story.ends[0] if story.ends else "nothing"
             expected = tokens_of(request.seed, 0, length_of(request))
             if len(story.ends) != 1:
@@ -251,13 +295,18 @@ class FaultSchedule:
             elif end in ("stop", "length"):
                 if story.tokens != expected and not self.damaged:
                     self.wrong.append(f"{request.id} has other tokens than its seed gives")
-            elif end != "poisoned" or story.tokens != expected[: len(story.tokens)]:
+            elif not self._crashes(story, end) or story.tokens != expected[: len(story.tokens)]:
                 self.wrong.append(f"{request.id} ended with {end}")
             else:
                 self.errors[end] += 1
         self.errors["damage at the only replica"] += bool(self.damaged)
         for gateway in self._gateways:
             gateway.kill()
+
+    def _crashes(self, story: Story, end: str) -> bool:
+        """Return True if a request was refused because it ran at two crashes."""
+        id = f"{story.request.id}.{story.tries}"
+        return end == "poisoned" and self.history.crashed[id] >= 2
 
 
 KINDS: dict[str, Callable[[FaultSchedule, Machine], None]] = {
@@ -270,7 +319,17 @@ KINDS: dict[str, Callable[[FaultSchedule, Machine], None]] = {
     "second gateway": FaultSchedule._second_gateway,
     "drain": FaultSchedule._drain,
     "damaged push": FaultSchedule._damage,
+    "scale": FaultSchedule._scale,
 }
+
+
+async def _pushed(gateway: SimulatedGateway, version: str, *, commit: bool) -> None:
+    """Push a version, in one call or two."""
+    client, manifest = gateway.client, Manifest(version=version, path="/w", commit=commit)
+    report = await client.weights(PushWeights(client.command_id(), manifest))
+    if report.result == "staged":
+        await asyncio.sleep(0.3)
+        await client.weights(CommitWeights(client.command_id(), version))
 
 
 def length_of(request: GenerateRequest) -> int:
@@ -284,12 +343,31 @@ def schedules(seeds: Iterable[int]) -> Iterator[FaultSchedule]:
 
     async def run(seed: int, state_dir: Path) -> FaultSchedule:
         factory: Any = owned_task
-        asyncio.get_running_loop().set_task_factory(factory)
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(factory)
         schedule = FaultSchedule(seed, state_dir, metrics)
+        loop.set_exception_handler(lambda _, what: schedule.wrong.append(f"unhandled: {what}"))
         await schedule.run()
         await asyncio.sleep(0.1)
         return schedule
 
-    with TemporaryDirectory(prefix="tlt-faults-") as directory:
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a rename need not reach a disk
+    with TemporaryDirectory(prefix="tlt-faults-", dir=memory) as directory:
         for seed in seeds:
             yield simulate(run(seed, Path(directory, str(seed))))
+
+
+class ScheduleOutcome(NamedTuple):
+    """The outcome of a schedule."""
+
+    seed: int
+    faults: Counter[tuple[str, str]]  # kind and phase
+    errors: Counter[str]
+    wrong: list[str]
+
+
+def judged_all(seeds: Iterable[int]) -> list[ScheduleOutcome]:
+    return [
+        ScheduleOutcome(each.seed, each.faults, each.errors, each.wrong)
+        for each in schedules(seeds)
+    ]

@@ -1,44 +1,54 @@
-"""A simulated server at a link: its engine, weights and epochs, and the wire to a gateway.
+"""A simulated server at a link: the frontend is the real one, the engine and the network are not.
 
-It answers as `rpc.link` and `rpc.relay` do. What it must never do is noted in `wrong`: carry out an
-order of an epoch that is over, or give tokens of weights older than those that the fleet had
-committed when it got the sequence.
+What it must never do is noted in `wrong`: carry out an order of an epoch that is over, or give
+tokens of weights older than those that the fleet had committed when it got the sequence.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from functools import partial
+import contextvars
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from tlt_client.errors import Conflict, ConnectionFailed
 from tlt_server.bench.fleets.replica import SimulatedReplica
+from tlt_server.errors import EngineFailed
+from tlt_server.frontend.link.admission import Admission
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.link import Death
+from tlt_server.frontend.link.submission import HOP
+from tlt_server.frontend.rpc.link import Attachments, FleetEpochs
+from tlt_server.metrics import Metrics
 from tlt_server.wire.commands import (
     Abort,
     AbortWeights,
+    Command,
     CommitWeights,
-    LookAtWeights,
+    ControlCommand,
+    Manifest,
     PushWeights,
+    SetPolicy,
+    Sleep,
     Submit,
+    WakeUp,
+    WeightCommand,
 )
 from tlt_server.wire.events import (
     ControlReport,
     EngineInfo,
+    Event,
     Outputs,
     Ready,
     WeightReport,
     WeightState,
 )
 from tlt_server.wire.fingerprint import Fingerprint
-from tlt_server.wire.link import Attach, Attached, Ended, Ping, decode_link_command, event_messages
-from tlt_server.wire.records import GenerateRequest, encode
+from tlt_server.wire.records import GenerateRequest
 
-STAGE_S, COMMIT_S, START_S = 0.4, 0.05, 1.0
-NEXT_S = 1e-6  # between two messages, since timers of one moment have no order
+STAGE_S, COMMIT_S, START_S, SLEEP_S = 0.4, 0.05, 1.0, 0.3
 INFO = EngineInfo(
     model="simulated",
     weight_version="v0",
@@ -58,151 +68,264 @@ INFO = EngineInfo(
     threads=1,
     prepared="all strategies",
     phases={},
+    spooled=True,
 )
 
 
-class Wire:
-    """One stream between a gateway and a machine: messages in order, late, or held."""
+class SimulatedWeights(msgspec.Struct, frozen=True):
+    version: str
+    good: bool = True  # False: damaged on their way
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine, self.attach = machine, Attach(fleet="none", epoch=1)
-        self._arrived: deque[bytes] = deque()
-        self._some = asyncio.Event()
-        self._free_s = [0.0, 0.0]  # when the last message of each direction arrives
-        self.broken: Exception | None = None
+    @property
+    def checksums(self) -> dict[str, str]:
+        return {"weight": f"mix64:{self.version}{'' if self.good else ' damaged'}"}
 
-    # as a channel and a call of gRPC
 
-    async def __aenter__(self) -> Wire:
-        if not self.machine.up or self.machine.cut:
-            raise ConnectionFailed(f"{self.machine.name} was not reached")
-        return self
+class FleetHistory:
+    """The history of all servers of a fleet."""
 
-    async def __aexit__(self, *error: object) -> None:
-        self.end(ConnectionFailed("the gateway has ended the stream"))
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self.committed: list[str] = []  # versions by the fleet's record, the oldest first
+        self.oldest: dict[str, int] = {}  # id -> index of the oldest version that it may get
+        self.crashed = Counter[str]()  # request -> ends of engines and servers that ran it
 
-    def stream_stream(self, method: str) -> Callable[..., Wire]:
-        return lambda metadata: self
+    def gave(self, machine: str, outputs: Outputs) -> None:
+        """Check what an engine computed."""
+        for output in outputs.outputs:
+            id = own_id(output.id)
+            older = self.committed[: self.oldest.get(id, 0)]
+            if output.token_ids and output.weight_version in older:
+                self.wrong.append(f"{machine} gave {id} tokens of {output.weight_version}")
 
-    async def write(self, message: bytes) -> None:
-        self._later(0, lambda: self.machine.take(self, decode_link_command(message)))
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while True:
-            await self._some.wait()
-            self._some.clear()
-            while self._arrived:
-                yield self._arrived.popleft()
-            if self.broken is not None:
-                raise self.broken
+def own_id(id: str) -> str:
+    """Return the gateway's id of a sequence in a server."""
+    return id.partition("/")[2]
 
-    # the machine's side
 
-    def send(self, event: Any) -> None:
-        for message in event_messages(event):
-            self._later(1, partial(self._arrive, message))
+class SimulatedEngine(SimulatedReplica):
+    """Batches, and weights that are staged and committed."""
 
-    def end(self, error: Exception) -> None:
-        """Break the stream at both ends."""
-        if self.broken is None:
-            self.broken = error
-            if isinstance(error, Conflict):
-                self._arrived.append(encode(Ended(error.code, error.message)))
-            self._some.set()
-            self.machine.left(self)
+    def __init__(self, machine: Machine, live: SimulatedWeights) -> None:
+        super().__init__(
+            self._step, machine.length, machine.max_running, speculates=machine.speculates
+        )
+        self._machine, self.ended, self.asleep = machine, False, False
+        self.open: SimulatedWeights | None = None  # a push, which is staged once `staging` is False
+        self.staging = False
+        self._make_live(live)
 
-    def _arrive(self, message: bytes) -> None:
-        self._arrived.append(message)
-        self._some.set()
+    @property
+    def has(self) -> list[SimulatedWeights]:
+        return [self.live] if self.open is None else [self.live, self.open]
 
-    def _later(self, way: int, arrive: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        at_s = max(loop.time() + self.machine.delay_s, self._free_s[way] + NEXT_S)
-        self._free_s[way] = at_s
-        loop.call_at(at_s, self._passed, arrive)
+    def close(self) -> None:
+        super().close()
+        self.ended = True
 
-    def _passed(self, arrive: Callable[[], None]) -> None:
-        if self.machine.cut:
-            self.machine.held.append(partial(self._passed, arrive))
-        elif self.broken is None:
-            arrive()
+    def send(self, command: Command) -> bool:
+        """Take a command of the server's frontend, as `EngineLink` does."""
+        match command:
+            case Submit(requests):
+                self.submit(requests)
+            case Abort(ids, finish_reason):
+                self.abort(ids, finish_reason)
+            case PushWeights(id, manifest):
+                self._push(id, manifest)
+            case CommitWeights(id):
+                self._after(COMMIT_S, lambda: self._commit(id))
+            case AbortWeights(id):
+                self.open = None
+                self._after(0.0, lambda: self._answer(id, "aborted"))
+            case Sleep(id) | WakeUp(id):
+                self.asleep = isinstance(command, Sleep)
+                self.rest(asleep=self.asleep)
+                self._after(SLEEP_S, lambda: ControlReport(id))
+            case _ if isinstance(command, WeightCommand):
+                self._after(0.0, lambda: self._answer(command.id, "looked"))
+            case _ if isinstance(command, ControlCommand | SetPolicy):
+                self._after(0.0, lambda: ControlReport(command.id))
+        return True
+
+    def _push(self, id: str, manifest: Manifest) -> None:
+        if self.asleep:
+            self._machine.history.wrong.append(f"{self._machine.name} got a push while it sleeps")
+        if self.open is not None:
+            error = "conflict", f"{self.open.version} is being pushed"
+            self._after(0.0, lambda: self._answer(id, "conflict", error=error))
+            return
+        pushed = self.open = self._machine.taken(manifest)
+        self.staging = True
+
+        def staged() -> WeightReport:
+            if self.open is not pushed:
+                return self._answer(id, "conflict", error=("conflict", "the push was aborted"))
+            self.staging = False
+            return self._commit(id) if manifest.commit else self._answer(id, "staged", pushed)
+
+        self._after(STAGE_S, staged)
+
+    def _commit(self, id: str) -> WeightReport:
+        if self.open is None or self.staging:
+            return self._answer(id, "conflict", error=("conflict", "nothing is staged"))
+        self.tell()  # the tokens so far are of the weights so far
+        self._make_live(self.open)
+        self.open = None
+        return self._answer(id, "committed")
+
+    def _make_live(self, weights: SimulatedWeights) -> None:
+        self.live, self.version, self.corrupt = weights, weights.version, not weights.good
+
+    def _answer(
+        self,
+        id: str,
+        result: str,
+        of: SimulatedWeights | None = None,
+        error: tuple[str, str] | None = None,
+    ) -> WeightReport:
+        of, opened = of or self.live, dict[str, str]()
+        if self.open is not None:
+            state = "staging" if self.staging else "staged"
+            opened = {"version": self.open.version, "role": "target", "state": state}
+        return WeightReport(
+            id=id,
+            result=result,
+            error=error,
+            version=of.version,
+            role="target",
+            checksums=of.checksums,
+            state=WeightState(target=self.live.version, open=opened),
+        )
+
+    def _step(self, event: Outputs) -> None:
+        self._machine.history.gave(self._machine.name, event)
+        self._tell(event)
+
+    def _after(self, seconds: float, event: Callable[[], Event]) -> None:
+        """Report something later, unless the engine has ended by then."""
+
+        def report() -> None:
+            if not self.ended:
+                self._tell(event())
+
+        asyncio.get_running_loop().call_later(seconds, report)
+
+    def _tell(self, event: Event) -> None:
+        """Hand an event over in the loop's next turn, as what asks for it may not be done."""
+        asyncio.get_running_loop().call_soon(self._machine.told, self, event)
 
 
 class Machine:
+    """A server's process: frontend and engine, which crash and start again."""
+
+    attachments: Attachments
+
     def __init__(
         self,
         name: str,
-        wrong: list[str],
-        versions: list[str],
+        history: FleetHistory,
         length: Callable[[GenerateRequest], int],
-        peers: Mapping[str, Machine],
+        metrics: Metrics,
         *,
+        peers: Mapping[str, Machine] = {},
         max_running: int = 16,
         speculates: bool = True,
     ) -> None:
-        """`versions`: those that the fleet has committed, the oldest first. `length`: see
-        `SimulatedReplica`. `peers`: servers by address.
-        """
-        self._peers = peers
-        self.name, self.wrong, self._versions = name, wrong, versions
-        self._length, self._max_running, self._speculates = length, max_running, speculates
+        """`length` and `speculates`: see `SimulatedReplica`. `peers`: servers by address."""
+        self.name, self.history, self.length, self.peers = name, history, length, peers
+        self.max_running, self.speculates, self._metrics = max_running, speculates, metrics
         self.up, self.cut, self.delay_s = True, False, 0.002
-        self.held: list[Callable[[], None]] = []  # messages while it is cut off
+        self.held: list[Callable[[], None]] = []  # what arrives once it is not cut off
         self.whole = True  # the next push is staged as it was sent
-        self._epoch, self._wire = 0, None
-        self._start("v0")
+        self.epoch, self._epochs = 0, FleetEpochs(None)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start(SimulatedWeights("v0"))
 
-    def _start(self, version: str) -> None:
-        self.live, self.good = version, True
-        self.staged: tuple[str, bool] | None = None
-        self.staging = 0  # pushes on their way
-        self._floor: dict[str, int] = {}  # id -> index of the oldest version that it may get
-        self._engine()
+    def _start(self, live: SimulatedWeights) -> None:
+        admission = Admission(max_queue=10**6, max_queue_tokens=10**9, max_page_forecast=1e9)
+        self.client = EngineClient(admission, self._metrics)
+        self.attachments = Attachments(self.client, self._epochs, f"http://{self.name}")
+        self._begin(live)
 
-    def _engine(self) -> None:
-        self.engine = SimulatedReplica(
-            self._outputs, self._length, self._max_running, self._speculates
-        )
-        self.engine.version, self.engine.corrupt = self.live, not self.good
+    def _begin(self, live: SimulatedWeights) -> None:
+        self.engine = SimulatedEngine(self, live)
+        self.client.replica.connect(self.engine)
+        changed = {"weight_version": live.version, "max_running": self.max_running}
+        self.client.take(Ready(msgspec.structs.replace(INFO, **changed)))
+
+    def told(self, engine: SimulatedEngine, event: Event) -> None:
+        if engine is self.engine and not engine.ended:
+            self.client.take(event)
+
+    def serve(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run a task of this server, in no context of a gateway; False while it is down."""
+        if not self.up:
+            work.close()
+            return False
+        task = contextvars.Context().run(asyncio.create_task, work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    def ordered(self, epoch: int) -> None:
+        """Note an order of a gateway."""
+        if epoch < self.epoch:
+            self.history.wrong.append(f"{self.name} carried out an order of epoch {epoch}")
+
+    def expect(self, ids: Iterable[str], oldest: int) -> None:
+        """Note that these, which are sent now, get no tokens of versions before this one."""
+        self.history.oldest |= dict.fromkeys(ids, oldest)
+
+    def taken(self, manifest: Manifest) -> SimulatedWeights:
+        """Return what a push brings here, which may be damaged on its way."""
+        sources = [self.peers.get(url) for url in manifest.path.split()]
+        found = [each.engine.live for each in sources if each]
+        good = [each.good for each in found if each.version == manifest.version]
+        whole, self.whole = self.whole, True
+        return SimulatedWeights(manifest.version, good[0] if good else whole)
 
     # faults
 
     def crash(self) -> None:
         """End the engine; the server starts another one."""
-        if not self.up:
-            return
-        started = sorted(self.engine.running)
+        if self.up and not self.engine.ended:
+            death = Death("exited", EngineFailed("it crashed"), set(self._ended()))
+            self.client.died(death, 0.0, START_S)
+            asyncio.get_running_loop().call_later(START_S, self._again, self.client, self.live)
+
+    def _again(self, client: EngineClient, live: SimulatedWeights) -> None:
+        if client is self.client and self.up:
+            self._begin(live)
+
+    @property
+    def live(self) -> SimulatedWeights:
+        return self.engine.live
+
+    def _ended(self) -> list[str]:
+        """End the engine, and return what it ran."""
+        ran = [*self.engine.running]
+        self.history.crashed.update(own_id(id).partition(HOP)[0] for id in ran)
         self.engine.close()
-        self._engine()
-        self.staged, self.staging = None, 0
-        if self._wire is not None:
-            self._ready_at_s = asyncio.get_running_loop().time() + START_S
-            self._attached = False
-            self._wire.send(
-                Ended(
-                    ending="exited",
-                    code="engine_failed",
-                    message="it crashed",
-                    started=started,
-                    restart_in_s=0.0,
-                    start_s=START_S,
-                )
-            )
+        return ran
 
     def restart(self, down_s: float, version: str = "v0") -> None:
         """End the server, and start it again later with these weights, by default those of its
         model directory.
         """
         if self.up:
-            self.up = False
-            self.engine.close()
-            if self._wire is not None:
-                self._wire.end(ConnectionFailed(f"{self.name} has ended"))
-            asyncio.get_running_loop().call_later(down_s, self._again, version)
+            self.end()
+            asyncio.get_running_loop().call_later(down_s, self._up_again, version)
 
-    def _again(self, version: str) -> None:
+    def end(self) -> None:
+        self.up = False
+        self._ended()
+        for task in self._tasks:
+            task.cancel()
+
+    def _up_again(self, version: str) -> None:
         self.up = True
-        self._start(version)
+        self._start(SimulatedWeights(version))
 
     def hold(self, for_s: float) -> None:
         """Pass on no message for this time."""
@@ -220,129 +343,3 @@ class Machine:
         held, self.held = self.held, []
         for arrive in held:
             arrive()
-
-    # the stream
-
-    _attached = False
-    _ready_at_s = 0.0
-    _wire: Wire | None
-
-    def left(self, wire: Wire) -> None:
-        if wire is self._wire:
-            self._wire = None
-            self.engine.abort([*self.engine.running, *(r.id for r in self.engine.waiting)])
-
-    def expect(self, ids: Iterable[str], oldest: int) -> None:
-        """Note that these, which are sent now, get no tokens of versions before this one."""
-        self._floor |= dict.fromkeys(ids, oldest)
-
-    def take(self, wire: Wire, command: Any) -> None:
-        if not self.up:
-            wire.end(ConnectionFailed(f"{self.name} has ended"))
-            return
-        if isinstance(command, Attach):
-            self._attach(wire, command)
-            return
-        if wire.attach.epoch < self._epoch:
-            self.wrong.append(f"{self.name} carried out an order of epoch {wire.attach.epoch}")
-        if isinstance(command, Ping):
-            wire.send(Ping())
-        elif wire is self._wire and self._attached:
-            self._carry_out(wire, command)
-
-    def _attach(self, wire: Wire, attach: Attach) -> None:
-        if self._is_over(attach):
-            wire.end(Conflict("conflict", f"epoch {attach.epoch} is over", status=409))
-            return
-        wire.attach, self._epoch = attach, max(self._epoch, attach.epoch)
-        if (before := self._wire) is not None and before is not wire:
-            before.end(Conflict("conflict", f"epoch {attach.epoch} has attached", status=409))
-        self._wire, self._attached = wire, True
-        wire.send(Attached(attach.epoch, f"http://{self.name}"))
-        self._after(
-            max(0.0, self._ready_at_s - asyncio.get_running_loop().time()),
-            lambda: Ready(
-                msgspec.structs.replace(
-                    INFO, weight_version=self.live, max_running=self._max_running
-                )
-            ),
-        )
-
-    def _is_over(self, attach: Attach) -> bool:
-        return attach.epoch < self._epoch
-
-    def _after(self, seconds: float, event: Callable[[], Any]) -> None:
-        """Send an event later, unless the stream or the engine has changed by then."""
-        wire, engine = self._wire, self.engine
-
-        def send() -> None:
-            if wire is not None and wire is self._wire and engine is self.engine:
-                wire.send(event())
-
-        asyncio.get_running_loop().call_later(seconds, send)
-
-    def _outputs(self, event: Outputs) -> None:
-        for output in event.outputs:
-            older = self._versions[: self._floor.get(output.id, 0)]
-            if output.token_ids and output.weight_version in older:
-                self.wrong.append(f"{self.name} gave {output.id} tokens of {output.weight_version}")
-        if self._wire is not None:
-            self._wire.send(event)
-
-    def _carry_out(self, wire: Wire, command: Any) -> None:
-        match command:
-            case Submit(requests):
-                self.engine.submit(requests)
-            case Abort(ids, finish_reason):
-                self.engine.abort(ids, finish_reason)
-            case LookAtWeights() | AbortWeights():
-                if isinstance(command, AbortWeights):
-                    self.staged = None
-                self._after(0.0, lambda: self._report(command.id, "looked"))
-            case PushWeights(id, manifest):
-                sources = [self._peers.get(url) for url in manifest.path.split()]
-                good = [each.good for each in sources if each and each.live == manifest.version]
-                staged = manifest.version, good[0] if good else self.whole
-                self.whole = True
-                self.staging += 1
-
-                def push() -> WeightReport:
-                    self.staging -= 1
-                    self.staged = staged
-                    if manifest.commit:
-                        return self._commit(id)
-                    return self._report(id, "staged", staged)
-
-                self._after(STAGE_S, push)
-            case CommitWeights(id):
-                self._after(COMMIT_S, lambda: self._commit(id))
-            case _:
-                self._after(0.0, lambda: ControlReport(command.id))
-
-    def _commit(self, id: str) -> WeightReport:
-        if self.staged is None:
-            return msgspec.structs.replace(
-                self._report(id, "conflict"), error=("conflict", "nothing is staged")
-            )
-        self.engine.tell()  # the tokens so far are of the weights so far
-        (self.live, self.good), self.staged = self.staged, None
-        self.engine.version, self.engine.corrupt = self.live, not self.good
-        return self._report(id, "committed")
-
-    def _report(self, id: str, result: str, of: tuple[str, bool] | None = None) -> WeightReport:
-        version, good = of or (self.live, self.good)
-        opened = (
-            {"version": self.staged[0], "role": "target", "state": "staged"} if self.staged else {}
-        )
-        return WeightReport(
-            id=id,
-            result=result,
-            version=version,
-            role="target",
-            checksums=checksums_of(version, good),
-            state=WeightState(target=self.live, open=opened),
-        )
-
-
-def checksums_of(version: str, good: bool) -> dict[str, str]:
-    return {"weight": f"mix64:{version}{'' if good else ' damaged'}"}

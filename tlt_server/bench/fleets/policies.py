@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tlt_server.bench.fleets.clock import simulate
-from tlt_server.bench.fleets.gateway import SimulatedDisk, SimulatedGateway
-from tlt_server.bench.fleets.machine import Machine
+from tlt_server.bench.fleets.gateway import Machines, SimulatedDisk, SimulatedGateway
+from tlt_server.bench.fleets.machine import FleetHistory, Machine, own_id
 from tlt_server.frontend.link.moving import Mover
 from tlt_server.frontend.link.placing import Placer
 from tlt_server.frontend.link.submission import HOP
@@ -63,14 +63,9 @@ def _of(lengths: NDArray[Any], longest: int) -> LongTail:
 class Guided(Placer):
     """A placer with a policy, which names the replicas that a request may go to."""
 
-    def __init__(
-        self,
-        policy: Callable[[Guided, GenerateRequest], list[str]],
-        lengths: Mapping[str, int] | None = None,
-    ) -> None:
-        """`lengths`: output tokens by id, if they are known in advance."""
+    def __init__(self, policy: Callable[[Guided, GenerateRequest], list[str]]) -> None:
         super().__init__()
-        self._policy, self._lengths = policy, lengths
+        self._policy = policy
         self.homes: dict[str, str | None] = {}  # group -> replica of its first request
 
     def place(
@@ -80,8 +75,6 @@ class Guided(Placer):
         share: float = 0.0,
         among: Collection[str] | None = None,
     ) -> str | None:
-        if self._lengths is not None:
-            share = self._lengths[request.id] / request.sampling.max_tokens
         name = super().place(request, tokens, share, self._policy(self, request))
         self.homes.setdefault(request.group_id, name)
         return name
@@ -97,13 +90,6 @@ def together(placer: Guided, request: GenerateRequest) -> list[str]:
     """Send a group where its first request went."""
     home = placer.homes.get(request.group_id)
     return [home] if home else [*placer.loads]
-
-
-def clairvoyant(replicas: int, each: int, placer: Guided, request: GenerateRequest) -> list[str]:
-    """Keep the longest, which are placed first, together: `each` at every one of a few replicas."""
-    names = [*placer.loads]
-    few = len(placer.placed) < replicas * each
-    return names[:replicas] if few else names[replicas:]
 
 
 class RolloutFigures(NamedTuple):
@@ -132,21 +118,21 @@ def simulated(
     """Return the figures of a rollout over this many replicas. `max_running`: of each."""
 
     async def run(state_dir: str) -> RolloutFigures:
-        loop, versions = asyncio.get_running_loop(), list[str]()
-        machines = {
-            name: Machine(
+        loop, history, metrics = asyncio.get_running_loop(), FleetHistory(), Metrics()
+
+        def machine(name: str) -> Machine:
+            return Machine(
                 name,
-                [],
-                versions,
-                lambda r: lengths[r.id.partition(HOP)[0]],
-                {},
+                history,
+                lambda request: lengths[own_id(request.id).partition(HOP)[0]],
+                metrics,
                 max_running=max_running,
                 speculates=speculates,
             )
-            for name in (f"r{number:03}" for number in range(replicas))
-        }
-        disk = SimulatedDisk(Path(state_dir), versions, set())
-        gateway = SimulatedGateway(machines, disk, Metrics(), placer(), mover)
+
+        machines = Machines(replicas, machine)
+        disk = SimulatedDisk(Path(state_dir), history, set())
+        gateway = SimulatedGateway(machines, disk, metrics, placer(), mover)
         while len(gateway.fleet.replicas.placer.loads) < replicas:  # noqa: ASYNC110 (the beginning)
             await asyncio.sleep(0.01)
         begun_s, tokens = loop.time(), 0
@@ -186,15 +172,4 @@ def policies(
     for bound in slower:
         mover = partial(Mover, consolidate=bound)
         found[f"with consolidation {bound:g}"] = partial(run, Placer, mover)
-    if replicas > 1:
-        found["clairvoyant"] = partial(foreseen, workload, replicas)
     return found
-
-
-def foreseen(workload: LongTail, replicas: int) -> RolloutFigures:
-    """Return the best of a few ways to keep the longest apart."""
-    by_length = sorted(workload.requests, key=lambda each: -workload.lengths[each.id])
-    ordered = LongTail(by_length, workload.lengths)
-    few = {max(1, replicas * part // 8) for part in (3, 4, 5)}
-    ways = [partial(clairvoyant, count, each) for count in sorted(few) for each in (4, 6)]
-    return min(simulated(ordered, replicas, partial(Guided, way, workload.lengths)) for way in ways)

@@ -66,6 +66,7 @@ class SimulatedReplica:
         emit: Callable[[Outputs], None],
         length: Callable[[GenerateRequest], int],
         max_running: int,
+        *,
         speculates: bool = True,
     ) -> None:
         """`emit` takes outputs: of all sequences in chunks, and at the end of one. `length` returns
@@ -116,6 +117,12 @@ class SimulatedReplica:
         """Compute nothing for this time."""
         self._advance()
         self._stall_s += for_s
+        self._schedule()
+
+    def rest(self, *, asleep: bool) -> None:
+        """Compute nothing from now on, or go on."""
+        self._advance()
+        self._stall_s = math.inf if asleep else 0.0
         self._schedule()
 
     def close(self) -> None:

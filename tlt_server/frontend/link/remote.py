@@ -86,6 +86,8 @@ class RemoteLink:
         while True:
             began_s = time.monotonic()
             ended = await self._live()
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # a task group drops it if a task of its own fails
             lasted = self._heard and time.monotonic() - began_s >= LASTING_S
             failed = 0 if lasted else failed + 1
             delay_s = min(FIRST_DELAY_S * 2.0 ** min(failed - 1, 32), MAX_DELAY_S) if failed else 0
