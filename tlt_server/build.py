@@ -46,7 +46,7 @@ from tlt_server.frontend.link.link import own_directory
 from tlt_server.frontend.link.starting import ProgressLines, checked
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.link.trainer import TrainerLink
-from tlt_server.frontend.rollouts.rollouts import Rollouts
+from tlt_server.frontend.rollouts.rollouts import Rollouts, owned
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
@@ -127,15 +127,14 @@ async def _serve(config: ResolvedConfig, back: Back) -> int:
         listening(config) as listener,
         listening(config, "probe_port") as probes,
         own_directory() as directory,
+        owned(config.state_dir or directory) as kept,  # before `back` changes anything there
     ):
         config = config.model_copy(update={"port": listener.getsockname()[1]})
         client, run, trainer = back(config, directory, metrics, progress)
         async with contextlib.AsyncExitStack() as stack:
             begin = await stack.enter_async_context(tracing(config.otlp_endpoint))
             generations = Generations(client, text, metrics)
-            rollouts = Rollouts(
-                (config.state_dir or directory) / "rollouts", config, metrics, generations
-            )
+            rollouts = Rollouts(kept, config, metrics, generations)
             service = Service(
                 config,
                 client,

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import EngineProcess
 from tlt_server.frontend.link.starting import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
-from tlt_server.frontend.rollouts.rollouts import Rollouts
+from tlt_server.frontend.rollouts.rollouts import Rollouts, owned
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
@@ -139,6 +139,8 @@ class LiveServer:
         text = Text.load(config.model)
         metrics = Metrics(config.aliases, config.served_model_name)
         self.text = text
+        owning = ExitStack()
+        kept = owning.enter_context(owned(config.state_dir or self.directory))
         self.client, run, trainer = self.back(config, metrics)
         seeds = itertools.count(1000)
         validator = Validator(
@@ -149,9 +151,7 @@ class LiveServer:
             self.client.check_room,
         )
         generations = Generations(self.client, text, metrics)
-        self.rollouts = Rollouts(
-            (config.state_dir or self.directory) / "rollouts", config, metrics, generations
-        )
+        self.rollouts = Rollouts(kept, config, metrics, generations)
         service = self.service = Service(
             config,
             self.client,
@@ -188,6 +188,7 @@ class LiveServer:
             self.started.set()
             await self._stop.wait()
             await self.rollouts.close()
+            owning.close()
             service.close()
             await server.stop()
             supervised.cancel()

@@ -7,6 +7,7 @@ import os
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,11 +20,10 @@ from tests.frontend.tiny_model import write_model
 from tests.waiting import meanwhile, until
 from tlt_client import Reply
 from tlt_client.wire import Choice
+from tlt_server.build import Footing, _serve
 from tlt_server.errors import StartupError
 from tlt_server.frontend.rollouts import journal
 from tlt_server.frontend.rollouts.journal import past
-from tlt_server.frontend.rollouts.rollouts import Rollouts
-from tlt_server.metrics import Metrics
 from tlt_server.wire.events import WeightState
 
 # Engines that are still under way when a server stops.
@@ -143,13 +143,15 @@ def test_rollout_deadline_counts_time_without_a_server(
         assert result.error is not None and result.error.code == "deadline_exceeded"
 
 
-def test_a_state_directory_belongs_to_one_server(model: Path, tmp_path: Path) -> None:
-    with live_server(model, state_dir=tmp_path) as first:
-        second = Rollouts(
-            tmp_path / "rollouts", first.config, Metrics(), first.rollouts._generations
-        )
+def test_state_directory_in_use_is_left_alone(model: Path, tmp_path: Path) -> None:
+    def started(*given: Any) -> Footing:
+        raise AssertionError("engines or a fleet were started")
+
+    with live_server(model, state_dir=tmp_path, weight_channels="http") as first:
+        (tmp_path / "uploads" / "part").touch()
         with pytest.raises(StartupError, match="in use by another server"):
-            asyncio.run(second.open())
+            asyncio.run(_serve(first.config.model_copy(update={"port": 0}), started))
+        assert (tmp_path / "uploads" / "part").exists()
 
 
 def test_rollout_of_a_different_model_is_not_continued(model: Path, tmp_path: Path) -> None:

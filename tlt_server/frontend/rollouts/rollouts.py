@@ -63,6 +63,34 @@ WRITTEN_BYTES = 2**20  # written to a journal at once, in about 1 ms on a slow c
 log = structlog.get_logger()
 
 
+@contextlib.contextmanager
+def owned(state_dir: Path) -> Iterator[Path]:
+    """Yield the directory of rollouts, whose lock makes all of the state directory this process's.
+    `StartupError` if another process holds it; hold it before anything there is changed.
+    """
+    directory = state_dir / "rollouts"
+    try:
+        private_directory(directory, parents=True, exist_ok=True)
+        lock = private_file(directory / "lock", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise _unusable(directory, error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield directory
+    except BlockingIOError:
+        raise StartupError(
+            f"{directory} is in use by another server; name another --state-dir, or stop that one"
+        ) from None
+    finally:
+        os.close(lock)
+
+
+def _unusable(directory: Path, error: OSError) -> StartupError:
+    return StartupError(
+        f"rollouts cannot be kept in {directory} ({error.strerror}); name another --state-dir"
+    )
+
+
 class Rollouts:
     def __init__(
         self, directory: Path, config: Config, metrics: Metrics, generations: Generations
@@ -71,7 +99,6 @@ class Rollouts:
         self._shelf, self._ttl_s = Shelf(config, metrics), config.rollout_ttl_s
         self._model = str(config.model.resolve())
         self.lasting = config.state_dir is not None
-        self._lock = -1
         self._resuming: asyncio.Task[None] | None = None
         self._replaying = asyncio.Semaphore(1)
 
@@ -82,23 +109,12 @@ class Rollouts:
         once the engine is ready. A thread reads the journals while the engine starts.
         """
         try:
-            private_directory(self._directory, parents=True, exist_ok=True)
-            self._lock = private_file(self._directory / "lock", os.O_RDWR | os.O_CREAT)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = [
                 self._found(path, said)
                 for path, said in await asyncio.to_thread(outlines, self._directory)
             ]
-        except BlockingIOError:
-            raise StartupError(
-                f"{self._directory} is in use by another server; name another --state-dir, or stop "
-                "that one"
-            ) from None
         except OSError as error:
-            raise StartupError(
-                f"rollouts cannot be kept in {self._directory} ({error.strerror}); name another "
-                "--state-dir"
-            ) from None
+            raise _unusable(self._directory, error) from None
         for rollout in sorted(
             (rollout for rollout in found if rollout), key=lambda rollout: rollout.header.created_s
         ):
@@ -140,8 +156,6 @@ class Rollouts:
         for rollout in self._shelf:
             if rollout.expiry is not None:
                 rollout.expiry.cancel()
-        if self._lock >= 0:
-            os.close(self._lock)
 
     # called by routes
 
