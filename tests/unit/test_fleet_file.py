@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tlt_server.errors import Conflict, StartupError
+from tlt_server.errors import Conflict, EngineFailed, StartupError
 from tlt_server.frontend.link.catching_up import owed
 from tlt_server.frontend.link.fleet_file import FLEET, Committed, FleetFile, FleetRecord
 from tlt_server.wire.commands import (
@@ -45,6 +45,17 @@ def test_file_keeps_the_id_and_counts_its_openings(tmp_path: Path) -> None:
     assert FleetFile(tmp_path / "other").record.fleet != second.record.fleet
     assert {path.name for path in (tmp_path / "state").iterdir()} == {FLEET}
     assert (tmp_path / "state" / FLEET).stat().st_mode & 0o777 == 0o600
+
+
+def test_gateway_that_was_stopped_writes_nothing_over_the_next_ones(tmp_path: Path) -> None:
+    ended: list[EngineFailed] = []
+    first = FleetFile(tmp_path, ended.append)
+    second = FleetFile(tmp_path)
+    second.commit(replace(second.record, roles={"target": V1}))
+    with pytest.raises(EngineFailed, match="has epoch 2, this gateway's is 1, .* ask that one"):
+        first.commit(replace(first.record, roles={"target": V0}))
+    assert len(ended) == 1 and not first.record.roles
+    assert FleetFile(tmp_path).record.roles == {"target": V1}
 
 
 @pytest.mark.parametrize("at", ["open", "fsync", "replace"])

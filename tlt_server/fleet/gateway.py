@@ -44,7 +44,11 @@ def gateway(
     progress: ProgressLines,
 ) -> Footing:
     """Return what the frontend of a gateway stands on."""
-    file, url = FleetFile(config.state_dir or directory), own_url(config)
+    loop = asyncio.get_running_loop()
+    file = FleetFile(
+        config.state_dir or directory, lambda error: loop.call_soon_threadsafe(fleet.end, error)
+    )
+    url = own_url(config)
     largest = largest_event(config.max_model_len, config.max_logprobs)
 
     def attach() -> Attach:

@@ -9,7 +9,9 @@ import pytest
 from tests.frontend.live_gateway import LiveGateway, live_gateway
 from tests.waiting import until
 from tlt_client import Client
-from tlt_server.wire.commands import CommitWeights, JoinGroup, PushWeights
+from tlt_server.errors import EngineFailed
+from tlt_server.frontend.link.fleet_file import FleetFile
+from tlt_server.wire.commands import CommitWeights, JoinGroup, Manifest, PushWeights
 
 
 @pytest.fixture
@@ -61,6 +63,16 @@ def test_replica_that_fails_at_the_commit_is_named_and_comes_back(
         return [each.state for each in server.client.fleet.status()]
 
     until(lambda: states() == ["ready"] * 3)
+
+
+def test_gateway_ends_once_a_later_one_has_its_file(server: LiveGateway) -> None:
+    FleetFile(server.directory)  # as a gateway on a volume without locks does
+    assert server.client.fleet is not None
+    fan_out, push = server.client.fleet._fleet._fan_out, PushWeights("p", Manifest(version="v1"))
+    with pytest.raises(EngineFailed, match="so a later one has the fleet; ask that one"):
+        server.run(fan_out.weights(push))
+    until(lambda: "so a later one has the fleet" in server.said.getvalue())
+    assert versions(server) == ["v0"] * 3
 
 
 def test_replicas_join_a_trainers_group_one_after_the_other(server: LiveGateway) -> None:

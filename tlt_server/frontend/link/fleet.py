@@ -222,8 +222,13 @@ class Fleet:
     def _end_if_refused(self) -> None:
         """End the gateway if every replica says that it belongs to another one."""
         held = [each.fault for each in self.members.values() if each.is_held]
-        if len(held) == len(self.members) and not self._over.done():
-            self._over.set_result(EngineFailed("no replica takes this gateway: " + "; ".join(held)))
+        if len(held) == len(self.members):
+            self.end(EngineFailed("no replica takes this gateway: " + "; ".join(held)))
+
+    def end(self, error: EngineFailed) -> None:
+        """End the gateway, which is not the fleet's any more."""
+        if not self._over.done():
+            self._over.set_result(error)
 
     def _suspected(self, replica: Member, death: Death) -> set[str]:
         """Return the sequences that may have caused a death: those that ran if an engine died. A

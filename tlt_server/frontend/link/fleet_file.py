@@ -8,7 +8,7 @@ what it names is to be live everywhere, and everything else is not.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from tlt_server.errors import Conflict, StartupError
+from tlt_server.errors import Conflict, EngineFailed, StartupError
 from tlt_server.process.private import private_directory, replace_file
 from tlt_server.wire.commands import Role
 from tlt_server.wire.events import WeightState
@@ -115,14 +115,16 @@ class FleetRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class FleetFile:
-    def __init__(self, state_dir: Path) -> None:
-        """Open the file and begin the next epoch. `StartupError` if it cannot be read."""
+    def __init__(
+        self, state_dir: Path, superseded: Callable[[EngineFailed], object] = lambda error: None
+    ) -> None:
+        """Open the file and begin the next epoch. `StartupError` if it cannot be read.
+        `superseded`: called, in the thread of a commit, once a later gateway has opened the file.
+        """
         private_directory(state_dir, parents=True, exist_ok=True)
-        self._path = state_dir / FLEET
+        self._path, self._superseded = state_dir / FLEET, superseded
         try:
-            found = msgspec.json.decode(self._path.read_bytes(), type=FleetRecord)
-        except FileNotFoundError:
-            found = FleetRecord(fleet=secrets.token_hex(8), epoch=0)
+            found = self._read()
         except (OSError, msgspec.MsgspecError) as error:
             raise StartupError(
                 f"{self._path} is damaged ({error}), so the fleet's committed weights are not "
@@ -131,7 +133,22 @@ class FleetFile:
         self.record = found
         self.commit(replace(found, epoch=found.epoch + 1))
 
+    def _read(self) -> FleetRecord:
+        if not self._path.exists():
+            return FleetRecord(fleet=secrets.token_hex(8), epoch=0)
+        return msgspec.json.decode(self._path.read_bytes(), type=FleetRecord)
+
     def commit(self, record: FleetRecord) -> None:
-        """Make this the record. If it cannot be written, the one before stays."""
+        """Make this the record. If it cannot be written, the one before stays. `EngineFailed` if a
+        later gateway has the fleet: this one may have been stopped, and holds no lock on a volume
+        that knows none.
+        """
+        if (epoch := self._read().epoch) > self.record.epoch:
+            error = EngineFailed(
+                f"{self._path} has epoch {epoch}, this gateway's is {self.record.epoch}, so a "
+                "later one has the fleet; ask that one"
+            )
+            self._superseded(error)
+            raise error
         replace_file(self._path, msgspec.json.encode(record))
         self.record = record
