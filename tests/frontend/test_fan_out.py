@@ -190,7 +190,7 @@ class FakeReplica:
         if self.staged is not None and not manifest.partial:
             raise Conflict(f"{self.staged[1][0]} is being pushed")
         content = manifest.version
-        if manifest.channel == "peer" and manifest.path != "http://gateway":
+        if manifest.channel == "peer" and {*manifest.path.split()} <= self.peers.keys():
             found = [self.peers[url].live[manifest.role] for url in manifest.path.split()]
             found = [each for each in found if each[0] == manifest.version]
             if not found:
@@ -245,10 +245,7 @@ class Fleet:
             self.file,
             self._lose,
             lambda: next(ids),
-            url="http://gateway",
-            key="k",
-            commit_s=COMMIT_S,
-            **given,
+            **{"url": "http://gateway", "key": "k", "commit_s": COMMIT_S, **given},
         )
 
     def _lose(self, replica: FakeReplica, why: str) -> None:
@@ -510,6 +507,18 @@ async def test_http_pushes_are_taken_from_the_gateway(fleet: Fleet) -> None:
         await fleet.push("v2", channel="ipc", path="socket")
 
 
+@in_fleet(url="http://127.0.0.1:8000")
+async def test_parts_at_a_loopback_gateway_need_local_replicas(fleet: Fleet) -> None:
+    fleet.b.url = "http://10.0.0.3:8000"
+    fleet.a.url = fleet.c.url = "http://127.0.0.1:9000"
+    with pytest.raises(InvalidRequest, match="replica on 10.0.0.3 cannot .* start it with --host"):
+        await fleet.push(channel="http", path="upload-1")
+    assert fleet.got(PushWeights) == [[], [], []]
+    fleet.used.remove(fleet.b)
+    await fleet.push(channel="http", path="upload-1", commit=False)
+    assert [len(each) for each in fleet.got(PushWeights)] == [1, 0, 1]
+
+
 @in_fleet()
 async def test_parts_and_sessions_commit_together(fleet: Fleet) -> None:
     part = Manifest(partial=True, session="s", version="7", labelled=True, commit=False)
@@ -544,6 +553,9 @@ async def test_replicas_join_a_group_with_ranks_in_order(fleet: Fleet) -> None:
     assert (await fleet.push(channel="broadcast", group="g")).result == "committed"
     left = await fleet.fan_out.weights(LeaveGroup("c", "g"))
     assert (left.result, left.state.groups) == ("left", [])
+    fleet.c.die()  # it is no member any more
+    report = await fleet.push("v2", channel="broadcast", group="g")
+    assert report.error == ("conflict", "replica a: group g is not joined")
 
 
 @pytest.mark.parametrize("fault", ["refuses", "dies"])

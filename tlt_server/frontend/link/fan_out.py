@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
@@ -36,6 +37,7 @@ from tlt_server.frontend.link.orders import (
     done,
     refused,
 )
+from tlt_server.settings.addresses import is_loopback
 from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
@@ -133,6 +135,8 @@ class FanOut:
                 return await self._unload(command)
             case JoinGroup():
                 return await self._join(command)
+            case LeaveGroup():
+                self._groups.pop(command.name, None)
             case HandOver():
                 raise Conflict("a gateway trains no drafter; its replicas do")
             case ReadWeights():
@@ -153,6 +157,7 @@ class FanOut:
         self._check_drain(manifest.in_flight)
         sent = replace(manifest, commit=False)
         if manifest.channel == "http":
+            self._check_reached(replicas)
             sent = replace(sent, channel=PEER, path=self._url, key=self._key)
         members = self._groups.get(manifest.group, replicas)
         gone = [member.name for member in members if member not in replicas]
@@ -182,6 +187,20 @@ class FanOut:
                 if report.error is not None:  # all replicas refuse it
                     await self._drop(self._staged)
         return report
+
+    def _check_reached(self, replicas: Sequence[FleetReplica]) -> None:
+        """Refuse parts that stay where replicas on other hosts cannot take them, and do not let
+        these send the fleet's key to a port of their own host.
+        """
+        urls = [self._url, *(each.url for each in replicas)]
+        mine, *hosts = [urlsplit(url).hostname or "" for url in urls]
+        far = [host for host in hosts if not is_loopback(host)]
+        if is_loopback(mine) and far:
+            raise InvalidRequest(
+                f"channel is http, and the replica on {far[0]} cannot take the parts from "
+                f"{self._url}, where this gateway listens; start it with --host and an address "
+                "that its replicas reach, or push by disk"
+            )
 
     async def _stage(self, members: Sequence[FleetReplica], sent: Manifest) -> Given:
         """Return the answers in their order. After a refusal the other replicas have `commit_s` to
