@@ -440,20 +440,6 @@ async def test_replica_that_joins_during_a_push_catches_up(fleet: Fleet) -> None
 
 
 @in_fleet()
-async def test_push_goes_on_after_its_caller_left(fleet: Fleet) -> None:
-    for replica in fleet.all:
-        replica.faults = {CommitWeights: "waits"}
-    pushing = asyncio.create_task(fleet.push())
-    await asyncio.sleep(1)
-    pushing.cancel()
-    for replica in fleet.all:
-        replica.released.set()
-    async with fleet.fan_out.committing:
-        pass
-    assert fleet.versions == ["v1"] * 3 and not fleet.lost
-
-
-@in_fleet()
 async def test_full_disk_of_the_gateway_aborts_the_push(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

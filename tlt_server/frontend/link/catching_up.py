@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from tlt_server.errors import Conflict
 from tlt_server.frontend.link.fleet_file import Committed, FleetRecord
 from tlt_server.frontend.link.merging import digests
-from tlt_server.frontend.link.orders import FleetReplica, ReplicaOrders
+from tlt_server.frontend.link.orders import ReplicaOrders
+from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
@@ -74,7 +75,7 @@ def _commit(staged: str, kept: Committed) -> CommitWeights:
 
 
 async def caught_up(
-    replica: FleetReplica, record: Callable[[], FleetRecord], fetch: Manifest, orders: ReplicaOrders
+    replica: Replica, record: Callable[[], FleetRecord], fetch: Manifest, orders: ReplicaOrders
 ) -> None:
     """Return once the replica has the committed weights; raise an error if it cannot have them now.
     `fetch`: where it gets those that it lacks.

@@ -2,7 +2,7 @@
 
 A push stays staged until every replica has staged the same; then `fleet.json` is replaced, which is
 the commit, and all are told to make it live. A replica that fails after that is handed to `lost`
-and has to catch up. A command is carried out even if its caller leaves.
+and has to catch up.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from tlt_server.frontend.link.fleet_file import Committed, FleetFile, FleetRecor
 from tlt_server.frontend.link.merging import digests, name_of
 from tlt_server.frontend.link.orders import (
     Ask,
-    FleetReplica,
     Given,
     ReplicaOrders,
     as_one,
+    ask_each,
     done,
     refused,
 )
+from tlt_server.frontend.link.replica import Replica
 from tlt_server.settings.addresses import is_loopback
 from tlt_server.wire.commands import (
     AbortWeights,
@@ -70,7 +71,7 @@ STAGING = EngineFailed("it still stages")  # in place of a report that has not c
 class FanOut:
     def __init__(
         self,
-        replicas: Callable[[], Sequence[FleetReplica]],
+        replicas: Callable[[], Sequence[Replica]],
         file: FleetFile,
         lost: Callable[[Any, str], None],
         command_id: Callable[[], str],
@@ -90,22 +91,10 @@ class FanOut:
         self._halted, self._commit_s = halted, commit_s
         self.committing = asyncio.Lock()  # held while replicas may have different versions
         self._manifest = Manifest()  # the last that was staged
-        self._staged: Mapping[FleetReplica, WeightReport] = {}  # who has staged it
-        self._groups: dict[str, Sequence[FleetReplica]] = {}  # who has joined
+        self._staged: Mapping[Replica, WeightReport] = {}  # who has staged it
+        self._groups: dict[str, Sequence[Replica]] = {}  # who has joined
 
-    async def weights(self, command: WeightCommand) -> WeightReport:
-        """Return the merged answer. Raise an error if no replica answers, or none can be asked."""
-        report: WeightReport = await asyncio.shield(self._orders.task(self._weights(command)))
-        return report
-
-    async def control(self, command: ControlCommand | SetPolicy) -> ControlReport:
-        """Return the merged answer, as `weights` does. A pause or sleep that one replica refuses is
-        undone at the others.
-        """
-        report: ControlReport = await asyncio.shield(self._orders.task(self._control(command)))
-        return report
-
-    async def catch_up(self, replica: FleetReplica) -> None:
+    async def catch_up(self, replica: Replica) -> None:
         """Bring a replica to the committed weights, just before it is used; a new fleet takes those
         of its first replica. Raise an error if it cannot have them now.
         """
@@ -116,9 +105,8 @@ class FanOut:
         fetch = Manifest(channel=PEER, path=" ".join(sources), key=self._key)
         await caught_up(replica, lambda: self._file.record, fetch, self._orders)
 
-    # -- weights -----------------------------------------------------------------------------------
-
-    async def _weights(self, command: WeightCommand) -> WeightReport:
+    async def weights(self, command: WeightCommand) -> WeightReport:
+        """Return the merged answer. Raise an error if no replica answers, or none can be asked."""
         if isinstance(command, AbortWeights) and self.committing.locked():
             raise Conflict("the push is being committed at all replicas, so it cannot be aborted")
         if command != LookAtWeights(command.id) and not isinstance(command, JoinGroup | LeaveGroup):
@@ -188,7 +176,7 @@ class FanOut:
                     await self._drop(self._staged)
         return report
 
-    def _check_reached(self, replicas: Sequence[FleetReplica]) -> None:
+    def _check_reached(self, replicas: Sequence[Replica]) -> None:
         """Refuse parts that stay where replicas on other hosts cannot take them, and do not let
         these send the fleet's key to a port of their own host.
         """
@@ -202,20 +190,17 @@ class FanOut:
                 "that its replicas reach, or push by disk"
             )
 
-    async def _stage(self, members: Sequence[FleetReplica], sent: Manifest) -> Given:
+    async def _stage(self, members: Sequence[Replica], sent: Manifest) -> Given:
         """Return the answers in their order. After a refusal the other replicas have `commit_s` to
         answer, since what they still stage is in vain.
         """
-        push, orders = PushWeights("", sent), self._orders
-        tasks = {orders.task(orders.one(member, push)): member for member in members}
-        waiting, answers = {*tasks}, dict[FleetReplica, Any]()
-        while waiting and not any(map(refused, answers.values())):
-            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            answers |= {tasks[task]: task.result() for task in tasks if task in ended}
-        if waiting:
-            ended, waiting = await asyncio.wait(waiting, timeout=self._commit_s)
-            answers |= {tasks[task]: task.result() for task in tasks if task in ended}
-        return answers | {tasks[task]: STAGING for task in waiting}
+        push = PushWeights("", sent)
+        tasks = {each: asyncio.create_task(self._orders.one(each, push)) for each in members}
+        for answer in asyncio.as_completed(tasks.values()):
+            if refused(await answer):
+                await asyncio.wait(tasks.values(), timeout=self._commit_s)
+                break
+        return {each: task.result() if task.done() else STAGING for each, task in tasks.items()}
 
     async def _drop(self, answers: Given) -> None:
         """Abort a push where it was accepted. A replica that refused it may have another."""
@@ -253,7 +238,7 @@ class FanOut:
         staged_as = first.version if name != first.version else ""
         kept = {role: Committed(name, each, staged_as) for role, each in digests(first).items()}
 
-        async def commit(replica: FleetReplica) -> Any:
+        async def commit(replica: Replica) -> Any:
             report = staged[replica]
             if report.result == "unchanged":
                 return report
@@ -277,7 +262,7 @@ class FanOut:
                 for role, kept in sorted(wanted.items())
             ]
 
-        async def roll_back(replica: FleetReplica) -> Any:
+        async def roll_back(replica: Replica) -> Any:
             for order in orders:
                 answer = await self._orders.one(replica, order)
                 if isinstance(answer, TltError) or refused(answer):
@@ -291,7 +276,7 @@ class FanOut:
         self,
         command: WeightCommand,
         after: FleetRecord,
-        replicas: Iterable[FleetReplica],
+        replicas: Iterable[Replica],
         ask: Ask,
         in_flight: InFlight = "continue",
     ) -> WeightReport:
@@ -301,7 +286,7 @@ class FanOut:
         self._check_drain(in_flight)
         before, within_s = self._file.record, None if in_flight == "drain" else self._commit_s
         await self._write(after)
-        answers = await self._orders.each(replicas, ask, within_s)
+        answers = await ask_each(replicas, ask, within_s)
         if all(map(refused, answers.values())):
             await self._write(before)
             return cast(WeightReport, as_one(command, answers))
@@ -368,8 +353,8 @@ class FanOut:
             )
         ranks = {replica: rank + i for i, replica in enumerate(replicas)}
         self._groups.pop(command.name, None)
-        answers = await self._orders.each(
-            replicas, lambda each: self._orders.one(each, replace(command, rank=ranks[each]))
+        answers = await ask_each(
+            replicas, lambda one: self._orders.one(one, replace(command, rank=ranks[one]))
         )
         joined, report = done(answers), as_one(command, answers)
         if len(joined) == len(replicas):
@@ -381,7 +366,10 @@ class FanOut:
             raise ChannelBroken(f"replica {name}: {why}; join group {command.name!r} again")
         return report
 
-    async def _control(self, command: ControlCommand | SetPolicy) -> ControlReport:
+    async def control(self, command: ControlCommand | SetPolicy) -> ControlReport:
+        """Return the merged answer, as `weights` does. A pause or sleep that one replica refuses is
+        undone at the others.
+        """
         answers = await self._orders.all(self._replicas(), command)
         report: ControlReport = as_one(command, answers)
         if report.error is not None and isinstance(command, Pause | Sleep):

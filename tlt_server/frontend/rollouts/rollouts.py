@@ -388,9 +388,7 @@ class Rollouts:
             end = RolloutEnd(done.wall_s, rollout.tokens, done.boot, done.boot_s)
             self._shelf.append(rollout, frame(end))
             rollout.seal()
-        except (
-            TltError
-        ) as cause:  # keep the results in memory instead, and give the file's room back
+        except TltError as cause:  # keep results in memory instead, and free the file's room
             for id in rollout.item_ids:
                 rollout.ended.setdefault(id, FailedItem(id, cause))
             if not keep_file:
