@@ -21,6 +21,7 @@ from tests.engine.tiny import SMALLEST, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.fleet_file import FleetFile
+from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.merging import digests
 from tlt_server.wire.commands import (
     CommitWeights,
@@ -36,6 +37,7 @@ from tlt_server.wire.events import WeightReport
 from tlt_server.wire.labels import label_of
 
 PARTS = 3
+IDS = itertools.count()
 
 
 class EngineReplica:
@@ -43,11 +45,14 @@ class EngineReplica:
         self.name, self.url, self.engine = name, f"http://{name}", Pushable(settings)
 
     async def ask(self, command: Any) -> Any:
+        command = msgspec.structs.replace(command, id=f"f{next(IDS)}")
         self.engine.engine.send(command)
         while command.id not in self.engine.reports:
             self.engine.step()
             await asyncio.sleep(0.001)  # a thread of a push needs the interpreter, too
         return self.engine.reports[command.id]
+
+    told = Member.told
 
 
 class EngineFleet:
@@ -61,7 +66,6 @@ class EngineFleet:
         )
         self.all = [EngineReplica(name, settings) for name in "abc"]
         self.lost: list[str] = []
-        self.ids = itertools.count()
         self.restart()
 
     def restart(self) -> None:
@@ -70,7 +74,6 @@ class EngineFleet:
             lambda: self.all,
             self.file,
             lambda replica, why: self.lost.append(why),
-            lambda: f"f{next(self.ids)}",
             url="http://gateway",
             commit_s=600.0,
         )
@@ -93,7 +96,7 @@ class EngineFleet:
         roles = self.file.record.roles
         assert (roles["target"].version, roles["drafter"].version) == (target, drafter)
         for replica in self.all:
-            looked = await replica.ask(LookAtWeights(f"f{next(self.ids)}", checksums=True))
+            looked = await replica.ask(LookAtWeights("", checksums=True))
             assert (looked.state.target, looked.state.drafter) == (target, drafter)
             assert digests(looked) == {role: kept.digest for role, kept in roles.items()}
             assert not looked.state.open

@@ -30,6 +30,7 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.link.fan_out import FanOut
 from tlt_server.frontend.link.fleet_file import Committed, FleetFile
+from tlt_server.frontend.link.members import Member
 from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
@@ -83,7 +84,7 @@ class FakeReplica:
     async def ask(self, command: Any) -> Any:
         if not self.alive:
             raise EngineFailed(f"{self.name} is gone")
-        assert command.id not in {each.id for each in self.got}
+        command = replace(command, id=f"g{len(self.got)}")
         self.got.append(command)
         fault = self.faults.pop(type(command), "")
         match fault:
@@ -105,6 +106,8 @@ class FakeReplica:
             return self._done(command)
         except TltError as error:
             return self._refusal(command, error)
+
+    told = Member.told
 
     def die(self) -> None:
         self.alive, self.staged, self.groups = False, None, {}
@@ -239,12 +242,10 @@ class Fleet:
 
     def restart(self, **given: Any) -> None:
         self.file = FleetFile(self.state_dir)
-        ids = map("g{}".format, itertools.count(self.file.record.epoch * 10**6))
         self.fan_out = FanOut(
             lambda: [each for each in self.used if each.alive],
             self.file,
             self._lose,
-            lambda: next(ids),
             **{"url": "http://gateway", "key": "k", "commit_s": COMMIT_S, **given},
         )
 

@@ -68,7 +68,7 @@ def test_replica_that_fails_at_the_commit_is_named_and_comes_back(
 def test_gateway_ends_once_a_later_one_has_its_file(server: LiveGateway) -> None:
     FleetFile(server.directory)  # as a gateway on a volume without locks does
     assert server.client.fleet is not None
-    fan_out, push = server.client.fleet._fleet._fan_out, PushWeights("p", Manifest(version="v1"))
+    fan_out, push = server.client.fleet._fleet.fan_out, PushWeights("p", Manifest(version="v1"))
     with pytest.raises(EngineFailed, match="so a later one has the fleet; ask that one"):
         server.run(fan_out.weights(push))
     until(lambda: "so a later one has the fleet" in server.said.getvalue())

@@ -8,9 +8,8 @@ from msgspec.structs import replace
 
 from tlt_server.errors import Conflict
 from tlt_server.frontend.link.fleet_file import Committed, FleetRecord
+from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.merging import digests
-from tlt_server.frontend.link.orders import ReplicaOrders
-from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
@@ -74,14 +73,12 @@ def _commit(staged: str, kept: Committed) -> CommitWeights:
     return CommitWeights("", staged, kept.version if kept.version != staged else "")
 
 
-async def caught_up(
-    replica: Replica, record: Callable[[], FleetRecord], fetch: Manifest, orders: ReplicaOrders
-) -> None:
+async def caught_up(replica: Member, record: Callable[[], FleetRecord], fetch: Manifest) -> None:
     """Return once the replica has the committed weights; raise an error if it cannot have them now.
     `fetch`: where it gets those that it lacks.
     """
     for _ in range(ROUNDS):
-        looked = await orders.told(replica, LookAtWeights("", checksums=True))
+        looked = await replica.told(LookAtWeights("", checksums=True))
         steps = owed(record(), looked.state, digests(looked), fetch)
         if not steps:
             return
@@ -92,5 +89,5 @@ async def caught_up(
                     f"{step.manifest.role}; start one that has it, or the gateway with another "
                     "--state-dir, and push again"
                 )
-            await orders.told(replica, step)
+            await replica.told(step)
     raise Conflict(f"replica {replica.name} has not caught up in {ROUNDS} rounds: {steps}")

@@ -27,17 +27,18 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.link.catching_up import caught_up
 from tlt_server.frontend.link.fleet_file import Committed, FleetFile, FleetRecord
+from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.merging import digests, name_of
 from tlt_server.frontend.link.orders import (
     Ask,
     Given,
-    ReplicaOrders,
+    answer,
     as_one,
+    ask_all,
     ask_each,
     done,
     refused,
 )
-from tlt_server.frontend.link.replica import Replica
 from tlt_server.settings.addresses import is_loopback
 from tlt_server.wire.commands import (
     AbortWeights,
@@ -71,10 +72,9 @@ STAGING = EngineFailed("it still stages")  # in place of a report that has not c
 class FanOut:
     def __init__(
         self,
-        replicas: Callable[[], Sequence[Replica]],
+        replicas: Callable[[], Sequence[Member]],
         file: FleetFile,
         lost: Callable[[Any, str], None],
-        command_id: Callable[[], str],
         *,
         url: str,
         key: str = "",
@@ -87,23 +87,23 @@ class FanOut:
         or asleep. `commit_s`: bound on answers to a commit.
         """
         self._replicas, self._file, self._lost = replicas, file, lost
-        self._orders, self._url, self._key = ReplicaOrders(command_id), url, key
+        self._url, self._key = url, key
         self._halted, self._commit_s = halted, commit_s
         self.committing = asyncio.Lock()  # held while replicas may have different versions
         self._manifest = Manifest()  # the last that was staged
-        self._staged: Mapping[Replica, WeightReport] = {}  # who has staged it
-        self._groups: dict[str, Sequence[Replica]] = {}  # who has joined
+        self._staged: Mapping[Member, WeightReport] = {}  # who has staged it
+        self._groups: dict[str, Sequence[Member]] = {}  # who has joined
 
-    async def catch_up(self, replica: Replica) -> None:
+    async def catch_up(self, replica: Member) -> None:
         """Bring a replica to the committed weights, just before it is used; a new fleet takes those
         of its first replica. Raise an error if it cannot have them now.
         """
-        looked = await self._orders.told(replica, LookAtWeights("", checksums=True))
+        looked = await replica.told(LookAtWeights("", checksums=True))
         if not self._file.record.roles:  # written at once, before another replica is asked
             self._file.commit(self._file.record.beginning(looked.state, digests(looked)))
         sources = [each.url for each in self._replicas() if each is not replica]
         fetch = Manifest(channel=PEER, path=" ".join(sources), key=self._key)
-        await caught_up(replica, lambda: self._file.record, fetch, self._orders)
+        await caught_up(replica, lambda: self._file.record, fetch)
 
     async def weights(self, command: WeightCommand) -> WeightReport:
         """Return the merged answer. Raise an error if no replica answers, or none can be asked."""
@@ -129,7 +129,7 @@ class FanOut:
                 raise Conflict("a gateway trains no drafter; its replicas do")
             case ReadWeights():
                 replicas = replicas[:1]
-        report: WeightReport = as_one(command, await self._orders.all(replicas, command))
+        report: WeightReport = as_one(command, await ask_all(replicas, command))
         if report.result == "aborted":
             self._staged = {}
         return report
@@ -156,7 +156,7 @@ class FanOut:
         if report is None or report.error is not None:
             await self._drop(answers)
         if report is None:
-            await self._orders.all(
+            await ask_all(
                 [member for member in members if member in replicas],
                 LeaveGroup("", manifest.group, out_of_step=True),
                 self._commit_s,
@@ -176,7 +176,7 @@ class FanOut:
                     await self._drop(self._staged)
         return report
 
-    def _check_reached(self, replicas: Sequence[Replica]) -> None:
+    def _check_reached(self, replicas: Sequence[Member]) -> None:
         """Refuse parts that stay where replicas on other hosts cannot take them, and do not let
         these send the fleet's key to a port of their own host.
         """
@@ -190,14 +190,14 @@ class FanOut:
                 "that its replicas reach, or push by disk"
             )
 
-    async def _stage(self, members: Sequence[Replica], sent: Manifest) -> Given:
+    async def _stage(self, members: Sequence[Member], sent: Manifest) -> Given:
         """Return the answers in their order. After a refusal the other replicas have `commit_s` to
         answer, since what they still stage is in vain.
         """
         push = PushWeights("", sent)
-        tasks = {each: asyncio.create_task(self._orders.one(each, push)) for each in members}
-        for answer in asyncio.as_completed(tasks.values()):
-            if refused(await answer):
+        tasks = {each: asyncio.create_task(answer(each, push)) for each in members}
+        for ended in asyncio.as_completed(tasks.values()):
+            if refused(await ended):
                 await asyncio.wait(tasks.values(), timeout=self._commit_s)
                 break
         return {each: task.result() if task.done() else STAGING for each, task in tasks.items()}
@@ -211,12 +211,12 @@ class FanOut:
         ]
         if accepted:
             self._staged = {}
-            await self._orders.all(accepted, AbortWeights(""), self._commit_s)
+            await ask_all(accepted, AbortWeights(""), self._commit_s)
 
     # -- changes of what is live, by a caller who holds `committing` -------------------------------
 
     async def _decide(self, command: CommitWeights | NameWeights | RollbackWeights) -> WeightReport:
-        record, asked = self._file.record, partial(self._orders.one, command=command)
+        record, asked = self._file.record, partial(answer, command=command)
         match command:
             case CommitWeights():
                 versions = {"", *(each.version for each in self._staged.values())}
@@ -238,13 +238,13 @@ class FanOut:
         staged_as = first.version if name != first.version else ""
         kept = {role: Committed(name, each, staged_as) for role, each in digests(first).items()}
 
-        async def commit(replica: Replica) -> Any:
+        async def commit(replica: Member) -> Any:
             report = staged[replica]
             if report.result == "unchanged":
                 return report
             new = name if name != report.version else ""
             order = CommitWeights("", report.version, new, command.session)
-            return await self._orders.one(replica, order)
+            return await answer(replica, order)
 
         after = self._file.record.committing(kept, manifest.adapter)
         try:
@@ -262,12 +262,12 @@ class FanOut:
                 for role, kept in sorted(wanted.items())
             ]
 
-        async def roll_back(replica: Replica) -> Any:
+        async def roll_back(replica: Member) -> Any:
             for order in orders:
-                answer = await self._orders.one(replica, order)
-                if isinstance(answer, TltError) or refused(answer):
+                ended = await answer(replica, order)
+                if isinstance(ended, TltError) or refused(ended):
                     break
-            return answer
+            return ended
 
         after = record.rolling_back(wanted)
         return await self._change(command, after, self._replicas(), roll_back, command.in_flight)
@@ -276,7 +276,7 @@ class FanOut:
         self,
         command: WeightCommand,
         after: FleetRecord,
-        replicas: Iterable[Replica],
+        replicas: Iterable[Member],
         ask: Ask,
         in_flight: InFlight = "continue",
     ) -> WeightReport:
@@ -335,7 +335,7 @@ class FanOut:
         if kept is not None:
             async with self.committing:
                 await self._write(self._file.record.without(command.name))
-        report: WeightReport = as_one(command, await self._orders.all(self._replicas(), command))
+        report: WeightReport = as_one(command, await ask_all(self._replicas(), command))
         if kept is not None and report.result not in ("unloaded", NotFound.code):
             async with self.committing:
                 record = self._file.record.committing({"adapter": kept}, command.name)
@@ -354,13 +354,13 @@ class FanOut:
         ranks = {replica: rank + i for i, replica in enumerate(replicas)}
         self._groups.pop(command.name, None)
         answers = await ask_each(
-            replicas, lambda one: self._orders.one(one, replace(command, rank=ranks[one]))
+            replicas, lambda one: answer(one, replace(command, rank=ranks[one]))
         )
         joined, report = done(answers), as_one(command, answers)
         if len(joined) == len(replicas):
             self._groups[command.name] = replicas
             return report
-        await self._orders.all(joined, LeaveGroup("", command.name), self._commit_s)
+        await ask_all(joined, LeaveGroup("", command.name), self._commit_s)
         if report.error is None:
             name, why = next(iter(report.lagging.items()))
             raise ChannelBroken(f"replica {name}: {why}; join group {command.name!r} again")
@@ -370,11 +370,11 @@ class FanOut:
         """Return the merged answer, as `weights` does. A pause or sleep that one replica refuses is
         undone at the others.
         """
-        answers = await self._orders.all(self._replicas(), command)
+        answers = await ask_all(self._replicas(), command)
         report: ControlReport = as_one(command, answers)
         if report.error is not None and isinstance(command, Pause | Sleep):
             undo = WakeUp("", command.memory) if isinstance(command, Sleep) else Resume("")
-            await self._orders.all(done(answers), undo, self._commit_s)
+            await ask_all(done(answers), undo, self._commit_s)
         return report
 
 

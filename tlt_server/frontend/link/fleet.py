@@ -76,7 +76,6 @@ class Fleet:
             lambda: self.replicas.pushed_to,
             file,
             self.lost,
-            client.command_id,
             url=url,
             key=key,
             halted=lambda: client.pauses.paused or bool(client.pauses.asleep),

@@ -10,22 +10,19 @@ from msgspec.structs import replace
 from tlt_client.channels import DRAFTER_PREFIX, split
 from tlt_client.channels.checksums import digest
 from tlt_server.errors import NotFound, TltError, WeightsRefused, codes, from_code
+from tlt_server.frontend.link.members import Order
 from tlt_server.wire.commands import (
     AbortWeights,
     CommitWeights,
-    ControlCommand,
     LookAtWeights,
     NameWeights,
     PushWeights,
     RollbackWeights,
-    SetPolicy,
     UnloadAdapter,
-    WeightCommand,
 )
 from tlt_server.wire.events import ControlReport, WeightReport, WeightState
 from tlt_server.wire.labels import label_of
 
-FleetCommand = WeightCommand | ControlCommand | SetPolicy
 Report = TypeVar("Report", WeightReport, ControlReport)
 Answers = Mapping[str, Report | TltError]  # by replica; an error: it is gone
 NONE: frozenset[str] = frozenset()
@@ -42,7 +39,7 @@ EXCUSED: dict[type, frozenset[str]] = {
 }
 
 
-def merged(command: FleetCommand, answers: Answers[Report]) -> Report:
+def merged(command: Order, answers: Answers[Report]) -> Report:
     """Return one report for all replicas: the first refusal, naming its replica, or what all did.
     Replicas that are gone do not count, unless all are; then raise the first error.
     """
@@ -63,15 +60,13 @@ def merged(command: FleetCommand, answers: Answers[Report]) -> Report:
     return _together(command, done, lagging)
 
 
-def _refusal(command: FleetCommand, report: Report, error: TltError, name: str) -> Report:
+def _refusal(command: Order, report: Report, error: TltError, name: str) -> Report:
     said = {"result": error.code} if isinstance(report, WeightReport) else {}
     message = f"replica {name}: {error.message}"
     return replace(report, id=command.id, error=(error.code, message), **said)
 
 
-def _together(
-    command: FleetCommand, done: Mapping[str, Report], lagging: Mapping[str, str]
-) -> Report:
+def _together(command: Order, done: Mapping[str, Report], lagging: Mapping[str, str]) -> Report:
     first = next(iter(done.values()))
     if isinstance(first, ControlReport):
         return replace(first, id=command.id)
@@ -95,7 +90,7 @@ def _together(
     )
 
 
-def _difference(command: FleetCommand, one: WeightReport, other: WeightReport) -> str:
+def _difference(command: Order, one: WeightReport, other: WeightReport) -> str:
     """Return in which way two replicas have staged, or hold, other weights; empty: in none.
     Drafters that are live may differ, since each replica trains its own.
     """
