@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fleets import Apart, busiest, fleet, moves, ready, replica_process
+from tests.e2e.gloo_trainer import sums, weights
 from tests.e2e.test_lifecycle import FAST_START
 from tests.e2e.test_rollouts import (
     ITEMS,
@@ -21,13 +22,19 @@ from tests.e2e.test_rollouts import (
 )
 from tests.waiting import until
 from tlt_client import Client, Reply
+from tlt_client.channels.broadcast import BroadcastSender
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
 
 def fleet_of_two(directory: Path) -> ServerProcess:
-    pushes = ("--weight-channels", "disk,http", "--weight-root", str(directory / "weights"))
+    pushes = (
+        "--weight-channels",
+        "disk,http,broadcast",
+        "--weight-root",
+        str(directory / "weights"),
+    )
     return fleet(directory / "state", *FAST_START, *pushes)
 
 
@@ -99,6 +106,20 @@ def test_push_is_live_on_all_and_on_a_replica_that_comes_back(
             results.append(said(client.generate([item]).results[0]))
             client.resume_replica(name)
         assert results[0] == results[1] != said(before)
+
+
+def test_push_by_a_group_reaches_both_replicas(running: ServerProcess) -> None:
+    pushed = weights(7)
+    with Client(running.url, timeout_s=60) as client:
+        ready(client)
+        sender = BroadcastSender(client, bucket_bytes=2**20)
+        reply = sender.push(pushed, "g1")
+        sender.close()
+        assert (reply["state"], reply["lagging"]) == ("committed", {})
+        assert {each.versions["target"] for each in ready(client)} == {"g1"}
+        live = client.weight_checksums()  # refused if the replicas differ
+        assert len(pushed) > 8 and sums(pushed).items() <= live.items()
+        assert client.weights()["groups"] == []
 
 
 def test_killed_gateway_continues_its_rollouts(
