@@ -182,6 +182,8 @@ class FakeEngine:
     asleep: set[str] = field(default_factory=set)
     draining: list[Pause | Sleep] = field(default_factory=list)
     unloading: list[str] = field(default_factory=list)
+    staged: Manifest | None = None
+    contents: dict[str, str] = field(default_factory=dict)  # name -> the version that was pushed
 
     @property
     def manifests(self) -> list[Manifest]:
@@ -338,19 +340,27 @@ class FakeEngine:
                 fails = self.fails or manifest.path
                 if fails in ("forbidden", "weights_refused", "conflict", "push_failed"):
                     result, error = fails, (fails, f"{fails}: out of luck")
+                self.staged = manifest if result == "staged" else None
             case CommitWeights() if self.fails:
                 result, error = self.fails, (self.fails, f"{self.fails}: out of luck")
-            case CommitWeights(_, version, "") if version == self.weights.target:
+            case CommitWeights(_, version, "") if (
+                version == self.weights.target and not self.staged
+            ):
                 result, role = "unchanged", "target"
             case CommitWeights(_, version, name):
-                result, role, version = "committed", "target", name or version or "named"
+                manifest, self.staged = self.staged or Manifest(), None
+                version = version or manifest.version or "named"
+                if name:
+                    self.contents[name], version = version, name
+                result, role = "committed", manifest.role
             case NameWeights(_, version):
-                result, role = "named", "target"
+                result, role, live = "named", "target", self.weights.target
+                self.contents[version] = self.contents.get(live, live)
                 self.weights = WeightState(target=version)
             case ReadWeights(_, _, rows):
                 values, shape = array("f", [0.5] * rows).tobytes(), [rows]
             case AbortWeights(_, version):
-                result = "aborted"
+                result, self.staged = "aborted", None
             case JoinGroup(_, "hangs"):
                 leave_unanswered(command)
                 return
@@ -371,7 +381,8 @@ class FakeEngine:
                 if left == self.weights.adapters:
                     result, error = "not_found", ("not_found", f"adapter {name!r} is not loaded")
                 self.weights = msgspec.structs.replace(self.weights, adapters=left)
-        sums = {"w": f"sha256:{version or self.weights.target}"}
+        live = version or self.weights.target
+        sums = {"w": f"sha256:{self.contents.get(live, live)}"}
         if role == "adapter" and result == "committed":
             loaded = self.weights.adapters | {manifest.adapter: version}
             self.weights = msgspec.structs.replace(self.weights, adapters=loaded)

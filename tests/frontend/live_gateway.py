@@ -84,11 +84,13 @@ class LiveGateway(LiveServer):
         return gateway(self.launcher, FleetPlan(config), config, self.directory, metrics, progress)
 
     async def ready(self) -> None:
-        """Wait until all replicas are used."""
+        """Wait until all replicas are used, and forget what they were asked for that."""
         await self.client.ready()
         assert self.client.fleet is not None
         while any(each.state != "ready" for each in self.client.fleet.status()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        for replica in self.replicas:
+            replica.engine.weight_commands.clear()
 
 
 @contextmanager
