@@ -170,6 +170,6 @@ def test_emptied_replicas_of_a_long_tail_sleep(server: ServerProcess, tmp_path: 
     ):
         ready(client, 3)
         rollout = client.generate(tail, sampling={"max_tokens": 40}, detach=True)
-        until(lambda: sum(each.state == "asleep" for each in client.fleet().replicas) == 2)
+        until(lambda: sum(each.asleep for each in client.fleet().replicas) == 2)
         assert rollout.fetch().status == "running" and moves(client)["consolidate"] > 0
         assert [*map(said, rollout.result(400).results)] == [*map(said, expected)]

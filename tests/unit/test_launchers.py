@@ -421,8 +421,8 @@ def test_missing_ray_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) 
 def test_actor_ends_with_a_raylet_reaped_or_not() -> None:
     """The watching process is a child of the one that is watched."""
     watch = (
-        "import asyncio, os; from tlt_server.fleet.launchers.ray import _end_with\n"
-        "raylet = os.getppid(); print(os.getpid(), flush=True); asyncio.run(_end_with(raylet))"
+        "import os; from tlt_server.fleet.launchers.ray import _end_with\n"
+        "raylet = os.getppid(); print(os.getpid(), flush=True); _end_with(raylet)"
     )
     raylet = (
         "import subprocess, sys, time\n"

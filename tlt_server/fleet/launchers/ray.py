@@ -8,9 +8,12 @@ died may serve on, so the gateway alone decides whose tokens count.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -52,28 +55,22 @@ class ReplicaActor:
             live = partial(self._child.live, say=partial(print, file=sys.stderr, flush=True))
             serving = kept(self._child.name, live, self._change, proven=True)
             self._task = asyncio.create_task(serving)
-            self._watching = asyncio.create_task(_end_with(os.getppid()))
+            threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
         return self._seen[1:]
 
     def _change(self, **fields: str) -> None:
         self._seen = self._seen._replace(**fields)
 
 
-async def _end_with(raylet: int) -> None:
+def _end_with(raylet: int) -> None:
     """End this process, and so its server, when the raylet has ended. Ray's own check takes a
     raylet that was killed and not reaped for alive.
     """
-    while _runs(raylet):  # noqa: ASYNC110 (no event tells it)
-        await asyncio.sleep(POLL_S)
+    stat = Path(f"/proc/{raylet}/stat")
+    with contextlib.suppress(OSError):  # it was reaped
+        while os.getppid() == raylet and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(POLL_S)
     os._exit(1)
-
-
-def _runs(parent: int) -> bool:
-    try:
-        state = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # it was reaped
-        return False
-    return os.getppid() == parent and state != "Z"
 
 
 class Cluster:
