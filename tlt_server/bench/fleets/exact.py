@@ -47,7 +47,7 @@ class Size(NamedTuple):
     tokens: int  # per response
 
 
-SIZES = {"cpu": Size(21, 100, 80), "cuda": Size(7, 72, 256)}
+SIZES = {"cpu": Size(21, 100, 80), "cuda": Size(4, 128, 256)}
 QUICK = Size(2, 12, 192)
 CHANNELS = {"cpu": ("disk", "http", "broadcast"), "cuda": ("disk", "http")}
 
