@@ -390,6 +390,15 @@ async def test_fault_of_all_at_the_commit(fleet: Fleet, fault: str) -> None:
 
 
 @in_fleet()
+async def test_lost_replica_may_have_committed_what_others_refuse(fleet: Fleet) -> None:
+    for replica, fault in zip(fleet.all, ("refuses", "refuses", "dies"), strict=True):
+        replica.faults = {CommitWeights: fault}
+    with pytest.raises(EngineFailed, match="replica c: "):
+        await fleet.push()
+    assert fleet.file.record.roles["target"] == kept("v1") and [*fleet.lost] == ["a", "b", "c"]
+
+
+@in_fleet()
 async def test_late_transfer_is_aborted_after_a_refusal(fleet: Fleet) -> None:
     fleet.a.faults, fleet.b.faults = {PushWeights: "works on"}, {PushWeights: "refuses"}
     report = await fleet.push()

@@ -305,7 +305,8 @@ class FanOut:
         for replica, why in lagging.items():
             self._lost(replica, why)
         followed = {each: answers[each] for each in answers if each not in lagging}
-        report: WeightReport = as_one(command, followed or answers)
+        gone = {each: why for each, why in answers.items() if isinstance(why, TltError)}
+        report: WeightReport = as_one(command, followed or done(answers) or gone)
         return replace(report, lagging={each.name: why for each, why in lagging.items()})
 
     async def _write(self, record: FleetRecord) -> None:

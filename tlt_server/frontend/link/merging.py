@@ -9,34 +9,14 @@ from msgspec.structs import replace
 
 from tlt_client.channels import DRAFTER_PREFIX, split
 from tlt_client.channels.checksums import digest
-from tlt_server.errors import NotFound, TltError, WeightsRefused, codes, from_code
+from tlt_server.errors import NotFound, TltError, WeightsRefused, from_code
 from tlt_server.frontend.link.members import Order
-from tlt_server.wire.commands import (
-    AbortWeights,
-    CommitWeights,
-    LookAtWeights,
-    NameWeights,
-    PushWeights,
-    RollbackWeights,
-    UnloadAdapter,
-)
+from tlt_server.wire.commands import AbortWeights, LookAtWeights, PushWeights, UnloadAdapter
 from tlt_server.wire.events import ControlReport, WeightReport, WeightState
 from tlt_server.wire.labels import label_of
 
 Report = TypeVar("Report", WeightReport, ControlReport)
 Answers = Mapping[str, Report | TltError]  # by replica; an error: it is gone
-NONE: frozenset[str] = frozenset()
-ANY = frozenset(codes())
-ENDED = frozenset({NotFound.code})
-
-# Command -> errors of a replica that do not refuse it for all, once another has carried it out.
-EXCUSED: dict[type, frozenset[str]] = {
-    CommitWeights: ANY,  # the fleet has committed
-    NameWeights: ANY,
-    RollbackWeights: ANY,
-    AbortWeights: ENDED,
-    UnloadAdapter: ENDED,
-}
 
 
 def merged(command: Order, answers: Answers[Report]) -> Report:
@@ -46,11 +26,10 @@ def merged(command: Order, answers: Answers[Report]) -> Report:
     gone = {name: each for name, each in answers.items() if isinstance(each, TltError)}
     reports = {name: each for name, each in answers.items() if not isinstance(each, TltError)}
     done = {name: each for name, each in reports.items() if each.error is None}
-    excused = EXCUSED.get(type(command), NONE)
-    if not (done or (gone and excused is ANY)):  # a replica that is gone may have committed
-        excused = NONE
+    ends = isinstance(command, AbortWeights | UnloadAdapter) and done
+    excused = NotFound.code if ends else ""  # a replica may have had nothing to end
     for name, report in reports.items():
-        if report.error is not None and report.error[0] not in excused:
+        if report.error is not None and report.error[0] != excused:
             return _refusal(command, report, from_code(*report.error), name)
     if not done:
         name, error = next(iter(gone.items()))
