@@ -236,7 +236,7 @@ class FaultSchedule:
                 gateway.operations.resume(machine.name)
 
         OWNER.set(gateway)
-        gateway.fleet.do(drain())
+        gateway.fleet.spawn(drain())
         OWNER.set(None)
 
     def _scale(self, machine: Machine) -> None:
@@ -249,7 +249,7 @@ class FaultSchedule:
             await gateway.operations.scale(self.size)
 
         OWNER.set(gateway)
-        gateway.fleet.do(scale())
+        gateway.fleet.spawn(scale())
         OWNER.set(None)
 
     def _damage(self, machine: Machine) -> None:
@@ -265,7 +265,7 @@ class FaultSchedule:
     def _open(self) -> Iterator[str]:
         gateway = self.gateway
         for name, member in gateway.fleet.members.items():
-            if member.state not in ("ready", "asleep"):
+            if member.state != "ready":
                 yield f"{name} is {member.state}: {member.fault}"
         for machine in self.machines.values():
             newest = self.versions[-1] if self.versions else ""

@@ -36,16 +36,7 @@ from tlt_server.wire.commands import (
     WakeUp,
     WeightCommand,
 )
-from tlt_server.wire.events import (
-    ControlReport,
-    EngineInfo,
-    Event,
-    Outputs,
-    Phase,
-    PhaseProgress,
-    Ready,
-    WeightReport,
-)
+from tlt_server.wire.events import ControlReport, EngineInfo, Event, Outputs, Ready, WeightReport
 
 CATCH_UP_S = 1.0  # between two tries of a replica to catch up
 WAKE_S = 10.0  # at the end, for replicas that sleep
@@ -96,7 +87,7 @@ class Fleet:
     def _commits(self) -> bool:
         """Return True during a commit, and place after it what finds no replica now."""
         if self.is_committing and self._after_commit is None:
-            self._after_commit = self.do(self._place_later())
+            self._after_commit = self.spawn(self._place_later())
         return self.is_committing
 
     async def _place_later(self) -> None:
@@ -168,12 +159,10 @@ class Fleet:
                 replica.stepped(event)
                 self.client.take(msgspec.structs.replace(event, gauges=self.replicas.gauges()))
                 return
-            case Phase() | PhaseProgress():
-                replica.start.take(event)
             case Ready(info) if replica in self.members.values():
                 replica.ready(info)
                 replica.is_held = False
-                replica.joining = self.do(self._join(replica, info))
+                replica.joining = self.spawn(self._join(replica, info))
             case WeightReport():
                 replica.reported(event)
                 replica.weight_answers.settle(event)
@@ -245,21 +234,19 @@ class Fleet:
     # joining
 
     async def _join(self, member: Member, info: EngineInfo) -> None:
-        """Bring a replica to what the fleet has, and use it; or say why not. One that cannot catch
-        up now tries again, since a replica with the committed weights may come back.
+        """Bring a replica to what the fleet has, and use it; or say why not. One that cannot now
+        tries again, since a replica with the committed weights may come back.
         """
         while True:
-            found = differences(self._kind or info, info)
             try:
-                if found:
+                if found := differences(self._kind or info, info):
                     raise Conflict(f"the replica {member.name} cannot join: {found}")
                 await self._catch_up(member)
                 return
             except TltError as error:
+                if member.fault != error.message:
+                    log.error("replica_refused", name=member.name, reason=error.message)
                 member.state, member.fault = "lost", error.message
-                log.error("replica_refused", name=member.name, reason=error.message)
-            if found:
-                return
             await asyncio.sleep(CATCH_UP_S)
 
     async def _catch_up(self, member: Member) -> None:
@@ -350,7 +337,7 @@ class Fleet:
             return False
         if isinstance(command, Recompute):
             return any(replica.send(command) for replica in self.replicas)
-        self.do(self._order(command))
+        self.spawn(self._order(command))
         return True
 
     async def _order(self, command: Any) -> None:
@@ -377,7 +364,7 @@ class Fleet:
         if self.replicas.placer.loads:
             self.describe()
 
-    def do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that ends with the fleet."""
         task = asyncio.create_task(work)
         self._tasks.add(task)

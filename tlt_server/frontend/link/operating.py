@@ -136,7 +136,7 @@ class FleetOperations:
                 self._resume(member)
             elif member in excess and not member.leaves:
                 member.leaves = True
-                self._fleet.do(self._stop(member))
+                self._fleet.spawn(self._stop(member))
 
     async def _stop(self, member: Member) -> None:
         try:
