@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from tests.e2e.fleets import fleet, ready
+from tests.mostly_long import mostly_long
 from tests.waiting import until
 from tlt_client import Client
 from tlt_client.channels.http import HttpSender
@@ -41,29 +43,50 @@ def server(shipped: ServerProcess) -> ServerProcess:
     return shipped
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids="width {}".format
-)
-def width(request: pytest.FixtureRequest) -> int:
-    """Return how many ranks share the target of the module's server."""
-    found: int = request.param
-    return found
+class Served(NamedTuple):
+    """Ranks of a server, and servers."""
+
+    ranks: int = 1
+    replicas: int = 1
+
+
+KINDS = {"one": Served(), "two ranks": Served(ranks=2), "fleet": Served(replicas=2)}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "served" in metafunc.fixturenames:
+        on_fleet = metafunc.definition.get_closest_marker("fleet") is not None
+        kinds = [kind for kind in KINDS if on_fleet or kind != "fleet"]
+        metafunc.parametrize("served", mostly_long(kinds, "one"), indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def of_width(width: int) -> tuple[str, ...]:
+def served(request: pytest.FixtureRequest) -> Served:
+    """Return what the module's server that takes weights is."""
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def of_width(served: Served) -> tuple[str, ...]:
     """Return the flags of a server of this width."""
-    return ("--device", "cpu", "--tensor-parallel", str(width))
+    return ("--device", "cpu", "--tensor-parallel", str(served.ranks))
 
 
 @contextmanager
-def taking_weights(directory: Path, *flags: str) -> Iterator[ServerProcess]:
-    """Start a server that drafts and takes weights by every channel."""
-    places = ("--weight-root", str(directory / "weights"), "--state-dir", str(directory / "state"))
-    channels = ("--weight-channels", "disk,http,broadcast,ipc", "--weight-timeout-s", "60")
-    channels += ("--grpc-port", "0")
-    (directory / "weights").mkdir()
-    with ServerProcess(*DRAFTING, *flags, *places, *channels) as running:
+def taking_weights(directory: Path, *flags: str, replicas: int = 1) -> Iterator[ServerProcess]:
+    """Start a server that drafts and takes weights by every channel, or a fleet of such."""
+    state, root, grpc = directory / "state", directory / "weights", ("--grpc-port", "0")
+    root.mkdir()
+    flags = (*DRAFTING, *flags, "--weight-root", str(root), "--weight-timeout-s", "60")
+    if replicas > 1:
+        flags += ("--weight-channels", "disk,http,broadcast")
+        with fleet(state, *flags, replicas=replicas, own=grpc) as running:
+            with Client(running.url, timeout_s=60) as client:
+                ready(client, replicas)
+            yield running
+        return
+    flags += ("--state-dir", str(state), "--weight-channels", "disk,http,broadcast,ipc")
+    with ServerProcess(*flags, *grpc) as running:
         yield running
 
 
@@ -75,16 +98,17 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def pushable(
-    width: int,
+    served: Served,
     of_width: tuple[str, ...],
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[ServerProcess]:
-    """Yield the worker's server that takes weights, with those of the start; for two ranks another
-    of the file's own.
+    """Yield the worker's server that takes weights, with those of the start; for two ranks, or a
+    fleet, another of the file's own.
     """
-    if width > 1:
-        with taking_weights(tmp_path_factory.mktemp("pushable"), *of_width) as running:
+    if served != Served():
+        place = tmp_path_factory.mktemp("pushable")
+        with taking_weights(place, *of_width, replicas=served.replicas) as running:
             yield running
         return
     running = request.getfixturevalue("pushed")

@@ -69,10 +69,11 @@ def packed(named: Named, limit: int) -> Iterator[Tensor]:
         yield torch.cat(bucket)
 
 
-def named_group(port: int, name: str) -> Any:
+def named_group(port: int, name: str, world: int = 2) -> Any:
     """Join a group by torch's rendezvous, a prefix, and torch's helper for named groups."""
     groups = distributed.distributed_c10d
-    store, rank, size = next(distributed.rendezvous(f"tcp://{HOST}:{port}", 0, 2, timeout=LIMIT))  # type: ignore[attr-defined]
+    place = f"tcp://{HOST}:{port}"
+    store, rank, size = next(distributed.rendezvous(place, 0, world, timeout=LIMIT))  # type: ignore[attr-defined]
     store.set_timeout(LIMIT)
     group, _ = groups._new_process_group_helper(  # type: ignore[no-untyped-call]
         size,
@@ -83,7 +84,7 @@ def named_group(port: int, name: str) -> Any:
         group_name=name,
         timeout=LIMIT,
     )
-    groups._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    groups._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
     return group
 
 
@@ -91,6 +92,7 @@ class Trainer:
     def __init__(self, url: str) -> None:
         self.calls, self._pool = Calls(url), ThreadPoolExecutor(1)
         self.rounds: list[dict[str, Any]] = []
+        self.world: int = 1 + self.calls.get("/get_world_size")["world_size"]
 
     def meanwhile(self, path: str, body: object, own: Callable[[], Any]) -> tuple[Any, Any]:
         """A call that the server answers once this process has done its part."""
@@ -100,14 +102,14 @@ class Trainer:
 
     # as trainers that drive vLLM
 
-    def join_as_vllm(self, path: str, body: Callable[[int], dict[str, Any]]) -> None:
+    def join_as_vllm(self, path: str, body: Callable[[int, int], dict[str, Any]]) -> None:
         port = free_port()
 
         def join() -> Any:
-            store = TCPStore(HOST, port, 2, True, LIMIT)
-            return distributed.ProcessGroupGloo(store, 0, 2, LIMIT)  # type: ignore[call-arg, arg-type]
+            store = TCPStore(HOST, port, self.world, True, LIMIT)
+            return distributed.ProcessGroupGloo(store, 0, self.world, LIMIT)  # type: ignore[call-arg, arg-type]
 
-        _, self.group = self.meanwhile(path, body(port), join)
+        _, self.group = self.meanwhile(path, body(port, self.world), join)
 
     def send_to_vllm(
         self,
@@ -144,12 +146,12 @@ class Trainer:
             "master_address": HOST,
             "master_port": str(port),
             "rank_offset": 1,
-            "world_size": 2,
+            "world_size": self.world,
             "group_name": name,
             "backend": "gloo",
         }
         reply, self.group = self.meanwhile(
-            "/init_weights_update_group", asked, lambda: named_group(port, name)
+            "/init_weights_update_group", asked, lambda: named_group(port, name, self.world)
         )
         assert reply["success"]
 
@@ -185,13 +187,13 @@ class Trainer:
         self.rounds.append({"version": self.version(), "mine": mine, "live": found})
 
 
-def init_info(port: int, **fields: Any) -> dict[str, Any]:
+def init_info(port: int, world: int, **fields: Any) -> dict[str, Any]:
     return {
         "init_info": {
             "master_address": HOST,
             "master_port": port,
             "rank_offset": 1,
-            "world_size": 2,
+            "world_size": world,
             "backend": "gloo",
             **fields,
         }
@@ -206,7 +208,6 @@ def trl(trainer: Trainer, seeds: list[int]) -> None:
         ]["backend"]
         == "gloo"
     )
-    assert trainer.calls.get("/get_world_size") == {"world_size": 1}
     trainer.join_as_vllm("/init_weight_transfer_engine", init_info)
     for seed in seeds:
         sent, before = weights(seed), trainer.version()
@@ -231,8 +232,8 @@ def art(trainer: Trainer, seeds: list[int]) -> None:
     """
     trainer.join_as_vllm(
         "/init_weight_transfer_engine",
-        lambda port: init_info(
-            port, packed=True, packed_buffer_size_bytes=BUCKET, packed_num_buffers=2
+        lambda port, world: init_info(
+            port, world, packed=True, packed_buffer_size_bytes=BUCKET, packed_num_buffers=2
         ),
     )
     for seed in seeds:
@@ -276,11 +277,11 @@ def prime_rl(trainer: Trainer, seeds: list[int]) -> None:
     """The group is made with the servers' own count; target and drafter come in one stream."""
     trainer.join_as_vllm(
         "/init_broadcaster",
-        lambda port: {
+        lambda port, world: {
             "host": HOST,
             "port": port,
             "rank_offset": 0,
-            "inference_world_size": 1,
+            "inference_world_size": world - 1,
             "timeout": 60,
             "backend": "gloo",
         },

@@ -17,6 +17,8 @@ from tests.mostly_long import mostly_long
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 
+pytestmark = pytest.mark.fleet
+
 PROMPT = list(b"Compute 3*4+5.")
 
 

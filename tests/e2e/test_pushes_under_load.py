@@ -234,6 +234,7 @@ def check_versions(said: list[Said], versions: list[str], modes: list[str]) -> N
     assert {version for one in said for version, _, _ in one.spans} <= set(versions)
 
 
+@pytest.mark.fleet
 @pytest.mark.parametrize("pushes", [4, pytest.param(12, marks=pytest.mark.long)])
 def test_pushes_land_while_batches_run(
     pushes: int,

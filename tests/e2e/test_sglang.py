@@ -9,10 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.conftest import Served
 from tests.e2e.trainers import Calls, Rollout, check, rolling
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
+
+pytestmark = pytest.mark.fleet
 
 PROMPT = list(b"Compute 3*4+5.")
 
@@ -73,11 +76,11 @@ def resumed(url: str, seed: int, tokens: int = 300) -> Rollout:
         aborted = True
 
 
-def test_slime_call_order_works(pushable: ServerProcess, width: int) -> None:
+def test_slime_call_order_works(pushable: ServerProcess, served: Served) -> None:
     """Pause, flush, update under a name, continue. What was aborted goes on where it was."""
     calls = Calls(pushable.url)
     info = calls.get("/server_info")
-    assert (info["tp_size"], info["dp_size"], info["weight_version"]) == (width, 1, "initial")
+    assert (info["tp_size"], info["dp_size"], info["weight_version"]) == (*served, "initial")
     assert calls.get("/health_generate") == {"status": "ok"}
     with rolling(lambda i: resumed(pushable.url, i)) as rollouts:
         calls.await_tokens()

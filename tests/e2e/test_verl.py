@@ -23,6 +23,8 @@ from tlt_client import Client, TltClientError
 from tlt_client.adapters import verl as adapter
 from tlt_server.demo.server import ServerProcess
 
+pytestmark = pytest.mark.fleet
+
 PROMPT = list(b"Compute 3*4+5.")
 INSTALLED = find_spec("verl") is not None and find_spec("ray") is not None
 
