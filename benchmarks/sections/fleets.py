@@ -70,6 +70,16 @@ def weights(figures: Figures) -> Iterator[str]:
     )
 
 
+def frontend(figures: Figures) -> Iterator[str]:
+    yield (
+        f"A gateway over the links of {figures['replicas']} servers, whose engines are simulated "
+        f"and decode 256 requests each: {figures['tokens_per_cpu_s']} tokens per CPU-second, whole "
+        f"replies, without HTTP. It took {figures['gateway_percent']:.0f} % of a core at "
+        f"{figures['tokens_per_s']} tokens/s; {figures['full_rate']} tokens/s take "
+        f"{figures['full_rate_percent']:.0f} %."
+    )
+
+
 def simulated(figures: Figures) -> Iterator[str]:
     yield (
         "The gateway's own code in virtual time over replicas with the measured times of a 7B "

@@ -24,6 +24,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "fleet": ("Simulated fleets", fleets.simulated),
     "fleet-faults": ("Simulated fleets", fleets.faults),
     "fleet-rollout": ("A fleet against one server", fleets.rollout),
+    "fleet-frontend": ("The gateway's own time", fleets.frontend),
     "fleet-exact": ("Exactness of a fleet", fleets.exact),
     "fleet-weights": ("Weight pushes to a fleet", fleets.weights),
     "replay": ("Regret of the policies", rollouts.replay),

@@ -144,6 +144,16 @@ FLEET = [
         ],
     ),
     result(
+        "fleet-frontend-h200.json",
+        bench="fleet-frontend",
+        replicas=8,
+        tokens_per_s=220_000,
+        gateway_percent=36.0,
+        tokens_per_cpu_s=611_000,
+        full_rate=224_000,
+        full_rate_percent=36.7,
+    ),
+    result(
         "fleet-exact-h200.json",
         bench="fleet-exact",
         replicas=3,

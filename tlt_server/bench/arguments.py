@@ -250,7 +250,8 @@ BENCHES = {
     ),
     "frontend": Bench(
         "count tokens that the frontend delivers per second of processor time; no model",
-        (flag("--rounds N", "of every figure; the median counts", 3), *JSON),
+        (flag("--rounds N", "of every figure; the median counts", 3), REPLICAS, *JSON),
+        of_fleet=True,
     ),
     "structures": Bench(
         "time requests with a JSON schema against ones without",

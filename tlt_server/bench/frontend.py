@@ -4,7 +4,7 @@ processor time, by the number of tokens in an output.
 The events of an engine that decodes a batch are made before. A run decodes them, routes the
 outputs, grows the choices, and encodes what clients get: one whole reply, a whole reply to each of
 128 clients, the same with the journal of a rollout, or server-sent events. HTTP and sockets are
-left out. No model, no GPU.
+left out. No model, no GPU. With `--replicas` the gateway of a fleet takes them from real links.
 """
 
 from __future__ import annotations
@@ -167,20 +167,12 @@ async def _deliver(
     ]
     last = made[-1][requests[-1].id]  # outputs are taken in order
 
-    async def reply(made: Items) -> int:
-        ended, size = EndedItems(), 0
-        with closing(generations.submit(made, deadline_s, "", keep)) as generation:
-            async for event in generation.events():
-                if streamed:
-                    name, data = phrase(event)
-                    size += len(event_frame(data, name))
-                elif not isinstance(event, TokenEvent):
-                    ended.take(event)
-        return size + sum(map(len, json_slices({"results": [*ended.by_id.values()]})))
-
     gc.collect()
     began_s = time.process_time()
-    replying = [asyncio.create_task(reply(each)) for each in made]
+    replying = [
+        asyncio.create_task(reply(generations, each, deadline_s, keep, streamed=streamed))
+        for each in made
+    ]
     await asyncio.sleep(0)
     for event, tokens in events:
         engine.take(decode_event(event))
@@ -190,3 +182,23 @@ async def _deliver(
     spent_s = time.process_time() - began_s
     assert size > 4 * SEQUENCES * TOKENS, f"{size} bytes of reply"
     return spent_s
+
+
+async def reply(
+    generations: Generations,
+    made: Items,
+    deadline_s: float,
+    keep: Keep | None = None,
+    *,
+    streamed: bool = False,
+) -> int:
+    """Generate items as a client's request does; return the bytes of the reply."""
+    ended, size = EndedItems(), 0
+    with closing(generations.submit(made, deadline_s, "", keep)) as generation:
+        async for event in generation.events():
+            if streamed:
+                name, data = phrase(event)
+                size += len(event_frame(data, name))
+            elif not isinstance(event, TokenEvent):
+                ended.take(event)
+    return size + sum(map(len, json_slices({"results": [*ended.by_id.values()]})))

@@ -213,7 +213,7 @@ class SimulatedReplica:
         return StepOutput(
             id=id,
             token_ids=tokens,
-            logprobs=[],
+            logprobs=[-1.0] * len(tokens),
             finish_reason=finish_reason,
             weight_version=self.version,
         )
