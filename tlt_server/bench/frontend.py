@@ -21,10 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
 import uvloop
 
-from tlt_server.bench.fleets import machine
 from tlt_server.bench.record import finish, steps, wide_console
 from tlt_server.bench.tables import FRONTEND, show
 from tlt_server.demo.workload import TARGET
@@ -41,7 +39,8 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.rollouts.journal import Grown, Journal, frame
 from tlt_server.metrics import Metrics
 from tlt_server.wire.commands import Command
-from tlt_server.wire.events import Ready, decode_event, of_step
+from tlt_server.wire.events import EngineInfo, Ready, decode_event, of_step
+from tlt_server.wire.fingerprint import Fingerprint
 from tlt_server.wire.records import (
     OFF,
     Cycle,
@@ -55,12 +54,25 @@ from tlt_server.wire.records import (
 SEQUENCES, TOKENS, VOCAB = 128, 512, 500  # a run; tokens of each; ids are below the last
 PLAN = {"batch": (1, 64), "whole": (1, 4, 16, 64, 128), "journal": (1, 64), "streamed": (1, 8, 64)}
 GAUGES = ("running", "waiting", "pages_free", "pages_cached", "preemptions", "cached_tokens")
-INFO = msgspec.structs.replace(
-    machine.INFO,
+INFO = EngineInfo(
+    model="simulated",
+    weight_version="v0",
     vocab_size=VOCAB,
     max_model_len=2 * TOKENS,
     eos_token_ids=[],
+    pages=2**16,
+    page_size=16,
     max_running=SEQUENCES,
+    drafter="",
+    policy="off",
+    numerics="strict",
+    fingerprint=Fingerprint(1, "float32", "none", "strict 1"),
+    attention="none",
+    dtype="float32",
+    device="cpu",
+    threads=1,
+    prepared="all strategies",
+    phases={},
 )
 
 

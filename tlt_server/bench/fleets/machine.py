@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tlt_server.bench.fleets.replica import SimulatedReplica
+from tlt_server.bench.frontend import INFO
 from tlt_server.errors import EngineFailed
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
@@ -36,39 +37,12 @@ from tlt_server.wire.commands import (
     WakeUp,
     WeightCommand,
 )
-from tlt_server.wire.events import (
-    ControlReport,
-    EngineInfo,
-    Event,
-    Outputs,
-    Ready,
-    WeightReport,
-    WeightState,
-)
-from tlt_server.wire.fingerprint import Fingerprint
+from tlt_server.wire.events import ControlReport, Event, Outputs, Ready, WeightReport, WeightState
 from tlt_server.wire.records import GenerateRequest
 
 STAGE_S, COMMIT_S, START_S, SLEEP_S = 0.4, 0.05, 1.0, 0.3
-INFO = EngineInfo(
-    model="simulated",
-    weight_version="v0",
-    vocab_size=2**17,
-    max_model_len=2**16,
-    eos_token_ids=[0],
-    pages=2**16,
-    page_size=16,
-    max_running=16,
-    drafter="",
-    policy="off",
-    numerics="strict",
-    fingerprint=Fingerprint(1, "float32", "none", "strict 1"),
-    attention="none",
-    dtype="float32",
-    device="cpu",
-    threads=1,
-    prepared="all strategies",
-    phases={},
-    spooled=True,
+SIMULATED = msgspec.structs.replace(
+    INFO, vocab_size=2**17, max_model_len=2**16, eos_token_ids=[0], spooled=True
 )
 
 
@@ -252,7 +226,7 @@ class Machine:
         self.engine = SimulatedEngine(self, live)
         self.client.replica.connect(self.engine)
         changed = {"weight_version": live.version, "max_running": self.max_running}
-        self.client.take(Ready(msgspec.structs.replace(INFO, **changed)))
+        self.client.take(Ready(msgspec.structs.replace(SIMULATED, **changed)))
 
     def told(self, engine: SimulatedEngine, event: Event) -> None:
         if engine is self.engine and not engine.ended:
