@@ -143,7 +143,7 @@ BENCHES = {
             flag("--pair NAME", "of the models, in the figures", "demo"),
             flag("--penalties", "give every request a repetition and a presence penalty"),
             REPLICAS,
-            flag("--kill", "with --replicas: also kill one of them while all stream"),
+            flag("--kill", "with --replicas: also kill one and stop one, and kill a gateway"),
         ),
         of_fleet=True,
     ),

@@ -4,9 +4,10 @@ The gateway's own placing and moving choose where each request runs; replicas ta
 were measured of a 7B target on an H200, so a minute takes a moment and no GPU. Lengths are drawn
 with a long tail, or those of a record. Figures are means over the seeds.
 
-With --faults, the gateway's own code from a submission to a link's bytes runs over simulated
-servers that crash, stop, are cut off, restart or get damaged weights, at every phase of a push, and
-gateways that restart or are replaced. Every request must end once, with each of its tokens once.
+With --faults, the gateway's own code and that of its servers, from a submission to the engine's
+commands, runs over simulated engines and networks: servers crash, stop, are cut off, restart, get
+damaged weights, come and go at every phase of a push, and gateways restart or are replaced. Every
+request must end once, with each of its tokens once.
 
     tlt bench fleet --replicas 64 --requests 4096
     tlt bench fleet --faults 10000 --json faults.json

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -246,10 +246,6 @@ class Machine:
         """Note an order of a gateway."""
         if epoch < self.epoch:
             self.history.wrong.append(f"{self.name} carried out an order of epoch {epoch}")
-
-    def expect(self, ids: Iterable[str], oldest: int) -> None:
-        """Note that these, which are sent now, get no tokens of versions before this one."""
-        self.history.oldest |= dict.fromkeys(ids, oldest)
 
     def taken(self, manifest: Manifest) -> SimulatedWeights:
         """Return what a push brings here, which may be damaged on its way."""
