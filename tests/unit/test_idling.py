@@ -162,8 +162,12 @@ async def test_replica_that_does_not_wake_is_lost_and_says_why() -> None:
     fleet = await DozingFleet.asleep("ab", busy=1)
     [asleep] = [name for name, state in fleet.states.items() if state == "asleep"]
     fleet.links[asleep].control_error = ("unavailable", "there is no room")
-    await fleet.fleet.wake()
+    waking = asyncio.create_task(fleet.fleet.wake())
+    await asyncio.sleep(0)
+    assert fleet.replicas.count == 2, "trainers count a replica that wakes"
+    await waking
     await settle()
+    assert fleet.replicas.count == 1
     status = {each.name: each for each in fleet.operations.status()}[asleep]
     assert status.state == "lost" and "does not wake: there is no room" in status.fault
     fleet.links[asleep].begin()

@@ -97,7 +97,7 @@ class FleetReplicas(Replicas):
 
     @property
     def count(self) -> int:
-        return len(self.pushed_to)
+        return sum(each.load is not None for each in self.members.values())
 
     @property
     def asleep(self) -> list[Member]:
