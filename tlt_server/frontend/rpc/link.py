@@ -196,7 +196,7 @@ class LinkServer:
             try:
                 async with asyncio.timeout(SILENT_S):
                     await context.write(message)
-            except (TimeoutError, grpc.aio.InternalError):
+            except (TimeoutError, grpc.aio.BaseError):
                 raise Cancelled(f"the gateway has read nothing for {SILENT_S:g} s") from None
 
         try:
