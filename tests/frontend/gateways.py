@@ -20,7 +20,7 @@ from tlt_server.frontend.link.remote import RemoteLink
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import Command, Submit
 from tlt_server.wire.events import ControlReport, Event, Outputs, Ready, WeightReport
-from tlt_server.wire.link import METHOD, Attach, Ended, decode_link_event
+from tlt_server.wire.link import METHOD, Attach, Ended, decode_link_events
 from tlt_server.wire.records import GenerateRequest, Sampling, StepOutput, encode
 
 
@@ -122,7 +122,7 @@ async def refusal(address: str, *messages: bytes | Command | Attach, key: str = 
                 for message in messages:
                     await call.write(message if isinstance(message, bytes) else encode(message))
             async for data in call:
-                event = decode_link_event(data)
+                *_, event = decode_link_events(data)
                 if isinstance(event, Ended):
                     return from_code(event.code, event.message)
         except grpc.aio.AioRpcError as failed:

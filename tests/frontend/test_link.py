@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from tests.frontend.fake_engine import DIES, HANGS, INFO
 from tests.frontend.gateways import attached, happens, on_link, request
 from tests.frontend.live_server import LiveServer
 from tlt_server.frontend.dialects import DIALECTS
+from tlt_server.frontend.rpc import relay
 from tlt_server.wire.commands import (
     Abort,
     ClearCache,
@@ -31,6 +33,7 @@ from tlt_server.wire.commands import (
     WakeUp,
 )
 from tlt_server.wire.events import Outputs, Phase, Ready
+from tlt_server.wire.link import LinkEvent
 from tlt_server.wire.records import Sampling, StepOutput
 
 HUNG = [65, HANGS]  # the fake engine never gives a token of it
@@ -220,6 +223,30 @@ async def test_broken_stream_aborts_its_sequences_only(server: LiveServer) -> No
         gateway.submit(request("a", [65], 3))
         await happens(lambda: gateway.ended("a"))
         assert gateway.outputs["a"][-1].finish_reason == "length", "late outputs meet no new ids"
+
+
+def test_outputs_are_gathered_unless_a_client_waits_or_one_ends(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages, encoded = [0], relay.event_messages
+
+    def counted(events: list[LinkEvent]) -> Iterable[bytes]:
+        messages[-1] += 1
+        return encoded(events)
+
+    monkeypatch.setattr(relay, "GATHER_S", 60)  # an end does not wait for it
+    monkeypatch.setattr(relay, "event_messages", counted)
+
+    @on_link(engine={"step_s": 0.001, "per_step": 1})
+    async def story(server: LiveServer) -> None:
+        async with attached(server) as gateway:
+            for patient in (True, False):
+                messages.append(0)
+                gateway.submit(request(f"{patient}", [65, 66], 100, patient=patient))
+                await happens(lambda: gateway.ended(f"{patient}"))  # noqa: B023
+            assert messages[2] > 2 * messages[1]
+
+    story(model=model)
 
 
 @on_link(engine={"step_s": 0.001, "per_step": 1})

@@ -49,8 +49,8 @@ class FakeServer(grpc.GenericRpcHandler):
 async def attach(context: Any, command: LinkCommand, url: str = "http://0.0.0.0:8000") -> None:
     """Answer an `Attach`, and nothing else."""
     if isinstance(command, Attach):
-        await context.write(encode(Attached(command.epoch, url)))
-        await context.write(encode(Ready(INFO)))
+        await context.write(encode([Attached(command.epoch, url)]))
+        await context.write(encode([Ready(INFO)]))
 
 
 @asynccontextmanager
@@ -127,7 +127,7 @@ def test_event_beyond_the_largest_ends_the_stream() -> None:
     for size, ends in ((SPARE_BYTES // 2, False), (SPARE_BYTES, True)):
 
         async def answer(context: Any, command: LinkCommand) -> None:
-            await context.write(encode(Phase("load", 0.0, "x" * size)))  # noqa: B023
+            await context.write(encode([Phase("load", 0.0, "x" * size)]))  # noqa: B023
 
         @in_loop
         async def story() -> None:
@@ -162,7 +162,7 @@ async def test_commands_for_an_engine_that_died_are_not_sent() -> None:
         await attach(context, command)
         if isinstance(command, Submit):
             died = Ended("engine_failed", "it is gone", "exited", ["a"], 1.5, 2.5)
-            await context.write(encode(died))
+            await context.write(encode([died]))
 
     async with linked(answer) as (fake, gateway, _):
         await gateway.ready()
@@ -218,7 +218,7 @@ class EndedCall:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         await asyncio.sleep(0.01)
-        yield encode(Ended("conflict", "held by another"))
+        yield encode([Ended("conflict", "held by another")])
 
 
 @in_loop

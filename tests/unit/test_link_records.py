@@ -27,7 +27,7 @@ from tlt_server.wire.link import (
     Ping,
     command_messages,
     decode_link_command,
-    decode_link_event,
+    decode_link_events,
     event_messages,
     largest_event,
     shifted,
@@ -90,9 +90,8 @@ def test_commands_and_events_survive_the_way() -> None:
     for command in COMMANDS:
         [message] = command_messages(command, 0.0)
         assert decode_link_command(message) == command
-    for event in EVENTS:
-        [message] = event_messages(event)
-        assert decode_link_event(message) == event
+    [message] = event_messages(EVENTS)
+    assert decode_link_events(message) == [*EVENTS]
 
 
 def test_deadlines_cross_as_seconds_left() -> None:
@@ -123,7 +122,9 @@ def test_only_the_last_part_of_large_outputs_has_the_figures() -> None:
     for count, tokens in ((0, 0), (3, 2), (40, 20000)):
         outputs = [output(f"r{at}", tokens) for at in range(count)]
         whole = Outputs(outputs, {"running": 1.0}, CYCLE, [switch], [(0.5, 1, 2)])
-        *first, last = [decode_link_event(message) for message in event_messages(whole)]
+        *first, last = [
+            event for message in event_messages([whole]) for event in decode_link_events(message)
+        ]
         assert isinstance(last, Outputs) and bool(first) == (count == 40)
         assert all(part == Outputs(part.outputs, whole.gauges) for part in first)  # type: ignore[union-attr]
         found = [each for part in (*first, last) for each in part.outputs]  # type: ignore[union-attr]
@@ -136,7 +137,7 @@ def test_scores_of_a_whole_prompt_fit_the_largest_event() -> None:
         scores = [TokenLogprobs(ids, figures)] * tokens
         whole = msgspec.structs.replace(output("r", tokens), prompt_logprobs=scores)
         whole = msgspec.structs.replace(whole, top_logprobs=None, raw_logprobs=[-0.1] * tokens)
-        [message] = event_messages(Outputs([whole], {}))
+        [message] = event_messages([Outputs([whole], {})])
         assert 0 <= largest_event(tokens, alternatives) - SPARE_BYTES - len(message) + 200
 
 
@@ -163,7 +164,7 @@ def test_command_of_no_link_is_refused(data: bytes) -> None:
 def test_event_of_no_link_is_refused() -> None:
     for event in (Failed("model", "truncated"), Heartbeat()):
         with pytest.raises(msgspec.DecodeError):
-            decode_link_event(encode(event))
+            decode_link_events(encode([event]))
 
 
 @given(st.data())

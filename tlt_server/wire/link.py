@@ -1,9 +1,9 @@
 """Records of a link, by which a gateway of a fleet uses a server's engine from another host.
 
-One gRPC stream of bytes in both directions carries them as msgpack, one in each message. Commands
-and events are those of an engine, except that a gateway attaches first and a server says last why
-it ends the stream, as it does when its engine dies. A status would be lost if a command crossed it.
-Clocks of two hosts differ, so deadlines cross as seconds left.
+One gRPC stream of bytes in both directions carries them as msgpack: a command in each message, or a
+list of events. They are those of an engine, except that a gateway attaches first and a server says
+last why it ends the stream, as it does when its engine dies. A status would be lost if a command
+crossed it. Clocks of two hosts differ, so deadlines cross as seconds left.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ LinkEvent = (
 )
 # Both raise `msgspec.DecodeError` for bytes that are malformed or of another type.
 decode_link_command = msgspec.msgpack.Decoder(LinkCommand).decode
-decode_link_event = msgspec.msgpack.Decoder(LinkEvent).decode
+decode_link_events = msgspec.msgpack.Decoder(list[LinkEvent]).decode
 
 
 def command_messages(command: LinkCommand, now_s: float) -> Iterator[bytes]:
@@ -96,15 +96,21 @@ def command_messages(command: LinkCommand, now_s: float) -> Iterator[bytes]:
         yield encode(Submit(requests))
 
 
-def event_messages(event: LinkEvent) -> Iterator[bytes]:
-    """Yield the messages of an event: one, or for large outputs several. The last has the cycle."""
+def event_messages(events: Iterable[LinkEvent]) -> Iterator[bytes]:
+    """Yield the messages of events, which share one up to `PART_BYTES`."""
+    for part in _parts(piece for event in events for piece in _pieces(event)):
+        yield encode(part)
+
+
+def _pieces(event: LinkEvent) -> Iterator[LinkEvent]:
+    """Yield the event, or large outputs as several. The last has the cycle."""
     if not isinstance(event, Outputs):
-        yield encode(event)
+        yield event
         return
     *first, last = _parts(event.outputs)
     for outputs in first:
-        yield encode(Outputs(outputs, event.gauges))
-    yield encode(msgspec.structs.replace(event, outputs=last))
+        yield Outputs(outputs, event.gauges)
+    yield msgspec.structs.replace(event, outputs=last)
 
 
 def largest_event(tokens: int, alternatives: int) -> int:

@@ -74,11 +74,7 @@ def run(args: argparse.Namespace) -> int:
             steps(console, size.rounds) as step,
         ):
             said = heading(args, "fleet-exact", settings, fingerprint_of(fleet.client))
-            said |= {
-                "replicas": args.replicas,
-                "rounds": size.rounds,
-                "strategies": min(size.rounds, len(arms)),
-            }
+            said |= {"replicas": args.replicas, "strategies": min(size.rounds, len(arms))}
             for turn, (policy, strategy) in enumerate(islice(cycle(arms), size.rounds)):
                 channel = CHANNELS[args.device][turn % len(CHANNELS[args.device])]
                 _push(fleet, channel, root / _pushed(turn), f"{_pushed(turn)}-{turn}")
@@ -87,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
                 fleet.client.clear_cache()
                 found = _disturbed(fleet, rounds[turn], counts)
                 unequal = differing(expected[turn], found)
-                counts.update(requests=len(found), tokens=sum(len(c.token_ids) for c in found))
+                counts.update(
+                    rounds=1, requests=len(found), tokens=sum(len(c.token_ids) for c in found)
+                )
                 counts.update(tokens_differing=unequal[0], logprobs_differing=unequal[1])
                 fleet.all_ready()
                 step(f"{turn}: {channel}, {sum(unequal)} differ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -63,9 +63,14 @@ def _of(lengths: NDArray[Any], longest: int) -> LongTail:
 class Guided(Placer):
     """A placer with a policy, which names the replicas that a request may go to."""
 
-    def __init__(self, policy: Callable[[Guided, GenerateRequest], list[str]]) -> None:
+    def __init__(
+        self,
+        policy: Callable[[Guided, GenerateRequest], list[str]],
+        lengths: Mapping[str, int] | None = None,
+    ) -> None:
+        """`lengths`: output tokens by id, if they are known in advance."""
         super().__init__()
-        self._policy = policy
+        self._policy, self._lengths = policy, lengths
         self.homes: dict[str, str | None] = {}  # group -> replica of its first request
 
     def place(
@@ -75,6 +80,8 @@ class Guided(Placer):
         share: float = 0.0,
         among: Collection[str] | None = None,
     ) -> str | None:
+        if self._lengths is not None:
+            share = self._lengths[request.id] / request.sampling.max_tokens
         name = super().place(request, tokens, share, self._policy(self, request))
         self.homes.setdefault(request.group_id, name)
         return name
@@ -90,6 +97,13 @@ def together(placer: Guided, request: GenerateRequest) -> list[str]:
     """Send a group where its first request went."""
     home = placer.homes.get(request.group_id)
     return [home] if home else [*placer.loads]
+
+
+def clairvoyant(replicas: int, each: int, placer: Guided, request: GenerateRequest) -> list[str]:
+    """Keep the longest, which are placed first, together: `each` at every one of a few replicas."""
+    names = [*placer.loads]
+    few = len(placer.placed) < replicas * each
+    return names[:replicas] if few else names[replicas:]
 
 
 class RolloutFigures(NamedTuple):
@@ -172,4 +186,15 @@ def policies(
     for bound in slower:
         mover = partial(Mover, consolidate=bound)
         found[f"with consolidation {bound:g}"] = partial(run, Placer, mover)
+    if replicas > 1:
+        found["clairvoyant"] = partial(foreseen, workload, replicas)
     return found
+
+
+def foreseen(workload: LongTail, replicas: int) -> RolloutFigures:
+    """Return the best of a few ways to keep the longest apart."""
+    by_length = sorted(workload.requests, key=lambda each: -workload.lengths[each.id])
+    ordered = LongTail(by_length, workload.lengths)
+    few = {max(1, replicas * part // 8) for part in (3, 4, 5)}
+    ways = [partial(clairvoyant, count, each) for count in sorted(few) for each in (4, 6)]
+    return min(simulated(ordered, replicas, partial(Guided, way, workload.lengths)) for way in ways)

@@ -90,7 +90,7 @@ class Wire:
             self._attach = attach
             await self._machine.attachments.serve(attach, self._read, self._write)
         except TltError as error:
-            await self._write(encode(Ended.of(error)))
+            await self._write(encode([Ended.of(error)]))
         finally:
             self._back.send(ConnectionFailed(f"{self._machine.name} has left the stream"))
 

@@ -35,7 +35,7 @@ from tlt_server.wire.link import (
     LinkCommand,
     Ping,
     command_messages,
-    decode_link_event,
+    decode_link_events,
 )
 
 Stream: TypeAlias = grpc.aio.StreamStreamCall[Any, bytes]
@@ -71,7 +71,7 @@ class RemoteLink:
         self._queue = asyncio.Queue[LinkCommand]()
         self._ready = False  # the server's engine takes commands
         self._held = False  # it was attached before
-        self._heard = 0  # number of events
+        self._heard = 0  # number of messages
 
     def send(self, command: Command) -> bool:
         """Send a command. Return False if there is no engine to take it."""
@@ -161,16 +161,17 @@ class RemoteLink:
     async def _listen(self, call: Stream) -> Ended:
         async for data in call:
             self._heard += 1
-            match event := decode_link_event(data):
-                case Ping():
-                    continue
-                case Attached():
-                    self._held, self._member.url = True, reached(event.url, self.address)
-                case Ended():
-                    return event
-                case _:
-                    self._ready |= isinstance(event, Ready)
-                    self._fleet.take(event, self._member)
+            for event in decode_link_events(data):
+                match event:
+                    case Ping():
+                        continue
+                    case Attached():
+                        self._held, self._member.url = True, reached(event.url, self.address)
+                    case Ended():
+                        return event
+                    case _:
+                        self._ready |= isinstance(event, Ready)
+                        self._fleet.take(event, self._member)
         return Ended(EngineFailed.code, "the server has ended the stream")
 
 

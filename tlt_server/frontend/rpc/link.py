@@ -211,7 +211,7 @@ class LinkServer:
         except TltError as error:
             ended = Ended.of(error)
             with contextlib.suppress(Cancelled):
-                await write(encode(ended))
+                await write(encode([ended]))
         log.warning("link_ended", code=ended.code, reason=ended.message, peer=context.peer())
 
     async def _read(self, context: Context, within_s: float) -> LinkCommand:

@@ -2,13 +2,15 @@
 engine's epochs, and events for it are collected here.
 
 `link` has the rules of attaching and the transport; a relay reads commands and writes events by two
-callables. What one step of the engine gives is one event. Sequences have a prefix inside the
-server, since ids of two gateways, or of direct clients, may be equal.
+callables. Events are gathered for 20 ms, but sent at once if a sequence ends or a client waits for
+single tokens. Sequences have a prefix inside the server, since ids of two gateways, or of direct
+clients, may be equal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -57,6 +59,7 @@ from tlt_server.wire.records import GenerateRequest, StepOutput, last_output
 
 MAX_OPEN = 2**16  # sequences at which a gateway gets no further ones; its admission allows fewer
 MAX_ID_CHARS = 256
+GATHER_S = 0.02
 PREPARING_S = 86400.0  # for which a policy may be prepared
 
 log = structlog.get_logger()
@@ -85,7 +88,7 @@ class GatewayRelay:
         self._open: set[Submission] = set()
         self._ids: set[str] = set()  # the gateway's, of sequences that have not ended
         self._events: list[LinkEvent] = []
-        self._some = asyncio.Event()
+        self._some, self._hurry = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> Ended:
         """Carry out commands and send events until the stream ends, and return why."""
@@ -111,6 +114,7 @@ class GatewayRelay:
             ended = self._ended or Ended.of(Cancelled("the server has left the stream"))
             self._events.append(ended)
             self._some.set()
+            self._hurry.set()
             await telling
         return ended
 
@@ -183,16 +187,18 @@ class GatewayRelay:
             # An error ends the stream, so that the gateway places them elsewhere.
             submission = self._client.submit(few, accepted=True)
             self._open.add(submission)
-            self._tasks.create_task(self._pump(submission))
+            hurried = not all(each.patient for each in few)
+            self._tasks.create_task(self._pump(submission, hurried=hurried))
 
     def _end(self, request: GenerateRequest, error: TltError) -> None:
         self._pass_on([last_output(request.id, "error", (error.code, error.message))])
 
-    async def _pump(self, submission: Submission) -> None:
-        """Pass on the outputs of a batch."""
+    async def _pump(self, submission: Submission, *, hurried: bool) -> None:
+        """Pass on the outputs of a batch; `hurried`: a client waits for single tokens."""
         async for few, _ in submission.slices(lambda output: 1, MAX_OUTPUTS):
             own = [replace(each, id=each.id.removeprefix(self._prefix)) for each in few]
-            self._pass_on(own)
+            ended = any(output.finish_reason is not None for output in few)
+            self._pass_on(own, hurried=hurried or ended)
         self._open.discard(submission)
 
     async def _answer(self, command: ControlCommand | SetPolicy | WeightCommand) -> None:
@@ -222,7 +228,7 @@ class GatewayRelay:
         """Take in an event that the engine client has applied."""
         match event:
             case Outputs():  # the gateway's come by `_pump` in the loop's next turn
-                self._put(replace(event, outputs=[]))
+                self._put(replace(event, outputs=[]), hurried=False)
             case Phase() | PhaseProgress():
                 self._put(event)
 
@@ -235,19 +241,24 @@ class GatewayRelay:
 
     # to the gateway
 
-    def _pass_on(self, outputs: list[StepOutput]) -> None:
+    def _pass_on(self, outputs: list[StepOutput], *, hurried: bool = True) -> None:
         self._ids -= {output.id for output in outputs if output.finish_reason is not None}
         match self._events:
             case [*_, Outputs(outputs=those)] if self._ended is None:
                 those.extend(outputs)
+                if hurried:
+                    self._hurry.set()
             case _:
-                self._put(Outputs(outputs, {**self._client.replica.gauges}))
+                event = Outputs(outputs, {**self._client.replica.gauges})
+                self._put(event, hurried=hurried)
 
-    def _put(self, event: LinkEvent) -> None:
-        """Send an event in the loop's next turn."""
+    def _put(self, event: LinkEvent, *, hurried: bool = True) -> None:
+        """Send an event within `GATHER_S`, or if `hurried` in the loop's next turn."""
         if self._ended is None:
             self._events.append(event)
             self._some.set()
+            if hurried:
+                self._hurry.set()
 
     async def _tell(self) -> None:
         """Send events until the last one. If it cannot, the stream ends."""
@@ -255,11 +266,14 @@ class GatewayRelay:
         try:
             while not (events and isinstance(events[-1], Ended)):
                 await self._some.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GATHER_S):
+                        await self._hurry.wait()
                 self._some.clear()
+                self._hurry.clear()
                 events, self._events = self._events, []
-                for event in events:
-                    for message in event_messages(event):
-                        await self._write(message)
+                for message in event_messages(events):
+                    await self._write(message)
         except TltError as error:
             self.end(Ended.of(error))
 
