@@ -1,7 +1,9 @@
 """A fleet's sequences: where they run, and that each token comes once when replicas come and go."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import pytest
@@ -392,6 +394,32 @@ async def test_restart_of_the_last_replica_is_refused() -> None:
         await fleet.operations.restart("a")
     fleet.submit(1)
     assert fleet.counts == {"a": 1} and fleet.orders == []
+
+
+@in_loop
+async def test_scaling_down_ends_a_replica_that_restarts() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    order = asyncio.Lock()  # the launcher takes one order at a time
+    start_again, stop = fleet.restart, fleet.stop
+
+    async def in_turn(name: str, give: Callable[[str], Awaitable[None]]) -> None:
+        async with order:
+            await give(name)
+
+    fleet.restart = partial(in_turn, give=start_again)  # type: ignore[method-assign]
+    fleet.stop = partial(in_turn, give=stop)  # type: ignore[method-assign]
+    await order.acquire()
+    restart = asyncio.create_task(fleet.operations.restart("b"))
+    await settle()
+    await fleet.operations.scale(1)
+    await settle()
+    member = fleet.fleet.members["b"]
+    order.release()
+    await restart
+    assert member.drained and member.leaves
+    await settle()
+    assert fleet.orders == ["restart b", "stop b"] and fleet.names == ["a"]
 
 
 @in_loop

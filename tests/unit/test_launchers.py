@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests import processes
+from tests.unit.small_fleet import settle
 from tests.waiting import in_loop, until
 from tlt_server.config import Config
 from tlt_server.errors import Conflict, NotFound, StartupError
@@ -230,6 +231,31 @@ async def test_later_fault_of_a_replica_leaves_the_others_running() -> None:
         assert all(found[0].link == "r0:1" for found in seen.every[2:])
     no_answer = "it could not be started: RuntimeError: no answer | started again in 0 s"
     assert {no_answer, "no config.json | started again in 0.5 s"} < told
+
+
+@in_loop
+async def test_orders_to_one_replica_wait_for_each_other() -> None:
+    began, may_end = list[str](), asyncio.Event()
+
+    async def live(name: str, change: Change) -> str:
+        began.append(name)
+        change(link=f"{name}:1", fault="")
+        try:
+            return await asyncio.Future()
+        finally:
+            await may_end.wait()
+
+    launcher = StartedReplicas(2, live, lambda number: "")
+    async with running(launcher) as seen:
+        await seen.until(all_linked)
+        orders = [launcher.restart("r0"), launcher.restart("r0"), launcher.stop("r0")]
+        tasks = [asyncio.create_task(order) for order in orders]
+        await settle()
+        await launcher.start()  # an order to another one does not wait
+        may_end.set()
+        await asyncio.gather(*tasks)
+        assert [each.name for each in seen.addresses] == ["r1", "r2"]
+    assert began.count("r1") == 1 and began[:2] == ["r0", "r1"]
 
 
 GATEWAY = """

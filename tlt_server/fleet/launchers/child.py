@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -62,6 +63,7 @@ class StartedReplicas:
         self._number, self._live, self._lacking = number, live, lacking
         self._addresses: dict[str, ReplicaAddress] = {}
         self._tasks: dict[str, asyncio.Task[NoReturn]] = {}
+        self._ends = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by name; the next order waits
 
     async def run(self, found: Callable[[Sequence[ReplicaAddress]], None]) -> None:
         self._found = found
@@ -85,13 +87,15 @@ class StartedReplicas:
         return name
 
     async def stop(self, name: str) -> None:
-        await self._end(name)
-        del self._addresses[name]
-        self._found([*self._addresses.values()])
+        async with self._ends[name]:
+            await self._end(name)
+            del self._addresses[name]
+            self._found([*self._addresses.values()])
 
     async def restart(self, name: str) -> None:
-        await self._end(name)
-        self._begin(name)
+        async with self._ends[name]:
+            await self._end(name)
+            self._begin(name)
 
     def _begin(self, name: str, *, proven: bool = True) -> None:
         change = partial(self._change, name)

@@ -107,7 +107,8 @@ class FleetOperations:
             await self._emptied(member)
             await self._launcher.restart(name)
         finally:
-            self._resume(member)
+            if not member.leaves:  # else a later order ends it
+                self._resume(member)
 
     async def _emptied(self, member: Member) -> None:
         """Drain a replica and wait until it is empty. `Conflict` if it is resumed meanwhile."""
