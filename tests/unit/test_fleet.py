@@ -330,14 +330,16 @@ async def test_waiting_sequences_move_to_a_replica_with_room() -> None:
     check_whole(await read(submission))
 
 
+@pytest.mark.contains_faults
 @in_loop
 async def test_replica_that_cannot_catch_up_tries_again() -> None:
     tries: list[str] = []
+    errors = [OSError(28, "No space left on device"), Conflict("no other replica has 'v1'")]
 
     async def catch_up(self: NoPushes, replica: Replica) -> None:
         tries.append(replica.name)
-        if tries.count("b") in (1, 2):
-            raise Conflict("no other replica has version 'v1'")
+        if replica.name == "b" and errors:
+            raise errors.pop()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoPushes, "catch_up", catch_up)
@@ -348,6 +350,21 @@ async def test_replica_that_cannot_catch_up_tries_again() -> None:
     assert tries.count("b") == 3
     states = {each.name: each.state for each in fleet.operations.status()}
     assert states == {"a": "ready", "b": "ready"}
+
+
+@in_loop
+async def test_replica_that_dies_as_it_wakes_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    member = fleet.fleet.members["b"]
+    await fleet.fleet.sleep(member)
+
+    async def catch_up(self: NoPushes, replica: Replica) -> None:
+        fleet.links["b"].die([])
+
+    monkeypatch.setattr(NoPushes, "catch_up", catch_up)
+    await fleet.fleet.wake()
+    assert member.state == "lost" and [*fleet.placer.loads] == ["a"]
 
 
 @in_loop

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import msgspec
 import structlog
 
-from tlt_server.errors import Conflict, EngineFailed, TltError
+from tlt_server.errors import Conflict, EngineFailed, TltError, Unavailable
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.fan_out import FanOut
@@ -243,10 +243,11 @@ class Fleet:
                     raise Conflict(f"the replica {member.name} cannot join: {found}")
                 await self._catch_up(member)
                 return
-            except TltError as error:
-                if member.fault != error.message:
-                    log.error("replica_refused", name=member.name, reason=error.message)
-                member.state, member.fault = "lost", error.message
+            except Exception as error:  # its task ends here, so that none would try again
+                refused = self.client.faults.typed(error, "the joining of a replica")
+                if member.fault != refused.message:
+                    log.error("replica_refused", name=member.name, reason=refused.message)
+                member.state, member.fault = "lost", refused.message
             await asyncio.sleep(CATCH_UP_S)
 
     async def _catch_up(self, member: Member) -> None:
@@ -260,6 +261,8 @@ class Fleet:
             given = standing
             if "weights" not in self.client.pauses.asleep:  # there may have been a push
                 await self.fan_out.catch_up(member)
+        if not member.runs:  # it died in this turn of the loop, after its last answer
+            raise Unavailable(f"the replica {member.name} was lost while it caught up")
         assert member.info is not None  # it is used at once, so that no order comes in between
         self._kind, member.fault = self._kind or member.info, ""
         member.load = self.replicas.placer.add(member.name, member.info.max_running)
@@ -325,9 +328,10 @@ class Fleet:
             await member.told(WakeUp("", MEMORY))
             member.asleep = False
             await self._catch_up(member)
-        except TltError as error:
+        except Exception as error:
+            failed = self.client.faults.typed(error, "the waking of a replica")
             if member.runs:
-                self.lost(member, f"it does not wake: {error.message}")
+                self.lost(member, f"it does not wake: {failed.message}")
 
     # orders to all
 
