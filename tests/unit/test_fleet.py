@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
+from structlog.contextvars import bound_contextvars, get_contextvars
 from structlog.testing import capture_logs
 
 from tests.frontend.fake_engine import INFO
@@ -15,6 +17,8 @@ from tests.waiting import in_loop
 from tlt_server.errors import Conflict, EngineFailed, NotFound, Unavailable
 from tlt_server.frontend.link import fleet as fleet_module
 from tlt_server.frontend.link import operating
+from tlt_server.frontend.link.fleet import Fleet
+from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.replica import Replica
 from tlt_server.wire.commands import LookAtWeights, Pause, SetPolicy, Submit
 from tlt_server.wire.events import WeightReport, WeightState
@@ -188,6 +192,22 @@ async def test_joiner_that_differs_is_named_and_gets_nothing() -> None:
     assert status.state == "lost" and "vocab_size is 300 here and 7 there" in status.fault
     fleet.submit(9)
     assert fleet.counts["c"] == 0
+
+
+@in_loop
+async def test_link_does_not_log_the_request_that_started_it() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    fields: list[dict[str, Any]] = []
+
+    async def connect(of: Fleet, member: Member) -> None:
+        fields.append(get_contextvars())
+
+    fleet.fleet._connect = connect
+    with bound_contextvars(request_id="r"):
+        await fleet.operations.scale(3)
+    await settle()
+    assert fields == [{}]
 
 
 @in_loop

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.contextvars import bound_contextvars, get_contextvars
 
 from tests import processes
 from tests.unit.small_fleet import settle
@@ -256,6 +257,26 @@ async def test_orders_to_one_replica_wait_for_each_other() -> None:
         await asyncio.gather(*tasks)
         assert [each.name for each in seen.addresses] == ["r1", "r2"]
     assert began.count("r1") == 1 and began[:2] == ["r0", "r1"]
+
+
+@in_loop
+async def test_replicas_do_not_log_the_request_that_started_them() -> None:
+    fields: list[dict[str, Any]] = []
+
+    async def live(name: str, change: Change) -> str:
+        fields.append(get_contextvars())
+        change(link=f"{name}:1", fault="")
+        return await asyncio.Future()
+
+    launcher = StartedReplicas(1, live, lambda number: "")
+    async with running(launcher) as seen:
+        await seen.until(all_linked)
+        with bound_contextvars(request_id="a"):
+            await launcher.start()
+            await launcher.restart("r0")
+        await seen.until(all_linked)
+        await settle()
+    assert fields == [{}] * 3
 
 
 GATEWAY = """

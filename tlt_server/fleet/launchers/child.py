@@ -18,6 +18,7 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import Context
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -101,7 +102,7 @@ class StartedReplicas:
         change = partial(self._change, name)
         change(fault="it starts")
         keeping = kept(name, partial(self._live, name), change, proven=proven)
-        self._tasks[name] = self._group.create_task(keeping)
+        self._tasks[name] = self._group.create_task(keeping, context=Context())  # outlives an order
 
     async def _end(self, name: str) -> None:
         task = self._tasks.pop(name, None)
