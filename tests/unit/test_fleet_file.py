@@ -263,3 +263,41 @@ def test_new_fleet_has_the_weights_of_its_first_replica() -> None:
     assert record.roles == RECORD.roles and owed(record, state, DIGESTS, FETCH) == []
     without = FleetRecord(fleet="f", epoch=1).beginning(WeightState(target="v0"), {"target": "0"})
     assert [*without.roles] == ["target"]
+
+
+INITIAL = {"target": Committed("initial", "0"), "drafter": Committed("initial", "d")}
+STARTED = WeightState(target="initial")  # without a drafter
+
+
+def begun(tmp_path: Path, state: WeightState = STARTED, **before: Any) -> FleetRecord:
+    """Return the record after the first replica of a gateway that finds another one's record."""
+    first = FleetFile(tmp_path)
+    first.commit(replace(first.record, roles=INITIAL, **before))
+    file = FleetFile(tmp_path)
+    file.begin(state, {"target": "9"})
+    file.begin(STARTED, {"target": "8"})  # the next replica
+    return file.record
+
+
+def test_fleet_without_pushes_starts_with_other_models(tmp_path: Path) -> None:
+    assert begun(tmp_path).roles == {"target": Committed("initial", "9")}
+    static = {"math": Committed("initial", "")}
+    assert begun(tmp_path, adapters=static).adapters == {}
+
+
+@pytest.mark.parametrize(
+    ("state", "before"),
+    [
+        (STARTED, {"previous": {"target": V1}}),
+        (STARTED, {"adapters": {"math": Committed("m1", "m")}}),
+        (replace(STARTED, target="v1"), {}),  # it missed a rollback
+        (replace(STARTED, adapters={"math": "m1"}), {}),  # it missed that one was unloaded
+    ],
+)
+def test_fleet_with_pushes_keeps_its_record(tmp_path: Path, state: Any, before: Any) -> None:
+    assert begun(tmp_path, state, **before).roles == INITIAL
+
+
+def test_replica_without_a_drafter_owes_none() -> None:
+    state = WeightState(target="v0")
+    assert owed(RECORD, state, {"target": "0"}, FETCH) == []

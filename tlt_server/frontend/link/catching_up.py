@@ -43,7 +43,9 @@ def owed(
     steps: list[WeightCommand] = []
     for role, version in live.items():
         kept, digest = record.roles.get(role), live_digests.get(role, "")
-        if kept is None or (version == kept.version and (kept.same(digest) or not kept.digest)):
+        if kept is None or not version:  # a replica without the fleet's drafter drafts with none
+            continue
+        if version == kept.version and (kept.same(digest) or not kept.digest):
             continue
         if role == "target" and kept.same(digest):
             steps.append(NameWeights("", kept.version))

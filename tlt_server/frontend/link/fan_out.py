@@ -99,8 +99,7 @@ class FanOut:
         of its first replica. Raise an error if it cannot have them now.
         """
         looked = await replica.told(LookAtWeights("", checksums=True))
-        if not self._file.record.roles:  # written at once, before another replica is asked
-            self._file.commit(self._file.record.beginning(looked.state, digests(looked)))
+        self._file.begin(looked.state, digests(looked))  # at once, before another replica is asked
         sources = [each.url for each in self._replicas() if each is not replica]
         fetch = Manifest(channel=PEER, path=" ".join(sources), key=self._key)
         await caught_up(replica, lambda: self._file.record, fetch)

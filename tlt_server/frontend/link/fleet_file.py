@@ -23,6 +23,7 @@ from tlt_server.wire.events import WeightState
 from tlt_server.wire.labels import label_of
 
 FLEET = "fleet.json"
+INITIAL = "initial"  # the version that an engine has before the first push
 
 
 class Committed(Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,6 +45,12 @@ class FleetRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     adapters: dict[str, Committed] = {}  # by name
     previous: dict[str, Committed] = {}  # role -> what a rollback restores
     pushed: list[str] = []  # roles of the last push, which a rollback undoes
+
+    @property
+    def is_initial(self) -> bool:
+        """Return True if nothing is committed but what replicas are started with."""
+        kept = {each.version for each in (*self.roles.values(), *self.adapters.values())}
+        return kept <= {INITIAL} and not self.previous
 
     def beginning(self, state: WeightState, digests: Mapping[str, str]) -> Self:
         """Return the record of a new fleet, whose first replica has these weights."""
@@ -130,13 +137,22 @@ class FleetFile:
                 f"{self._path} is damaged ({error}), so the fleet's committed weights are not "
                 "known; restore the file, or start with another --state-dir and push again"
             ) from None
-        self.record = found
+        self.record, self._begins = found, True
         self.commit(replace(found, epoch=found.epoch + 1))
 
     def _read(self) -> FleetRecord:
         if not self._path.exists():
             return FleetRecord(fleet=secrets.token_hex(8), epoch=0)
         return msgspec.json.decode(self._path.read_bytes(), type=FleetRecord)
+
+    def begin(self, state: WeightState, digests: Mapping[str, str]) -> None:
+        """Have the weights of a new fleet's first replica. A fleet to which nothing was pushed is
+        new at each start of its gateway, since replicas may be started with other models.
+        """
+        begins, self._begins = self._begins, False
+        after = self.record.beginning(state, digests)
+        if not self.record.roles or (begins and self.record.is_initial and after.is_initial):
+            self.commit(after)
 
     def commit(self, record: FleetRecord) -> None:
         """Make this the record. If it cannot be written, the one before stays. `EngineFailed` if a
