@@ -388,6 +388,23 @@ async def test_replica_that_dies_as_it_wakes_is_not_used(monkeypatch: pytest.Mon
 
 
 @in_loop
+async def test_refusal_names_why_no_replica_has_joined() -> None:
+    async def catch_up(self: NoPushes, replica: Replica) -> None:
+        raise Conflict("no other replica has version 'v1'")
+
+    fleet = SmallFleet("a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NoPushes, "catch_up", catch_up)
+        patch.setattr(fleet_module, "CATCH_UP_S", 0.0)
+        await fleet.begin()
+        with pytest.raises(Unavailable, match="no replica is ready: a: no other .* 'v1'"):
+            fleet.submit(1)
+    await settle()
+    fleet.submit(1)
+    assert fleet.counts == {"a": 1}
+
+
+@in_loop
 async def test_output_that_is_read_after_a_cut_is_dropped() -> None:
     fleet = SmallFleet("ab")
     await fleet.begin()

@@ -252,6 +252,9 @@ class Fleet:
                 if member.fault != refused.message:
                     log.error("replica_refused", name=member.name, reason=refused.message)
                 member.state, member.fault = "lost", refused.message
+                if not self.replicas.whole.runs:
+                    reason = f"no replica is ready: {member.name}: {refused.message}"
+                    self.replicas.whole.failure = reason
             await asyncio.sleep(CATCH_UP_S)
 
     async def _catch_up(self, member: Member) -> None:
