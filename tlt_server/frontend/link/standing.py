@@ -223,8 +223,9 @@ class WantedVersions:
         self._wanted |= {role: held[role] for role in ROLES if role not in self.lost}
 
     def reported(self, report: WeightReport) -> None:
-        """Record the result of a push. One that finds its version live counts like a committed one;
-        naming a version brings no weights. A quarantined version is lost too.
+        """Record the result of a push. One that finds its version live counts like a committed one,
+        and so does a name for what is live: only a gateway, which compares the content, gives one
+        while a version is lost, see `check_name`. A quarantined version is lost too.
         """
         self.lost |= report.state.quarantined
         if report.role == "adapter":
@@ -232,8 +233,6 @@ class WantedVersions:
         if report.result in ("committed", "named", "rolled_back", "unchanged"):
             live = {"target": report.state.target, "drafter": report.state.drafter}
             for role in ROLES if report.role in ("all", "") else (report.role,):
-                if report.result == "named" and role in self.lost:
-                    continue
                 if report.result != "unchanged" or live[role] == report.version:
                     self._wanted[role] = live[role]
                     self.lost.pop(role, None)
