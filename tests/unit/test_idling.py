@@ -188,6 +188,19 @@ async def test_sequences_of_the_last_awake_replica_wake_the_others() -> None:
 
 
 @in_loop
+async def test_scaling_down_ends_sleeping_replicas_unwoken() -> None:
+    fleet = await DozingFleet.asleep("abc", busy=1)
+    asleep = [name for name, state in fleet.states.items() if state == "asleep"]
+    await fleet.operations.scale(1)
+    await settle()
+    assert len(asleep) == 2 and {*fleet.orders} == {f"stop {name}" for name in asleep}
+    for name in asleep:
+        assert not any(isinstance(each, WakeUp) for each in fleet.orders_to(name))
+    fleet.step(500)
+    check_whole(await read(fleet.first), 500)
+
+
+@in_loop
 async def test_drain_and_the_end_of_the_gateway_wake_replicas() -> None:
     fleet = await DozingFleet.asleep("ab")
     await fleet.operations.drain("a")

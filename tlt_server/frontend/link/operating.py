@@ -121,8 +121,9 @@ class FleetOperations:
 
     async def scale(self, replicas: int) -> None:
         """Start or stop replicas until there are that many: those that are not ready go first, then
-        the idlest and newest. Each that stops is drained, and is used again if a later order
-        wants it before it is empty. `Conflict` if not all can be started; then none is.
+        those that sleep, then the idlest and newest. Each that stops is drained, and is used again
+        if a later order wants it before it is empty. `Conflict` if not all can be started; then
+        none is.
         """
         members = [each for each in self._replicas.members.values() if not each.ends]
         more = replicas - len(members)
@@ -130,7 +131,9 @@ class FleetOperations:
         for _ in range(more):
             await self._launcher.start()
         newest = members[::-1]
-        idlest = sorted(newest, key=lambda each: (each.state == "ready", each.sequences))
+        idlest = sorted(
+            newest, key=lambda each: (each.state == "ready", not each.asleep, each.sequences)
+        )
         excess = idlest[: max(0, -more)]
         for member in members:
             if member.leaves and member not in excess:
@@ -141,7 +144,10 @@ class FleetOperations:
 
     async def _stop(self, member: Member) -> None:
         try:
-            await self._emptied(member)
+            if member.asleep:  # it is empty, and need not be woken for its end
+                member.drained = True
+            else:
+                await self._emptied(member)
             member.ends = True
             await self._launcher.stop(member.name)
         except TltError as error:
