@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from contextvars import Context
+from contextvars import copy_context
 from typing import Any, get_args
 
 import msgspec
@@ -135,10 +135,9 @@ class Fleet:
             member.address, member.fault = address, address.fault or member.fault
             if address.link and member.task is None:
                 member.is_held = False
-                member.task = asyncio.create_task(
-                    self._connect(self, member),
-                    context=Context(),  # it outlives the order
-                )
+                context = copy_context()
+                context.run(structlog.contextvars.clear_contextvars)  # it outlives the order
+                member.task = asyncio.create_task(self._connect(self, member), context=context)
 
     def _cut(self, member: Member, reason: str) -> None:
         if member.task is not None:
