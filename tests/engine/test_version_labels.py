@@ -84,3 +84,13 @@ def test_version_names_without_a_digest_are_their_own_labels() -> None:
     for name in ("1", "step~7", "a~0123456789a", "~0123456789ab", "a~0123456789AB"):
         assert label_of(name) == name
     assert label_of("a~b~0123456789ab") == "a~b"
+
+
+def test_staged_push_is_aborted_by_the_version_it_was_sent_with(
+    engine: Pushable, root: Path
+) -> None:
+    engine.push(root / "new1", "1", labelled=True)
+    staged = engine.push(root / "new2", "1", labelled=True, commit=False)
+    assert staged.version.startswith("1~")
+    assert engine.abort("2").result == "not_found"
+    assert engine.abort("1").result == "aborted"

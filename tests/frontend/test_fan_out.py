@@ -144,8 +144,8 @@ class FakeReplica:
                 return self._push(command, manifest, odd)
             case CommitWeights(_, version, name):
                 return self._commit(command, version, name, odd)
-            case AbortWeights():
-                if self.staged is None:
+            case AbortWeights(_, version):
+                if self.staged is None or version not in ("", self.staged[0].version):
                     raise NotFound("there is no push in progress")
                 self.staged = None
                 return self._report(command, "aborted")
@@ -405,6 +405,15 @@ async def test_late_transfer_is_aborted_after_a_refusal(fleet: Fleet) -> None:
     assert report.error == ("storage_failed", "replica b: no room")
     assert asyncio.get_running_loop().time() < 3 * COMMIT_S
     assert [len(aborts) for aborts in fleet.got(AbortWeights)] == [1, 0, 1]
+
+
+@in_fleet()
+async def test_abort_leaves_another_push_of_a_silent_replica(fleet: Fleet) -> None:
+    fleet.a.staged = another = Manifest(version="v7"), ("v7", "v7")
+    fleet.a.faults, fleet.b.faults = {PushWeights: "works on"}, {PushWeights: "refuses"}
+    await fleet.push()
+    assert [each.staged for each in fleet.all] == [another, None, None]
+    assert len(fleet.got(AbortWeights)[0]) == 1
 
 
 @in_fleet()

@@ -240,9 +240,11 @@ class Transaction:
             push.state = Staged(outcome, self._clock())
 
     def abort(self, version: str = "", session: str = "") -> Push:
-        """Abort the push if it has this version or session (empty: any); `poll` then returns it as
-        failed.
+        """Abort the push if it has this version, or was sent with it, or this session (empty: any);
+        `poll` then returns it as failed.
         """
+        if self.push is not None and version == self.push.manifest.version:
+            version = self.push.version  # as it was staged
         push = self._named(version, session)
         push.abort()
         return push

@@ -153,7 +153,7 @@ class FanOut:
             gone += [member.name for member, each in answers.items() if isinstance(each, TltError)]
         report = None if gone else as_one(command, answers)
         if report is None or report.error is not None:
-            await self._drop(answers)
+            await self._drop(sent, answers)
         if report is None:
             await ask_all(
                 [member for member in members if member in replicas],
@@ -172,7 +172,7 @@ class FanOut:
                     commit = CommitWeights(command.id, report.version, "", manifest.session)
                     report = await self._decide(commit)
                 if report.error is not None:  # all replicas refuse it
-                    await self._drop(self._staged)
+                    await self._drop(sent, self._staged)
         return report
 
     def _check_reached(self, replicas: Sequence[Member]) -> None:
@@ -201,8 +201,10 @@ class FanOut:
                 break
         return {each: task.result() if task.done() else STAGING for each, task in tasks.items()}
 
-    async def _drop(self, answers: Given) -> None:
-        """Abort a push where it was accepted. A replica that refused it may have another."""
+    async def _drop(self, sent: Manifest, answers: Given) -> None:
+        """Abort a push where it was accepted. A replica that refused it may have another, and so
+        may one that has not answered.
+        """
         accepted = [
             replica
             for replica, each in answers.items()
@@ -210,7 +212,8 @@ class FanOut:
         ]
         if accepted:
             self._staged = {}
-            await ask_all(accepted, AbortWeights(""), self._commit_s)
+            version = "" if sent.session else sent.version
+            await ask_all(accepted, AbortWeights("", version, sent.session), self._commit_s)
 
     # -- changes of what is live, by a caller who holds `committing` -------------------------------
 
@@ -249,7 +252,7 @@ class FanOut:
         try:
             return await self._change(command, after, staged, commit, manifest.in_flight)
         except PushFailed:
-            await self._drop(staged)
+            await self._drop(manifest, staged)
             raise
 
     async def _roll_back(self, command: RollbackWeights) -> WeightReport:
