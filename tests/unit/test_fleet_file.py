@@ -33,6 +33,10 @@ def pushed(**new: Committed) -> FleetRecord:
     return RECORD.committing({"target": V1, **new})
 
 
+def no_room(*given: object) -> int:
+    raise OSError("no room")
+
+
 # -- the file --------------------------------------------------------------------------------------
 
 
@@ -66,14 +70,11 @@ def test_crash_before_the_rename_leaves_the_record_before(
     file.commit(replace(RECORD, fleet=file.record.fleet))
     before = file.record
 
-    def broken(*given: object) -> int:
-        raise OSError("no room")
-
     with monkeypatch.context() as patched:
         if at == "replace":
-            patched.setattr(Path, at, broken)
+            patched.setattr(Path, at, no_room)
         else:
-            patched.setattr(f"tlt_server.process.private.os.{at}", broken)
+            patched.setattr(f"tlt_server.process.private.os.{at}", no_room)
         with pytest.raises(OSError, match="no room"):
             file.commit(pushed())
     assert file.record == before
@@ -296,6 +297,17 @@ def test_fleet_without_pushes_starts_with_other_models(tmp_path: Path) -> None:
 )
 def test_fleet_with_pushes_keeps_its_record(tmp_path: Path, state: Any, before: Any) -> None:
     assert begun(tmp_path, state, **before).roles == INITIAL
+
+
+def test_fleet_begins_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FleetFile(tmp_path)
+    first.commit(replace(first.record, roles=INITIAL))
+    file = FleetFile(tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no room"):
+        patched.setattr("tlt_server.frontend.link.fleet_file.replace_file", no_room)
+        file.begin(STARTED, {"target": "9"})
+    file.begin(STARTED, {"target": "9"})
+    assert file.record.roles == {"target": Committed("initial", "9")}
 
 
 def test_replica_without_a_drafter_owes_none() -> None:

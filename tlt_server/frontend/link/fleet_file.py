@@ -149,10 +149,10 @@ class FleetFile:
         """Have the weights of a new fleet's first replica. A fleet to which nothing was pushed is
         new at each start of its gateway, since replicas may be started with other models.
         """
-        begins, self._begins = self._begins, False
         after = self.record.beginning(state, digests)
-        if not self.record.roles or (begins and self.record.is_initial and after.is_initial):
+        if not self.record.roles or (self._begins and self.record.is_initial and after.is_initial):
             self.commit(after)
+        self._begins = False
 
     def commit(self, record: FleetRecord) -> None:
         """Make this the record. If it cannot be written, the one before stays. `EngineFailed` if a
