@@ -477,6 +477,28 @@ async def test_scaling_down_ends_a_replica_that_restarts() -> None:
 
 
 @in_loop
+async def test_replica_that_takes_the_place_of_another_counts() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    ends = asyncio.Event()
+
+    async def stop(name: str) -> None:
+        fleet.orders.append(f"stop {name}")
+        await ends.wait()
+
+    async def start() -> str:
+        fleet.orders.append("start b")
+        return "b"
+
+    fleet.stop, fleet.start = stop, start  # type: ignore[method-assign]
+    for replicas in (1, 2, 2, 1):
+        await fleet.operations.scale(replicas)
+        await settle()
+    assert fleet.orders == ["stop b", "start b", "stop b"]
+    ends.set()
+
+
+@in_loop
 async def test_sequences_leave_a_drained_replica_after_a_commit() -> None:
     fleet = SmallFleet("ab")
     await fleet.begin()

@@ -260,6 +260,35 @@ async def test_orders_to_one_replica_wait_for_each_other() -> None:
 
 
 @in_loop
+async def test_replica_starts_in_the_place_of_one_that_ends() -> None:
+    began, may_end = list[str](), asyncio.Event()
+
+    async def live(name: str, change: Change) -> str:
+        began.append(name)
+        change(link=f"{name}:1", fault="")
+        try:
+            return await asyncio.Future()
+        finally:
+            await may_end.wait()
+
+    launcher = StartedReplicas(2, live, lambda number: "it is full" if number > 2 else "")
+    async with running(launcher) as seen:
+        await seen.until(all_linked)
+        stop = asyncio.create_task(launcher.stop("r0"))
+        try:
+            await settle()
+            assert await launcher.start() == "r0" and began == ["r0", "r1"]
+            with pytest.raises(Conflict, match="it is full"):
+                await launcher.start()
+        finally:
+            may_end.set()
+        await stop
+        await seen.until(lambda found: len(found) == 2 and all_linked(found))
+        assert ["r1"] in [[each.name for each in found] for found in seen.every[4:]]
+    assert began == ["r0", "r1", "r0"]
+
+
+@in_loop
 async def test_replicas_do_not_log_the_request_that_started_them() -> None:
     fields: list[dict[str, Any]] = []
 

@@ -64,6 +64,7 @@ class StartedReplicas:
         self._number, self._live, self._lacking = number, live, lacking
         self._addresses: dict[str, ReplicaAddress] = {}
         self._tasks: dict[str, asyncio.Task[NoReturn]] = {}
+        self._leaving: set[str] = set()  # those that are being ended for good
         self._ends = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by name; the next order waits
 
     async def run(self, found: Callable[[Sequence[ReplicaAddress]], None]) -> None:
@@ -77,21 +78,31 @@ class StartedReplicas:
             raise refused.exceptions[0] from None
 
     def check(self, more: int = 0) -> None:
-        if more > 0 and (fault := self._lacking(len(self._addresses) + more)):
+        staying = len(self._addresses) - len(self._leaving)
+        if more > 0 and (fault := self._lacking(staying + more)):
             raise Conflict(fault)
 
     async def start(self) -> str:
-        """Start a replica under the first free number, which is below the replicas that fit."""
+        """Start a replica under the first free number, which is below the replicas that fit; if all
+        are taken, in the place of one that is being ended, after its end.
+        """
         self.check(1)
+        if self._leaving and self._lacking(len(self._addresses) + 1):
+            return self._leaving.pop()  # `stop` starts it
         name = next(name for n in count() if (name := f"r{n}") not in self._addresses)
         self._begin(name)
         return name
 
     async def stop(self, name: str) -> None:
         async with self._ends[name]:
+            if name in self._tasks:
+                self._leaving.add(name)
             await self._end(name)
             del self._addresses[name]
             self._found([*self._addresses.values()])
+            if name not in self._leaving:  # `start` wants it
+                self._begin(name)
+            self._leaving.discard(name)
 
     async def restart(self, name: str) -> None:
         async with self._ends[name]:

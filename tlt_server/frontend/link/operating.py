@@ -129,7 +129,9 @@ class FleetOperations:
         more = replicas - len(members)
         self._launcher.check(more)
         for _ in range(more):
-            await self._launcher.start()
+            started = self._replicas.members.get(await self._launcher.start())
+            if started is not None:  # it may take the place of one that ends, and is to stay
+                started.leaves = started.ends = False
         newest = members[::-1]
         idlest = sorted(
             newest, key=lambda each: (each.state == "ready", not each.asleep, each.sequences)
