@@ -46,7 +46,8 @@ from tlt_server.frontend.link.link import own_directory
 from tlt_server.frontend.link.starting import ProgressLines, checked
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.link.trainer import TrainerLink
-from tlt_server.frontend.rollouts.rollouts import Rollouts, owned
+from tlt_server.frontend.rollouts.owning import owned
+from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics

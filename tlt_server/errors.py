@@ -187,8 +187,8 @@ class NotFinite(TltError):
 
 
 class Poisoned(TltError):
-    """The request was running when two engines crashed or were lost, and got no further in between;
-    it is not run again.
+    """The request was running when two engines crashed or were lost, and made no progress in
+    between; it is not run again.
     """
 
     code, http_status, grpc_code = "poisoned", 422, "FAILED_PRECONDITION"

@@ -46,9 +46,16 @@ class FakeGateway:
                 self.outputs.setdefault(output.id, []).append(output)
 
     def died(
-        self, replica: Replica, death: Death, restart_in_s: float | None, start_s: float
+        self,
+        replica: Replica,
+        death: Death,
+        restart_in_s: float | None,
+        start_s: float,
+        *,
+        blames: bool,
     ) -> None:
         self.deaths.append((death, restart_in_s))
+        self.blames = blames
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]

@@ -219,5 +219,5 @@ def test_gateway_of_the_manifest_is_accepted(model: Path, tmp_path: Path) -> Non
         for word in container(GATEWAY)["args"]
         if "--drafter" not in word
     ]
-    asked, options = planned(_parse(line))
-    assert Static(asked) and options.key == "secret" and asked.config.channels == ("http",)
+    plan = planned(_parse(line))
+    assert Static(plan) and plan.key == "secret" and plan.config.channels == ("http",)

@@ -12,6 +12,7 @@ import pytest
 from tests.frontend.fake_engine import INFO
 from tests.frontend.gateways import FakeGateway, happens, request
 from tests.waiting import in_loop
+from tlt_server.errors import EngineFailed, TltError, Unavailable
 from tlt_server.frontend.link import remote
 from tlt_server.frontend.link.remote import reached
 from tlt_server.wire.commands import Submit
@@ -227,3 +228,17 @@ async def test_write_to_an_ended_stream_hides_no_reason() -> None:
     gateway.link._channel = EndedCall  # type: ignore[method-assign,assignment]
     ended = await gateway.link._live()
     assert (ended.code, ended.message) == ("conflict", "held by another")
+
+
+@pytest.mark.parametrize(("error", "blames"), [(Unavailable, False), (EngineFailed, True)])
+@in_loop
+async def test_server_that_drains_blames_no_request(error: type[TltError], blames: bool) -> None:
+    async def live() -> Ended:
+        return Ended(error.code, "over")
+
+    gateway = FakeGateway("r:1")
+    gateway.link._live = live  # type: ignore[method-assign]
+    task = asyncio.create_task(gateway.link.run())
+    await happens(lambda: gateway.deaths)
+    task.cancel()
+    assert gateway.blames is blames

@@ -20,7 +20,7 @@ from tlt_server.frontend.link import operating
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.members import Member
 from tlt_server.frontend.link.replica import Replica
-from tlt_server.wire.commands import LookAtWeights, Pause, SetPolicy, Submit
+from tlt_server.wire.commands import LookAtWeights, Pause, Resume, SetPolicy, Submit
 from tlt_server.wire.events import WeightReport, WeightState
 from tlt_server.wire.kept import OTHERS
 from tlt_server.wire.records import StepOutput
@@ -249,6 +249,41 @@ async def test_pause_ordered_during_a_join_reaches_the_joiner(
     assert [each.state for each in fleet.operations.status()] == ["ready"] * 3
     assert pausing[0].done() == answered
     assert [type(command) for command in fleet.links["c"].commands] == [Pause]
+
+
+@in_loop
+async def test_pause_that_ends_during_a_join_ends_at_the_joiner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    await fleet.client.pauses.pause("continue", refuse=False, clear_cache=False)
+    await fleet.operations.scale(3)
+
+    async def catch_up(replica: Replica) -> None:
+        if fleet.links["c"].commands:  # it has the pause
+            await fleet.client.pauses.resume()
+
+    monkeypatch.setattr(NoPushes, "catch_up", staticmethod(catch_up))
+    fleet.links["c"].begin()
+    for _ in range(4):
+        await settle()
+    assert [type(command) for command in fleet.links["c"].commands] == [Pause, Resume]
+
+
+@in_loop
+async def test_replica_that_is_back_in_a_pause_gets_the_pause_first() -> None:
+    fleet = SmallFleet("a")
+    await fleet.begin()
+    await fleet.client.pauses.pause("continue", refuse=False, clear_cache=False)
+    fleet.submit(2)
+    fleet.links["a"].die([])
+    await settle()
+    fleet.links["a"].commands.clear()
+    fleet.links["a"].begin()
+    await settle()
+    kinds = [type(command) for command in fleet.links["a"].commands]
+    assert kinds[0] is Pause and Submit in kinds
 
 
 @in_loop
@@ -651,3 +686,14 @@ async def test_only_a_drained_replica_is_left_and_resumed() -> None:
     submission = fleet.submit(2)
     fleet.step(50)
     check_whole(await read(submission))
+
+
+@in_loop
+async def test_error_without_replicas_names_one_that_is_drained() -> None:
+    fleet = SmallFleet("ab")
+    await fleet.begin()
+    await fleet.operations.drain("a")
+    fleet.links["b"].die([])
+    await settle()
+    with pytest.raises(Unavailable, match=r"no replica is left.*POST /fleet/a/resume"):
+        fleet.submit(1)

@@ -30,7 +30,7 @@ VERBS = {
     "drain": "move a replica's requests to the others and route no further ones to it",
     "resume": "route requests to a drained replica again",
     "restart": "drain a replica, and start its server again",
-    "scale": "change the number of replicas; those that are too many are drained first",
+    "scale": "change the number of replicas; excess ones are drained first",
 }
 
 

@@ -20,7 +20,7 @@ import uvloop
 
 from tlt_server.bench.fleets.live import POLL_S, LiveFleet, live
 from tlt_server.bench.fleets.streams import Stream, longest_gap_ms, streamed
-from tlt_server.bench.record import finish, wide_console
+from tlt_server.bench.record import finish, save, wide_console
 from tlt_server.bench.rollout import Workload, requests_of, shortened
 from tlt_server.bench.settings import shape_of
 from tlt_server.bench.weights import random_checkpoint
@@ -55,10 +55,12 @@ def run(args: argparse.Namespace) -> int:
                 side = "one" if args.replicas == 1 else "fleet"
                 figures[side] = [_pushed(fleet, args)]
                 if side == "fleet":
+                    one_s, fleet_s = (figures[each][0]["push_s"] for each in ("one", "fleet"))
+                    figures["over_one"] = round(fleet_s / one_s, 3)
+                    save(args, figures)
                     seconds = _caught_up(fleet, f"r{count - 1}")
                     figures["catch_up_s"] = round(seconds, 3)
                     figures["catch_up_gb_per_s"] = round(size / seconds / 1e9, 3)
-    figures["over_one"] = round(figures["fleet"][0]["push_s"] / figures["one"][0]["push_s"], 3)
     finish(args, figures)
     return 0
 

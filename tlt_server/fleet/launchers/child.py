@@ -178,7 +178,7 @@ class Child(NamedTuple):
         """Run the server until it ends, and return how. If cancelled, end it. `StartupError`: it
         reports a user's error, and was not ready before.
         """
-        last, ready = "it said nothing", False
+        last, ready = "it printed nothing", False
 
         def heard(line: str) -> None:
             nonlocal last, ready

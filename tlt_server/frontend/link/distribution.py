@@ -50,9 +50,9 @@ class Distribution:
             self._end(
                 request.id,
                 Poisoned(
-                    "was running when two engines crashed or were lost, and got no further in "
-                    "between, so it is not run again; leave it out, or change its prompt, "
-                    "sampling or structure, "
+                    "was running when two engines crashed or were lost, and made no progress in "
+                    "between; it is not run again: leave it out, or change its prompt, sampling "
+                    "or structure, "
                     f"or wait {KEPT_S / 60:g} minutes"
                 ),
             )

@@ -27,6 +27,7 @@ from tlt_server.frontend.link.fleet_file import FleetFile
 from tlt_server.frontend.link.launching import Launcher, ReplicaAddress
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.members import FleetReplicas, Member, differences, together
+from tlt_server.frontend.link.standing import revoking
 from tlt_server.metrics import Metrics
 from tlt_server.wire.commands import (
     Command,
@@ -110,7 +111,7 @@ class Fleet:
                 launching.result()
             return await self._over
         finally:
-            with suppress(TimeoutError):  # who serves them next may not know that they sleep
+            with suppress(TimeoutError):  # the next gateway may not know that they sleep
                 async with asyncio.timeout(WAKE_S):
                     await self.wake()
             links = [each.task for each in self.members.values() if each.task is not None]
@@ -148,7 +149,7 @@ class Fleet:
             self.died(member, death, 0.0, 0.0, blames=False)
 
     def lost(self, member: Member, reason: str) -> None:
-        """Take out a replica that did not do what the fleet did; its link attaches again."""
+        """Take out a replica that missed a change of the fleet; its link attaches again."""
         self._cut(member, reason)
         self._found([each.address for each in self.members.values()])
 
@@ -206,9 +207,15 @@ class Fleet:
             sequences.resume()
             self.describe()
         elif self.replicas.whole.runs and not self.replicas.asleep:
-            reason = f"no replica is left: {replica.name}: {reason}"
+            reason = f"no replica is left: {replica.name}: {reason}{self._resumable()}"
             self.client.died(Death(death.ending, EngineFailed(reason), set()), 0.0, start_s)
             self.replicas.whole.failure = reason
+
+    def _resumable(self) -> str:
+        """Return the remedy if replicas serve nothing only because an operator drains them."""
+        drained = [each.name for each in self.members.values() if each.runs and each.drained]
+        ways = [f"{name} is drained: resume it (POST /fleet/{name}/resume)" for name in drained]
+        return "".join(f"; {way}" for way in ways[:1])
 
     def _end_if_refused(self) -> None:
         """End the gateway if every replica says that it belongs to another one."""
@@ -217,7 +224,7 @@ class Fleet:
             self.end(EngineFailed("no replica takes this gateway: " + "; ".join(held)))
 
     def end(self, error: EngineFailed) -> None:
-        """End the gateway, which is not the fleet's any more."""
+        """End the gateway, since another one has the fleet."""
         if not self._over.done():
             self._over.set_result(error)
 
@@ -261,8 +268,8 @@ class Fleet:
         member.state, given = "catching up", list[Any]()
         had = member.info
         await self.fan_out.catch_up(member)
-        while self.replicas.whole.runs and (standing := self._standing()) != given:
-            for command in standing:
+        while (standing := self._standing()) != given:
+            for command in (*revoking(given, standing), *standing):
                 await member.told(command)
             given = standing
             if "weights" not in self.client.pauses.asleep:  # there may have been a push

@@ -25,7 +25,7 @@ from tlt_server.wire.events import EngineInfo
 from tlt_server.wire.records import Cycle, GenerateRequest
 
 SUMMED_S = 0.25  # time for which the sums of gauges are used
-# Gauges that are no counts, by how their names begin.
+# Gauges that are averaged, by prefix.
 MEANS = ("cost_error", "training_slowdown", "outlook_ratio_", "policy_preparing")
 Order: TypeAlias = WeightCommand | ControlCommand | SetPolicy
 

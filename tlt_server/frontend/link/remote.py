@@ -19,7 +19,7 @@ import msgspec
 from tlt_client import Tls
 from tlt_client.channels.peer import sources_of
 from tlt_client.rpc.errors import error_of
-from tlt_server.errors import EngineFailed, from_code
+from tlt_server.errors import EngineFailed, Unavailable, from_code
 from tlt_server.frontend.link.fleet import Fleet
 from tlt_server.frontend.link.link import Death
 from tlt_server.frontend.link.members import Member
@@ -96,7 +96,8 @@ class RemoteLink:
             restart_in_s = ended.restart_in_s
             if restart_in_s is not None:
                 restart_in_s = max(restart_in_s, delay_s)
-            self._fleet.died(self._member, death, restart_in_s, ended.start_s)
+            blames = ended.code != Unavailable.code  # a server that drains ends by an order
+            self._fleet.died(self._member, death, restart_in_s, ended.start_s, blames=blames)
             await asyncio.sleep(delay_s)
 
     async def _live(self) -> Ended:

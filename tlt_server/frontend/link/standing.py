@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from typing import NamedTuple, Never
+from typing import Any, NamedTuple, Never
 
 import msgspec
 import structlog
@@ -382,3 +382,16 @@ def _take_error(answer: asyncio.Future[ControlReport]) -> None:
     """Let the error of an answer without a caller end without a warning."""
     if not answer.cancelled():
         answer.exception()
+
+
+def revoking(given: Collection[Any], standing: Collection[Any]) -> list[ControlCommand]:
+    """Return the commands that undo those `given` that stand no longer."""
+    paused = any(isinstance(each, Pause) for each in standing)
+    asleep = {kind for each in standing if isinstance(each, Sleep) for kind in each.memory}
+    undo: list[ControlCommand] = []
+    for command in given:
+        if isinstance(command, Pause) and not paused:
+            undo.append(Resume(""))
+        if isinstance(command, Sleep) and (awake := {*command.memory} - asleep):
+            undo.append(WakeUp("", sorted(awake)))
+    return undo

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -25,7 +23,6 @@ from tlt_server.errors import (
     Conflict,
     DeadlineExceeded,
     NotFound,
-    StartupError,
     StorageFailed,
     TltError,
     Unavailable,
@@ -48,10 +45,10 @@ from tlt_server.frontend.rollouts.journal import (
     now,
     outlines,
 )
+from tlt_server.frontend.rollouts.owning import unusable
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.rollouts.shelf import Shelf
 from tlt_server.metrics import Metrics
-from tlt_server.process.private import private_directory, private_file
 from tlt_server.wire.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
@@ -61,34 +58,6 @@ RETRY_S = 0.2  # between two tries to submit a rollout of an earlier process
 WRITTEN_BYTES = 2**20  # written to a journal at once, in about 1 ms on a slow core
 
 log = structlog.get_logger()
-
-
-@contextlib.contextmanager
-def owned(state_dir: Path) -> Iterator[Path]:
-    """Yield the directory of rollouts, whose lock makes all of the state directory this process's.
-    `StartupError` if another process holds it; hold it before anything there is changed.
-    """
-    directory = state_dir / "rollouts"
-    try:
-        private_directory(directory, parents=True, exist_ok=True)
-        lock = private_file(directory / "lock", os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise _unusable(directory, error) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield directory
-    except BlockingIOError:
-        raise StartupError(
-            f"{directory} is in use by another server; name another --state-dir, or stop that one"
-        ) from None
-    finally:
-        os.close(lock)
-
-
-def _unusable(directory: Path, error: OSError) -> StartupError:
-    return StartupError(
-        f"rollouts cannot be kept in {directory} ({error.strerror}); name another --state-dir"
-    )
 
 
 class Rollouts:
@@ -114,7 +83,7 @@ class Rollouts:
                 for path, said in await asyncio.to_thread(outlines, self._directory)
             ]
         except OSError as error:
-            raise _unusable(self._directory, error) from None
+            raise unusable(self._directory, error) from None
         for rollout in sorted(
             (rollout for rollout in found if rollout), key=lambda rollout: rollout.header.created_s
         ):

@@ -2,8 +2,8 @@
 engine's epochs, and events for it are collected here.
 
 `link` has the rules of attaching and the transport; a relay reads commands and writes events by two
-callables. Events are gathered for 20 ms, but sent at once if a sequence ends or a client waits for
-single tokens. Sequences have a prefix inside the server, since ids of two gateways, or of direct
+callables. Events are gathered for 20 ms, but sent at once if a sequence ends or its client
+streams. Sequences have a prefix inside the server, since ids of two gateways, or of direct
 clients, may be equal.
 """
 
@@ -130,7 +130,7 @@ class GatewayRelay:
     async def _listen(self) -> None:
         while True:
             self._take(await self._read())
-            await asyncio.sleep(0)  # what a command starts begins before the next command
+            await asyncio.sleep(0)  # tasks of a command start before the next one
 
     def _take(self, command: LinkCommand) -> None:
         """Carry out a command. `InvalidRequest` if it is not one of this stream."""
@@ -197,7 +197,7 @@ class GatewayRelay:
         self._pass_on([last_output(request.id, "error", (error.code, error.message))])
 
     async def _pump(self, submission: Submission, *, hurried: bool) -> None:
-        """Pass on the outputs of a batch; `hurried`: a client waits for single tokens."""
+        """Pass on the outputs of a batch; `hurried`: a client streams."""
         async for few, _ in submission.slices(lambda output: 1, MAX_OUTPUTS):
             own = [replace(each, id=each.id.removeprefix(self._prefix)) for each in few]
             ended = any(output.finish_reason is not None for output in few)
