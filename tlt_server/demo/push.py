@@ -24,6 +24,8 @@ from tlt_server.demo.task import Exercise
 
 VERSION = "step-1"
 AFTER_TOKENS = 24  # per response, on average, before the push
+# Each response has as many tokens, also past its end, so that the push lands while all run.
+TOKENS = 400
 SHOWN = 4  # responses whose spans are printed
 SCALE = 0.01  # relative standard deviation of the change
 KINDS = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
@@ -111,7 +113,7 @@ def push_in_flight(
     tokens, due = 0, AFTER_TOKENS * size.problems * size.responses
     pushed: Future[tuple[float, dict[str, Any]]] | None = None
     with ThreadPoolExecutor(1) as pool, Client(url, timeout_s=600) as trainer:
-        for event in client.stream(items, sampling={"max_tokens": size.max_tokens}):
+        for event in client.stream(items, sampling={"max_tokens": TOKENS, "ignore_eos": True}):
             if isinstance(event, Token):
                 tokens += len(event.token_ids)
             elif isinstance(event, ItemResult):
