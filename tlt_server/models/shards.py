@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt_client.quantise import Blocks
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.quantised import QuantisedTensor
 from tlt_server.models.split import Split, divides
 from tlt_server.settings.server import SPLITS
 
@@ -95,7 +98,9 @@ class SpreadTensor:
     each rank if that is None. `same` neighbours hold equal slices.
     """
 
-    def __init__(self, pieces: Sequence[Tensor], dim: int | None, same: int = 1) -> None:
+    def __init__(
+        self, pieces: Sequence[Tensor | QuantisedTensor], dim: int | None, same: int = 1
+    ) -> None:
         self.pieces, self._dim = pieces, dim
         first = pieces[0]
         self.dtype, self.device, self.is_cuda = first.dtype, first.device, first.is_cuda
@@ -121,7 +126,7 @@ class SpreadTensor:
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
-    def copy_(self, values: Tensor) -> None:
+    def copy_(self, values: Tensor | Blocks) -> None:
         for piece, part in zip(self.pieces, self._parts(values), strict=True):
             piece.copy_(part)
 
@@ -129,10 +134,10 @@ class SpreadTensor:
         """Return a copy of the whole tensor."""
         made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for piece, part in zip(self.pieces, self._parts(made), strict=True):
-            part.copy_(piece)
+            part.copy_(whole(piece))
         return made
 
-    def _parts(self, values: Tensor) -> Iterator[Tensor]:
+    def _parts(self, values: Any) -> Iterator[Any]:
         """Yield the views of the whole tensor that the ranks hold."""
         for start, piece in zip(self.starts, self.pieces, strict=True):
             dim = self._dim
@@ -144,18 +149,26 @@ class SpreadTensor:
         """
         columns = 1 if self.dim() == 1 else self.shape[1:].numel()
         for start, piece in zip(self.starts, self.pieces, strict=True):
-            yield piece.reshape(len(piece), -1), start * (1 if self._dim else columns), columns
+            yield (
+                whole(piece).reshape(len(piece), -1),
+                start * (1 if self._dim else columns),
+                columns,
+            )
 
 
-Stored = Tensor | SpreadTensor
+Stored = Tensor | QuantisedTensor | SpreadTensor
 
 
 def tensors_of(stored: Stored) -> Sequence[Tensor]:
-    return stored.pieces if isinstance(stored, SpreadTensor) else (stored,)
+    """Return the tensors that hold it: its slices, and of FP8 values and scales."""
+    if isinstance(stored, SpreadTensor):
+        return [tensor for piece in stored.pieces for tensor in tensors_of(piece)]
+    return (stored,) if isinstance(stored, Tensor) else stored.tensors
 
 
 def whole(stored: Stored) -> Tensor:
-    return stored.whole() if isinstance(stored, SpreadTensor) else stored
+    """Return the whole tensor; of FP8, its effective weights."""
+    return stored if isinstance(stored, Tensor) else stored.whole()
 
 
 def pieces_of(

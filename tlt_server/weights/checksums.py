@@ -14,7 +14,7 @@ from tlt_client.channels.checksums import finished, xxh3
 from tlt_client.channels.tensors import raw
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.loader import tensor_files
-from tlt_server.models.shards import SpreadTensor, Stored
+from tlt_server.models.shards import SpreadTensor, Stored, whole
 
 KINDS = ("mix64", "sha256", "xxh3")
 XXH3_128_DIGITS = 32
@@ -68,7 +68,9 @@ def contents(tensors: Sequence[Tensor]) -> list[Content]:
 
 
 def mix64(stored: Stored) -> str:
-    return _over_ranks(stored) if isinstance(stored, SpreadTensor) else contents([stored])[0].sum
+    if isinstance(stored, SpreadTensor):
+        return _over_ranks(stored)
+    return contents([whole(stored)])[0].sum
 
 
 def _over_ranks(pieces: SpreadTensor) -> str:

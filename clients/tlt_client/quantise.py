@@ -1,0 +1,115 @@
+"""FP8 of a weight, for trainers and servers alike: e4m3 values with one power-of-two scale per
+block of 128 x 128.
+
+`quantise` is a function of the values alone and adds nothing up, so every machine gets the same
+bits. A block with the largest magnitude m has the smallest power of two s with m / s <= 464 as its
+scale, because e4m3 rounds 464 to its largest number, 448. So quantising what `effective` returns
+gives the same values and scales. A trainer computes with `effective(quantise(w))` to train what the
+server samples from, and `effective_checksum` is what the server reports of its live weights.
+
+Legend: N outputs, K inputs, B = ceil(N / 128), C = ceil(K / 128).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"  # in names of tensors: X.weight and X.weight_scale_inv
+MAX_VALUE = 448.0  # the largest e4m3 number
+_LEAST, _NOTHING = 2.0**-100, 2.0**-110  # the smallest scale; magnitudes that it rounds to 0
+_ROWS = 16 * BLOCK  # rows at a time, which bounds the memory in float32
+
+
+class Blocks(NamedTuple):
+    """A quantised matrix."""
+
+    values_NK: Tensor  # float8_e4m3fn
+    scales_BC: Tensor  # float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values_NK.shape
+
+    def narrow(self, dim: int, start: int, length: int) -> Blocks:
+        """Return a part that begins at a whole block, as `Tensor.narrow` does."""
+        if start % BLOCK:
+            raise ValueError(f"a part begins at {start}, and blocks have {BLOCK} elements")
+        first, count = start // BLOCK, -(-length // BLOCK)
+        return Blocks(
+            self.values_NK.narrow(dim, start, length), self.scales_BC.narrow(dim, first, count)
+        )
+
+
+def scales_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
+    """Return the shape of the scales of a matrix of this shape."""
+    rows, columns = shape
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def quantise(weight_NK: Tensor) -> Blocks:
+    """Quantise a matrix of finite numbers, on its device."""
+    import torch
+
+    values = torch.empty(weight_NK.shape, dtype=torch.float8_e4m3fn, device=weight_NK.device)
+    scales = torch.empty(
+        scales_shape(weight_NK.shape), dtype=torch.float32, device=weight_NK.device
+    )
+    for at in range(0, len(weight_NK), _ROWS):
+        part = weight_NK[at : at + _ROWS].float()
+        scale = scale_of(_tops(part))
+        scales[at // BLOCK : at // BLOCK + len(scale)] = scale
+        scaled = part / _spread(scale, part.shape)
+        values[at : at + _ROWS] = scaled.clamp_(-MAX_VALUE, MAX_VALUE).to(values.dtype)
+    return Blocks(values, scales)
+
+
+def effective(blocks: Blocks) -> Tensor:
+    """Return value times scale, rounded to bfloat16, which is exact for powers of two: [N, K]."""
+    import torch
+
+    out = torch.empty(blocks.shape, dtype=torch.bfloat16, device=blocks.values_NK.device)
+    for at in range(0, len(out), _ROWS):
+        part = blocks.values_NK[at : at + _ROWS].float()
+        scale = blocks.scales_BC[at // BLOCK : at // BLOCK + scales_shape(part.shape)[0]]
+        out[at : at + _ROWS] = part.mul_(_spread(scale, part.shape))
+    return out
+
+
+def effective_checksum(weight_NK: Tensor) -> str:
+    """Return the checksum that a server reports of a pushed matrix which it keeps in FP8."""
+    from tlt_client.channels.checksums import mix64
+
+    return mix64(effective(quantise(weight_NK)))
+
+
+def scale_of(top: Tensor) -> Tensor:
+    """Return the scales of blocks whose largest magnitudes are `top`, float32 of any shape. A block
+    of zeros, or of values that would become zeros, has 1.
+    """
+    import torch
+
+    # The exponent goes up by one where the mantissa is above that of 464.
+    exponent = (top.view(torch.int32) + 0x17FFFF >> 23) - 8
+    scale = (exponent.clamp_min(1) << 23).view(torch.float32).clamp_min(_LEAST)
+    return torch.where(top <= _NOTHING, 1.0, scale)
+
+
+def _tops(part_NK: Tensor) -> Tensor:
+    """Return the largest magnitude of each block: [B, C]."""
+    from torch.nn.functional import pad
+
+    rows, columns = part_NK.shape
+    whole = pad(part_NK.abs(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = whole.view(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
+    return blocks.amax(dim=(1, 3))
+
+
+def _spread(scale_BC: Tensor, shape: torch.Size) -> Tensor:
+    """Return the scale of each element."""
+    wide = scale_BC.repeat_interleave(BLOCK, 0)[: shape[0]]
+    return wide.repeat_interleave(BLOCK, 1)[:, : shape[1]]

@@ -1,0 +1,104 @@
+"""FP8 operands of a matmul: a weight with one scale per block of 128 x 128, and rows of x with one
+scale per 128 inputs.
+
+The rule of a scale is that of `tlt_client.quantise`: the smallest power of two s with m / s <= 464,
+for the largest magnitude m. It depends on the row's own values alone, so a row has the same bits in
+any company. Kernels that have a row in registers quantise it with `scale_of` and `scaled`;
+`quantise_rows` is for the others.
+
+Legend: M rows, N outputs, K inputs, G = K / 128, W rows of x padded for the copy engine.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_kernels.gpu.target import INTERPRETED, PDL, pdl_launch, pdl_wait
+
+BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+ROW_UNIT = 32  # rows of scales that a copy takes at least: 128 bytes
+_BLOCK = tl.constexpr(BLOCK)
+
+
+class Matrix(NamedTuple):
+    """A weight as matmuls take it: in the model's type, or e4m3 with scales."""
+
+    values: Tensor  # [N, K]
+    scales: Tensor | None = None  # float32 [ceil(N / 128), G]
+
+    def rows(self, first: int, end: int | None = None) -> Matrix:
+        """Return the outputs from `first` on, which begin at a whole block if there are scales."""
+        if self.scales is None:
+            return Matrix(self.values[first:end])
+        assert first % BLOCK == 0, "a part of a quantised weight begins at a whole block"
+        last = None if end is None else -(-end // BLOCK)
+        return Matrix(self.values[first:end], self.scales[first // BLOCK : last])
+
+
+class Quantised(NamedTuple):
+    """Rows of x in e4m3. Scales of rows beyond M are undefined."""
+
+    values_MK: Tensor
+    scales_GW: Tensor  # float32
+
+
+@triton.jit
+def scale_of(top):
+    """Return the scales of float32 magnitudes; 1 where all values would become 0."""
+    exponent = ((top.to(tl.int32, bitcast=True) + 0x17FFFF) >> 23) - 8
+    scale = (tl.maximum(exponent, 27) << 23).to(tl.float32, bitcast=True)  # at least 2^-100
+    return tl.where(top <= 7.703719777548943e-34, 1.0, scale)  # 2^-110
+
+
+@triton.jit
+def scaled(x, scale):
+    """Return x / scale in e4m3: rounded to nearest even and saturated. `scale`: powers of two."""
+    inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    y = tl.minimum(tl.maximum(x * inverse, -448.0), 448.0)
+    if INTERPRETED:  # its conversion does not round subnormals as a GPU does
+        size = tl.abs(y)
+        bits = tl.maximum(size, 0.015625).to(tl.int32, bitcast=True) & 0x7F800000
+        unit = (bits + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
+        sign = y.to(tl.int32, bitcast=True) & -0x80000000
+        y = (((size + unit) - unit).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return y.to(tl.float8e4nv)
+
+
+@triton.jit
+def _quantise(x_MK, values_MK, scales_GW, K, W):
+    pdl_launch()
+    m, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = m * K + g * _BLOCK + tl.arange(0, _BLOCK)
+    pdl_wait()
+    x = tl.load(x_MK + at).to(tl.float32)
+    scale = scale_of(tl.max(tl.abs(x), axis=0))
+    tl.store(values_MK + at, scaled(x, scale))
+    tl.store(scales_GW + g * W + m, scale)
+
+
+def empty_rows(rows: int, inputs: int, device: torch.device) -> Quantised:
+    """Return rows to be filled. `inputs`: a multiple of 128."""
+    assert inputs % BLOCK == 0, f"{inputs} inputs are no multiple of {BLOCK}"
+    padded = -(-rows // ROW_UNIT) * ROW_UNIT
+    return Quantised(
+        torch.empty(rows, inputs, dtype=E4M3, device=device),
+        torch.empty(inputs // BLOCK, padded, dtype=torch.float32, device=device),
+    )
+
+
+def quantise_rows(x_MK: Tensor) -> Quantised:
+    """Return the rows in e4m3, each with its own scales."""
+    rows, inputs = x_MK.shape
+    out = empty_rows(rows, inputs, x_MK.device)
+    assert x_MK.is_contiguous()
+    if rows:
+        _quantise[(rows, inputs // BLOCK)](
+            x_MK, *out, inputs, out.scales_GW.shape[1], num_warps=1, **PDL
+        )
+    return out

@@ -1,0 +1,86 @@
+"""A checkpoint's matrix that a model keeps in FP8. Loads and pushes see a tensor of effective
+weights, which are value times scale in bfloat16.
+
+Both kinds take a matrix in any type, which is quantised, or `Blocks`, which are kept as they are.
+On a GPU values and scales are kept; on a CPU, which computes in float32, the effective weights.
+
+Legend: N outputs, K inputs, B and C blocks of 128.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt_client.quantise import BLOCK, Blocks, effective, quantise
+
+
+class QuantisedTensor:
+    """Values and scales of a matrix, or of some of its rows from a whole block on."""
+
+    dtype = torch.bfloat16  # the type of its effective weights
+
+    def __init__(self, values_NK: Tensor, scales_BC: Tensor) -> None:
+        self.blocks = Blocks(values_NK, scales_BC)
+        self.shape, self.device = values_NK.shape, values_NK.device
+        self.is_cuda = values_NK.is_cuda
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.blocks
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.blocks.values_NK)
+
+    def __getitem__(self, rows: slice) -> QuantisedTensor:
+        start, stop, _ = rows.indices(len(self))
+        return QuantisedTensor(*self.blocks.narrow(0, start, stop - start))
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def copy_(self, given: Tensor | Blocks) -> None:
+        made = given if isinstance(given, Blocks) else quantise(given.to(self.device))
+        for kept, new in zip(self.blocks, made, strict=True):
+            kept.copy_(new)
+
+    def whole(self) -> Tensor:
+        """Return a copy of the effective weights, bfloat16 [N, K]."""
+        return effective(self.blocks)
+
+
+class EffectiveTensor(QuantisedTensor):
+    """A float32 view of a CPU's weights, which holds effective weights."""
+
+    def __init__(self, weight_NK: Tensor) -> None:
+        self.weight_NK = weight_NK
+        self.shape, self.device, self.is_cuda = weight_NK.shape, weight_NK.device, False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.weight_NK,)
+
+    def __len__(self) -> int:
+        return len(self.weight_NK)
+
+    def __getitem__(self, rows: slice) -> EffectiveTensor:
+        if rows.indices(len(self))[0] % BLOCK:
+            raise ValueError(f"rows begin at {rows.start}, and blocks have {BLOCK}")
+        return EffectiveTensor(self.weight_NK[rows])
+
+    def copy_(self, given: Tensor | Blocks) -> None:
+        blocks = given if isinstance(given, Blocks) else quantise(given.to(self.device))
+        self.weight_NK.copy_(effective(blocks))
+
+    def whole(self) -> Tensor:
+        return self.weight_NK
