@@ -25,7 +25,7 @@ _LEAST, _NOTHING = 2.0**-100, 2.0**-110  # the smallest scale; magnitudes that i
 _ROWS = 16 * BLOCK  # rows at a time, which bounds the memory in float32
 
 
-class Blocks(NamedTuple):
+class QuantisedBlocks(NamedTuple):
     """A quantised matrix."""
 
     values_NK: Tensor  # float8_e4m3fn
@@ -35,12 +35,12 @@ class Blocks(NamedTuple):
     def shape(self) -> torch.Size:
         return self.values_NK.shape
 
-    def narrow(self, dim: int, start: int, length: int) -> Blocks:
+    def narrow(self, dim: int, start: int, length: int) -> QuantisedBlocks:
         """Return a part that begins at a whole block, as `Tensor.narrow` does."""
         if start % BLOCK:
             raise ValueError(f"a part begins at {start}, and blocks have {BLOCK} elements")
         first, count = start // BLOCK, -(-length // BLOCK)
-        return Blocks(
+        return QuantisedBlocks(
             self.values_NK.narrow(dim, start, length), self.scales_BC.narrow(dim, first, count)
         )
 
@@ -51,7 +51,7 @@ def scales_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
-def quantise(weight_NK: Tensor) -> Blocks:
+def quantise(weight_NK: Tensor) -> QuantisedBlocks:
     """Quantise a matrix of finite numbers, on its device."""
     import torch
 
@@ -65,10 +65,10 @@ def quantise(weight_NK: Tensor) -> Blocks:
         scales[at // BLOCK : at // BLOCK + len(scale)] = scale
         scaled = part / _spread(scale, part.shape)
         values[at : at + _ROWS] = scaled.clamp_(-MAX_VALUE, MAX_VALUE).to(values.dtype)
-    return Blocks(values, scales)
+    return QuantisedBlocks(values, scales)
 
 
-def effective(blocks: Blocks) -> Tensor:
+def effective(blocks: QuantisedBlocks) -> Tensor:
     """Return value times scale, rounded to bfloat16, which is exact for powers of two: [N, K]."""
     import torch
 

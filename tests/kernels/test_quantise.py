@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu
 from tlt_client.channels.checksums import mix64
-from tlt_client.quantise import Blocks, effective, effective_checksum, quantise, scale_of
+from tlt_client.quantise import QuantisedBlocks, effective, effective_checksum, quantise, scale_of
 from tlt_kernels.gpu.quantise import Matrix, quantise_rows
 
 E4M3 = torch.float8_e4m3fn
@@ -22,7 +22,7 @@ def drawn(rows: int, columns: int, spread: float = 3.0) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=generator) * sizes).bfloat16()
 
 
-def same(found: Blocks, expected: Blocks) -> bool:
+def same(found: QuantisedBlocks, expected: QuantisedBlocks) -> bool:
     return torch.equal(
         found.values_NK.view(torch.uint8), expected.values_NK.view(torch.uint8)
     ) and torch.equal(found.scales_BC, expected.scales_BC)
@@ -80,7 +80,9 @@ def test_rows_of_a_matrix_keep_their_scales() -> None:
     blocks = quantise(drawn(384, 256))
     part = Matrix(*blocks).rows(128, 300)
     assert part.scales is not None
-    assert torch.equal(effective(Blocks(part.values, part.scales)), effective(blocks)[128:300])
+    assert torch.equal(
+        effective(QuantisedBlocks(part.values, part.scales)), effective(blocks)[128:300]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=gpu)])

@@ -1,8 +1,9 @@
 """A checkpoint's matrix that a model keeps in FP8. Loads and pushes see a tensor of effective
 weights, which are value times scale in bfloat16.
 
-Both kinds take a matrix in any type, which is quantised, or `Blocks`, which are kept as they are.
-On a GPU values and scales are kept; on a CPU, which computes in float32, the effective weights.
+Both kinds take a matrix in any type, which is quantised, or `QuantisedBlocks`, which are kept as
+they are. On a GPU values and scales are kept; on a CPU, which computes in float32, the effective
+weights.
 
 Legend: N outputs, K inputs, B and C blocks of 128.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_client.quantise import BLOCK, Blocks, effective, quantise
+from tlt_client.quantise import BLOCK, QuantisedBlocks, effective, quantise
 
 
 class QuantisedTensor:
@@ -21,7 +22,7 @@ class QuantisedTensor:
     dtype = torch.bfloat16  # the type of its effective weights
 
     def __init__(self, values_NK: Tensor, scales_BC: Tensor) -> None:
-        self.blocks = Blocks(values_NK, scales_BC)
+        self.blocks = QuantisedBlocks(values_NK, scales_BC)
         self.shape, self.device = values_NK.shape, values_NK.device
         self.is_cuda = values_NK.is_cuda
 
@@ -49,8 +50,8 @@ class QuantisedTensor:
     def is_floating_point(self) -> bool:
         return True
 
-    def copy_(self, given: Tensor | Blocks) -> None:
-        made = given if isinstance(given, Blocks) else quantise(given.to(self.device))
+    def copy_(self, given: Tensor | QuantisedBlocks) -> None:
+        made = given if isinstance(given, QuantisedBlocks) else quantise(given.to(self.device))
         for kept, new in zip(self.blocks, made, strict=True):
             kept.copy_(new)
 
@@ -78,8 +79,8 @@ class EffectiveTensor(QuantisedTensor):
             raise ValueError(f"rows begin at {rows.start}, and blocks have {BLOCK}")
         return EffectiveTensor(self.weight_NK[rows])
 
-    def copy_(self, given: Tensor | Blocks) -> None:
-        blocks = given if isinstance(given, Blocks) else quantise(given.to(self.device))
+    def copy_(self, given: Tensor | QuantisedBlocks) -> None:
+        blocks = given if isinstance(given, QuantisedBlocks) else quantise(given.to(self.device))
         self.weight_NK.copy_(effective(blocks))
 
     def whole(self) -> Tensor:

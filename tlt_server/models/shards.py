@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_client.quantise import Blocks
+from tlt_client.quantise import QuantisedBlocks
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.quantised import QuantisedTensor
@@ -126,7 +126,7 @@ class SpreadTensor:
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
-    def copy_(self, values: Tensor | Blocks) -> None:
+    def copy_(self, values: Tensor | QuantisedBlocks) -> None:
         for piece, part in zip(self.pieces, self._parts(values), strict=True):
             piece.copy_(part)
 
