@@ -35,6 +35,22 @@ def leaf_sums(x_MK: Tensor, weight_NK: Tensor, leaf: int) -> Tensor:
     return torch.stack([x @ weight.T for x, weight in both])
 
 
+def scaled_leaf_sums(
+    x_MK: Tensor, row_scales_GM: Tensor, weight_NK: Tensor, scales_BG: Tensor, leaf: int
+) -> Tensor:
+    """Return `leaf_sums` of e4m3 operands, where the sum of each 128 of K is multiplied by the
+    scales of its row and block. Sums of 128 products are in float64, all else in float32.
+    """
+    scales_NG = scales_BG.repeat_interleave(128, 0)[: len(weight_NK)]
+    leaf_LMN = torch.zeros(-(-x_MK.shape[1] // leaf), len(x_MK), len(weight_NK))
+    for g, row_scales_M in enumerate(row_scales_GM[:, : len(x_MK)]):
+        k = slice(g * 128, (g + 1) * 128)
+        sum_MN = (x_MK[:, k].double() @ weight_NK[:, k].double().T).float()
+        scaled_MN = sum_MN * (row_scales_M[:, None] * scales_NG[:, g])
+        leaf_LMN[g * 128 // leaf] += scaled_MN
+    return leaf_LMN
+
+
 def tree(part_PMN: Tensor) -> Tensor:
     """Return ((p0 + p1) + (p2 + p3)) + ...; what is missing at the end adds nothing."""
     parts = list(part_PMN)

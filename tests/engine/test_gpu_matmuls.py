@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_close
+from tlt_kernels.gpu.quantise import Matrix
 from tlt_server.models.gpu.matmuls import FEW_ROWS, FastMatmuls
 
 
@@ -18,7 +19,7 @@ def test_logits_stay_in_float32(rows: int) -> None:
         torch.randn(count, 64, generator=generator).to(DEVICE, torch.bfloat16)
         for count in (rows, 96)
     )
-    logits = FastMatmuls.linear(x, weight, out_dtype=torch.float32)
+    logits = FastMatmuls.linear(x, Matrix(weight), out_dtype=torch.float32)
     assert logits.dtype == torch.float32
     assert_close("logits", logits, x.double() @ weight.double().T, 1e-6)
 
@@ -26,4 +27,4 @@ def test_logits_stay_in_float32(rows: int) -> None:
 def test_matmuls_other_than_logits_keep_their_input_dtype() -> None:
     x = torch.randn(FEW_ROWS + 1, 16, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(8, 16, device=DEVICE, dtype=torch.bfloat16)
-    assert FastMatmuls.linear(x, weight).dtype == torch.bfloat16
+    assert FastMatmuls.linear(x, Matrix(weight)).dtype == torch.bfloat16

@@ -27,6 +27,7 @@ from tlt_kernels.gpu.gemm_tiles import (
     split_last_round,
     stream_tile,
 )
+from tlt_kernels.gpu.quantise import Matrix
 from tlt_kernels.reference import tree
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
@@ -50,9 +51,10 @@ def test_linear_matches_its_twin(m: int, n: int, k: int, dtype: torch.dtype) -> 
     weight = draw(n, k, dtype=dtype, seed=1)
     bias = draw(n, dtype=dtype, seed=2)
     expected = x.double() @ weight.double().T
-    assert linear(x, weight).dtype == dtype
-    assert_close("product", linear(x, weight), expected, TOLERANCE[dtype])
-    exact = linear(x, weight, bias, out_dtype=torch.float32)
+    matrix = Matrix(weight)
+    assert linear(x, matrix).dtype == dtype
+    assert_close("product", linear(x, matrix), expected, TOLERANCE[dtype])
+    exact = linear(x, matrix, bias, out_dtype=torch.float32)
     assert_close("with bias", exact, expected + bias.double(), 1e-5)
 
 
@@ -63,7 +65,7 @@ def test_partial_sums_add_up_to_the_matmul(
     m: int, n: int, k: int, leaves: int, dtype: torch.dtype
 ) -> None:
     x, weight = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype, seed=1)
-    parts = partials(x, weight, leaves=leaves)
+    parts = partials(x, Matrix(weight), leaves=leaves)
     assert parts.dtype == torch.float32 and len(parts) <= leaves
     assert_close("sum of parts", parts.sum(0), x.double() @ weight.double().T, 1e-5)
 
@@ -73,11 +75,12 @@ def test_partial_sums_add_up_to_the_matmul(
 def test_gated_matmul_matches_its_twin(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, weight = draw(m, k, dtype=dtype), draw(2 * n, k, dtype=dtype, seed=1) * 0.2
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
-    assert_close("gated", gated(x, weight), torch.nn.functional.silu(gate) * up, TOLERANCE[dtype])
+    expected = torch.nn.functional.silu(gate) * up
+    assert_close("gated", gated(x, Matrix(weight)), expected, TOLERANCE[dtype])
 
 
 def test_matmul_of_no_rows_launches_no_kernel() -> None:
-    x, weight = draw(0, 32), draw(8, 32)
+    x, weight = draw(0, 32), Matrix(draw(8, 32))
     assert linear(x, weight).shape == (0, 8)
     assert gated(x, weight).shape == (0, 4)
     assert partials(x, weight, leaves=2).shape[1:] == (0, 8)
@@ -134,7 +137,7 @@ class TestWhichKernel:
         monkeypatch.setattr(gemm_portable, "multiply", lambda *_: ran.append("portable"))
         monkeypatch.setattr(gemm, "_hindrance", lambda dtype, device: "")
         x, weight = torch.zeros(2, 16), torch.zeros(2 * width, 16)
-        gemm._multiply(kind, x, weight, None, torch.zeros(2, width))
+        gemm._multiply(kind, x, Matrix(weight), None, torch.zeros(2, width))
         assert ran == ["streaming" if streams else "portable"]
 
 
@@ -228,7 +231,7 @@ def test_tiles_for_equal_rows_keep_height_and_get_no_wider() -> None:
 def gated_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `gated` before it is rounded to the type of x."""
     out = torch.full((len(x), len(weight) // 2), float("nan"), device=DEVICE)
-    gemm._multiply(Kind.GATED, x, weight, None, out)
+    gemm._multiply(Kind.GATED, x, Matrix(weight), None, out)
     return out
 
 
@@ -236,7 +239,7 @@ def gated_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [3, 130])
 def test_gated_matmul_is_rounded_once(rows: int, dtype: torch.dtype) -> None:
     x, weight = draw(rows, 160, dtype=dtype), draw(80, 160, dtype=dtype, seed=1) * 0.2
-    assert_same_bits("gated", gated(x, weight), gated_sums(x, weight).to(dtype))
+    assert_same_bits("gated", gated(x, Matrix(weight)), gated_sums(x, weight).to(dtype))
 
 
 @gpu
@@ -260,8 +263,8 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(n: int, k: int, outliers:
         x[:, :: k // 7] *= 100
     order = torch.randperm(4096, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     kernels = {
-        "linear": lambda rows: linear(rows, weight, out_dtype=torch.float32),
-        "partials": lambda rows: tree(partials(rows, weight, leaves=LEAVES)),
+        "linear": lambda rows: linear(rows, Matrix(weight), out_dtype=torch.float32),
+        "partials": lambda rows: tree(partials(rows, Matrix(weight), leaves=LEAVES)),
         "gated": lambda rows: gated_sums(rows, weight),
     }
     for name, kernel in kernels.items():
@@ -277,10 +280,10 @@ def test_streaming_and_portable_kernels_give_the_same_bits(rows: int) -> None:
     x = draw(rows, 3584, dtype=torch.bfloat16)
     weight = draw(1200, 3584, dtype=torch.bfloat16, seed=1) * 0.02
     tile = portable_tile(rows, torch.bfloat16)
-    exact = linear(x, weight, out_dtype=torch.float32)
+    exact = linear(x, Matrix(weight), out_dtype=torch.float32)
     for name, found, is_gated in (("linear", exact, False), ("gated", gated_sums(x, weight), True)):
         other = torch.full_like(found, float("nan"))
-        gemm_portable.multiply(tile, x, weight, None, other, 3584, 1, is_gated)
+        gemm_portable.multiply(tile, x, Matrix(weight), None, other, 3584, 1, is_gated)
         assert_same_bits(f"{name} of {rows} rows", found, other)
 
 
@@ -323,7 +326,7 @@ def test_streaming_tile_stores_the_bits_of_the_portable_kernel(
     bias = draw(n, dtype=torch.bfloat16, seed=2) if kind is Kind.LINEAR else None
     dtype = torch.bfloat16 if kind in (Kind.LINEAR, Kind.GATED) else torch.float32
     found = torch.full((parts * m + 1, n), float("nan"), dtype=dtype, device=DEVICE)
-    expected, given = found.clone(), (x, weight, bias)
+    expected, given = found.clone(), (x, Matrix(weight), bias)
     outs = [out[:-1].view(parts, m, n) for out in (found, expected)]
     stream = LastLaunched(gemm_stream._stream)
     monkeypatch.setattr(gemm_stream, "_stream", stream)

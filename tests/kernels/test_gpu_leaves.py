@@ -17,6 +17,7 @@ from tlt_kernels import reference, versions
 from tlt_kernels.gpu.gemm import gated, linear, partials
 from tlt_kernels.gpu.gemm_tiles import _STREAM, PARTS, Kind, leaf_size, portable_tile
 from tlt_kernels.gpu.norm import add, add_rms_norm
+from tlt_kernels.gpu.quantise import Matrix
 
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 EPS = 1e-6
@@ -52,8 +53,8 @@ def exact_leaves(leaves: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8])
 def test_partial_sums_are_added_in_tree_order(leaves: int) -> None:
     x, weight = exact_leaves(leaves)
-    found = summed(partials(x, weight, leaves=leaves))
-    in_one = partials(x, weight, leaves=leaves, parts=1)
+    found = summed(partials(x, Matrix(weight), leaves=leaves))
+    in_one = partials(x, Matrix(weight), leaves=leaves, parts=1)
     assert len(in_one) == max(1, leaves // 4)
     assert_same_bits("leaves added in registers", summed(in_one), found)
     leaf_LMN = reference.leaf_sums(x.float(), weight.float(), 1024 // leaves)
@@ -72,11 +73,13 @@ def test_partial_sums_are_added_in_tree_order(leaves: int) -> None:
 )
 def test_short_reduction_has_fewer_leaves(inputs: int, leaves: int, parts: int) -> None:
     x, weight = draw(3, inputs), draw(16, inputs, seed=1)
-    part_PMN = partials(x, weight, leaves=leaves)
+    part_PMN = partials(x, Matrix(weight), leaves=leaves)
     leaf = leaf_size(inputs, leaves)
     assert len(part_PMN) == parts and leaf % 128 == 0
     each_LMN = [
-        partials(x[:, k : k + leaf].contiguous(), weight[:, k : k + leaf].contiguous(), leaves=1)[0]
+        partials(
+            x[:, k : k + leaf].contiguous(), Matrix(weight[:, k : k + leaf].contiguous()), leaves=1
+        )[0]
         for k in range(0, inputs, leaf)
     ]
     assert_same_bits("sum", summed(part_PMN), reference.tree(torch.stack(each_LMN)))
@@ -84,7 +87,7 @@ def test_short_reduction_has_fewer_leaves(inputs: int, leaves: int, parts: int) 
 
 def test_leaves_that_are_not_a_power_of_two_are_refused() -> None:
     with pytest.raises(ValueError, match="cut into 3 leaves; take one of"):
-        partials(draw(1, 128), draw(16, 128), leaves=3)
+        partials(draw(1, 128), Matrix(draw(16, 128)), leaves=3)
 
 
 def test_up_to_four_leaves_every_tile_writes_two_partial_sums() -> None:
@@ -147,15 +150,15 @@ class Layer:
 
         def added(inputs: list[Tensor], weight: Tensor) -> Tensor:
             both = zip(inputs, shards(weight, 1), strict=True)
-            parts = [partials(each, shard, leaves=leaves) for each, shard in both]
+            parts = [partials(each, Matrix(shard), leaves=leaves) for each, shard in both]
             return add_rms_norm(torch.cat(order(parts)), residual, self.norm, EPS)
 
-        heads = [linear(x, shard) for shard in shards(self.q, 0)]
+        heads = [linear(x, Matrix(shard)) for shard in shards(self.q, 0)]
         yield "queries", torch.cat(heads, dim=1)
         normed = added(heads, self.o)
         yield "after o", normed
         both = zip(shards(self.gate, 0), shards(self.up, 0), strict=True)
-        inner = [gated(normed, torch.cat(pair)) for pair in both]
+        inner = [gated(normed, Matrix(torch.cat(pair))) for pair in both]
         yield "gated", torch.cat(inner, dim=1)
         yield "after down", added(inner, self.down)
         yield "residual", residual
@@ -200,10 +203,12 @@ def test_comparison_detects_ranks_added_in_a_different_order() -> None:
 def test_row_bits_do_not_depend_on_leaves_per_program(leaves: int) -> None:
     """Compare tiles of 16 to 256 rows, which add one, two or four leaves in registers."""
     x, weight = draw(2048, 4096), draw(1008, 4096, seed=1) * 0.02
-    whole = summed(partials(x, weight, leaves=leaves))
+    whole = summed(partials(x, Matrix(weight), leaves=leaves))
     leaf_LMN = torch.stack(
         [
-            partials(x[:, k : k + 4096 // leaves].contiguous(), shard.contiguous(), leaves=1)[0]
+            partials(
+                x[:, k : k + 4096 // leaves].contiguous(), Matrix(shard.contiguous()), leaves=1
+            )[0]
             for k, shard in zip(
                 range(0, 4096, 4096 // leaves), weight.chunk(leaves, 1), strict=True
             )
@@ -212,5 +217,5 @@ def test_row_bits_do_not_depend_on_leaves_per_program(leaves: int) -> None:
     assert_same_bits("2048 rows", whole, reference.tree(leaf_LMN))
     for rows in (1, 16, 17, 32, 64, 65, 128, 200, 256, 300, 384, 512, 700):
         for parts in (1, 2):
-            found = summed(partials(x[:rows], weight, leaves=leaves, parts=parts))
+            found = summed(partials(x[:rows], Matrix(weight), leaves=leaves, parts=parts))
             assert_same_bits(f"{rows} of 2048 rows, {parts}", found, whole[:rows])

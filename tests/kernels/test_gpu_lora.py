@@ -9,6 +9,7 @@ from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, g
 from tlt_kernels import reference
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.lora import AdapterRows, expand, expand_silu, find_rows, shrink
+from tlt_kernels.gpu.quantise import Matrix
 from tlt_kernels.gpu.tensors import RowTable
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
@@ -94,9 +95,9 @@ def test_gated_rows_with_and_without_adapters_match_the_twin(dtype: torch.dtype)
     scale, weight = torch.tensor([0.5, 2.0, 0.3], device=DEVICE), draw(192, 160, dtype=dtype) * 0.2
     for count in (1, 5, 70):
         x, rows = draw(count, 160, dtype=dtype), found([m % 4 - 1 for m in range(count)])
-        low, both = shrink(x, a, rows), gemm.linear(x, weight, out_dtype=torch.float32)
+        low, both = shrink(x, a, rows), gemm.linear(x, Matrix(weight), out_dtype=torch.float32)
         gated = expand_silu(low, b, scale, rows, both, dtype)
-        assert_same_bits(f"{count} rows", gated[::4], gemm.gated(x, weight)[::4])
+        assert_same_bits(f"{count} rows", gated[::4], gemm.gated(x, Matrix(weight))[::4])
         expand(low, b, scale, (96, 96), rows, both)
         expected = reference.silu_mul(both.double())
         assert_close(f"{count} rows", gated, expected, TOLERANCE[dtype])

@@ -37,6 +37,7 @@ from tlt_kernels.gpu.exchange import (
 from tlt_kernels.gpu.exchange_kernels import HEAD_BYTES, PROGRAMS, PUSH_FLAGS
 from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_kernels.gpu.quantise import Matrix
 from tlt_kernels.gpu.sampling import BLOCK, block_words, blocks_of_rank, sample, sample_shared
 from tlt_kernels.gpu.signals import EXCHANGE, FLAG_BYTES
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
@@ -201,11 +202,11 @@ def test_rank_matmuls_are_exchanged_from_their_buffers() -> None:
     x, weight_HK = draw(ROWS, 512, dtype=DTYPE), draw(HIDDEN, 512, seed=1, dtype=DTYPE)
     norm = draw(HIDDEN, seed=2, dtype=DTYPE)
     expected = torch.zeros(ROWS, HIDDEN, device=DEVICE)
-    whole = add_rms_norm(partials(x, weight_HK, leaves=4), expected, norm, EPS)
+    whole = add_rms_norm(partials(x, Matrix(weight_HK), leaves=4), expected, norm, EPS)
     peers = group(2, 2)
     shards = zip(x.chunk(2, 1), weight_HK.chunk(2, 1), strict=True)
     rooms = [
-        partials(each.contiguous(), shard.contiguous(), leaves=2, room=peers[rank].room(0))
+        partials(each.contiguous(), Matrix(shard.contiguous()), leaves=2, room=peers[rank].room(0))
         for rank, (each, shard) in enumerate(shards)
     ]
     for each, mine in zip(peers, rooms, strict=True):

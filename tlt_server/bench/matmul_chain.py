@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.exchange import parts_of
+from tlt_kernels.gpu.quantise import Matrix
 from tlt_server.bench.padding.shapes import Shape
 from tlt_server.engine.devices.choice import SAMPLED_BLOCK
 from tlt_server.errors import StartupError
@@ -60,11 +61,11 @@ class Widths(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
+    o: Matrix
+    gate_up: Matrix
+    down: Matrix
 
 
 class Chain:
@@ -80,15 +81,15 @@ class Chain:
         self.widths, hidden = widths, widths.hidden
         self.layers = [
             LayerWeights(
-                draw(widths.qkv, hidden),
+                Matrix(draw(widths.qkv, hidden)),
                 draw(widths.qkv),
-                draw(hidden, widths.attended),
-                draw(2 * widths.inner, hidden),
-                draw(hidden, widths.inner),
+                Matrix(draw(hidden, widths.attended)),
+                Matrix(draw(2 * widths.inner, hidden)),
+                Matrix(draw(hidden, widths.inner)),
             )
             for _ in range(widths.layers)
         ]
-        self.head = draw(widths.vocabulary, hidden)
+        self.head = Matrix(draw(widths.vocabulary, hidden))
         self.norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
 
 
@@ -144,8 +145,8 @@ def alone(chain: Chain, inputs: Inputs, matmuls: StrictMatmuls, sums: LayerSums)
 def cublas(chain: Chain, inputs: Inputs) -> Tensor:
     """Run the same matmuls by the library, without SiLU."""
     for layer in chain.layers:
-        torch.nn.functional.linear(inputs.x, layer.qkv, layer.qkv_bias)
-        torch.mm(inputs.attended, layer.o.T)
-        torch.mm(inputs.x, layer.gate_up.T)
-        torch.mm(inputs.inner, layer.down.T)
-    return torch.mm(inputs.x[:SAMPLED], chain.head.T)
+        torch.nn.functional.linear(inputs.x, layer.qkv.values, layer.qkv_bias)
+        torch.mm(inputs.attended, layer.o.values.T)
+        torch.mm(inputs.x, layer.gate_up.values.T)
+        torch.mm(inputs.inner, layer.down.values.T)
+    return torch.mm(inputs.x[:SAMPLED], chain.head.values.T)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tlt_kernels.gpu.quantise import Matrix, Quantised
 from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
@@ -73,21 +74,28 @@ class Library(FastMatmuls):
 
     @staticmethod
     def linear(
-        x_MK: Tensor,
-        weight_NK: Tensor,
+        x: Tensor | Quantised,
+        weight: Matrix,
         bias_N: Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
         out_MN: Tensor | None = None,
     ) -> Tensor:
-        return functional.linear(x_MK, weight_NK, bias_N)
+        return functional.linear(plain(x), weight.values, bias_N)
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
-        return functional.linear(x_MK, weight_NK)[None]
+    def partials(
+        self, x: Tensor | Quantised, weight: Matrix, *, room: Room | None = None
+    ) -> Tensor:
+        return functional.linear(plain(x), weight.values)[None]
 
     @staticmethod
-    def gated(x_MK: Tensor, weight_XK: Tensor) -> Tensor:
-        return silu_mul(functional.linear(x_MK, weight_XK))
+    def gated(x: Tensor | Quantised, weight: Matrix) -> Tensor:
+        return silu_mul(functional.linear(plain(x), weight.values))
+
+
+def plain(x: Tensor | Quantised) -> Tensor:
+    assert not isinstance(x, Quantised), "the library's matmuls are of bfloat16"
+    return x
 
 
 class Step:

@@ -9,6 +9,10 @@ partial sums of that slice. The other rows of the call, the tiling, the kernel a
 copies change nothing, because tensor cores add in the same order in every tile. The models call
 this file; `gemm_tiles.py` chooses the tiles.
 
+For an e4m3 weight each 128 of K are a sum of e4m3 products of its own. It is multiplied by the
+row's scale times the block's, and these are added in ascending order within a leaf, each by one
+fused multiply-add.
+
 Legend: M rows, N outputs, K inputs, I intermediate, X = 2I, P partial sums. Weights are [N, K] as
 in checkpoints.
 """
@@ -35,6 +39,7 @@ from tlt_kernels.gpu.gemm_tiles import (
     portable_tile,
     stream_tile,
 )
+from tlt_kernels.gpu.quantise import Matrix, Quantised, quantise_rows
 
 INTERLEAVED = 8  # rows of gate, then as many of up: the order in which `gemm_stream` reads them
 
@@ -71,31 +76,39 @@ def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
     return f"portable: {why}" if why else "streaming"
 
 
+def _taken(x: Tensor | Quantised, weight: Matrix) -> tuple[Tensor | Quantised, int, torch.dtype]:
+    """Return x as this weight's matmul takes it, its rows, and the type that results have."""
+    if isinstance(x, Quantised):
+        return x, len(x.values_MK), torch.bfloat16
+    return x if weight.scales is None else quantise_rows(x), len(x), x.dtype
+
+
 def _chosen(
-    kind: Kind, x_MK: Tensor, weight_NK: Tensor, leaves: int = 1, parts: int = 1
+    kind: Kind, m: int, weight: Matrix, leaves: int = 1, parts: int = 1
 ) -> tuple[Callable[..., None], Tile]:
-    """Return the function that multiplies, and its tile."""
-    n = len(weight_NK)
-    if in_use(x_MK.dtype, x_MK.device, n // 2 if kind is Kind.GATED else 0) == "streaming":
+    """Return the function that multiplies m rows, and its tile."""
+    n, dtype, device = len(weight.values), weight.values.dtype, weight.values.device
+    if in_use(dtype, device, n // 2 if kind is Kind.GATED else 0) == "streaming":
         from tlt_kernels.gpu import gemm_stream
 
-        programs = gemm_stream.multiprocessors(x_MK.device)
-        return gemm_stream.multiply, stream_tile(kind, len(x_MK), n, programs, leaves, parts)
-    return gemm_portable.multiply, portable_tile(len(x_MK), x_MK.dtype)
+        programs = gemm_stream.multiprocessors(device)
+        return gemm_stream.multiply, stream_tile(kind, m, n, programs, leaves, parts)
+    return gemm_portable.multiply, portable_tile(m, dtype)
 
 
 def _multiply(
-    kind: Kind, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor
+    kind: Kind, x: Tensor | Quantised, weight: Matrix, bias_N: Tensor | None, out_MN: Tensor
 ) -> None:
     """Multiply with all of K as one leaf."""
-    if len(x_MK):
-        multiply, tile = _chosen(kind, x_MK, weight_NK)
-        multiply(tile, x_MK, weight_NK, bias_N, out_MN, x_MK.shape[1], 1, kind is Kind.GATED)
+    if len(out_MN):
+        multiply, tile = _chosen(kind, len(out_MN), weight)
+        k = weight.values.shape[1]
+        multiply(tile, x, weight, bias_N, out_MN, k, 1, kind is Kind.GATED)
 
 
 def linear(
-    x_MK: Tensor,
-    weight_NK: Tensor,
+    x: Tensor | Quantised,
+    weight: Matrix,
     bias_N: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
@@ -104,17 +117,22 @@ def linear(
     """Return x @ weight^T + bias, rounded once to `out_dtype` (x's by default; float32 for the LM
     head), in `out_MN` if given.
     """
+    x, m, dtype = _taken(x, weight)
+    n, device = len(weight.values), weight.values.device
     if out_MN is None:
-        out_MN = torch.empty(
-            len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device
-        )
-    assert out_MN.shape == (len(x_MK), len(weight_NK)) and out_MN.is_contiguous()
-    _multiply(kind_of_linear(len(weight_NK)), x_MK, weight_NK, bias_N, out_MN)
+        out_MN = torch.empty(m, n, dtype=out_dtype or dtype, device=device)
+    assert out_MN.shape == (m, n) and out_MN.is_contiguous()
+    _multiply(kind_of_linear(n), x, weight, bias_N, out_MN)
     return out_MN
 
 
 def partials(
-    x_MK: Tensor, weight_NK: Tensor, *, leaves: int, parts: int = PARTS, room: Tensor | None = None
+    x: Tensor | Quantised,
+    weight: Matrix,
+    *,
+    leaves: int,
+    parts: int = PARTS,
+    room: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight^T as float32 sums over neighbouring leaves of K, [P, M, N]; `norm.tree`
     adds them. P depends on the number of rows, and is at least `parts` if there are as many leaves;
@@ -123,23 +141,26 @@ def partials(
     """
     if leaves not in LEAF_COUNTS:
         raise ValueError(f"K cannot be cut into {leaves} leaves; take one of {LEAF_COUNTS}")
-    (m, k), n = x_MK.shape, len(weight_NK)
-    multiply, tile = _chosen(kind_of_partials(leaves, parts), x_MK, weight_NK, leaves, parts)
+    x, m, _ = _taken(x, weight)
+    n, k = weight.values.shape
+    multiply, tile = _chosen(kind_of_partials(leaves, parts), m, weight, leaves, parts)
     leaf, fold = leaf_size(k, leaves), tile.fold(leaves, parts)
     shape = triton.cdiv(k, leaf * fold), m, n
     if room is None:
-        out_PMN = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
+        out_PMN = torch.empty(shape, dtype=torch.float32, device=weight.values.device)
     else:
         out_PMN = room[: math.prod(shape)].view(shape)
     if m:
-        multiply(tile, x_MK, weight_NK, None, out_PMN, leaf, fold, False)
+        multiply(tile, x, weight, None, out_PMN, leaf, fold, False)
     return out_PMN
 
 
-def gated(x_MK: Tensor, weight_XK: Tensor) -> Tensor:
+def gated(x: Tensor | Quantised, weight: Matrix) -> Tensor:
     """Return silu(gate) * up, computed in float32 and rounded once. The weight's first I rows are
     the gate's, the rest are up's.
     """
-    out_MI = torch.empty(len(x_MK), len(weight_XK) // 2, dtype=x_MK.dtype, device=x_MK.device)
-    _multiply(Kind.GATED, x_MK, weight_XK, None, out_MI)
+    x, m, dtype = _taken(x, weight)
+    device = weight.values.device
+    out_MI = torch.empty(m, len(weight.values) // 2, dtype=dtype, device=device)
+    _multiply(Kind.GATED, x, weight, None, out_MI)
     return out_MI

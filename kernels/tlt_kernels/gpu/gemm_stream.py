@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from tlt_kernels.gpu.gemm_copy import PANEL, copy, locate
 from tlt_kernels.gpu.gemm_sums import add_leaves
 from tlt_kernels.gpu.gemm_tiles import Tile, split_last_round
+from tlt_kernels.gpu.quantise import Matrix
 from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL
 
@@ -301,7 +302,7 @@ def multiprocessors(device: torch.device) -> int:
 def multiply(
     tile: Tile,
     x_MK: Tensor,
-    weight_NK: Tensor,
+    weight: Matrix,
     bias_N: Tensor | None,
     out_PMN: Tensor,
     leaf: int,
@@ -321,19 +322,19 @@ def multiply(
         for rows in (tile.rows, tile.piece)
     )
     if gated:
-        weight = TensorDescriptor(
-            weight_NK,
+        w = TensorDescriptor(
+            weight.values,
             [n // 8, 2, 8, k],
             [8 * k, n * k, k, 1],
             [width // 8, 2, 8, PANEL.value],
             gl.NVMMASharedLayout(128, 16, rank=4),
         )
     else:
-        weight = TensorDescriptor.from_tensor(weight_NK, [width, PANEL.value], layout)
+        w = TensorDescriptor.from_tensor(weight.values, [width, PANEL.value], layout)
     _stream[(min(items, programs),)](
         x,
         x_piece,
-        weight,
+        w,
         bias_N,
         out_PMN,
         m,

@@ -6,10 +6,12 @@ Tiles change no bits (see `gemm.py`). Leaves do, so their number does not depend
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
+
+from tlt_kernels.gpu.quantise import BLOCK, E4M3
 
 # Cost of a piece relative to its share of a tile: it reads as many weights for fewer products.
 PIECE_COST = 1.5
@@ -134,11 +136,10 @@ def stream_tile(
 
 
 def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
-    return (
-        _PORTABLE_FLOAT32
-        if dtype == torch.float32
-        else next(tile for most, tile in _PORTABLE if rows <= most)
-    )
+    if dtype == torch.float32:
+        return _PORTABLE_FLOAT32
+    tile = next(tile for most, tile in _PORTABLE if rows <= most)
+    return replace(tile, depth=BLOCK) if dtype == E4M3 else tile
 
 
 def split_last_round(tiles: int, programs: int, pieces: int) -> tuple[int, int]:

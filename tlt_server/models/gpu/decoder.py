@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.norm import embed_rms_norm
+from tlt_kernels.gpu.quantise import Matrix
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models import Forward
@@ -188,7 +189,7 @@ class GpuDecoder:
         `tokens`: some of this rank's.
         """
         return self.placement.matmuls.linear(
-            hidden_RH, self.head_WH[tokens], out_dtype=torch.float32, out_MN=out_RW
+            hidden_RH, Matrix(self.head_WH[tokens]), out_dtype=torch.float32, out_MN=out_RW
         )
 
     def parameters(self) -> Mapping[str, Stored]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.children import children, children_shared
 from tlt_kernels.gpu.norm import add, embed_beside, embed_norms
+from tlt_kernels.gpu.quantise import Matrix
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
@@ -187,7 +188,8 @@ class GpuEagleNetwork:
         eps = self.config.norm_eps
         normed_RH = sums.add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
         hidden_RH = self.hidden(self.mlp(normed_RH, room=sums.room(MLP, len(normed_RH))), g_RH)
-        return self.placement.matmuls.linear(hidden_RH, self.head_CH, out_dtype=torch.float32)
+        head = Matrix(self.head_CH)
+        return self.placement.matmuls.linear(hidden_RH, head, out_dtype=torch.float32)
 
     def children(
         self, logits_RC: Tensor, rows: RowTable, batch_slots: BatchSlots, *, width: int, level: int
@@ -255,7 +257,7 @@ class GpuEagle3(GpuEagleNetwork):
 
     @property
     def head_CH(self) -> Tensor:
-        return self.head.weight_XK
+        return self.head.weight.values
 
 
 class GpuEagle1(GpuEagleNetwork):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.gemm_tiles import PARTS
+from tlt_kernels.gpu.quantise import Matrix
 from tlt_kernels.gpu.rope import rope_store
 from tlt_server.models.config import LayerShape
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection
@@ -48,7 +49,7 @@ class GpuProjection:
         self, inputs: int, parts: dict[str, int], *, bias: bool, placement: Placement
     ) -> None:
         self._parts, self.matmuls, outputs = parts, placement.matmuls, sum(parts.values())
-        self.weight_XK = placement.empty(outputs, inputs)
+        self.weight = Matrix(placement.empty(outputs, inputs))
         self._bias_X = placement.empty(outputs) if bias else None
 
     def __call__(
@@ -61,12 +62,12 @@ class GpuProjection:
     ) -> Tensor:
         """Return the outputs from `first` on, in `out_RX` where that is given."""
         bias_X = None if self._bias_X is None else self._bias_X[first:]
-        weight_XK = self.weight_XK[first:]
-        return self.matmuls.linear(x_RK, weight_XK, bias_X, out_dtype=out_dtype, out_MN=out_RX)
+        weight = self.weight.rows(first)
+        return self.matmuls.linear(x_RK, weight, bias_X, out_dtype=out_dtype, out_MN=out_RX)
 
     def gated(self, x_RK: Tensor) -> Tensor:
         """Return silu(gate) * up, where the first half of the outputs is gate's: [R, X / 2]."""
-        return self.matmuls.gated(x_RK, self.weight_XK)
+        return self.matmuls.gated(x_RK, self.weight)
 
     def partials(
         self, x_RK: Tensor, adapted: GpuAdaptedProjection | None, room: Room | None
@@ -75,19 +76,19 @@ class GpuProjection:
         which at every number of rows covers the first half of K.
         """
         if adapted is None:
-            return self.matmuls.partials(x_RK, self.weight_XK, room=room)
+            return self.matmuls.partials(x_RK, self.weight, room=room)
         low_PRX = adapted.shrink(x_RK)
-        part_PRX = self.matmuls.partials(x_RK, self.weight_XK)
+        part_PRX = self.matmuls.partials(x_RK, self.weight)
         assert len(part_PRX) <= PARTS, "more leaves of K than adapters can be added to"
         adapted.expand(low_PRX, part_PRX[0])
         return part_PRX
 
     def parameters(self, prefix: str = "") -> Parameters:
         bias = {} if self._bias_X is None else {"bias": self._bias_X}
-        return map_parameters(self._parts, {"weight": self.weight_XK, **bias}, prefix)
+        return map_parameters(self._parts, {"weight": self.weight.values, **bias}, prefix)
 
     def storage(self) -> list[Tensor]:
-        return present(self.weight_XK, self._bias_X)
+        return present(*self.weight, self._bias_X)
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.gemm_tiles import LEAVES
+from tlt_kernels.gpu.quantise import Matrix, Quantised
 from tlt_server.models.numerics import Mode
 from tlt_server.models.split import Split
 
@@ -41,44 +42,48 @@ class StrictMatmuls:
         """Return the matmuls of a target's shard, with the reduction segments of one rank."""
         return replace(self, leaves=split.leaves // split.of)
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
+    def partials(
+        self, x: Tensor | Quantised, weight: Matrix, *, room: Room | None = None
+    ) -> Tensor:
         """Return partial sums [P, M, N], in `room` if given. Added as a binary tree over the first
         axis, they give x @ weight.T.
         """
         if room is None:
-            return gemm.partials(x_MK, weight_NK, leaves=self.leaves)
-        return gemm.partials(
-            x_MK, weight_NK, leaves=self.leaves, parts=room.parts, room=room.floats
-        )
+            return gemm.partials(x, weight, leaves=self.leaves)
+        return gemm.partials(x, weight, leaves=self.leaves, parts=room.parts, room=room.floats)
 
 
 class FastMatmuls(StrictMatmuls):
-    """The quicker of two ways: the library for unfused matmuls of many rows, else our kernels."""
+    """The quicker of two ways: the library for unfused matmuls of many rows, else our kernels,
+    which multiply all that is quantised.
+    """
 
     @staticmethod
     def linear(
-        x_MK: Tensor,
-        weight_NK: Tensor,
+        x: Tensor | Quantised,
+        weight: Matrix,
         bias_N: Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
         out_MN: Tensor | None = None,
     ) -> Tensor:
-        if len(x_MK) <= FEW_ROWS or out_dtype not in (
-            None,
-            x_MK.dtype,
+        if (
+            isinstance(x, Quantised)
+            or weight.scales is not None
+            or len(x) <= FEW_ROWS
+            or out_dtype not in (None, x.dtype)
         ):  # the library rounds its sums to the inputs' dtype
-            return StrictMatmuls.linear(x_MK, weight_NK, bias_N, out_dtype=out_dtype, out_MN=out_MN)
-        found_MN = functional.linear(x_MK, weight_NK, bias_N)
+            return StrictMatmuls.linear(x, weight, bias_N, out_dtype=out_dtype, out_MN=out_MN)
+        found_MN = functional.linear(x, weight.values, bias_N)
         return found_MN if out_MN is None else out_MN.copy_(found_MN)
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
+    def partials(
+        self, x: Tensor | Quantised, weight: Matrix, *, room: Room | None = None
+    ) -> Tensor:
         assert room is None, "the library's sums are not exchanged"
-        return (
-            super().partials(x_MK, weight_NK)
-            if len(x_MK) <= FEW_ROWS
-            else functional.linear(x_MK, weight_NK)[None]
-        )
+        if isinstance(x, Quantised) or weight.scales is not None or len(x) <= FEW_ROWS:
+            return super().partials(x, weight)
+        return functional.linear(x, weight.values)[None]
 
 
 MATMULS: dict[Mode, type[StrictMatmuls]] = {"strict": StrictMatmuls, "fast": FastMatmuls}
