@@ -15,7 +15,13 @@ import msgspec
 from tlt_client.channels import PEER, TRAINED
 from tlt_server.errors import StartupError
 from tlt_server.samples.ring import WORK
-from tlt_server.settings.server import DtypeName, PolicyName, SharedSettings, open_channels
+from tlt_server.settings.server import (
+    DtypeName,
+    PolicyName,
+    QuantizationName,
+    SharedSettings,
+    open_channels,
+)
 from tlt_server.speculation.drafters import DRAFTERS, to_load, weights_directory
 from tlt_server.wire.records import Strategy, parse_strategy
 
@@ -91,6 +97,7 @@ class DecidedSettings(EngineSettings):
     policy: PolicyName
     device: Literal["cpu", "cuda"]
     dtype: DtypeName
+    quantization: QuantizationName
     drafter_training_device: str  # as torch names it; cuda: the engine's own GPU
     attention: str
     reduction_leaves: int

@@ -14,7 +14,8 @@ from typing import Any
 
 from tlt_server.errors import ModelError, StartupError
 from tlt_server.models import FAMILIES
-from tlt_server.settings.server import SharedSettings
+from tlt_server.models.quantization import LayerQuantization, Quantization, parse_quantization
+from tlt_server.settings.server import QuantizationName, SharedSettings
 
 MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
 
@@ -79,6 +80,7 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = None
 
     @property
     def layer_shape(self) -> LayerShape:
@@ -92,7 +94,25 @@ class ModelConfig:
         return (
             f"{self.layers} layers, hidden {self.hidden_size}, MLP {self.intermediate_size}, "
             f"heads {self.heads}/{self.kv_heads}, vocab {self.vocab_size}"
+            f"{', FP8' * (self.quantization is not None)}"
         )
+
+    def quantised_maps(self, layer: int) -> LayerQuantization:
+        """Return which linear maps of a layer are in FP8."""
+        return self.quantization.layer(layer) if self.quantization else LayerQuantization()
+
+    def stored_as(self, asked: QuantizationName | None, where: str) -> ModelConfig:
+        """Return the config with the quantization that is served. `asked`: the setting; `where`:
+        the model in errors.
+        """
+        if asked == "none" and self.quantization is not None:
+            raise StartupError(
+                f"quantization is none, and the weights of {where} are in FP8; leave the setting "
+                "out, or serve the checkpoint that they were made from"
+            )
+        if asked == "fp8" and self.quantization is None:
+            return replace(self, quantization=Quantization())
+        return self
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
@@ -104,6 +124,7 @@ class ModelConfig:
         `StartupError` when the model or this server has fewer than asked for.
         """
         config = cls.read(Path(settings.model))
+        config = config.stored_as(settings.quantization, str(settings.model))
         chosen = settings.max_model_len or config.max_position
         if chosen > config.max_position:
             raise StartupError(
@@ -148,12 +169,13 @@ class ModelConfig:
                 f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one"
             )
         max_position = fields.count("max_position_embeddings")
+        layers = fields.count("num_hidden_layers")
         return cls(
             architecture=architectures[0],
             vocab_size=fields.count("vocab_size", least=2),
             hidden_size=hidden,
             intermediate_size=fields.count("intermediate_size"),
-            layers=fields.count("num_hidden_layers"),
+            layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -164,6 +186,7 @@ class ModelConfig:
             attention_bias=fields.flag("attention_bias"),
             mlp_bias=fields.flag("mlp_bias"),
             eos_token_ids=token_ids(raw, source),
+            quantization=parse_quantization(raw, layers, source),
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_client.quantise import QuantisedBlocks
+from tlt_client.quantise import BLOCK, QuantisedBlocks
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.quantised import QuantisedTensor
@@ -78,7 +78,14 @@ def widths(config: ModelConfig, unit: int) -> list[int]:
         if (width == 1 or divides(config, width, unit))
         and (config.kv_heads % width == 0 or width % config.kv_heads == 0)
         and has_tokens(config, Split(of=width))
+        and (width == 1 or whole_blocks(config, width))
     ]
+
+
+def whole_blocks(config: ModelConfig, width: int) -> bool:
+    """Return False if slices of keys and values would cut a block of FP8."""
+    own = kv_heads(config, Split(of=width)) * config.head_dim
+    return config.quantization is None or own % BLOCK == 0
 
 
 def check_ranks(config: ModelConfig, ranks: int, unit: int, where: str) -> None:

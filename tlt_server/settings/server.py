@@ -21,6 +21,7 @@ AUTO = "auto"
 PolicyName = Literal["off", "fixed", "beg", "goodput"]
 ExchangeName = Literal["auto", "nvlink", "nccl"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+QuantizationName = Literal["none", "fp8"]
 StagingName = Literal["device", "host", "disk", "none"]
 DrafterParallel = Literal["auto", "shared", "replicated"]
 SPLITS = (1, 2, 4, 8)  # numbers of ranks, and of leaves
@@ -65,6 +66,10 @@ class SharedSettings:
     dtype: Annotated[DtypeName | None, Doc("type", auto=True)] = None
     """Type of weights and KV; auto is float32 on a CPU, on a GPU the checkpoint's own half
     precision, else bfloat16."""
+    quantization: Annotated[QuantizationName | None, Doc("name", auto=True)] = None
+    """Form in which the target's linear maps are kept: none, as dtype says, or fp8, with a scale
+    per block of 128 x 128, into which other checkpoints are quantised as they load; auto is the
+    checkpoint's."""
     attention: Annotated[str | None, Doc("backend", auto=True)] = None
     """Attention backend: cpu or torch on a CPU, triton, torch or flash_attn on a GPU; auto is the
     first."""

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from tlt_client.quantise import BLOCK
 from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.engine.devices.training import OtherGpu, Place, training_device
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
@@ -30,7 +31,7 @@ from tlt_server.models.split import (
     check_leaves,
 )
 from tlt_server.process.machine import mps_enabled, named_twice
-from tlt_server.settings.server import available_processors, suited_policy
+from tlt_server.settings.server import QuantizationName, available_processors, suited_policy
 
 MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
@@ -86,8 +87,10 @@ class DeviceChoice(NamedTuple):
     def describe(self) -> str:
         """Return one line for start-up."""
         settings = self.settings
+        in_fp8 = settings.quantization == "fp8"
         chosen = (
-            f"{settings.device}, {settings.dtype}, attention {settings.attention}, up to "
+            f"{settings.device}, {settings.dtype}{', FP8 weights' * in_fp8}, attention "
+            f"{settings.attention}, up to "
             f"{settings.max_running} sequences"
         )
         return " | ".join([chosen, *(f"{name} {reason}" for name, reason in self.reasons.items())])
@@ -188,25 +191,28 @@ def for_cpu(settings: EngineSettings, model: ModelFacts) -> DeviceChoice:
             "precision is read exactly)"
         )
     check_attention(settings.attention, "cpu")
-    config, ranks = model.config(), settings.tensor_parallel
-    check_ranks(config, ranks, CPU_LEAF_UNIT, str(settings.model))
+    config, ranks = _config(settings, model), settings.tensor_parallel
+    unit = BLOCK if config.quantization and ranks > 1 else CPU_LEAF_UNIT
+    check_ranks(config, ranks, unit, str(settings.model))
     suited = filled(
         settings,
         device="cpu",
         dtype="float32",
+        quantization=_quantization(config),
         attention="cpu",
         reduction_leaves=ranks,
         kv_memory_mb=CPU_KV_MB,
         max_running=64,
         max_rows=512,
     )
-    check_leaves(config, suited.reduction_leaves, CPU_LEAF_UNIT, str(settings.model), ranks)
+    unit = BLOCK if config.quantization and suited.reduction_leaves > 1 else CPU_LEAF_UNIT
+    check_leaves(config, suited.reduction_leaves, unit, str(settings.model), ranks)
     return DeviceChoice(replace(suited, graphs=False), {})
 
 
 def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
     check_attention(settings.attention, "cuda")
-    config, ranks = model.config(), settings.tensor_parallel
+    config, ranks = _config(settings, model), settings.tensor_parallel
     _check_sums(settings, config)
     if ranks > 1:
         _check_gpus(ranks, gpu, widths(config, GPU_LEAF_UNIT))
@@ -216,10 +222,18 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceCho
         dtype = gpu_dtype(own)
         halved = f"half the size of the checkpoint in {own}"
         reasons["dtype"] = f"{dtype}: {'as the checkpoint' if dtype == own else halved}"
+    if config.quantization is not None and dtype != "bfloat16":
+        raise StartupError(
+            f"quantization is fp8 and dtype {dtype}: what is computed with FP8 weights is in "
+            "bfloat16: use dtype bfloat16"
+        )
+    if config.quantization is not None and settings.quantization is None:
+        reasons["quantization"] = "fp8: as the checkpoint"
     suited = filled(
         settings,
         device="cuda",
         dtype=dtype,
+        quantization=_quantization(config),
         attention="triton",
         reduction_leaves=settings.reduction_leaves or _auto_leaves(settings, config),
         max_running=256,
@@ -239,11 +253,12 @@ def _auto_leaves(settings: EngineSettings, config: ModelConfig) -> int:
 
 def for_interpreter(settings: EngineSettings, model: ModelFacts) -> DeviceChoice:
     """Return the choice for the GPU engine without a GPU, for tests: small sizes."""
-    config = model.config()
+    config = _config(settings, model)
     _check_sums(settings, config)
     suited = filled(
         settings,
-        dtype="float32",
+        dtype="bfloat16" if config.quantization else "float32",
+        quantization=_quantization(config),
         attention="triton",
         reduction_leaves=max(GPU_LEAVES, settings.tensor_parallel),
         kv_memory_mb=16,
@@ -252,6 +267,14 @@ def for_interpreter(settings: EngineSettings, model: ModelFacts) -> DeviceChoice
     )
     _check_gpu_leaves(suited, config)
     return DeviceChoice(replace(suited, graphs=False), {})
+
+
+def _config(settings: EngineSettings, model: ModelFacts) -> ModelConfig:
+    return model.config().stored_as(settings.quantization, str(settings.model))
+
+
+def _quantization(config: ModelConfig) -> QuantizationName:
+    return "fp8" if config.quantization is not None else "none"
 
 
 def _check_width(settings: EngineSettings) -> None:
@@ -333,7 +356,8 @@ def wider_settings(settings: DecidedSettings, config: ModelConfig) -> list[Decid
 def _check_gpu_leaves(settings: DecidedSettings, config: ModelConfig) -> None:
     """Raise `StartupError` for reduction segments that GPUs cannot cut this model into."""
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
-    if ranks > 1 or leaves != GPU_LEAVES:  # two leaves of one rank may have any lengths
+    # Two leaves of one rank may have any lengths, but not in FP8.
+    if ranks > 1 or leaves != GPU_LEAVES or config.quantization is not None:
         check_leaves(config, leaves, GPU_LEAF_UNIT, str(settings.model), ranks)
 
 

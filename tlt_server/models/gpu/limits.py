@@ -4,6 +4,7 @@ Imports no kernel.
 
 from __future__ import annotations
 
+from tlt_client.quantise import BLOCK
 from tlt_server.errors import ModelError
 from tlt_server.models.config import LayerShape, ModelConfig
 
@@ -32,9 +33,14 @@ def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
             f"{what} has {config.heads} query heads over {config.kv_heads} KV heads, but GPU "
             f"kernels support at most {MAX_GROUP} per KV head; {remedy}"
         )
-    for name in ("hidden_size", "intermediate_size"):
-        if getattr(config, name) % WIDTHS:
+    sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
+    unit, need = WIDTHS, "GPU kernels need"
+    if config.quantization is not None:
+        unit, need, remedy = BLOCK, "FP8 on a GPU needs", f"use --quantization none, {remedy}"
+        sizes["num_attention_heads x head_dim"] = config.heads * config.head_dim
+        sizes["num_key_value_heads x head_dim"] = config.kv_heads * config.head_dim
+    for name, size in sizes.items():
+        if size % unit:
             raise ModelError(
-                f"{what} has {name!r} {getattr(config, name)}, but GPU kernels need a multiple of "
-                f"{WIDTHS}; {remedy}"
+                f"{what} has {name!r} {size}, but {need} a multiple of {unit}; {remedy}"
             )
