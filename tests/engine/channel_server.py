@@ -14,7 +14,7 @@ import msgspec
 from safetensors.torch import load_file
 
 from tests.engine.pushing import Pushable, cpu_settings, perturbed, small_request
-from tests.engine.tiny import SMALLEST, write_eagle, write_target
+from tests.engine.tiny import SMALLEST, Shape, write_eagle, write_target
 from tlt_client import ServerError
 from tlt_client.channels import CHANNELS
 from tlt_client.channels.broadcast import BroadcastSender
@@ -35,11 +35,14 @@ class Server:
     halves call.
     """
 
-    def __init__(self, root: Path, staging: str | None = None) -> None:
+    def __init__(
+        self, root: Path, staging: str | None = None, shape: Shape = SMALLEST, **fields: Any
+    ) -> None:
+        """`fields`: further settings of the engine."""
         self.root = root
         (root / "weights").mkdir(parents=True)
-        write_target(root / "base", shape=SMALLEST)
-        write_eagle(root / "drafter", shape=SMALLEST, draft_vocab=40)
+        write_target(root / "base", shape=shape)
+        write_eagle(root / "drafter", shape=shape, draft_vocab=40)
         perturbed(root / "base", root / "new", 1)
         perturbed(root / "drafter", root / "new-drafter", 2)
         self.old = load_file(root / "base" / "model.safetensors")
@@ -57,6 +60,7 @@ class Server:
                 state_dir=str(root / "state"),
                 max_loras=1,
                 max_lora_rank=4,
+                **fields,
             )
         )
         self._made: list[weakref.ref[Any]] = []  # networks that pushes were staged in

@@ -22,7 +22,7 @@ from tlt_server.models.config import ModelConfig, read_json, token_ids
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.numerics import Numerics
-from tlt_server.models.shards import Stored
+from tlt_server.models.shards import Stored, in_fp8
 from tlt_server.models.split import WHOLE, Split
 
 GPU_READERS = 4  # threads that read and copy; one alone leaves most of the bus idle
@@ -284,6 +284,8 @@ def read_tensor(directory: Path, name: str) -> Tensor:
 
 def dtypes_for(parameter: Stored) -> tuple[torch.dtype, ...]:
     """Return the dtypes in which its values may be stored."""
+    if in_fp8(parameter):
+        return (*STORAGE_DTYPES, torch.float8_e4m3fn)
     return STORAGE_DTYPES if parameter.is_floating_point() else (parameter.dtype,)
 
 

@@ -173,6 +173,11 @@ def tensors_of(stored: Stored) -> Sequence[Tensor]:
     return (stored,) if isinstance(stored, Tensor) else stored.tensors
 
 
+def in_fp8(stored: Stored) -> bool:
+    first = stored.pieces[0] if isinstance(stored, SpreadTensor) else stored
+    return isinstance(first, QuantisedTensor)
+
+
 def whole(stored: Stored) -> Tensor:
     """Return the whole tensor; of FP8, its effective weights."""
     return stored if isinstance(stored, Tensor) else stored.whole()

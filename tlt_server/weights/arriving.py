@@ -5,44 +5,45 @@ then copied to its place and, with a spool, written to the spool.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from tlt_client.channels import Receiver, TensorBatch
 from tlt_client.channels.checkpoint import CALIBRATION, INDEX
-from tlt_client.channels.source import json_object
 from tlt_client.channels.tensors import dtype_named, written
+from tlt_client.quantise import SCALE_SUFFIX, QuantisedBlocks, effective, quantise
 from tlt_server.errors import WeightsRefused
-from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import map_tensor
-from tlt_server.models.draft_layouts import layout_of
 from tlt_server.models.draft_networks import VOCABULARY_MAP
-from tlt_server.models.loader import check_finite, check_layout, check_names, dtypes_for
-from tlt_server.models.shards import Stored
-from tlt_server.weights.checksums import Content, checksum, contents, kind_of
+from tlt_server.models.loader import check_finite, check_layout, check_names
+from tlt_server.models.shards import Stored, in_fp8
+from tlt_server.weights.checks import check_content, check_shape, not_in_fp8
+from tlt_server.weights.checksums import Content, contents, plain
+from tlt_server.weights.halves import E4M3, Halves, check_half, half_missing
 from tlt_server.weights.parts import Adapter, Drafter, Network, Target
 from tlt_server.weights.storage import Options
 from tlt_server.wire.commands import TensorEntry
 
 TOGETHER = 2**29  # bytes that are checked at a time, unless one tensor has more
+QUANTISED_TOGETHER = 2**27  # the same of a network in FP8: values, scales and products are made
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Enter = Callable[[str], None]  # enters a phase; raises to cancel
 
 
-def _first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first tensors, up to `TOGETHER` bytes; their checksums share one wait for the GPU.
+def _first(tensors: Mapping[str, Tensor], limit: int) -> dict[str, Tensor]:
+    """Return the first tensors, up to `limit` bytes; their checksums share one wait for the GPU.
     The limit bounds memory, since tensors of another dtype are copied.
     """
     first: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
         size += tensor.nbytes
-        if first and size > TOGETHER:
+        if first and size > limit:
             break
         first[name] = tensor
     return first
@@ -59,8 +60,14 @@ class Arriving:
     sums: dict[str, str] = field(default_factory=dict)  # tensor that has come -> its checksum
     found: dict[str, Tensor] = field(default_factory=dict)  # the tensors among `others`
     overwritten: bool = False  # in place: a live value has changed
+    halves: Halves = field(init=False)
+    _links: bool = True  # files that came may be kept as they are
     _kept: dict[str, str] = field(default_factory=dict)  # tensor -> the file it is kept in
     _whole: dict[Path, str] = field(default_factory=dict)  # file that came -> file it is kept as
+
+    def __post_init__(self) -> None:
+        # Drafters are published in bfloat16 and quantised where they are kept.
+        self.halves = Halves(self.parameters if self.role == "target" else {})
 
     @classmethod
     def into(
@@ -85,7 +92,11 @@ class Arriving:
         """Return the tensors that a role pushed in parts still needs. The vocabulary map counts, as
         it may still arrive. A tied head does not: it may arrive last or never.
         """
-        return sorted((self.parameters.keys() | self.others) - {TIED_HEAD} - self.sums.keys())
+        names = (self.parameters.keys() | self.others) - {TIED_HEAD} - self.sums.keys()
+        return sorted(map(self.halves.lacking, names))
+
+    def has(self, name: str) -> bool:
+        return name in self.sums or name in self.halves.came
 
     # -- before the first tensor -------------------------------------------------------------------
 
@@ -99,17 +110,28 @@ class Arriving:
             if partial
             else self.parameters
         )
-        check_names(expected, coming, self.others, self.place)
+        dtypes = {
+            name: dtype_named(entry.dtype, name) for name, entry in declared.items() if entry.dtype
+        }
+        for layout in receiver.layouts:
+            if layout.role == self.role:
+                dtypes[layout.spec.name] = layout.spec.dtype
+        self.halves.check_names(coming, {} if partial else dtypes, self.place)
+        check_names(expected, coming, {*self.others, *self.halves.scales}, self.place)
         for name, entry in declared.items():
-            if entry.shape is not None:
+            if entry.shape is not None and name in self.halves.scales:
+                self.halves.check_layout(name, entry.shape, dtypes.get(name), "the manifest")
+            elif entry.shape is not None:
                 check_shape(name, entry.shape, self.parameters, "the manifest")
         for layout in receiver.layouts:
-            spec = layout.spec
-            if layout.role == self.role and spec.name in self.parameters:
-                parameter = self.parameters[spec.name]
-                check_layout(spec.name, spec.shape, spec.dtype, parameter, layout.where)
-            elif layout.role == self.role:
-                check_shape(spec.name, spec.shape, self.parameters, layout.where)
+            if layout.role == self.role:
+                self._check_layout(
+                    layout.spec.name, layout.spec.shape, layout.spec.dtype, layout.where
+                )
+        # What is quantised here is kept in FP8, which takes half the room.
+        self._links = not any(
+            name in self.halves.matrices and dtype != E4M3 for name, dtype in dtypes.items()
+        )
         for name in sorted(declared.keys() ^ coming.keys() if declared else ()):
             where = (
                 "the manifest, but not in the files"
@@ -120,40 +142,58 @@ class Arriving:
                 f"tensor {name!r} is in {where}; name exactly the tensors pushed, or none"
             )
 
+    def _check_layout(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, where: str
+    ) -> None:
+        """Check the shape and type of a tensor before it is allocated or read."""
+        if name in self.halves.scales:
+            self.halves.check_layout(name, shape, dtype, where)
+        elif name in self.parameters:
+            if dtype == E4M3 and name not in self.halves.matrices:
+                raise not_in_fp8(name, where)
+            check_layout(name, shape, dtype, self.parameters[name], where)
+        else:
+            check_shape(name, shape, self.parameters, where)
+
     # -- tensors -----------------------------------------------------------------------------------
 
     def take(self, batch: TensorBatch, declared: Mapping[str, TensorEntry], enter: Enter) -> None:
         """Check every tensor, copy it to its place and keep it."""
-        coming = self._announced(batch)
+        coming, kept = self._announced(batch), dict(batch.tensors)
+        limit = QUANTISED_TOGETHER if self.halves.matrices else TOGETHER
         while coming:
+            first = _first(coming, limit)
             enter("check")
-            checked = self._checked(_first(coming), declared, batch.where)
+            checked = self._checked(first, declared, batch.where)
             enter("fill")
+            for name in first:
+                del coming[name]
             for name, stored in checked.items():
-                coming.pop(name)
                 if name in self.parameters:
                     self._write()
-                    self.parameters[name].copy_(stored)
+                    self.parameters[name].copy_(stored)  # type: ignore[arg-type]
+                    if name in self.halves.matrices - self.halves.came and self.options.spool:
+                        kept |= _in_halves(name, stored)  # type: ignore[arg-type]
                 else:
                     # The channel may use its buffers again.
-                    self.found[name] = stored.to("cpu", copy=True)
+                    self.found[name] = stored.to("cpu", copy=True)  # type: ignore[union-attr]
         enter("spool")
-        self._keep(batch)
+        self._keep(batch, kept)
 
     def _announced(self, batch: TensorBatch) -> dict[str, Tensor]:
         """Return the manifest's entries for a batch. `WeightsRefused` for an unlisted or repeated
         tensor.
         """
-        coming = {}
+        coming, scales = {}, self.halves.scales
         for name, tensor in batch.tensors.items():
-            if name not in self.parameters and name not in self.others:
+            if not any(name in known for known in (self.parameters, self.others, scales)):
                 if name.endswith("rotary_emb.inv_freq"):
                     continue
                 raise WeightsRefused(
                     f"{batch.where}: tensor {name!r} is not in the manifest; push only what the "
                     "manifest names"
                 )
-            if name in self.sums:
+            if self.has(name):
                 raise WeightsRefused(
                     f"{batch.where}: tensor {name!r} was already received; push each tensor once"
                 )
@@ -162,22 +202,60 @@ class Arriving:
 
     def _checked(
         self, tensors: Mapping[str, Tensor], declared: Mapping[str, TensorEntry], where: str
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor | QuantisedBlocks]:
         """Return the tensors in their stored form, and record their checksums. Tensors in host
-        memory move to the device first: a GPU reads and slices them many times faster.
+        memory move to the device first: a GPU reads, quantises and slices them many times faster.
         """
-        stored = {}
+        came, made = dict[str, Tensor](), dict[str, QuantisedBlocks]()
         for name, tensor in tensors.items():
             if name in VOCABULARY_MAP and name in self.others:
-                stored[name] = map_tensor(name, tensor, where)
+                came[name] = map_tensor(name, tensor, where)
                 continue
+            self._check_layout(name, tensor.shape, tensor.dtype, where)
             expected: Stored = self.parameters.get(name, tensor)
-            check_layout(name, tensor.shape, tensor.dtype, expected, where)
             device = expected.device if tensor.device.type == "cpu" else tensor.device
-            stored[name] = tensor.to(device, expected.dtype)
-        for name, found in zip(stored, contents([*stored.values()]), strict=True):
-            self._check(name, tensors[name], stored[name], found, declared.get(name), where)
+            if in_fp8(expected):
+                came[name] = tensor.to(device)
+                if tensor.dtype != E4M3:
+                    made[name] = quantise(came[name])
+            else:
+                came[name] = tensor.to(device, expected.dtype)
+        found = contents([*came.values(), *map(effective, made.values())])
+        stored: dict[str, Tensor | QuantisedBlocks] = {**made}
+        for name, content in zip(came, found, strict=False):
+            self._check(name, tensors[name], came[name], content, declared.get(name), where)
+            matrix = name.removesuffix(SCALE_SUFFIX)
+            if name in made:
+                continue
+            if matrix not in self.halves.matrices:
+                stored[name], self.sums[name] = came[name], content.sum
+            elif blocks := self._joined(name, came[name], where):
+                stored[matrix] = blocks
+        for name, content in zip(made, found[len(came) :], strict=True):
+            if name + SCALE_SUFFIX in self.halves.came:
+                raise half_missing(name, tensors[name].dtype, where)
+            self._record(name, content, where)
         return stored
+
+    def _joined(self, name: str, half: Tensor, where: str) -> QuantisedBlocks | None:
+        """Return the matrix that a half completes; None if it waits for the other one."""
+        check_half(name, half, where)
+        matrix = name.removesuffix(SCALE_SUFFIX)
+        if matrix in self.sums:
+            raise half_missing(matrix, None, where)
+        blocks = self.halves.join(name, half, self.parameters[matrix].device, where)
+        if blocks is not None:
+            self._record(matrix, contents([effective(blocks)])[0], where)
+        return blocks
+
+    def _record(self, name: str, content: Content, where: str) -> None:
+        """Record the checksum of a matrix's effective weights."""
+        if not content.finite:
+            raise WeightsRefused(
+                f"{where}: tensor {name!r} holds values beyond the range of bfloat16, in which "
+                "values times scales must lie; push smaller values"
+            )
+        self.sums[name] = content.sum
 
     def _check(
         self,
@@ -189,33 +267,33 @@ class Arriving:
         where: str,
     ) -> None:
         if not found.finite:
-            check_finite(name, tensor, where)
+            check_finite(name, plain(tensor), where)
             raise WeightsRefused(
                 f"{where}: tensor {name!r} holds values beyond the range of {stored.dtype}, in "
                 "which this server keeps it; push values that fit, or serve with another --dtype"
             )
         check_content(tensor, entry, where, found.sum if stored.dtype == tensor.dtype else None)
-        self.sums[name] = found.sum
 
     def _write(self) -> None:
         """Record that the network is about to change."""
         self.overwritten = self.in_place
 
-    def _keep(self, batch: TensorBatch) -> None:
+    def _keep(self, batch: TensorBatch, kept: Mapping[str, Tensor]) -> None:
+        """Keep a batch's tensors; `kept` has FP8 in place of what was quantised."""
         if self.options.spool is None:
             return
         file = f"{len(set(self._kept.values())):05}.safetensors"
-        if batch.file is not None:
+        if batch.file is not None and self._links:
             file = self._whole.setdefault(batch.file, file)
         else:
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.tensors.items()}
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in kept.items()}
             self.options.spool.keep(self.role, file, written(tensors))
-        self._kept |= dict.fromkeys(batch.tensors, file)
+        self._kept |= dict.fromkeys(kept, file)
 
     # -- after the last tensor ---------------------------------------------------------------------
 
     def check_complete(self) -> None:
-        missing = sorted(self.parameters.keys() - self.sums.keys())
+        missing = sorted(map(self.halves.lacking, self.parameters.keys() - self.sums.keys()))
         if missing:
             raise WeightsRefused(
                 f"{self.place}: tensor {missing[0]!r} is missing, and {len(missing) - 1} "
@@ -281,79 +359,6 @@ class Arriving:
         self.options.spool.keep(self.role, INDEX, [index])
 
 
-def check_config(config: ModelConfig, data: bytes | None, where: str) -> None:
-    """Reject a directory whose config describes another model; a directory without a config
-    passes.
-    """
-    if data is None:
-        return
-    raw = json_object(data, where)
-    pushed = ModelConfig.parse(layout_of(raw).flat(raw, where), where)
-    pushed = replace(pushed, eos_token_ids=config.eos_token_ids, max_position=config.max_position)
-    for compared in fields(config):
-        mine, theirs = getattr(config, compared.name), getattr(pushed, compared.name)
-        if mine != theirs:
-            raise WeightsRefused(
-                f"{where}: {compared.name} is {theirs!r}, the active model has {mine!r}; a push "
-                "changes only values: for another model restart the server with --model"
-            )
-
-
-def check_dtype(entry: TensorEntry, parameter: Stored | None) -> None:
-    """Reject a declared dtype that cannot be converted to the parameter's."""
-    if not entry.dtype:
-        return
-    dtype = dtype_named(entry.dtype, entry.name)
-    taken = dtypes_for(parameter) if parameter is not None else ()
-    if taken and dtype not in taken:
-        names = " or ".join(str(one).removeprefix("torch.") for one in taken)
-        raise WeightsRefused(
-            f"the manifest says that tensor {entry.name!r} has dtype {entry.dtype}, this server "
-            f"takes it as {names}; convert it before it is pushed"
-        )
-
-
-def check_shape(
-    name: str, shape: Sequence[int], parameters: Mapping[str, Stored], where: str
-) -> None:
-    """Reject a shape that differs from the parameter's or, for another name, that is larger than
-    any parameter's. Called before memory is allocated for the tensor.
-    """
-    if name in parameters:
-        if tuple(shape) != tuple(parameters[name].shape):
-            raise WeightsRefused(
-                f"{where}: tensor {name!r} has shape {list(shape)}, the active model has "
-                f"{list(parameters[name].shape)}; push the same architecture"
-            )
-        return
-    largest = max(view.numel() for view in parameters.values())
-    if math.prod(shape) > largest:
-        raise WeightsRefused(
-            f"{where}: tensor {name!r} has shape {list(shape)}, more elements than any of the "
-            f"model ({largest}); push the same architecture"
-        )
-
-
-def check_content(tensor: Tensor, entry: TensorEntry | None, where: str, mix64: str | None) -> None:
-    """Compare a tensor with its entry in the manifest. `mix64`: the tensor's checksum, if known."""
-    if entry is None:
-        return
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    if entry.dtype and entry.dtype.removeprefix("torch.") != dtype:
-        raise WeightsRefused(
-            f"{where}: tensor {entry.name!r} has dtype {dtype}, the manifest says {entry.dtype}; "
-            "push tensors as described"
-        )
-    if entry.shape is not None and list(entry.shape) != shape:
-        raise WeightsRefused(
-            f"{where}: tensor {entry.name!r} has shape {shape}, the manifest says {entry.shape}; "
-            "push tensors as described"
-        )
-    if entry.checksum:
-        kind = kind_of(entry.checksum)
-        found = mix64 if kind == "mix64" and mix64 else checksum(kind, tensor)
-        if found != entry.checksum.lower():
-            raise WeightsRefused(
-                f"{where}: tensor {entry.name!r} has checksum {found}, the manifest says "
-                f"{entry.checksum}; it is damaged or of another version: write and push it again"
-            )
+def _in_halves(name: str, blocks: QuantisedBlocks) -> dict[str, Tensor]:
+    """Return a quantised matrix as the two tensors of a checkpoint, in host memory."""
+    return {name: blocks.values_NK.cpu(), name + SCALE_SUFFIX: blocks.scales_BC.cpu()}

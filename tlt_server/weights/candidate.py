@@ -23,7 +23,8 @@ from tlt_client.channels.source import json_object
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
 from tlt_server.models.adapters import BLOCKS, PREFIX, AdapterConfig, AdapterWeights
 from tlt_server.models.shards import stored_bytes
-from tlt_server.weights.arriving import Arriving, Enter, check_config, check_dtype
+from tlt_server.weights.arriving import Arriving, Enter
+from tlt_server.weights.checks import check_config, check_dtype
 from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Network, Target, TargetNetwork
 from tlt_server.weights.storage import Options, disk_is_full, ran_out
 from tlt_server.wire.commands import Manifest, TensorEntry
@@ -60,7 +61,7 @@ class Candidate:
     def has(self, manifest: Manifest) -> bool:
         """Return True if a tensor of the manifest has already arrived."""
         owners = (owner(entry.name, manifest.role) for entry in manifest.tensors)
-        return any(role in self._roles and name in self._roles[role].sums for role, name in owners)
+        return any(role in self._roles and self._roles[role].has(name) for role, name in owners)
 
     def stop(self) -> None:
         """Cancel the wait for a trainer, even before that wait begins. Called from another

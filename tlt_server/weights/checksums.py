@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -61,10 +62,15 @@ def contents(tensors: Sequence[Tensor]) -> list[Content]:
         else:
             from tlt_kernels.cpu.checksums import mixed_sums
         here = [n for n, tensor in enumerate(tensors) if tensor.device == device]
-        sums = mixed_sums([tensors[n].contiguous() for n in here])
+        sums = mixed_sums([plain(tensors[n]).contiguous() for n in here])
         for n, (total, finite) in zip(here, sums, strict=True):
             found[n] = Content(finished(total, tensors[n].numel()), finite)
     return [found[n] for n in range(len(tensors))]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor's values in a type that every operation takes: e4m3 in bfloat16."""
+    return tensor.bfloat16() if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def mix64(stored: Stored) -> str:
