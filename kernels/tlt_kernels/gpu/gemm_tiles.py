@@ -11,8 +11,7 @@ from enum import Enum
 
 import torch
 
-from tlt_kernels.gpu.quantise import BLOCK, E4M3
-
+BLOCK, E4M3 = 128, torch.float8_e4m3fn  # those of `quantise`, which needs Triton
 # Cost of a piece relative to its share of a tile: it reads as many weights for fewer products.
 PIECE_COST = 1.5
 # Part of the programs, over all rounds, that a tile must keep busy. The last of an entry need not.
