@@ -22,7 +22,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from examples.grpo.adapt import ADAPTATIONS, STARTS, KeptDrafters, untrained
-from examples.grpo.policy import Update, optimizer_of, update
+from examples.grpo.policy import CORRECTIONS, Update, optimizer_of, update
 from examples.grpo.pushes import PaddedPushes, Pushes
 from examples.grpo.record import RunDirectory, accept_length, acceptance_by_depth
 from examples.grpo.rollouts import KINDS, Group, draw_prompts, load_tokenizer, roll_out
@@ -33,6 +33,7 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 FEATURE_MB = 1024  # for the features that the server trains on
 PADDED_FRACTION = "0.72"  # memory_fraction: the padded policy lies on the same GPU
 FIXED = ("seed", "prompts", "group", "max_tokens", "minibatches", "lr", "clip", "threads", "train")
+FIXED += ("correction", "quantization")
 
 
 def arguments(*, needs_out: bool = True) -> argparse.ArgumentParser:
@@ -60,6 +61,13 @@ def arguments(*, needs_out: bool = True) -> argparse.ArgumentParser:
         help="weights that are trained; with norms alone a step is kept in a few KB",
     )
     parser.add_argument("--clip", type=float, default=0.2, help="clip range of the ratio")
+    parser.add_argument(
+        "--correction",
+        choices=CORRECTIONS,
+        default="ratio",
+        help="of the difference between the server's log-probs and the policy's: the ratio is to "
+        "the server's; to the policy's, with truncated importance weights; none",
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of the policy's update")
     parser.add_argument(
         "--speculation",
@@ -71,6 +79,12 @@ def arguments(*, needs_out: bool = True) -> argparse.ArgumentParser:
     _add_drafter(parser)
     parser.add_argument("--keep-every", type=int, default=10, help="keep each n-th step's weights")
     parser.add_argument("--url", help="a server with the channel http; without it one is started")
+    parser.add_argument(
+        "--quantization",
+        choices=("auto", "none", "fp8"),
+        default="auto",
+        help="of a started server",
+    )
     return parser
 
 
@@ -137,7 +151,9 @@ def train(asked: argparse.Namespace) -> None:
             groups = roll_out(client, prompts, asked.group, asked.max_tokens, version)
             marks.append(time.perf_counter())
             run.keep_responses(groups, version, asked.model, asked.max_tokens)
-            done = update(policy, optimizer, groups, asked.minibatches, asked.clip)
+            done = update(
+                policy, optimizer, groups, asked.minibatches, asked.clip, asked.correction
+            )
             marks.append(time.perf_counter())
             trained = drafter.adapt(policy)
             line = {
@@ -190,6 +206,8 @@ def started(stack: ExitStack, asked: argparse.Namespace, drafter: Path) -> str:
     else:
         flags += ["--state-dir", stack.enter_context(TemporaryDirectory(prefix="grpo-"))]
     flags += ["--model", str(pair[0]), "--drafter", str(pair[1])]
+    if asked.quantization != "auto":
+        flags += ["--quantization", asked.quantization]
     if asked.speculation == "spot":
         flags += ["--drafter-training", "idle", "--drafter-feature-mb", str(FEATURE_MB)]
     return stack.enter_context(ServerProcess(*flags, "--log-level", "warning")).url
@@ -230,6 +248,8 @@ def figures(groups: Sequence[Group], done: Update) -> dict[str, Any]:
         "gradient_norms": done.norms,
         "clipped": done.clipped,
         "logprob_difference": done.difference,
+        "mean_logprob_difference": done.differences / done.compared,
+        "divergence": done.divergence / done.compared,
     }
 
 

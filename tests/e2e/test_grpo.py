@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from examples.grpo import corrections
 from examples.grpo.compare import main, parsed
 from examples.grpo.record import RunDirectory, differences, load_samples
 from examples.grpo.train import arguments, train
@@ -213,6 +214,27 @@ def test_run_directory_refuses_steps_of_a_different_run(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").touch()
     with pytest.raises(ValueError, match="--resume"):
         RunDirectory(tmp_path, {"seed": 1}, resume=False)
+
+
+@pytest.mark.parametrize("correction", ["truncated", "none"])
+def test_corrections_change_nothing_where_log_probs_agree(
+    run: Run, off: Path, tmp_path: Path, correction: str
+) -> None:
+    path = tmp_path / correction
+    run("--out", path, "--correction", correction, "--speculation", "off", "--steps", 1)
+    [corrected] = lines(path)
+    assert corrected["gradient_norms"] == pytest.approx(lines(off)[0]["gradient_norms"], rel=1e-3)
+    assert corrected["tokens"] == lines(off)[0]["tokens"] and abs(corrected["divergence"]) < 1e-5
+
+
+@pytest.mark.long
+def test_run_on_an_fp8_server_measures_its_divergence(tmp_path: Path) -> None:
+    file = tmp_path / "corrections.json"
+    flags = ["--steps", "1", "--seeds", "1", "--out", str(tmp_path), "--json", str(file)]
+    corrections.main([*SIZE, *flags])
+    rows = json.loads(file.read_text())["figures"]["rows"]
+    plain, *quantised = [row["mean_difference"] for row in rows]
+    assert plain < 1e-5 and len(quantised) == 3 and all(1e-3 < each < 0.1 for each in quantised)
 
 
 def moved(first: dict[str, Any], second: dict[str, Any]) -> float:
