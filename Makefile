@@ -22,6 +22,7 @@ SHAPE ?= qwen2.5-7b
 GPUS ?= 1
 RESULTS ?= benchmarks/results
 ON_PAIR = --device cuda --model "$(PAIR)/target" --drafter "$(PAIR)/drafter" $(ARGS)
+FP8 = --quantization fp8
 OVER = --tensor-parallel "$(GPUS)"
 WIDE = $(patsubst %,-%,$(filter-out qwen2.5-7b,$(SHAPE)))-tp$(GPUS)-gpu.json
 BIN := $(VENV)/bin
@@ -104,6 +105,11 @@ bench-one-gpu: padded
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --context 16000 --json "$(RESULTS)/cycle-gpu.json"
 	"$(BIN)/tlt" bench cycle --device cuda --json "$(RESULTS)/cycle-demo-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --batch 1,32 --capture --json "$(RESULTS)/capture-gpu.json"
+	"$(BIN)/tlt" bench exact $(ON_PAIR) $(FP8) --json "$(RESULTS)/exact-fp8-gpu.json"
+	"$(BIN)/tlt" bench decode $(ON_PAIR) $(FP8) --against none --against fast --json "$(RESULTS)/decode-fp8-gpu.json"
+	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(FP8) --json "$(RESULTS)/cycle-fp8-gpu.json"
+	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(FP8) --drafter-quantization fp8 --json "$(RESULTS)/cycle-fp8-drafter-gpu.json"
+	"$(BIN)/python" -m benchmarks.quality --device cuda --json "$(RESULTS)/quality-gpu.json"
 	"$(BIN)/tlt" bench training --json "$(RESULTS)/training-gpu.json"
 	"$(BIN)/tlt" bench interrupt $(ON_PAIR) --json "$(RESULTS)/interrupt-gpu.json"
 	"$(BIN)/tlt" bench rollout $(ON_PAIR) --json "$(RESULTS)/rollout-http-gpu.json"

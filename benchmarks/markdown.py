@@ -32,8 +32,9 @@ def model(figures: Figures) -> str:
     running = f", at most {figures['max_running']} running" if figures["max_running"] else ""
     width = figures.get("tensor_parallel", 1)
     ranks = f", over {width} ranks" if width > 1 else ""
+    stored = ", FP8 weights" if figures.get("quantization") == "fp8" else ""
     return (
-        f"{shape['layers']} layers of {shape['hidden']}, {figures['dtype']}, "
+        f"{shape['layers']} layers of {shape['hidden']}, {figures['dtype']}{stored}, "
         f"drafter {figures['drafter']}{ranks}{running}."
     )
 

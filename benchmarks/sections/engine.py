@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from benchmarks.goals import agree
 from benchmarks.markdown import Figures, lines, model, table
 from tlt_server.bench.tables import CYCLE, DECODE, LORA, STRUCTURES, number
 
@@ -14,6 +15,14 @@ PREFILL = {
     "tokens/s": "{tokens_per_s!n}",
     "against cuBLAS + SDPA": "{ratio:.2f}x",
 }
+QUALITY = {
+    "model": "{model}",
+    "computed in": "{computed}",
+    "tokens": "{tokens}",
+    "mean": "{mean:.5f}",
+    "99.9 %": "{p999:.4f}",
+    "KL": "{divergence:.1e}",
+}
 SMALLEST_SHARE = 0.01  # part of a cycle; kernels that take less are summed in one row
 SHORT_PROMPT = 128  # tokens; cycles after longer prompts are not broken down
 FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down
@@ -21,29 +30,34 @@ FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down
 
 def decode(figures: Figures) -> Iterator[str]:
     yield model(figures)
-    prices = {
-        (row["what"], row.get("batch", row.get("prompts")), row.get("prompt", row.get("length"))): {
-            "percent": row["percent"]
-        }
-        for row in figures.get("price", ())
-    }
-    if prices:
+    own = {name: figures[name] for name in ("numerics", "quantization") if name in figures}
+    prices: dict[tuple[object, ...], dict[str, str]] = {}
+    for row in figures.get("price", ()):
+        case = (row.get("batch", row.get("prompts")), row.get("prompt", row.get("length")))
+        name = row.get("against", "fast")
+        text = f"{row['percent']:+.1f} %" if name == "fast" else f"{1 + row['percent'] / 100:.2f}x"
+        prices.setdefault((row["what"], *case), {})[name] = text
+    known = {name for found in prices.values() for name in found}
+    if "fast" in known:
         yield (
             f"The price of {figures['numerics']} numerics is their time over the time of fast "
             "numerics, less one."
         )
+    if "none" in known:
+        yield "`of bf16`: the time over that of the same engine without FP8, in the same run."
     yield table(
-        DECODE,
+        DECODE | ({"of bf16": "{none}"} if "none" in known else {}),
         (
             {**row, **prices.get(("decode", row["batch"], row["prompt"]), {})}
             for row in figures["rows"]
-            if row["numerics"] == figures["numerics"]
+            if agree(row, own)
         ),
     )
     for row in figures.get("prefill", ()):
-        if row["numerics"] == figures["numerics"]:
-            price = prices.get(("prefill", row["prompts"], row["length"]))
-            said = f", price {price['percent']:+.1f} %" if price else ""
+        if agree(row, own):
+            found = prices.get(("prefill", row["prompts"], row["length"]), {})
+            said = f", price {found['fast']}" if "fast" in found else ""
+            said += f", {found['none']} the time of bf16" if "none" in found else ""
             yield (
                 f"Prefill by the engine, {row['prompts']} x {row['length']} tokens: "
                 f"{number(row['tokens_per_s'])} tokens/s{said}."
@@ -187,3 +201,12 @@ def matmuls(figures: Figures) -> Iterator[str]:
         + ", ".join(f"{row['of_cublas']:.3f} ({row['rows']})" for row in figures["rows"])
         + "."
     )
+
+
+def quality(figures: Figures) -> Iterator[str]:
+    yield (
+        "Log-probs of the same answers against float32 by transformers: mean and 99.9th percentile "
+        "of the difference, and the estimated KL divergence, in nats per token, from the policy "
+        "that sampled, which is the engine without quantization."
+    )
+    yield table(QUALITY, figures["rows"])

@@ -16,6 +16,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "graphs": ("Graphs and start-up", engine.graphs),
     "starts": ("Starts of a server", engine.starts),
     "exact": ("Exactness", engine.exact),
+    "quality": ("Quality of FP8", engine.quality),
+    "corrections": ("Quality of FP8", training.corrections),
     "structures": ("Structured outputs", engine.structures),
     "schemas": ("Structured outputs", engine.schemas),
     "lora": ("LoRA adapters", engine.lora),

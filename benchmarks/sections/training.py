@@ -23,6 +23,17 @@ GRPO = {
     "accept length": "{accept_length:.2f}",
     "faster": "{ratio:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]",
 }
+CORRECTIONS = {
+    "server": "{quantization}",
+    "correction": "{correction}",
+    "reward": "{reward:.3f}",
+    "second half": "{later_reward:.3f}",
+    "spread": "{spread:.3f}",
+    "log-prob difference": "{mean_difference:.5f}",
+    "largest": "{largest_difference:.2f}",
+    "KL": "{divergence:.1e}",
+    "clipped": "{clipped:.3%}",
+}
 TRAINING = {
     "objective": "{objective}",
     "ms per step": "{step_ms:.1f}",
@@ -78,6 +89,17 @@ def grpo(figures: Figures) -> Iterator[str]:
     )
     rows = ({**r, "pushes_s": r["push_s"] + r["drafter_push_s"]} for r in figures["rows"])
     yield table(GRPO, rows)
+
+
+def corrections(figures: Figures) -> Iterator[str]:
+    first = figures["rows"][0]
+    yield (
+        f"{first['runs']} GRPO runs each of {first['steps']} steps of {figures['prompts']} prompts "
+        f"x {figures['group']}, the same problems for all. `ratio`: the clipped ratio is to the "
+        "server's log-probs; `truncated`: to the policy's, with truncated importance weights; "
+        "`none`: as if both had the same. `spread`: of the second half's reward between runs."
+    )
+    yield table(CORRECTIONS, figures["rows"])
 
 
 def training(figures: Figures) -> Iterator[str]:

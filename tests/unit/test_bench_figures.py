@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.unit.sampled import samples
 from tlt_server.bench.arguments import BENCHES
 from tlt_server.bench.cycle import cases_of
-from tlt_server.bench.decode import prices
+from tlt_server.bench.decode import parts, prices
 from tlt_server.bench.device_time import device_time
 from tlt_server.bench.interrupt import Felt
 from tlt_server.bench.record import entry_of, finish
@@ -79,7 +79,7 @@ def test_price_of_strict_numerics_is_the_time_ratio_minus_one() -> None:
         {"numerics": kind, "prompts": 1, "length": 4096, "tokens_per_s": rate}
         for kind, rate in (("strict", 40.0), ("fast", 50.0))
     ]
-    found = prices(rows, prefill, "strict", "fast")
+    found = prices(parts(rows, 2, 1), parts(prefill, 2, 1))
     assert [row["percent"] for row in found] == [5.0, -20.0, 25.0] and found[-1]["ratio"] == 0.8
 
 

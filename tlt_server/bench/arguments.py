@@ -13,6 +13,7 @@ from tlt_server.bench.flags import (
     ENGINE,
     JSON,
     SPLIT,
+    STORED,
     Flag,
     add_flags,
     batch,
@@ -82,10 +83,14 @@ BENCHES = {
                 "--shape NAME", "sizes of a target with random weights and no files", choices=SHAPES
             ),
             CONTEXT,
+            flag("--prompt TOKENS", "of the other requests", 128),
             flag(
                 "--against NAME",
-                "the same with these numerics, and prefill with both: the price of strict",
-                choices=("fast",),
+                "the same, and prefill, with fast numerics (the price of strict) or without any "
+                "quantization; may be repeated [fast | none]",
+                [],
+                action="append",
+                choices=("fast", "none"),
             ),
             flag("--prefill", "also read prompts alone, as --against does"),
             flag(
@@ -287,6 +292,7 @@ BENCHES = {
                 "with --device cuda: every push is also spooled there, and synced [default: "
                 "nothing is spooled; on a CPU everything is]",
             ),
+            *STORED,
             *ranks("with --device cuda: ranks of the server"),
             REPLICAS,
             *JSON,

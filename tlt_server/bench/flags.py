@@ -180,6 +180,7 @@ NUMERICS = flag(
     "how matmuls add; exact then reports the rate of differing tokens",
     "strict",
 )
+STORED = (flag("--quantization none|fp8", "of the target's weights [default the checkpoint's]"),)
 ENGINE = (
     *PAIR,
     flag("--device cpu|cuda", "what computes", "cpu"),
@@ -187,6 +188,7 @@ ENGINE = (
         "--dtype float32|bfloat16",
         "dtype of weights and KV [default float32 on a CPU, bfloat16 on a GPU]",
     ),
+    *STORED,
     NUMERICS,
 )
 SPLIT = "|".join(map(str, SPLITS))
@@ -212,5 +214,10 @@ def ranks(tells: str = "ranks that share the target") -> tuple[Flag, ...]:
     )
 
 
+def field_of(flag: Flag) -> str:
+    """Return the name of a flag's setting."""
+    return flag.name[2:].replace("-", "_")
+
+
 # Settings of the engine under the same name, with the same default.
-SETTINGS = tuple(each.name[2:].replace("-", "_") for each in (NUMERICS, *ranks()))
+SETTINGS = tuple(map(field_of, (*STORED, NUMERICS, *ranks())))

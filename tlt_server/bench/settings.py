@@ -24,6 +24,8 @@ from tlt_server.speculation.drafters import DRAFTERS, networked
 from tlt_server.wire.fingerprint import Fingerprint
 from tlt_server.wire.records import OFF, Strategy
 
+STORED_AS = {"kv_cache_dtype": "auto", "drafter_quantization": "none"}  # in engines by default
+
 
 def settings_of(args: argparse.Namespace, longest: int = 0, **changes: Any) -> EngineSettings:
     """Return settings from the flags, with defaults suited to a bench and these changes. longest:
@@ -103,6 +105,11 @@ def fingerprint_of(client: Client) -> Fingerprint:
     return msgspec.convert(client.server_info()["engine"]["fingerprint"], Fingerprint)
 
 
+def quantization_of(model: Path, asked: str | None) -> str:
+    """Return the quantization of a target's weights: what is asked for, or the checkpoint's."""
+    return asked or ("fp8" if ModelConfig.read(model).quantization else "none")
+
+
 def described(
     settings: EngineSettings, fingerprint: Fingerprint | None = None
 ) -> dict[str, object]:
@@ -116,6 +123,8 @@ def described(
         "shape": shape_of(settings.model),
         "drafter": next(iter(settings.drafters), "none"),
         **{name: getattr(settings, name) for name in fields},
+        "quantization": quantization_of(settings.model, settings.quantization),
+        **{name: getattr(settings, name, None) or chosen for name, chosen in STORED_AS.items()},
     }
 
 

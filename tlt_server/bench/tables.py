@@ -75,7 +75,7 @@ DECODE = {
     "prompt": "{prompt}",
     "ms per step": "{step_ms:.3f}",
     "tokens/s": "{tokens_per_s!n}",
-    "price": "{percent:+.1f} %",
+    "price": "{fast}",
 }
 CYCLE = {
     "strategy": "{strategy}",

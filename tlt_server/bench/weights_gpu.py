@@ -26,7 +26,7 @@ from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.wire import ItemResult, Token
-from tlt_server.bench.settings import asked_words, shape_of
+from tlt_server.bench.settings import asked_words, quantization_of, shape_of
 from tlt_server.demo.server import ServerProcess
 
 REQUESTS, LENGTH = 8, 16384  # they decode for longer than the pushes take
@@ -162,6 +162,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "bench": "weights-gpu",
         "shape": shape_of(args.model),
         "tensor_parallel": args.tensor_parallel,
+        "quantization": quantization_of(args.model, args.quantization),
         "rounds": args.rounds,
         "spooled": args.state_dir is not None,
         "rows": [row],
