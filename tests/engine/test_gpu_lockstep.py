@@ -31,7 +31,9 @@ from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums, room_floats
+from tlt_server.models.quantization import Quantization
 from tlt_server.models.shards import pieces_of, vocabulary
+from tlt_server.models.shards import whole as whole_tensor
 from tlt_server.models.split import Split
 
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -46,6 +48,7 @@ class Model(NamedTuple):
     intermediate: int
     leaves: int
     family: str = "Qwen2"
+    quantization: Quantization | None = None
 
     def config(self) -> ModelConfig:
         raw = {
@@ -62,10 +65,11 @@ class Model(NamedTuple):
             "rope_theta": 1e6,
             "attention_bias": self.family == "Qwen2",
         }
-        return ModelConfig.parse(raw, "lockstep")
+        return replace(ModelConfig.parse(raw, "lockstep"), quantization=self.quantization)
 
 
 SMALL = Model(32, 4, 2, 512, 4)
+FP8 = Model(128, 4, 2, 512, 4, quantization=Quantization(frozenset({"layers.1.mlp"})))
 MODELS = {
     "4b": Model(2560, 32, 8, 9728, 4, "Qwen3"),
     "7b": Model(3584, 28, 4, 18944, 4),
@@ -110,7 +114,7 @@ class Rank:
 def whole_of(config: ModelConfig, leaves: int) -> Rank:
     rank = Rank(config, PLACEMENT, Split(leaves))
     generator = torch.Generator(DEVICE).manual_seed(0)
-    for each in rank.model.storage():
+    for each in rank.model.own_parameters().values():
         each.copy_(0.02 * torch.randn(each.shape, generator=generator, device=DEVICE))
     return rank
 
@@ -125,7 +129,7 @@ def ranks_of(whole: Rank, count: int, rows: int) -> list[Rank]:
         made.append(Rank(config, placement, split))
     shards = [rank.model.own_parameters() for rank in made]
     for name, spread in pieces_of(shards, config, [rank.split for rank in made]).items():
-        spread.copy_(whole.model.own_parameters()[name])
+        spread.copy_(whole_tensor(whole.model.own_parameters()[name]))
     return made
 
 
@@ -162,6 +166,7 @@ def test_decoders_in_lockstep_have_the_bits_of_one_decoder() -> None:
     """Four ranks share two KV heads."""
     with patched_once():
         check(SMALL, (2, 4), (3,))
+        check(FP8, (2, 4), (3,))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")

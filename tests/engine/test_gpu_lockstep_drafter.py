@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.lockstep import LockstepPeers, Turns, group, in_lockstep, turns_of
-from tests.engine.test_gpu_lockstep import DTYPE, MODELS, PLACEMENT, SMALL, Model
+from tests.engine.test_gpu_lockstep import DTYPE, FP8, MODELS, PLACEMENT, SMALL, Model
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
 from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.children import candidate_words
@@ -29,6 +29,7 @@ from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import RankSums, room_floats
 from tlt_server.models.shards import pieces_of
+from tlt_server.models.shards import whole as whole_tensor
 from tlt_server.models.split import Split
 from tlt_server.settings.server import DrafterParallel
 
@@ -90,7 +91,10 @@ def whole_of(config: ModelConfig, drafted: int, leaves: int, rows: int) -> Rank:
     rank = Rank(config, drafted, PLACEMENT, Split(leaves), rows)
     generator = torch.Generator(DEVICE).manual_seed(0)
     network = rank.network
-    for each in [*network.own_parameters().values(), network.embedding_VH, network.head_CH]:
+    read = [network.embedding_VH]
+    if not network.own_head:
+        read.append(network.head_matrix.values)
+    for each in [*network.own_parameters().values(), *read]:
         each.copy_(0.05 * torch.randn(each.shape, generator=generator, device=DEVICE))
     return rank
 
@@ -107,12 +111,14 @@ def ranks_of(whole: Rank, config: ModelConfig, leaves: int, count: int) -> list[
         rank = Rank(config, network.draft_vocab_size, placement, split, whole.rows)
         assert rank.network.part.head_split.of == count
         rank.network.embedding_VH.copy_(network.embedding_VH)
-        rank.network.head_CH.copy_(network.head_CH[rank.network.part.tokens])
+        if not network.own_head:
+            tokens = rank.network.part.tokens
+            rank.network.head_matrix.values.copy_(network.head_matrix.values[tokens])
         made.append(rank)
     parts = [rank.network.part for rank in made]
     shards = [rank.network.own_parameters() for rank in made]
     for name, spread in pieces_of(shards, parts[0].head, [part.split for part in parts]).items():
-        spread.copy_(network.own_parameters()[name])
+        spread.copy_(whole_tensor(network.own_parameters()[name]))
     return made
 
 
@@ -143,6 +149,7 @@ def test_drafters_in_lockstep_have_the_bits_of_one_drafter() -> None:
     """The last rank has fewer draft tokens. Four ranks share two KV heads."""
     with patched_once():
         check(SMALL, 60, (2, 4), 3)
+        check(FP8, 300, (2,), 3)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")

@@ -324,7 +324,7 @@ def random_target(
     return CpuPrefill(model)
 
 
-def randomise(weights: Mapping[str, Tensor]) -> None:
+def randomise(weights: Mapping[str, Any]) -> None:
     """Fill matrices with values that keep the scale of states; norms are 1, biases 0."""
     for name, weight in weights.items():
         if weight.dim() == 1:

@@ -166,6 +166,11 @@ class SpreadTensor:
 Stored = Tensor | QuantisedTensor | SpreadTensor
 
 
+def first_piece(stored: Stored) -> Tensor | QuantisedTensor:
+    """Return the slice of the first rank, which is all of it with one rank."""
+    return stored.pieces[0] if isinstance(stored, SpreadTensor) else stored
+
+
 def tensors_of(stored: Stored) -> Sequence[Tensor]:
     """Return the tensors that hold it: its slices, and of FP8 values and scales."""
     if isinstance(stored, SpreadTensor):
@@ -184,7 +189,9 @@ def whole(stored: Stored) -> Tensor:
 
 
 def pieces_of(
-    shards: Sequence[Mapping[str, Tensor]], config: ModelConfig, splits: Sequence[Split]
+    shards: Sequence[Mapping[str, Tensor | QuantisedTensor]],
+    config: ModelConfig,
+    splits: Sequence[Split],
 ) -> dict[str, Stored]:
     """Return the checkpoint's tensors, from the parameters of every rank's shard; of one shard, its
     own.

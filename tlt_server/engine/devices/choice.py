@@ -257,7 +257,7 @@ def for_interpreter(settings: EngineSettings, model: ModelFacts) -> DeviceChoice
     _check_sums(settings, config)
     suited = filled(
         settings,
-        dtype="bfloat16" if config.quantization else "float32",
+        dtype="float32",
         quantization=_quantization(config),
         attention="triton",
         reduction_leaves=max(GPU_LEAVES, settings.tensor_parallel),

@@ -31,13 +31,21 @@ from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.names import target_parameters
+from tlt_server.models.quantised import QuantisedTensor
+from tlt_server.models.quantization import LayerQuantization
 from tlt_server.models.rope import RotaryTable, rotary_table
 from tlt_server.models.shards import Stored, pieces_of, rank_config, vocabulary
 from tlt_server.models.split import Split
 
 
 class GpuDecoderLayer:
-    def __init__(self, config: ModelConfig, table: RotaryTable, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        table: RotaryTable,
+        placement: Placement,
+        quantised: LayerQuantization,
+    ) -> None:
         shape = config.layer_shape
         self.input_norm_H, self.post_attention_norm_H = (
             placement.empty(config.hidden_size),
@@ -53,9 +61,14 @@ class GpuDecoderLayer:
             norm_eps=config.norm_eps,
             table=table,
             placement=placement,
+            quantised=quantised,
         )
         self.mlp = GpuGatedMlp(
-            config.hidden_size, config.intermediate_size, shape=shape, placement=placement
+            config.hidden_size,
+            config.intermediate_size,
+            shape=shape,
+            placement=placement,
+            quantised=quantised,
         )
 
     def storage(self) -> list[Tensor]:
@@ -118,7 +131,8 @@ class GpuDecoder:
         table = device_table(config, placement)
         of_rank = replace(placement, matmuls=placement.matmuls.of_rank(split))
         self.layers = [
-            GpuDecoderLayer(self.own_config, table, of_rank) for _ in range(config.layers)
+            GpuDecoderLayer(self.own_config, table, of_rank, config.quantised_maps(index))
+            for index in range(config.layers)
         ]
 
     @property
@@ -199,7 +213,7 @@ class GpuDecoder:
         shards = [model.own_parameters() for model in (self, *self.peers)]
         return pieces_of(shards, self.config, self.split.all)
 
-    def own_parameters(self) -> dict[str, Tensor]:
+    def own_parameters(self) -> dict[str, Tensor | QuantisedTensor]:
         """Return this rank's slices."""
         return dict(target_parameters(self, self.head_WH))
 

@@ -13,11 +13,19 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
+from tlt_client.quantise import BLOCK
 from tlt_kernels.gpu.gemm_tiles import LEAF_COUNTS, LEAF_UNIT, LEAVES
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_networks import ARCHITECTURES
-from tlt_server.models.shards import DIMS, has_tokens, most_tokens, rank_config, vocabulary
+from tlt_server.models.shards import (
+    DIMS,
+    has_tokens,
+    most_tokens,
+    rank_config,
+    vocabulary,
+    whole_blocks,
+)
 from tlt_server.models.split import Split, divides
 from tlt_server.settings.server import DrafterParallel
 
@@ -49,7 +57,8 @@ def drafter_part(
     config: ModelConfig, draft_vocab: int, target: Split, asked: DrafterParallel, itemsize: int
 ) -> DrafterPart:
     """Return the drafter's part for the rank with this part of the target. itemsize: bytes of a
-    weight. `StartupError` if `asked` is shared and the ranks cannot share the drafter.
+    weight that is not in FP8. `StartupError` if `asked` is shared and the ranks cannot share the
+    drafter.
     """
     counts = [
         count
@@ -58,7 +67,9 @@ def drafter_part(
     ]
     leaves, head = max(counts, default=LEAVES), replace(config, vocab_size=draft_vocab)
     split = Split(leaves, target.rank, target.of)
-    fits = target.of <= max(counts, default=0) and _divides(head, target.of)
+    if config.quantization is not None:
+        split, itemsize = replace(split, token_block=BLOCK), 1
+    fits = target.of <= max(counts, default=0) and _divides(head, split)
     if target.of > 1 and asked == "shared" and not fits:
         raise StartupError(
             f"drafter_parallel is shared and tensor_parallel {target.of}, and the drafter has "
@@ -75,11 +86,12 @@ def drafter_part(
     return DrafterPart(split, head_split, rank_config(config, split), head)
 
 
-def _divides(head: ModelConfig, ranks: int) -> bool:
+def _divides(head: ModelConfig, split: Split) -> bool:
     """Return True if each rank can have a KV head and a block of draft tokens."""
-    kv_fits = head.kv_heads % ranks == 0 or ranks % head.kv_heads == 0
+    kv_fits = head.kv_heads % split.of == 0 or split.of % head.kv_heads == 0
     own_head = ARCHITECTURES[head.architecture].own_head
-    return own_head and kv_fits and has_tokens(head, Split(of=ranks))
+    fits = kv_fits and whole_blocks(head, split.of) and has_tokens(head, split)
+    return own_head and fits
 
 
 def _saved(head: ModelConfig, ranks: int) -> int:

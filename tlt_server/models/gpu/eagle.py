@@ -39,8 +39,10 @@ from tlt_server.models.gpu.layers import (
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
-from tlt_server.models.shards import Stored, pieces_of
+from tlt_server.models.quantised import QuantisedTensor
+from tlt_server.models.shards import Stored, pieces_of, tensors_of
 from tlt_server.models.split import Split
+from tlt_server.settings.server import QuantizationName
 
 
 def spread_drafter(target: GpuDecoder, make: Callable[[GpuDecoder], Any]) -> Any:
@@ -68,7 +70,7 @@ class GpuEagleNetwork:
             placement.drafter_parallel,
             placement.dtype.itemsize,
         )
-        own = part.layer
+        own, quantised = part.layer, config.quantised_maps(0)
         self.sums = placement.sums if part.split.of > 1 else OWN_SUMS
         self._sharing = placement.sums.peers if part.head_split.of > 1 else None
         of_rank = replace(placement, matmuls=placement.matmuls.of_rank(part.split))
@@ -98,8 +100,11 @@ class GpuEagleNetwork:
             norm_eps=config.norm_eps,
             table=device_table(config, placement),
             placement=of_rank,
+            quantised=quantised,
         )
-        self.mlp = GpuGatedMlp(hidden, own.intermediate_size, shape=shape, placement=of_rank)
+        self.mlp = GpuGatedMlp(
+            hidden, own.intermediate_size, shape=shape, placement=of_rank, quantised=quantised
+        )
         count = self.draft_vocab_size
         # draft id -> target id
         self.target_ids_C = torch.empty(count, dtype=torch.int32, device=placement.device)
@@ -160,7 +165,11 @@ class GpuEagleNetwork:
         raise NotImplementedError
 
     @property
-    def head_CH(self) -> Tensor:
+    def quantization(self) -> QuantizationName:
+        return "none" if self.config.quantization is None else "fp8"
+
+    @property
+    def head_matrix(self) -> Matrix:
         raise NotImplementedError
 
     def parameters(self) -> Mapping[str, Stored]:
@@ -171,7 +180,7 @@ class GpuEagleNetwork:
         splits = [network.part.split for network in (self, *self.peers)]
         return pieces_of(shards, self.part.head, splits)
 
-    def own_parameters(self) -> dict[str, Tensor]:
+    def own_parameters(self) -> dict[str, Tensor | QuantisedTensor]:
         """Return this rank's slices."""
         return dict(self.described.architecture.parameters(self))
 
@@ -188,8 +197,7 @@ class GpuEagleNetwork:
         eps = self.config.norm_eps
         normed_RH = sums.add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
         hidden_RH = self.hidden(self.mlp(normed_RH, room=sums.room(MLP, len(normed_RH))), g_RH)
-        head = Matrix(self.head_CH)
-        return self.placement.matmuls.linear(hidden_RH, head, out_dtype=torch.float32)
+        return self.placement.matmuls.linear(hidden_RH, self.head_matrix, out_dtype=torch.float32)
 
     def children(
         self, logits_RC: Tensor, rows: RowTable, batch_slots: BatchSlots, *, width: int, level: int
@@ -212,7 +220,8 @@ class GpuEagleNetwork:
 
     def storage(self) -> list[Tensor]:
         """Return all tensors of a version, in a fixed order."""
-        return [*self.own_parameters().values(), self.target_ids_C]
+        own = [each for stored in self.own_parameters().values() for each in tensors_of(stored)]
+        return [*own, self.target_ids_C]
 
 
 class GpuEagle3(GpuEagleNetwork):
@@ -231,7 +240,11 @@ class GpuEagle3(GpuEagleNetwork):
         )
         self.final_norm_H = placement.empty(hidden)
         self.head = GpuProjection(
-            hidden, {"lm_head": tokens.stop - tokens.start}, bias=False, placement=placement
+            hidden,
+            {"lm_head": tokens.stop - tokens.start},
+            bias=False,
+            placement=placement,
+            quantised=self.config.quantization is not None,
         )
 
     def fuse(self, features_RF: Tensor) -> Tensor:
@@ -256,8 +269,8 @@ class GpuEagle3(GpuEagleNetwork):
         )
 
     @property
-    def head_CH(self) -> Tensor:
-        return self.head.weight.values
+    def head_matrix(self) -> Matrix:
+        return self.head.weight
 
 
 class GpuEagle1(GpuEagleNetwork):
@@ -291,5 +304,5 @@ class GpuEagle1(GpuEagleNetwork):
         return add(part_PRH, residual_RH, self.placement.dtype)
 
     @property
-    def head_CH(self) -> Tensor:
-        return self.head.weight_WH
+    def head_matrix(self) -> Matrix:
+        return Matrix(self.head.weight_WH)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.gemm_tiles import PARTS
-from tlt_kernels.gpu.quantise import Matrix
 from tlt_kernels.gpu.rope import rope_store
 from tlt_server.models.config import LayerShape
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection
 from tlt_server.models.gpu.matmuls import Room
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.names import Parameters, map_parameters
+from tlt_server.models.quantised import QuantisedTensor
+from tlt_server.models.quantization import LayerQuantization
 from tlt_server.models.rope import RotaryTable
 
 
@@ -46,10 +47,16 @@ class GpuProjection:
     """Linear maps of one input, fused: weight [X, K]."""
 
     def __init__(
-        self, inputs: int, parts: dict[str, int], *, bias: bool, placement: Placement
+        self,
+        inputs: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        placement: Placement,
+        quantised: bool = False,
     ) -> None:
         self._parts, self.matmuls, outputs = parts, placement.matmuls, sum(parts.values())
-        self.weight = Matrix(placement.empty(outputs, inputs))
+        self.weight = placement.matrix(outputs, inputs, quantised=quantised)
         self._bias_X = placement.empty(outputs) if bias else None
 
     def __call__(
@@ -84,8 +91,10 @@ class GpuProjection:
         return part_PRX
 
     def parameters(self, prefix: str = "") -> Parameters:
+        values_XK, scales = self.weight
         bias = {} if self._bias_X is None else {"bias": self._bias_X}
-        return map_parameters(self._parts, {"weight": self.weight.values, **bias}, prefix)
+        weight = values_XK if scales is None else QuantisedTensor(values_XK, scales)
+        return map_parameters(self._parts, {"weight": weight, **bias}, prefix)
 
     def storage(self) -> list[Tensor]:
         return present(*self.weight, self._bias_X)
@@ -108,6 +117,7 @@ class GpuSelfAttention:
         norm_eps: float,
         table: RotaryTable,
         placement: Placement,
+        quantised: LayerQuantization,
     ) -> None:
         assert not shape.output_bias, "see limits.check_shape"
         self.heads, self.query_width, self.norm_eps, self.table = (
@@ -118,9 +128,15 @@ class GpuSelfAttention:
         )
         kv_width = kv_heads * head_dim
         parts = {"q_proj": self.query_width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv = GpuProjection(inputs, parts, bias=shape.qkv_bias, placement=placement)
+        self.qkv = GpuProjection(
+            inputs, parts, bias=shape.qkv_bias, placement=placement, quantised=quantised.qkv
+        )
         self.output = GpuProjection(
-            self.query_width, {"o_proj": hidden}, bias=False, placement=placement
+            self.query_width,
+            {"o_proj": hidden},
+            bias=False,
+            placement=placement,
+            quantised=quantised.output,
         )
         self.q_weight_D = placement.empty(head_dim) if shape.qk_norm else None
         self.k_weight_D = placement.empty(head_dim) if shape.qk_norm else None
@@ -177,7 +193,13 @@ class GpuSelfAttention:
 
 class GpuGatedMlp:
     def __init__(
-        self, hidden: int, intermediate: int, *, shape: LayerShape, placement: Placement
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        shape: LayerShape,
+        placement: Placement,
+        quantised: LayerQuantization,
     ) -> None:
         assert not shape.mlp_bias, "see limits.check_shape"
         self.gate_up = GpuProjection(
@@ -185,9 +207,14 @@ class GpuGatedMlp:
             {"gate_proj": intermediate, "up_proj": intermediate},
             bias=False,
             placement=placement,
+            quantised=quantised.gate_up,
         )
         self.down = GpuProjection(
-            intermediate, {"down_proj": hidden}, bias=False, placement=placement
+            intermediate,
+            {"down_proj": hidden},
+            bias=False,
+            placement=placement,
+            quantised=quantised.down,
         )
 
     def __call__(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_client.quantise import scales_shape
+from tlt_kernels.gpu.quantise import E4M3, Matrix
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 from tlt_server.attention.rows import KVCache
 from tlt_server.models.config import ModelConfig
@@ -27,6 +29,14 @@ class Placement:
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+    def matrix(self, outputs: int, inputs: int, *, quantised: bool = False) -> Matrix:
+        """Allocate a weight, in FP8 if `quantised`."""
+        if not quantised:
+            return Matrix(self.empty(outputs, inputs))
+        values = torch.empty(outputs, inputs, dtype=E4M3, device=self.device)
+        scales = scales_shape(values.shape)
+        return Matrix(values, torch.empty(*scales, dtype=torch.float32, device=self.device))
 
     def cache(self, config: ModelConfig, pages: int, scratch: int, layers: int) -> KVCache:
         """Allocate KV for layers of this shape."""

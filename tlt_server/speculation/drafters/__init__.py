@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import load_object
+from tlt_server.settings.server import QuantizationName
 
 Rung = tuple[int, int, int]  # depth, children per node, verify rows per request
 
@@ -145,8 +146,12 @@ class Loader(Protocol):
     def feature_layers(self, directory: Path, target: ModelConfig) -> tuple[int, ...]:
         """Return the layers of the target whose inputs the drafter reads."""
 
-    def empty(self, directory: Path, target: Any) -> Any:
-        """Make the network of the directory's config with uninitialized storage."""
+    def empty(
+        self, directory: Path, target: Any, *, quantization: QuantizationName = "none"
+    ) -> Any:
+        """Make the network of the directory's config with uninitialized storage. `quantization`: of
+        its matrices but `fc`.
+        """
 
     def fill(self, network: Any, directory: Path) -> None: ...
 

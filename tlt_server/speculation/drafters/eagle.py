@@ -35,6 +35,7 @@ from tlt_server.models.draft_checkpoint import (
 from tlt_server.models.draft_networks import Architecture
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.registry import load_object
+from tlt_server.settings.server import QuantizationName
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
@@ -102,8 +103,12 @@ class EagleLoader:
     def feature_layers(self, directory: Path, target: ModelConfig) -> tuple[int, ...]:
         return feature_layers(directory, target)
 
-    def empty(self, directory: Path, target: Any) -> Any:
+    def empty(
+        self, directory: Path, target: Any, *, quantization: QuantizationName = "none"
+    ) -> Any:
         described = describe(directory, target)
+        config = described.config.stored_as(quantization, str(directory))
+        described = described._replace(config=config)
         return load_object(self.network(described.architecture))(described, target)
 
     def network(self, architecture: Architecture) -> str:

@@ -33,7 +33,7 @@ from tlt_server.models.gpu.eagle import spread_drafter
 from tlt_server.models.gpu.matmuls import MATMULS
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import room_floats
-from tlt_server.models.shards import most_tokens, tensors_of
+from tlt_server.models.shards import first_piece, most_tokens
 from tlt_server.models.split import Split
 from tlt_server.speculation.drafters import find_loader
 from tlt_server.weights.parts import DrafterNetwork
@@ -92,7 +92,7 @@ def needs_of(
     """Return the needs of a rank with these settings and networks."""
     networks: list[GpuDecoder | DrafterNetwork] = [target, *([drafter] if drafter else [])]
     stored = [each for network in networks for each in network.parameters().values()]
-    weights = sum(tensors_of(each)[0].nbytes for each in stored)
+    weights = sum(first_piece(each).nbytes for each in stored)
     part = drafter.part if drafter else None
     exchange = exchange_bytes(settings, target.config, shapes)
     width = target.feature_width

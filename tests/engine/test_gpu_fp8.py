@@ -1,0 +1,126 @@
+"""A target in FP8 on the interpreter's GPU engine: the demo pair's tokens and log-probs do not
+depend on drafts, company or ranks, and checksums are those of effective weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import bits, choose
+from tests.engine.pushing import Pushable
+from tests.engine.ranks_of_tests import run_rank_of_tests
+from tests.engine.two_ranks import two_ranks
+from tlt_client.quantise import effective_checksum
+from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.loader import read_tensor
+from tlt_server.models.quantised import QuantisedTensor
+from tlt_server.models.quantization import Quantization
+from tlt_server.models.shards import check_ranks, widths
+from tlt_server.wire.records import Strategy
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+CHAIN = Strategy("eagle", 3, 1, 4)
+REQUESTS = [
+    msgspec.structs.replace(each, token_ids=each.token_ids[-6 - i :])
+    for i, each in enumerate(problems_as_requests(TARGET, 2, group=1, seed=0, max_tokens=4))
+]
+IDS = [each.id for each in REQUESTS]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
+    with patched_once(), pytest.MonkeyPatch.context() as patch:
+        run_rank_of_tests(patch, "interpreted_rank")
+        yield EngineSettings(
+            model=TARGET,
+            drafter=str(DRAFTER),
+            quantization="fp8",
+            policy="off",
+            device="interpreter",  # type: ignore[arg-type]
+            attention="triton",
+            pages=24,
+            max_model_len=64,
+            max_running=2,
+            max_rows=16,
+            weight_root=tmp_path_factory.mktemp("fp8"),
+        )
+
+
+@pytest.fixture(scope="module")
+def engine(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Pushable) -> dict[str, tuple[object, ...]]:
+    engine.run(*REQUESTS)
+    return bits(engine, IDS)
+
+
+def test_company_and_drafts_change_no_bit(
+    engine: Pushable, plain: dict[str, tuple[object, ...]]
+) -> None:
+    engine.run(REQUESTS[1])
+    assert bits(engine, IDS[1:]) == {IDS[1]: plain[IDS[1]]}
+    choose(engine, CHAIN)
+    engine.said.clear()
+    engine.submit(*REQUESTS)
+    accepted = 0
+    while not engine.engine.idle:
+        engine.step()
+        accepted += sum(cycle.accepted) if (cycle := engine.engine.last_cycle) else 0
+    assert bits(engine, IDS) == plain
+    assert accepted
+
+
+def test_tokens_are_those_of_a_quantised_target(
+    settings: EngineSettings, plain: dict[str, tuple[object, ...]]
+) -> None:
+    """Another target, whose log-probs differ."""
+    other = Pushable(replace(settings, quantization="none"))
+    other.run(*REQUESTS)
+    assert bits(other, IDS) != plain
+
+
+def test_two_ranks_have_the_bits_of_one(
+    settings: EngineSettings, plain: dict[str, tuple[object, ...]]
+) -> None:
+    with two_ranks(settings) as shared:
+        choose(shared, CHAIN)
+        shared.run(*REQUESTS)
+        assert bits(shared, IDS) == plain
+
+
+def test_live_checksums_are_of_effective_weights(engine: Pushable) -> None:
+    live = engine.engine.pushes.transaction.versions.live.target
+    name = "model.layers.3.mlp.up_proj.weight"
+    assert live.live_sums()[name] == effective_checksum(read_tensor(TARGET, name))
+
+
+def test_storage_of_a_target_is_values_and_scales(engine: Pushable) -> None:
+    network = engine.engine.pushes.transaction.versions.live.target.network
+    kinds = {tensor.dtype for tensor in network.storage()}
+    assert kinds == {torch.float32, torch.float8_e4m3fn}
+    parameters = network.parameters()
+    quantised = {name for name, each in parameters.items() if isinstance(each, QuantisedTensor)}
+    assert len(quantised) == 7 * network.config.layers
+    other = network.blank()
+    assert [each.shape for each in other.storage()] == [each.shape for each in network.storage()]
+
+
+def test_widths_that_cut_blocks_are_refused() -> None:
+    config = ModelConfig.read(TARGET)
+    assert widths(config, 128) == [1, 2]
+    narrow = replace(config, head_dim=64, heads=4, kv_heads=2, quantization=Quantization())
+    assert widths(narrow, 128) == [1]
+    with pytest.raises(StartupError, match="; use 1"):
+        check_ranks(narrow, 2, 128, "it")
