@@ -12,6 +12,7 @@ Legend: N outputs, K inputs, B = ceil(N / 128), C = ceil(K / 128).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class QuantisedBlocks(NamedTuple):
         )
 
 
-def scales_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
+def scales_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the shape of the scales of a matrix of this shape."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu
 from tlt_client.channels.checksums import mix64
 from tlt_client.quantise import QuantisedBlocks, effective, effective_checksum, quantise, scale_of
+from tlt_kernels.cpu.elementwise import in_e4m3
 from tlt_kernels.gpu.quantise import Matrix, quantise_rows
 
 E4M3 = torch.float8_e4m3fn
@@ -113,3 +116,30 @@ def test_midpoints_of_subnormals_round_to_even() -> None:
     x[0, 1:18] = torch.arange(17) * 2.0**-10
     found = quantise_rows(x.to(DEVICE)).values_MK.cpu()
     assert torch.equal(found.float(), x.to(E4M3).float())
+
+
+@pytest.mark.parametrize("exponent", [-126, -112, -104, -30, 0, 7, 120])
+def test_cpu_rounds_rows_as_blocks_of_one_row(exponent: int) -> None:
+    """The last group may be short."""
+    x = drawn(4, 300).float() * 2.0**exponent
+    x[1] = 0
+    x[2, 5] *= 1e4
+    x[3] = torch.linspace(-464, 464, 300) * 2.0**exponent
+    found = in_e4m3(x)
+    for row, at in product(range(len(x)), range(0, 300, 128)):
+        twin = quantise(x[row : row + 1, at : at + 128])
+        assert torch.equal(found[row : row + 1, at : at + 128], values_of(twin))
+    assert torch.equal(in_e4m3(found), found)
+    assert torch.equal(in_e4m3(x[2:3]), found[2:3])
+
+
+def values_of(blocks: QuantisedBlocks) -> torch.Tensor:
+    return blocks.values_NK.float() * blocks.scales_BC
+
+
+def test_cpu_rounds_to_every_e4m3_number() -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = values[values.isfinite()].view(2, 127)
+    found = in_e4m3(values * 2.0**-20)
+    assert torch.equal(found, values * 2.0**-20)
+    assert in_e4m3(torch.tensor([[1.0, torch.nan]]))[0, 1].isnan()

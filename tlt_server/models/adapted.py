@@ -22,13 +22,10 @@ from torch import Tensor
 from tlt_server.models.adapters import AdapterWeights, MatrixPair, linear_sizes
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.numerics import Numerics
+from tlt_server.models.quantization import MODULES
 
-FUSED = {  # projection of a layer -> its linear maps, side by side
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "output": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
+# Projection of a layer -> its linear maps, side by side.
+FUSED = {name: [part.split(".")[-1] for part in parts] for name, parts in MODULES.items()}
 
 
 class AdaptedRows(NamedTuple):

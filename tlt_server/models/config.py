@@ -14,7 +14,12 @@ from typing import Any
 
 from tlt_server.errors import ModelError, StartupError
 from tlt_server.models import FAMILIES
-from tlt_server.models.quantization import LayerQuantization, Quantization, parse_quantization
+from tlt_server.models.quantization import (
+    UNQUANTISED,
+    LayerQuantization,
+    Quantization,
+    parse_quantization,
+)
 from tlt_server.settings.server import QuantizationName, SharedSettings
 
 MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
@@ -99,7 +104,7 @@ class ModelConfig:
 
     def quantised_maps(self, layer: int) -> LayerQuantization:
         """Return which linear maps of a layer are in FP8."""
-        return self.quantization.layer(layer) if self.quantization else LayerQuantization()
+        return self.quantization.layer(layer) if self.quantization else UNQUANTISED
 
     def stored_as(self, asked: QuantizationName | None, where: str) -> ModelConfig:
         """Return the config with the quantization that is served. `asked`: the setting; `where`:

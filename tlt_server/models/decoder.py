@@ -11,6 +11,7 @@ Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ class DecoderLayer:
         attention: Attention,
         numerics: Numerics,
         split: Split,
+        index: int,
     ) -> None:
+        in_fp8 = config.quantised_maps(index)
         self.input_norm_H = torch.ones(config.hidden_size)
         self.post_attention_norm_H = torch.ones(config.hidden_size)
         self.self_attention = SelfAttention(
@@ -53,6 +56,7 @@ class DecoderLayer:
             attention=attention,
             numerics=numerics,
             split=split,
+            in_fp8=in_fp8,
         )
         self.mlp = GatedMlp(
             config.hidden_size,
@@ -60,6 +64,7 @@ class DecoderLayer:
             shape=config.layer_shape,
             numerics=numerics,
             split=split,
+            in_fp8=in_fp8,
         )
 
 
@@ -113,7 +118,8 @@ class Decoder:
         )
         table = rotary_table(config.rope, config.head_dim, config.max_position)
         self.layers = [
-            DecoderLayer(config, table, backend, numerics, split) for _ in range(config.layers)
+            DecoderLayer(config, table, backend, numerics, split, index)
+            for index in range(config.layers)
         ]
 
     def blank(self) -> Decoder:
@@ -192,7 +198,7 @@ class Decoder:
         shards = [model.own_parameters() for model in (self, *self.peers)]
         return pieces_of(shards, self.config, self.split.all)
 
-    def own_parameters(self) -> dict[str, Tensor]:
+    def own_parameters(self) -> dict[str, Any]:
         """Return this rank's slices."""
         return dict(target_parameters(self, self.head_HV.t()))
 

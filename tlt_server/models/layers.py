@@ -18,26 +18,39 @@ from tlt_server.models.adapted import AdaptedLayer, AdaptedProjection
 from tlt_server.models.config import LayerShape
 from tlt_server.models.names import Parameters, map_parameters
 from tlt_server.models.numerics import Numerics
+from tlt_server.models.quantised import EffectiveTensor
+from tlt_server.models.quantization import UNQUANTISED, LayerQuantization
 from tlt_server.models.rope import RotaryTable
 from tlt_server.models.split import WHOLE, Split
 
 
 class Projection:
     """Linear maps of one input, fused side by side and stored transposed ([K, X]), the fastest
-    layout for a matmul of few rows.
+    layout for a matmul of few rows. `in_fp8`: the weights are those of FP8, and inputs are
+    quantised, too.
     """
 
     def __init__(
-        self, inputs: int, parts: dict[str, int], *, bias: bool, numerics: Numerics
+        self,
+        inputs: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        numerics: Numerics,
+        in_fp8: bool = False,
     ) -> None:
-        self.parts, self.numerics = parts, numerics
+        self.parts, self.numerics, self.in_fp8 = parts, numerics, in_fp8
         self.weight_KX = torch.zeros(inputs, sum(parts.values()))
         self.bias_X = torch.zeros(sum(parts.values())) if bias else None
 
     def outputs(self, x_RK: Tensor, first: int = 0) -> Tensor:
         """Return the outputs from `first` on."""
         bias_X = None if self.bias_X is None else self.bias_X[first:]
-        return self.numerics.linear(x_RK, self.weight_KX[:, first:], bias_X)
+        return self.numerics.linear(self.read(x_RK), self.weight_KX[:, first:], bias_X)
+
+    def read(self, x_RK: Tensor) -> Tensor:
+        """Return the input of the matmul."""
+        return elementwise.in_e4m3(x_RK) if self.in_fp8 else x_RK
 
     def __call__(self, x_RK: Tensor, adapted: AdaptedProjection | None = None) -> Tensor:
         out_RX = self.outputs(x_RK)
@@ -47,7 +60,9 @@ class Projection:
 
     def parameters(self, prefix: str = "") -> Parameters:
         bias = {} if self.bias_X is None else {"bias": self.bias_X}
-        return map_parameters(self.parts, {"weight": self.weight_KX.t(), **bias}, prefix)
+        tensors = {"weight": self.weight_KX.t(), **bias}
+        for name, view in map_parameters(self.parts, tensors, prefix):
+            yield name, EffectiveTensor(view) if self.in_fp8 and view.dim() == 2 else view
 
 
 class SummedProjection(Projection):
@@ -56,16 +71,23 @@ class SummedProjection(Projection):
     """
 
     def __init__(
-        self, inputs: int, parts: dict[str, int], *, bias: bool, numerics: Numerics, split: Split
+        self,
+        inputs: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        numerics: Numerics,
+        split: Split,
+        in_fp8: bool = False,
     ) -> None:
-        super().__init__(inputs, parts, bias=bias, numerics=numerics)
+        super().__init__(inputs, parts, bias=bias, numerics=numerics, in_fp8=in_fp8)
         self.own_leaves, self.exchange = split.leaves // split.of, split.exchange
         self.whole = split.leaves == 1
 
     def __call__(self, x_RK: Tensor, adapted: AdaptedProjection | None = None) -> Tensor:
         if self.whole:
             return super().__call__(x_RK, adapted)
-        own_RX = self.numerics.sum_of_leaves(x_RK, self.weight_KX, self.own_leaves)
+        own_RX = self.numerics.sum_of_leaves(self.read(x_RK), self.weight_KX, self.own_leaves)
         out_RX = self.exchange.add(own_RX)
         if self.bias_X is not None:
             out_RX += self.bias_X
@@ -94,6 +116,7 @@ class SelfAttention:
         attention: Attention,
         numerics: Numerics,
         split: Split = WHOLE,
+        in_fp8: LayerQuantization = UNQUANTISED,
     ) -> None:
         self.heads, self.query_width, self.norm_eps = heads, heads * head_dim, norm_eps
         self.table, self.attention = table, attention
@@ -103,6 +126,7 @@ class SelfAttention:
             {"q_proj": self.query_width, "k_proj": kv_width, "v_proj": kv_width},
             bias=shape.qkv_bias,
             numerics=numerics,
+            in_fp8=in_fp8.qkv,
         )
         self.output = SummedProjection(
             self.query_width,
@@ -110,6 +134,7 @@ class SelfAttention:
             bias=shape.output_bias,
             numerics=numerics,
             split=split,
+            in_fp8=in_fp8.output,
         )
         self.q_weight_D = torch.ones(head_dim) if shape.qk_norm else None
         self.k_weight_D = torch.ones(head_dim) if shape.qk_norm else None
@@ -160,15 +185,22 @@ class GatedMlp:
         shape: LayerShape,
         numerics: Numerics,
         split: Split = WHOLE,
+        in_fp8: LayerQuantization = UNQUANTISED,
     ) -> None:
         self.gate_up = Projection(
             hidden,
             {"gate_proj": intermediate, "up_proj": intermediate},
             bias=shape.mlp_bias,
             numerics=numerics,
+            in_fp8=in_fp8.gate_up,
         )
         self.down = SummedProjection(
-            intermediate, {"down_proj": hidden}, bias=shape.mlp_bias, numerics=numerics, split=split
+            intermediate,
+            {"down_proj": hidden},
+            bias=shape.mlp_bias,
+            numerics=numerics,
+            split=split,
+            in_fp8=in_fp8.down,
         )
 
     def __call__(self, x_RH: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:

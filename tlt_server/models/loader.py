@@ -12,21 +12,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tlt_client.quantise import SCALE_SUFFIX
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json, token_ids
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_networks import ARCHITECTURES
 from tlt_server.models.numerics import Numerics
+from tlt_server.models.quantised import E4M3, check_blocks, check_scales
 from tlt_server.models.shards import Stored, in_fp8
 from tlt_server.models.split import WHOLE, Split
+from tlt_server.settings.server import DtypeName
 
 GPU_READERS = 4  # threads that read and copy; one alone leaves most of the bus idle
-STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STORAGE_DTYPES = tuple(getattr(torch, name) for name in get_args(DtypeName))
 
 
 def load_target(
@@ -110,9 +114,8 @@ def own_dtype(directory: Path) -> str:
     files = tensor_files(directory)
     name = "model.embed_tokens.weight" if "model.embed_tokens.weight" in files else min(files)
     with _open(files[name]) as file:
-        return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(
-            file.get_slice(name).get_dtype(), "float32"
-        )
+        dtype = file.get_slice(name)[:0].dtype
+    return str(dtype).removeprefix("torch.") if dtype in STORAGE_DTYPES else "float32"
 
 
 def gpu_dtype(own: str) -> str:
@@ -162,9 +165,17 @@ def fill(
     def copy(path: Path, names: Sequence[str]) -> None:
         with torch.inference_mode(inference):
             for name, tensor in read_tensors(path, names):
-                values = tensor.to(parameters[name].device)
-                check_tensor(name, values, parameters[name], path)
-                parameters[name].copy_(values)
+                stored, scales = parameters[name], scale_name(name)
+                values: Any = tensor.to(stored.device)
+                check_layout(name, values.shape, values.dtype, stored, path)
+                check_pair(name, values.dtype, scales in files, path)
+                if scales in files:
+                    ((_, found),) = read_tensors(files[scales], [scales])
+                    where = f"{path} and {files[scales].name}" if files[scales] != path else path
+                    values = check_blocks(name, values, found.to(stored.device), where)
+                else:
+                    check_finite(name, values, path)
+                stored.copy_(values)
 
     on_gpu = any(parameter.is_cuda for parameter in parameters.values())
     readers = GPU_READERS if on_gpu else 1
@@ -187,8 +198,13 @@ def check_files(
     for path in sorted(set(files.values())):
         with _open(path) as file:
             for name in (name for name in parameters if files[name] == path):
-                header = file.get_slice(name)
-                check_layout(name, header.get_shape(), header[:0].dtype, parameters[name], path)
+                shape, dtype = _header(file, name)
+                check_layout(name, shape, dtype, parameters[name], path)
+                check_pair(name, dtype, scale_name(name) in files, path)
+                if scale_name(name) in files:
+                    at = files[scale_name(name)]
+                    with _open(at) as other:
+                        check_scales(name, shape, *_header(other, scale_name(name)), at)
 
 
 def check_names(
@@ -197,10 +213,17 @@ def check_names(
     ignored: Collection[str],
     directory: Path | str,
 ) -> None:
-    """Check that `files` (tensor name -> file) has every parameter, and nothing else but `ignored`
-    and rotary tables.
+    """Check that `files` (tensor name -> file) has every parameter, and nothing else but `ignored`,
+    scales of weights in FP8, and rotary tables.
     """
-    known = {*parameters, *ignored}
+    scales = {scale_name(name): in_fp8(stored) for name, stored in parameters.items()}
+    for name in files:
+        if not scales.get(name, True):
+            raise ModelError(
+                f"{files[name]}: tensor {name!r} is of a weight that is not in FP8 here; correct "
+                "'quantization_config' in config.json, and its 'modules_to_not_convert'"
+            )
+    known = {*parameters, *ignored, *scales}
     unexpected = [
         name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")
     ]
@@ -282,11 +305,15 @@ def read_tensor(directory: Path, name: str) -> Tensor:
     return tensor
 
 
+def scale_name(weight: str) -> str:
+    return weight + SCALE_SUFFIX
+
+
 def dtypes_for(parameter: Stored) -> tuple[torch.dtype, ...]:
     """Return the dtypes in which its values may be stored."""
-    if in_fp8(parameter):
-        return (*STORAGE_DTYPES, torch.float8_e4m3fn)
-    return STORAGE_DTYPES if parameter.is_floating_point() else (parameter.dtype,)
+    if not parameter.is_floating_point():
+        return (parameter.dtype,)
+    return (*STORAGE_DTYPES, E4M3) if in_fp8(parameter) else STORAGE_DTYPES
 
 
 def check_layout(
@@ -305,6 +332,16 @@ def check_layout(
         )
 
 
+def check_pair(name: str, dtype: torch.dtype, scaled: bool, path: Path | str) -> None:
+    """Check that a weight in FP8 has scales, and no other. `scaled`: whether it has."""
+    if (dtype == E4M3) != scaled:
+        has = "and scales" if scaled else f"and no tensor {scale_name(name)!r}"
+        raise ModelError(
+            f"{path}: tensor {name!r} has dtype {dtype} {has}; values in {E4M3} and their scales "
+            "belong together: download the checkpoint again"
+        )
+
+
 def check_tensor(name: str, tensor: Tensor, expected: Stored, path: Path | str) -> None:
     check_layout(name, tensor.shape, tensor.dtype, expected, path)
     check_finite(name, tensor, path)
@@ -318,6 +355,11 @@ def check_finite(name: str, tensor: Tensor, path: Path | str) -> None:
             "expected none; "
             "the training run diverged or the file is damaged: use an earlier checkpoint"
         )
+
+
+def _header(file: safe_open, name: str) -> tuple[list[int], torch.dtype]:
+    header = file.get_slice(name)
+    return header.get_shape(), header[:0].dtype
 
 
 def _open(path: Path) -> safe_open:

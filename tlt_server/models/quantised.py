@@ -10,10 +10,24 @@ Legend: N outputs, K inputs, B and C blocks of 128.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from tlt_client.quantise import BLOCK, QuantisedBlocks, effective, quantise
+from tlt_client.quantise import (
+    BLOCK,
+    SCALE_SUFFIX,
+    QuantisedBlocks,
+    effective,
+    quantise,
+    scales_shape,
+)
+from tlt_server.errors import ModelError
+
+E4M3 = torch.float8_e4m3fn
+SCALE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class QuantisedTensor:
@@ -85,3 +99,38 @@ class EffectiveTensor(QuantisedTensor):
 
     def whole(self) -> Tensor:
         return self.weight_NK
+
+
+def check_scales(
+    name: str, weight: Sequence[int], shape: Sequence[int], dtype: torch.dtype, where: Path | str
+) -> None:
+    """Check the layout of scales. `name` and `weight`: the weight's name and shape."""
+    wanted = scales_shape(weight)
+    if tuple(shape) != wanted or dtype not in SCALE_DTYPES:
+        raise ModelError(
+            f"{where}: tensor {name + SCALE_SUFFIX!r} has shape {list(shape)} and dtype {dtype}, "
+            f"expected {list(wanted)}, one scale per block of {BLOCK} x {BLOCK}, as "
+            f"{' or '.join(map(str, SCALE_DTYPES))}; convert the checkpoint"
+        )
+
+
+def check_blocks(
+    name: str, values_NK: Tensor, scales_BC: Tensor, where: Path | str
+) -> QuantisedBlocks:
+    """Return a weight in FP8 as it is kept, once its values and scales are checked. `name`: the
+    weight's.
+    """
+    check_scales(name, values_NK.shape, scales_BC.shape, scales_BC.dtype, where)
+    nan = int((values_NK.view(torch.uint8) & 0x7F == 0x7F).sum())
+    if nan:
+        raise ModelError(
+            f"{where}: tensor {name!r} holds {nan} NaN values of {values_NK.numel()}, expected "
+            "none; the file is damaged: download it again"
+        )
+    bad = scales_BC[~(torch.isfinite(scales_BC) & (scales_BC > 0))]
+    if len(bad):
+        raise ModelError(
+            f"{where}: tensor {name + SCALE_SUFFIX!r} holds {len(bad)} scales such as "
+            f"{bad[0].item()}, expected finite ones above 0; the file is damaged: download it again"
+        )
+    return QuantisedBlocks(values_NK, scales_BC.float())

@@ -19,14 +19,14 @@ FORM = {
     "weight_block_size": [BLOCK, BLOCK],
     "activation_scheme": "dynamic",
 }
-# The linear maps of a layer, by name; the parts of one line are fused.
-FUSED = {
+# Fused map of a layer -> its linear maps, side by side, by their modules.
+MODULES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-_MAPS = frozenset(name.split(".")[-1] for parts in FUSED.values() for name in parts)
+_MAPS = frozenset(name.split(".")[-1] for parts in MODULES.values() for name in parts)
 
 
 class LayerQuantization(NamedTuple):
@@ -36,6 +36,9 @@ class LayerQuantization(NamedTuple):
     output: bool = False
     gate_up: bool = False
     down: bool = False
+
+
+UNQUANTISED = LayerQuantization()
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Quantization:
         return module.split(".")[-1] in _MAPS and module not in self.kept
 
     def layer(self, index: int) -> LayerQuantization:
-        covered = (self.covers(f"model.layers.{index}.{parts[0]}") for parts in FUSED.values())
+        covered = (self.covers(f"model.layers.{index}.{parts[0]}") for parts in MODULES.values())
         return LayerQuantization(*covered)
 
     def described(self) -> dict[str, Any]:
@@ -80,7 +83,7 @@ def parse_quantization(raw: dict[str, Any], layers: int, source: str) -> Quantiz
         raise _refused(source, f"'modules_to_not_convert' is {named!r}, expected names of modules")
     kept = set[str]()
     for index in range(layers):
-        for parts in FUSED.values():
+        for parts in MODULES.values():
             names = [f"model.layers.{index}.{part}" for part in parts]
             # A name stands for everything with it as a whole part: `mlp`, but not `mlp.gate`.
             own = [name for name in names if any(f".{each}." in f".{name}." for each in named)]

@@ -171,6 +171,11 @@ def first_piece(stored: Stored) -> Tensor | QuantisedTensor:
     return stored.pieces[0] if isinstance(stored, SpreadTensor) else stored
 
 
+def all_tensors(parameters: Mapping[str, Stored]) -> list[Tensor]:
+    """Return the tensors that hold a model's parameters."""
+    return [tensor for stored in parameters.values() for tensor in tensors_of(stored)]
+
+
 def tensors_of(stored: Stored) -> Sequence[Tensor]:
     """Return the tensors that hold it: its slices, and of FP8 values and scales."""
     if isinstance(stored, SpreadTensor):

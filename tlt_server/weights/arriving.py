@@ -21,10 +21,11 @@ from tlt_server.errors import WeightsRefused
 from tlt_server.models.draft_checkpoint import map_tensor
 from tlt_server.models.draft_networks import VOCABULARY_MAP
 from tlt_server.models.loader import check_finite, check_layout, check_names
+from tlt_server.models.quantised import E4M3
 from tlt_server.models.shards import Stored, in_fp8
 from tlt_server.weights.checks import check_content, check_shape, not_in_fp8
 from tlt_server.weights.checksums import Content, contents, plain
-from tlt_server.weights.halves import E4M3, Halves, check_half, half_missing
+from tlt_server.weights.halves import Halves, check_half, half_missing
 from tlt_server.weights.parts import Adapter, Drafter, Network, Target
 from tlt_server.weights.storage import Options
 from tlt_server.wire.commands import TensorEntry

@@ -14,9 +14,9 @@ from tlt_server.errors import WeightsRefused
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_layouts import layout_of
 from tlt_server.models.loader import dtypes_for
+from tlt_server.models.quantised import E4M3
 from tlt_server.models.shards import Stored
 from tlt_server.weights.checksums import checksum, kind_of
-from tlt_server.weights.halves import E4M3
 from tlt_server.wire.commands import TensorEntry
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from tlt_client.quantise import SCALE_SUFFIX, QuantisedBlocks, scales_shape
 from tlt_server.errors import WeightsRefused
+from tlt_server.models.quantised import E4M3, SCALE_DTYPES
 from tlt_server.models.shards import Stored, in_fp8
 
-E4M3 = torch.float8_e4m3fn
-SCALE_DTYPES = (torch.float32, torch.bfloat16)
 HELD_BYTES = 2**31  # limit on tensors whose other half has not come
 
 

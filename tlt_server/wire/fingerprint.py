@@ -24,6 +24,7 @@ class Fingerprint(Struct, frozen=True):
     architecture: Annotated[str, "of the processor"]
     numerics: Annotated[str, "the mode, the kernels' version and the library"]
     attention: Annotated[str, "the backend that computes it"] = ""
+    quantization: Annotated[str, "of the target's linear maps: none or fp8"] = "none"
 
     def difference(self, other: Fingerprint) -> str:
         """Return the first field that differs, with both values; empty if none does."""

@@ -935,18 +935,20 @@ class ServerInfo(_message.Message):
     def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., paused: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., numerics: _Optional[str] = ..., engine: _Optional[_Union[EngineInfo, _Mapping]] = ..., open_sequences: _Optional[int] = ..., max_queue: _Optional[int] = ..., config: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., vllm_config: _Optional[_Union[VllmConfigInfo, _Mapping]] = ..., model_path: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., weight_version: _Optional[str] = ..., max_total_num_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., context_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., num_gpus: _Optional[int] = ..., disaggregation_mode: _Optional[str] = ..., enable_memory_saver: _Optional[bool] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., nnodes: _Optional[int] = ..., node_rank: _Optional[int] = ..., base_gpu_id: _Optional[int] = ..., gpu_id_step: _Optional[int] = ..., ep_size: _Optional[int] = ..., dtype: _Optional[str] = ..., enable_metrics: _Optional[bool] = ..., enable_lora: _Optional[bool] = ..., max_loras_per_batch: _Optional[int] = ..., max_lora_rank: _Optional[int] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
-    __slots__ = ("leaves", "dtype", "architecture", "numerics", "attention")
+    __slots__ = ("leaves", "dtype", "architecture", "numerics", "attention", "quantization")
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     leaves: int
     dtype: str
     architecture: str
     numerics: str
     attention: str
-    def __init__(self, leaves: _Optional[int] = ..., dtype: _Optional[str] = ..., architecture: _Optional[str] = ..., numerics: _Optional[str] = ..., attention: _Optional[str] = ...) -> None: ...
+    quantization: str
+    def __init__(self, leaves: _Optional[int] = ..., dtype: _Optional[str] = ..., architecture: _Optional[str] = ..., numerics: _Optional[str] = ..., attention: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device", "adapters", "fingerprint", "tensor_parallel", "rank_pids", "prepared", "libraries", "stages")

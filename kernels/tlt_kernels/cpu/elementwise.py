@@ -1,5 +1,5 @@
-"""Row kernels between the matmuls: norms, rotary embedding with KV store, gated activation, copies
-of KV slots.
+"""Row kernels between the matmuls: norms, rotary embedding with KV store, gated activation, e4m3,
+copies of KV slots.
 
 The models call them. They are single-threaded: at the widths that a CPU serves, a row takes under a
 microsecond, and waking a second thread costs more than it saves. Bits depend on the row alone:
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
+from numba import int32, njit
 from torch import Tensor
 
 from tlt_kernels.cpu.compiled import kernel
-from tlt_kernels.cpu.exponential import exp
+from tlt_kernels.cpu.exponential import exp, float_from_bits
 
 _DOT = {"reassoc", "contract", "nsz"}  # vectorised sums; NaN and infinity keep their meaning
 _ONE = np.float32(1.0)
+BLOCK = 128  # values of one scale, as in `tlt_client.quantise`
+_MAX = np.float32(448.0)  # the largest e4m3 number
 _NO_WEIGHT = torch.empty(0)
 
 
@@ -139,6 +141,33 @@ def _silu_mul(gate_up_RX, out_RI):
             out_RI[r, i] = gate / (_ONE + exp(-gate)) * gate_up_RX[r, width + i]
 
 
+@kernel("(f4[:, ::1], i4[:, ::1], f4[:, ::1])", error_model="numpy", nogil=True)
+def _in_e4m3(x_RK, bits_RK, out_RK):
+    """Round by bits: see `tlt_client.quantise`. `bits_RK`: those of x."""
+    width = x_RK.shape[1]
+    for r in range(x_RK.shape[0]):
+        for first in range(0, width, BLOCK):
+            end = min(first + BLOCK, width)
+            top = int32(0)
+            for k in range(first, end):
+                top = max(top, bits_RK[r, k] & int32(0x7FFFFFFF))
+            # The scale is 2^(exponent - 127); of values that all become zeros, 1.
+            field = ((top + 0x17FFFF) >> 23) - 8
+            exponent = int32(127 if top <= 17 << 23 else 27 if field < 27 else field)
+            scale = float_from_bits(int32(exponent << 23))
+            inverse = float_from_bits(int32((254 - exponent) << 23))
+            for k in range(first, end):
+                y = x_RK[r, k] * inverse
+                y = -_MAX if y < -_MAX else y
+                y = _MAX if y > _MAX else y
+                # One unit of the last of four digits, or of subnormal numbers.
+                unit = int32(((bits_RK[r, k] & int32(0x7FFFFFFF)) >> 23) - exponent + 124)
+                unit = int32(118) if unit < 118 else unit
+                # Adding and subtracting 1.5 * 2^23 units rounds to units.
+                big = float_from_bits(int32(int32(unit + 23) << 23 | 0x400000))
+                out_RK[r, k] = ((y + big) - big) * scale
+
+
 @kernel("(f4[:, :, ::1], i8[::1], i8[::1])", nogil=True)
 def _copy_kv_slots(array_LSX, source_C, target_C):
     for layer in range(array_LSX.shape[0]):
@@ -201,6 +230,15 @@ def silu_mul(gate_up_RX: Tensor) -> Tensor:
     out_RI = torch.empty(gate_up_RX.shape[0], gate_up_RX.shape[1] // 2)
     _silu_mul(gate_up_RX.numpy(), out_RI.numpy())
     return out_RI
+
+
+def in_e4m3(x_RK: Tensor) -> Tensor:
+    """Return x quantised to e4m3, with one scale per row and 128 of K, as float32 values times
+    scales. A second time changes nothing.
+    """
+    x_RK, out_RK = x_RK.contiguous(), torch.empty(x_RK.shape)
+    _in_e4m3(x_RK.numpy(), x_RK.view(torch.int32).numpy(), out_RK.numpy())
+    return out_RK
 
 
 def copy_kv_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:

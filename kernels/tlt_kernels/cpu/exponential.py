@@ -7,6 +7,8 @@ attention and activation kernels call it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import float32, int32, njit
@@ -21,12 +23,14 @@ _C2, _C3, _C4, _C5, _C6 = (np.float32(c) for c in (0.5, 1 / 6, 1 / 24, 1 / 120, 
 _HALF, _ONE = np.float32(0.5), np.float32(1.0)
 
 
-@intrinsic
-def _float_from_bits(typing_context, bits):
+def _bitcast(typing_context, bits):
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return float32(int32), generate
+
+
+float_from_bits: Any = intrinsic(_bitcast)
 
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy", inline="always")
@@ -37,4 +41,4 @@ def exp(x):
     n = np.floor(x * _LOG2_E + _HALF)
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     polynomial = _ONE + r * (_ONE + r * (_C2 + r * (_C3 + r * (_C4 + r * (_C5 + r * _C6)))))
-    return polynomial * _float_from_bits(int32((int32(n) + int32(127)) << int32(23)))  # type: ignore[call-arg]
+    return polynomial * float_from_bits(int32((int32(n) + int32(127)) << int32(23)))

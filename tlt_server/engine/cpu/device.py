@@ -230,6 +230,5 @@ def of_cpu(settings: DecidedSettings, numerics: Numerics) -> Fingerprint:
     library = f"MKL_CBWR {os.environ.get('MKL_CBWR', 'unset')}"
     architecture = f"{platform.machine()} {processor}, {library}"
     how = f"{numerics.mode} {versions.CPU}: {numerics.method.name}"
-    return Fingerprint(
-        settings.reduction_leaves, settings.dtype, architecture, how, settings.attention
-    )
+    given = settings.reduction_leaves, settings.dtype, architecture, how, settings.attention
+    return Fingerprint(*given, settings.quantization)

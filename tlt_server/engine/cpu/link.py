@@ -16,6 +16,7 @@ from tlt_server.engine.ranks.ranks import Ranks
 from tlt_server.engine.ranks.shared_models import key_of
 from tlt_server.errors import StartupError
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.shards import all_tensors
 
 
 class CpuLink:
@@ -31,7 +32,7 @@ class CpuLink:
 
     def arena(self, rank: int, make: Callable[[], Any]) -> Arena:
         with torch.device("meta"):
-            size = arena_bytes(make().own_parameters().values())
+            size = arena_bytes(all_tensors(make().own_parameters()))
         return Arena.file(size)
 
     @staticmethod  # a bound method would keep the ranks

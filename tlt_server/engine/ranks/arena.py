@@ -20,6 +20,7 @@ from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import GRANT, Grant, SharedGpuMemory
 from tlt_server.attention.backing import Backing
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.shards import all_tensors, tensors_of
 
 ALIGNMENT = 256  # bytes; torch's own allocators give no less on a CPU or a GPU
 
@@ -126,10 +127,11 @@ def arena_bytes(tensors: Iterable[Tensor]) -> int:
 def layout(model: Decoder) -> str:
     """Return the offset of each tensor of the model, as text to compare."""
     views = model.own_parameters()
-    base = min(view.untyped_storage().data_ptr() for view in views.values())
+    base = min(view.untyped_storage().data_ptr() for view in all_tensors(views))
     return ";".join(
         f"{name}@{view.data_ptr() - base}{list(view.shape)}{list(view.stride())}"
-        for name, view in views.items()
+        for name, stored in views.items()
+        for view in tensors_of(stored)
     )
 
 
