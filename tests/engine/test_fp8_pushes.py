@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.engine.channel_server import LONG_S, Server, in_group
-from tests.engine.fp8 import BLOCKS, effective_sums, in_halves, is_map
+from tests.engine.fp8 import BLOCKS, effective_sums, in_fp8, in_halves
 from tests.engine.pushing import why
 from tlt_client import ServerError
 from tlt_client.channels import CHANNELS, Sender
@@ -24,10 +24,10 @@ from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.quantise import SCALE_SUFFIX
-from tlt_server.models.decoder import Decoder
-from tlt_server.models.quantised import EffectiveTensor
 from tlt_server.weights import halves
 from tlt_server.wire.events import WeightReport
+
+__all__ = ["in_fp8"]  # a fixture
 
 Tensors = dict[str, Tensor]
 E4M3 = torch.float8_e4m3fn
@@ -40,7 +40,7 @@ class Fp8Trainer:
     """A server in FP8, and one sender of each channel."""
 
     def __init__(self, root: Path) -> None:
-        self.server: Server = Server(root, shape=BLOCKS)
+        self.server: Server = Server(root, shape=BLOCKS, quantization="fp8")
         self.engine, self.new = self.server.engine, self.server.new
         self.senders: dict[str, Sender] = {
             "disk": DiskSender(self.server, root / "weights", max_file_bytes=2**16),  # type: ignore[arg-type]
@@ -74,20 +74,6 @@ class Fp8Trainer:
         self.check_unchanged()
 
 
-def quantised(decoder: Decoder, sound=Decoder.own_parameters) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
-    return {
-        name: EffectiveTensor(each) if is_map(name) else each
-        for name, each in sound(decoder).items()
-    }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_fp8() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Decoder, "own_parameters", quantised)
-        yield
-
-
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fp8Trainer]:
     trainer = Fp8Trainer(tmp_path_factory.mktemp("pushes"))
@@ -116,6 +102,14 @@ def test_every_form_gives_the_version_a_trainer_computes(
     wanted = effective_sums(new)
     found = trainer.engine.checksums()
     assert {name: found[name] for name in wanted} == wanted
+    trainer.roll_back()
+
+
+def test_directory_in_fp8_is_pushed_by_the_command(trainer: Fp8Trainer, tmp_path: Path) -> None:
+    save_file(in_halves(trainer.new), tmp_path / "model.safetensors")
+    sender = HttpSender(trainer.server)  # type: ignore[arg-type]
+    assert sender.push_directory(tmp_path, "by command")["state"] == "committed"
+    assert trainer.server.check() == "new"
     trainer.roll_back()
 
 
